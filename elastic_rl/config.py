@@ -1,0 +1,314 @@
+"""Every setting of a run: typed, documented, in one place. One YAML file, each key also ``--key.sub=value``.
+
+Names carry their unit (``_s`` seconds, ``_bytes`` bytes). An unknown key is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from elastic_rl.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that knows no other keys than its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DeviceConfig(Section):
+    type: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; ``auto`` takes CUDA when torch sees one."""
+    dist_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collectives of the trainer; ``auto``: nccl on CUDA, gloo on a CPU."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter dtype of trainer and engines."""
+    layer_spec: Literal["auto", "local", "te"] = "auto"
+    """Megatron layer spec; ``auto``: Transformer Engine on CUDA, local on a CPU."""
+
+
+class EtcdConfig(Section):
+    endpoints: list[str] = []
+    """``host:port`` of the members of an etcd that someone else runs. Empty: ``elastic-rl up`` starts one member."""
+    call_timeout_s: Seconds = 0.5
+    """Deadline of one attempt on one member."""
+    retry_budget_s: Seconds = 15.0
+    """How long a call goes from member to member before it raises StoreUnavailable."""
+    start_timeout_s: Seconds = 20.0
+    """How long ``up`` waits for an etcd that it started."""
+
+
+class CoordinatorConfig(Section):
+    replicas: Positive = 2
+    """Coordinator processes that ``up`` starts; one leads."""
+    host: str = "127.0.0.1"
+    """Address the admin API binds."""
+    ports: list[int] = []
+    """One port a replica; empty: free ports are chosen."""
+    lease_ttl_s: Annotated[int, Field(ge=2)] = 3
+    """Time to live of leader and member leases; a dead process is noticed within it."""
+    reconcile_interval_s: Seconds = 0.5
+    """Longest pause between two looks at desired against actual."""
+    events_keep: Positive = 2000
+    """Events kept in etcd; older ones are trimmed by the leader."""
+    max_engines: Positive = 64
+    """Largest number of engines that the API accepts for a pool."""
+    require_token: bool | None = None
+    """Bearer tokens needed; unset: only off on loopback."""
+
+
+class AlertConfig(Section):
+    urls: list[str] = []
+    """Apprise URLs that get every alert."""
+    timeout_s: Seconds = 4.0
+    """Longest wait for one notification service."""
+
+
+class TelemetryConfig(Section):
+    otlp_endpoint: str = ""
+    """OTLP/HTTP endpoint for traces, such as http://collector:4318; empty: tracing is off."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Level of every process's log."""
+
+
+class DcsConfig(Section):
+    host: str = "127.0.0.1"
+    """Address a DCS node binds."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the node; 0: a free one."""
+    arena_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    """Shared-memory arena of a node."""
+    chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
+    """Largest chunk; tensors are cut at this size."""
+    keep_versions: Positive = 4
+    """Committed versions kept a stream, beyond those that are pinned."""
+    staging_ttl_s: Annotated[int, Field(ge=2)] = 10
+    """Lease of a publish in progress; when it ends the version is aborted."""
+    pin_ttl_s: Annotated[int, Field(ge=2)] = 30
+    """Lease of a puller's pin."""
+    io_timeout_s: Seconds = 30.0
+    """Longest wait for one answer of a node."""
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Folder of an HF model to start from; empty: a tiny one of the shape below is made from the seed."""
+    hidden_size: Positive = 96
+    intermediate_size: Positive = 256
+    num_layers: Positive = 2
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    head_dim: Positive = 24
+    max_positions: Positive = 64
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+
+
+class DataConfig(Section):
+    task: Literal["addition"] = "addition"
+    """Generated prompts with a verifiable answer."""
+    operand_below: Annotated[int, Field(ge=5, le=500)] = 50
+    """Operands are drawn from [0, this)."""
+    heldout_fraction: Annotated[float, Field(gt=0, lt=0.9)] = 0.2
+    """Share of all problems that is never trained on."""
+
+
+class WarmupConfig(Section):
+    target_heldout: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """Supervised warm-up ends once the held-out accuracy reaches this; RL does the rest."""
+    max_steps: Annotated[int, Field(ge=0)] = 3000
+    batch_size: Positive = 64
+    lr: float = 1e-3
+    eval_every_steps: Positive = 25
+
+
+class TrainerConfig(Section):
+    tensor_parallel: Positive = 2
+    data_parallel: Positive = 1
+    micro_batch_size: Positive = 512
+    """Sequences a rank puts through the model at once."""
+    max_restarts: Positive = 10
+    """Re-formations of the trainer group before the run stops and alerts."""
+    collective_timeout_s: Seconds = 60.0
+    """A collective that takes longer ends the rank; the group then re-forms."""
+    start_timeout_s: Seconds = 120.0
+    step_timeout_s: Seconds = 120.0
+    """Longest wait of the controller for one train step."""
+
+
+class EngineConfig(Section):
+    start_timeout_s: Seconds = 180.0
+    """From launch to the first answer of /model_info."""
+    request_timeout_s: Seconds = 60.0
+    """Longest wait for one generation."""
+    apply_timeout_s: Seconds = 30.0
+    """Longest time for one weight update; a slower engine is replaced."""
+    drain_timeout_s: Seconds = 60.0
+    """Scale-in waits this long for the requests in flight to reach zero."""
+    max_total_tokens: Positive = 16384
+    max_running_requests: Positive = 64
+    extra_args: list[str] = []
+    """More arguments for sglang.launch_server, as they are."""
+
+
+class RolloutConfig(Section):
+    engines: Annotated[int, Field(ge=1)] = 2
+    """Engines that the pool starts with; change it later with ``elastic-rl scale``."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    retries: Positive = 4
+    """Attempts for a prompt group before its step fails."""
+    ready_timeout_s: Seconds = 240.0
+    """Longest wait for an engine that serves the version a step needs."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """Asymmetric clip of the importance ratio (DAPO, arXiv:2503.14476)."""
+    normalize_std: bool = True
+    """Divide the group-centred reward by its standard deviation (GRPO, arXiv:2402.03300)."""
+
+
+class TrainConfig(Section):
+    steps: Annotated[int, Field(ge=1)] = 200
+    """Optimiser steps of RL."""
+    prompts_per_step: Positive = 64
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Samples of one prompt; their rewards are compared with one another."""
+    updates_per_step: Positive = 1
+    """Optimiser updates on one batch of experience; the second and later ones are off-policy and clipped."""
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    eval_every_steps: Positive = 20
+    state_every_steps: Positive = 10
+    """Optimizer, RNG and data cursor are committed every so many steps; at most that many are done again."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Versions a sample may lie behind the trainer; 0 is sync mode."""
+    logprob_tolerance: float = 1e-4
+    """Largest difference between an engine's and the trainer's log-prob of the same token that is not an alert."""
+
+
+class Config(Section):
+    """The whole configuration of a job."""
+
+    job: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "quickstart"
+    """Name of the job: the prefix of its keys in etcd."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    run_dir: Path = Path("runs")
+    """Reports go to ``<run_dir>/<job>``; logs, pids and addresses of the cluster to ``<run_dir>/<job>/cluster``."""
+    device: DeviceConfig = DeviceConfig()
+    etcd: EtcdConfig = EtcdConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    alerts: AlertConfig = AlertConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    dcs: DcsConfig = DcsConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        tp = self.trainer.tensor_parallel
+        for name, n in (("model.num_heads", self.model.num_heads), ("model.num_kv_heads", self.model.num_kv_heads)):
+            if n % tp:
+                raise ValueError(f"{name}={n} is not a multiple of trainer.tensor_parallel={tp}")
+        if self.train.prompts_per_step % self.trainer.data_parallel:
+            raise ValueError("train.prompts_per_step must be a multiple of trainer.data_parallel")
+        ports = self.coordinator.ports
+        if ports and len(ports) != self.coordinator.replicas:
+            raise ValueError(f"coordinator.ports names {len(ports)} ports for {self.coordinator.replicas} replicas")
+        return self
+
+    @property
+    def job_dir(self) -> Path:
+        """Folder of everything this job writes."""
+        return self.run_dir / self.job
+
+    @property
+    def cluster_dir(self) -> Path:
+        """Folder of the cluster's logs, pids and addresses."""
+        return self.job_dir / "cluster"
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the configuration, sections included."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += known_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def load(path: Path | str | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Reads a YAML file and applies ``key.sub=value`` overrides (a leading ``--`` is allowed; values are YAML).
+
+    Raises ConfigError, which names the file or the key and, for an unknown key, the nearest known one.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(Path(path).read_text())
+        except OSError as e:
+            raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
+        except yaml.YAMLError as e:
+            raise ConfigError(f"{path} is not YAML: {e}") from e
+        if not isinstance(loaded or {}, dict):
+            raise ConfigError(f"{path} must hold a mapping of settings, not a {type(loaded).__name__}")
+        values = loaded or {}
+    for override in overrides:
+        _set(values, override)
+    return parse(values)
+
+
+def parse(values: Mapping[str, Any]) -> Config:
+    """Validates a nested mapping. Raises ConfigError with every fault in it."""
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as e:
+        faults = [_explain(err) for err in e.errors()]
+        raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(faults),
+                          hint="`elastic-rl config schema` lists every key") from e
+
+
+def _set(values: dict[str, Any], override: str) -> None:
+    key, sep, text = override.removeprefix("--").partition("=")
+    if not sep or not key:
+        raise ConfigError(f"{override!r} is not of the form --key.sub=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"the value of --{key} is not YAML: {text!r}") from e
+    *path, leaf = key.split(".")
+    for part in path:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--{key}: {part!r} is a value, not a section")
+        values = inner
+    values[leaf] = value
+
+
+def _explain(err: Any) -> str:
+    key = ".".join(str(p) for p in err["loc"])
+    if err["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
+        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"{key or 'config'}: {err['msg'].removeprefix('Value error, ')}" + (
+        f" (got {err['input']!r})" if key and not isinstance(err["input"], dict) else "")

@@ -1,0 +1,109 @@
+"""The whole etcd keyspace of a job, in one place. Every other module asks here for a key and never builds one itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROOT = "/elastic_rl"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys of one job. A method ending in ``_prefix`` names a range, every other one a single key."""
+
+    job: str
+
+    @property
+    def root(self) -> str:
+        return f"{ROOT}/{self.job}/"
+
+    # -- control -----------------------------------------------------------------------------------------------
+    def leader_prefix(self) -> str:
+        """Candidates for the leadership, one key a replica; the lowest create revision leads."""
+        return f"{self.root}leader/"
+
+    def leader(self, replica: str) -> str:
+        return self.leader_prefix() + replica
+
+    def epoch(self) -> str:
+        """Fencing epoch of the run; raised by each driver start and global restart."""
+        return f"{self.root}epoch"
+
+    def job_status(self) -> str:
+        return f"{self.root}job"
+
+    def members_prefix(self, role: str = "") -> str:
+        return f"{self.root}members/" + (f"{role}/" if role else "")
+
+    def member(self, role: str, member_id: str) -> str:
+        return self.members_prefix(role) + member_id
+
+    def pools_prefix(self) -> str:
+        return f"{self.root}pools/"
+
+    def pool_spec(self, pool: str) -> str:
+        return f"{self.pools_prefix()}{pool}/spec"
+
+    def pool_status(self, pool: str) -> str:
+        return f"{self.pools_prefix()}{pool}/status"
+
+    def engines_prefix(self) -> str:
+        return f"{self.root}engines/"
+
+    def engine(self, engine_id: str) -> str:
+        return self.engines_prefix() + engine_id
+
+    def events_prefix(self) -> str:
+        return f"{self.root}events/"
+
+    def event(self, event_id: str) -> str:
+        return self.events_prefix() + event_id
+
+    def alerts_prefix(self) -> str:
+        return f"{self.root}alerts/"
+
+    def alert(self, condition: str) -> str:
+        return self.alerts_prefix() + condition
+
+    # -- checkpoint service -------------------------------------------------------------------------------------
+    def dcs_nodes_prefix(self) -> str:
+        return f"{self.root}dcs/nodes/"
+
+    def dcs_node(self, node_id: str) -> str:
+        return self.dcs_nodes_prefix() + node_id
+
+    def stream_next(self, stream: str) -> str:
+        return f"{self.root}dcs/streams/{stream}/next"
+
+    def stream_head(self, stream: str) -> str:
+        return f"{self.root}dcs/streams/{stream}/head"
+
+    def streams_prefix(self) -> str:
+        return f"{self.root}dcs/streams/"
+
+    def versions_prefix(self, stream: str) -> str:
+        return f"{self.root}dcs/streams/{stream}/versions/"
+
+    def version(self, stream: str, number: int) -> str:
+        return f"{self.versions_prefix(stream)}{number:012d}"
+
+    def staging_owner(self, stream: str, number: int) -> str:
+        """Leased by the publisher; when it is gone the version is aborted."""
+        return f"{self.root}dcs/staging/{stream}/{number:012d}"
+
+    def pins_prefix(self, stream: str, number: int | None = None) -> str:
+        return f"{self.root}dcs/pins/{stream}/" + (f"{number:012d}/" if number is not None else "")
+
+    def pin(self, stream: str, number: int, holder: str) -> str:
+        return self.pins_prefix(stream, number) + holder
+
+    # -- experience ---------------------------------------------------------------------------------------------
+    def ledger_prefix(self) -> str:
+        return f"{self.root}ledger/"
+
+    def ledger(self, step: int) -> str:
+        return f"{self.ledger_prefix()}{step:09d}"
+
+    # -- torch elastic ------------------------------------------------------------------------------------------
+    def rendezvous_prefix(self) -> str:
+        return f"{self.root}rendezvous/"

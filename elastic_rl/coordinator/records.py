@@ -1,0 +1,175 @@
+"""What is kept under the keys: small pydantic records, stored as JSON. Unknown fields are ignored on reading, so that
+replicas of two releases can run side by side during an upgrade."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """A frozen value; a change is a new record written by a guarded transaction."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    def encode(self) -> bytes:
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Self:
+        return cls.model_validate_json(raw)
+
+    def but(self, **changes: Any) -> Self:
+        """The same record with some fields changed."""
+        return self.model_copy(update=changes)
+
+
+class Leader(Record):
+    """A candidate of the election; ``url`` is its admin API."""
+
+    replica: str
+    url: str
+    pid: int
+
+
+class Epoch(Record):
+    """Fencing epoch of the run: a write of a lower epoch is refused."""
+
+    number: int
+    holder: str
+    started_at: float
+
+
+class Member(Record):
+    """A process that does work, written from inside that process under its own lease."""
+
+    role: str
+    id: str
+    pid: int
+    host: str
+    epoch: int = 0
+    incarnation: str = ""
+    """Random; differs after each start of the process."""
+    url: str = ""
+    step: int = 0
+    phase: str = ""
+    progress_at: float = 0.0
+    """Unix seconds of the last change of step or phase."""
+    beat_at: float = 0.0
+    info: dict[str, Any] = {}
+
+
+class PoolSpec(Record):
+    """What the operator wants; changed through the API."""
+
+    name: str
+    desired: int
+
+
+class PoolStatus(Record):
+    """What is; written by the driver."""
+
+    name: str
+    ready: int
+    starting: int
+    draining: int
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    SYNCING = "syncing"
+    """Process is up; the weights are being pulled or verified. Not routable."""
+    READY = "ready"
+    """Weights verified, known to the router."""
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+    """Its weights may be torn; it never serves again until a full reload was verified."""
+    DEAD = "dead"
+
+
+class Engine(Record):
+    id: str
+    pool: str
+    state: EngineState
+    epoch: int
+    url: str = ""
+    pid: int = 0
+    """Process id of the SGLang server."""
+    version: int = 0
+    """Policy version whose bytes were verified in the engine; 0 before the first."""
+    applying: int = 0
+    """Version that is being applied; set before the first byte, cleared after verification."""
+    host: str = ""
+    started_at: float = 0.0
+    updated_at: float = 0.0
+    pull_apply_s: float = 0.0
+    """Seconds from seeing the head to verified, for ``version``."""
+    reason: str = ""
+
+
+class Severity(StrEnum):
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Event(Record):
+    id: str
+    at: float
+    kind: str
+    """Dotted, such as engine.dead, trainer.restarted, leader.elected, pool.scaled, version.committed."""
+    subject: str
+    message: str
+    severity: Severity = Severity.INFO
+    data: dict[str, Any] = {}
+
+
+class VersionState(StrEnum):
+    STAGING = "staging"
+    COMMITTED = "committed"
+    RELEASING = "releasing"
+    GONE = "gone"
+    ABORTED = "aborted"
+
+
+class Version(Record):
+    """A version of a stream in the checkpoint service's catalog."""
+
+    stream: str
+    number: int
+    state: VersionState
+    epoch: int
+    manifest: str = ""
+    """Digest of the manifest blob; empty before the commit."""
+    nbytes: int = 0
+    nodes: list[str] = []
+    """DCS nodes that held every chunk at the commit."""
+    created_at: float = 0.0
+    committed_at: float = 0.0
+    meta: dict[str, Any] = {}
+    """The publisher's own facts: train step, model id, policy version of a trainer_state, trace context."""
+
+
+class DcsNode(Record):
+    id: str
+    host: str
+    port: int
+    pid: int
+    arena_path: str
+    """File of the shared-memory arena; only processes of the same host can map it."""
+    arena_bytes: int
+    used_bytes: int = 0
+
+
+class LedgerEntry(Record):
+    """Prompt groups that one optimiser step was trained on."""
+
+    step: int
+    epoch: int
+    groups: list[int]
+    """Ordinal numbers of the prompt groups in the run's prompt order."""
+    samples: int
+    policy_versions: list[int] = []
+    dropped: list[int] = []

@@ -1,0 +1,89 @@
+"""The error tree: one root, and each kind says whether trying the same thing again can help."""
+
+from __future__ import annotations
+
+
+class ElasticRLError(Exception):
+    """Root of every error this project raises on purpose.
+
+    ``retryable`` says whether the same call may succeed later with nothing changed by a person.
+    ``hint`` is one sentence for the operator: what to do now. It is shown under the message.
+    """
+
+    retryable: bool = False
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class ConfigError(ElasticRLError):
+    """The configuration is wrong; nothing was started."""
+
+
+class StoreUnavailable(ElasticRLError):
+    """No etcd member answered within the retry budget."""
+
+    retryable = True
+
+
+class OutcomeUnknown(ElasticRLError):
+    """A write was sent and its answer was lost, and reading back could not tell whether it was applied."""
+
+    retryable = True
+
+
+class Fenced(ElasticRLError):
+    """The caller's leadership or epoch is over; it must stop, and never retry under the old token."""
+
+
+class Conflict(ElasticRLError):
+    """A guarded write found another value than the one it was made from."""
+
+    retryable = True
+
+
+class DeadlineExceeded(ElasticRLError):
+    """A bounded wait ended before what it waited for happened."""
+
+    retryable = True
+
+
+class ArenaFull(ElasticRLError):
+    """The shared-memory arena has no room for the chunk; versions already stored are untouched."""
+
+    retryable = True
+
+
+class ChunkCorrupt(ElasticRLError):
+    """A chunk's bytes do not match its digest."""
+
+    retryable = True
+
+
+class VersionNotFound(ElasticRLError):
+    """The stream has no such committed version."""
+
+
+class IllegalTransition(ElasticRLError):
+    """A state machine was asked for a transition that does not exist."""
+
+
+class EngineFailed(ElasticRLError):
+    """An inference engine died, hung, or refused an operation; it will be replaced."""
+
+    retryable = True
+
+
+class TrainerFailed(ElasticRLError):
+    """The trainer group lost a rank or did not answer; it re-forms from the last trainer_state."""
+
+    retryable = True
+
+
+class MachineUnfit(ElasticRLError):
+    """The machine lacks something that is needed (a port, shared memory, a program, a package)."""

@@ -1,0 +1,173 @@
+"""Owned child processes: they die with their parent, also after kill -9, and leave a record that the next start cleans.
+
+Two kinds. A *child* is bound to its parent by the kernel (PR_SET_PDEATHSIG). A *service* is meant to outlive the command
+that started it; its record in ``<dir>/pids`` (pid and start time, so that a reused pid is never hit) lets a later
+command stop it or sweep up after a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from elastic_rl.errors import DeadlineExceeded, MachineUnfit
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # resolved at import: nothing may be imported between fork and exec
+# PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one long-lived thread.
+_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Asks the kernel to signal this process when its parent ends; call first thing in a Python child's main."""
+    _libc.prctl(_PR_SET_PDEATHSIG, sig)
+
+
+def python(module: str, *args: str) -> list[str]:
+    """Command line that runs a module with this interpreter."""
+    return [sys.executable, "-m", module, *args]
+
+
+def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, service: bool = False,
+          cwd: Path | None = None) -> subprocess.Popen[bytes]:
+    """Starts ``cmd`` in a process group of its own with stdout and stderr appended to ``log``.
+
+    A child dies with this process; a ``service`` does not. Raises MachineUnfit if the program cannot be started.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        try:
+            return _spawner.submit(
+                subprocess.Popen, list(cmd), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})}, start_new_session=True, cwd=cwd,
+                preexec_fn=None if service else die_with_parent).result()
+        except OSError as e:
+            raise MachineUnfit(f"cannot start {cmd[0]}: {e.strerror}", hint="run `elastic-rl doctor`") from e
+
+
+def stop(pid: int, *, grace_s: float = 5.0, group: bool = True) -> None:
+    """Ends a process that we started, and its group: SIGTERM, then after ``grace_s`` SIGKILL. Absent ones are fine."""
+    if not psutil.pid_exists(pid):
+        return
+    # Grandchildren may have left the group (torch and SGLang do); their pids are taken before the parent goes.
+    try:
+        victims = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        victims = []
+    _signal(pid, signal.SIGTERM, group)
+    try:
+        psutil.Process(pid).wait(grace_s)
+    except (psutil.TimeoutExpired, psutil.NoSuchProcess):
+        pass
+    _signal(pid, signal.SIGKILL, group)
+    for victim in victims:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(victims, timeout=grace_s)
+
+
+def _signal(pid: int, sig: int, group: bool) -> None:
+    try:
+        (os.killpg if group else os.kill)(pid, sig)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that is free now and outside the ephemeral range of outgoing connections' most likely picks."""
+    with socket.socket() as s:
+        s.bind((host, 0))
+        return int(s.getsockname()[1])
+
+
+def require_port_free(host: str, port: int, *, setting: str) -> None:
+    """Raises MachineUnfit, naming the setting, when something already listens on the port."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            raise MachineUnfit(f"port {port} on {host} cannot be bound ({setting}): {e.strerror}",
+                               hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`) or set another {setting}"
+                               ) from e
+
+
+def wait_until(check, *, timeout_s: float, what: str, poll_s: float = 0.05, alive=None):
+    """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early.
+
+    Raises DeadlineExceeded, which names ``what``.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        if value := check():
+            return value
+        if alive is not None and not alive():
+            raise DeadlineExceeded(f"{what} ended before it was ready", hint="its log says why")
+        if time.monotonic() > end:
+            raise DeadlineExceeded(f"{what} was not ready within {timeout_s:g} s")
+        time.sleep(poll_s)
+
+
+@dataclass(frozen=True)
+class PidRecord:
+    """A service that was started: enough to find it again, and to know that it is still the same process."""
+
+    name: str
+    pid: int
+    create_time: float
+    url: str = ""
+
+    def alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.create_time) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+class PidBook:
+    """The records of one folder, one JSON file a service."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, pid: int, url: str = "") -> PidRecord:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = PidRecord(name, pid, psutil.Process(pid).create_time(), url)
+        partial = self.folder / f".{name}.partial"
+        partial.write_text(json.dumps(asdict(record)))
+        partial.rename(self.folder / f"{name}.json")
+        return record
+
+    def all(self) -> list[PidRecord]:
+        return [PidRecord(**json.loads(p.read_text())) for p in sorted(self.folder.glob("*.json"))]
+
+    def alive(self) -> list[PidRecord]:
+        return [r for r in self.all() if r.alive()]
+
+    def forget(self, name: str) -> None:
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
+    def stop_all(self, *, grace_s: float = 5.0) -> list[str]:
+        """Stops what is alive and forgets every record; returns the names that were alive."""
+        stopped = []
+        for record in self.all():
+            if record.alive():
+                stop(record.pid, grace_s=grace_s)
+                stopped.append(record.name)
+            self.forget(record.name)
+        return stopped
