@@ -1,0 +1,50 @@
+"""Logging of every process of the project: JSON objects on stderr, one a line, so that a log of many processes that was
+merged by a collector can still be told apart."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+from opentelemetry import trace
+
+_NOISY = ("httpx", "httpcore", "urllib3", "uvicorn.access", "apprise", "markdown", "opentelemetry", "asyncio")
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a record: at (UTC, ISO 8601), level, process, logger, message, and trace_id or error if any."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self.process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "process": self.process,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        context = trace.get_current_span().get_span_context()
+        if context.is_valid:
+            line["trace_id"] = f"{context.trace_id:032x}"
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def setup(process: str, level: str = "info") -> None:
+    """Sends every logger of this process to stderr. ``process`` names it, such as ``coordinator-a``; ``level`` is one of
+    debug, info, warning, error. Calling it again replaces the first setting."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    logging.captureWarnings(True)
