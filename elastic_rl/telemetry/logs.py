@@ -38,8 +38,8 @@ class JsonLines(logging.Formatter):
 
 
 def setup(process: str, level: str = "info") -> None:
-    """Sends every logger of this process to stderr. ``process`` names it, such as ``coordinator-a``; ``level`` is one of
-    debug, info, warning, error. Calling it again replaces the first setting."""
+    """Sends every logger of this process to stderr. ``process`` names it, such as ``coordinator-a``; ``level`` is one
+    of debug, info, warning, error. Calling it again replaces the first setting."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process))
     root = logging.getLogger()

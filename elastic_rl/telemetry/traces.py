@@ -35,7 +35,8 @@ def setup(endpoint: str, service: str, *, timeout_s: float = 2.0) -> None:
                                 "host.name": socket.gethostname(), "process.pid": os.getpid()})
     provider = TracerProvider(resource=resource)
     exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=timeout_s)
-    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=2048, export_timeout_millis=timeout_s * 1e3))
+    provider.add_span_processor(
+        BatchSpanProcessor(exporter, max_queue_size=2048, export_timeout_millis=timeout_s * 1e3))
     trace.set_tracer_provider(provider)
 
 
