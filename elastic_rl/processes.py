@@ -87,6 +87,35 @@ def _signal(pid: int, sig: int, group: bool) -> None:
         pass
 
 
+RUN_MARK = "ELASTIC_RL_RUN"
+"""Environment variable that every process of a run's compute plane inherits; its value names the run."""
+
+
+def marked(run: str) -> list[psutil.Process]:
+    """Processes of this user that carry the run's mark, this one and its ancestors left out."""
+    found = []
+    own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in own and process.environ().get(RUN_MARK) == run:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def sweep(run: str, *, grace_s: float = 5.0) -> list[int]:
+    """Ends whatever a dead run left behind. Ray's agents outlive a driver that was killed; the mark still finds them."""
+    victims = marked(run)
+    for process in victims:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(victims, timeout=grace_s)
+    return [p.pid for p in victims]
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that is free now and outside the ephemeral range of outgoing connections' most likely picks."""
     with socket.socket() as s:

@@ -1,0 +1,249 @@
+"""The fire drill of ``--faults``: kills real processes of a running job at fixed steps and records what followed.
+
+A fault is three observations, each with its time: it *happened* (the witness: the process is gone, the request was
+answered), it was *detected* (the control plane says so itself) and it was *healed*. What went on meanwhile is read off the
+run's own records.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import httpx
+import psutil
+
+from elastic_rl.config import Config
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.membership import members
+from elastic_rl.coordinator.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
+from elastic_rl.coordinator.store import Store
+from elastic_rl.errors import ElasticRLError, EngineFailed
+from elastic_rl.processes import wait_until
+from elastic_rl.roles.pool_view import ROLLOUT_POOL, engines
+from elastic_rl.roles.run_log import RunLog
+
+log = logging.getLogger(__name__)
+
+_INJECT_S, _DETECT_S, _HEAL_S = 60.0, 60.0, 240.0
+
+
+class Fault(Protocol):
+    """One fault. ``inject`` returns (target, witness) once the fault has visibly happened."""
+
+    name: str
+
+    def inject(self) -> tuple[str, str]: ...
+
+    def detected(self) -> bool: ...
+
+    def healed(self) -> bool: ...
+
+
+class Scene:
+    """What every fault looks at and acts on."""
+
+    def __init__(self, cfg: Config, store: Store, keys: Keys, patch_pool: Callable[[int], None]) -> None:
+        self.cfg, self.store, self.keys, self.patch_pool = cfg, store, keys, patch_pool
+
+    def engines(self) -> list[Engine]:
+        return engines(self.store, self.keys)
+
+    def ready(self) -> set[str]:
+        return {e.id for e in self.engines() if e.state is EngineState.READY and not e.applying}
+
+    def pool(self) -> PoolStatus | None:
+        found = self.store.get(self.keys.pool_status(ROLLOUT_POOL))
+        return PoolStatus.decode(found.value) if found else None
+
+    def step(self) -> int:
+        found = self.store.get(self.keys.job_status())
+        status = JobStatus.decode(found.value) if found else None
+        return status.step if status and status.phase == "rl" else 0
+
+    def finished(self) -> bool:
+        found = self.store.get(self.keys.job_status())
+        return bool(found) and JobStatus.decode(found.value).phase in ("finished", "failed")
+
+    def leader(self) -> Leader | None:
+        items, _ = self.store.range(self.keys.leader_prefix())
+        return Leader.decode(min(items, key=lambda kv: kv.create_revision).value) if items else None
+
+    def trainer_ranks(self) -> list[Member]:
+        return members(self.store, self.keys, "trainer")
+
+    def saw_event(self, kind: str, since: float, subject: str = "") -> bool:
+        return any(e.kind == kind and e.at >= since and subject in (e.subject, "")
+                   for e in events.recent(self.store, self.keys, limit=200))
+
+
+def _kill(pid: int) -> str:
+    """kill -9 of one process, and the proof that it is gone."""
+    process = psutil.Process(pid)
+    name = " ".join(process.cmdline()[:4])[:80]
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
+               timeout_s=_INJECT_S, what=f"the end of pid {pid}", poll_s=0.01)
+    return f"pid {pid} ({name}) was sent SIGKILL and seen to end"
+
+
+class EngineKilled:
+    name = "engine_killed"
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.victim = scene, ""
+
+    def inject(self) -> tuple[str, str]:
+        wait_until(self.scene.ready, timeout_s=_INJECT_S, what="a ready engine")
+        engine = next(e for e in self.scene.engines() if e.state is EngineState.READY)
+        self.victim, self.wanted = engine.id, len(self.scene.ready())
+        return engine.id, _kill(engine.pid)
+
+    def detected(self) -> bool:
+        return self.victim not in self.scene.ready()
+
+    def healed(self) -> bool:
+        return len(self.scene.ready() - {self.victim}) >= self.wanted
+
+
+class TrainerRankKilled:
+    name = "trainer_rank_killed"
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def inject(self) -> tuple[str, str]:
+        self.at, self.step = time.time(), self.scene.step()
+        rank = max(self.scene.trainer_ranks(), key=lambda m: m.id)
+        self.incarnation = rank.incarnation
+        return f"trainer {rank.id}", _kill(rank.pid)
+
+    def detected(self) -> bool:
+        return self.scene.saw_event("trainer.failed", self.at)
+
+    def healed(self) -> bool:
+        """The group re-formed, and has trained a step beyond the one it was killed in."""
+        return self.scene.saw_event("trainer.recovered", self.at) and self.scene.step() > self.step
+
+
+class CoordinatorKilled:
+    name = "coordinator_killed"
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.victim = scene, ""
+
+    def inject(self) -> tuple[str, str]:
+        leader = wait_until(self.scene.leader, timeout_s=_INJECT_S, what="a leading coordinator")
+        self.victim, self.at = leader.replica, time.time()
+        return f"coordinator {leader.replica}", _kill(leader.pid)
+
+    def detected(self) -> bool:
+        leader = self.scene.leader()
+        return leader is None or leader.replica != self.victim
+
+    def healed(self) -> bool:
+        """Another replica leads and has said so in the events, which only a working leader writes."""
+        leader = self.scene.leader()
+        return leader is not None and leader.replica != self.victim and self.scene.saw_event("leader.elected", self.at)
+
+
+class PoolScaled:
+    """A PATCH of the pool's size through the admin API."""
+
+    def __init__(self, scene: Scene, name: str, change: int) -> None:
+        self.scene, self.name, self.change = scene, name, change
+
+    def inject(self) -> tuple[str, str]:
+        self.before = self.scene.ready()
+        self.desired = self.scene.cfg.rollout.engines + max(self.change, 0)
+        self.scene.patch_pool(self.desired)
+        return f"pool {ROLLOUT_POOL}", f"PATCH desired={self.desired} was accepted"
+
+    def detected(self) -> bool:
+        pool = self.scene.pool()
+        if pool is None:
+            return False
+        return (pool.starting > 0 or pool.ready >= self.desired) if self.change > 0 else (
+            pool.draining > 0 or pool.ready <= self.desired)
+
+    def healed(self) -> bool:
+        pool = self.scene.pool()
+        return pool == PoolStatus(name=ROLLOUT_POOL, ready=self.desired, starting=0, draining=0)
+
+
+FaultPlan = Callable[[Scene, int], list[tuple[int, Fault]]]
+"""From the scene and the run's number of steps to (step, fault), in order."""
+
+
+def standard_faults(scene: Scene, steps: int) -> list[tuple[int, Fault]]:
+    """The drill of the quick start: (step, fault), in order, spread over the first four fifths of the run."""
+    return [(max(1, round(steps * share)), fault) for share, fault in (
+        (0.10, EngineKilled(scene)),
+        (0.30, TrainerRankKilled(scene)),
+        (0.45, CoordinatorKilled(scene)),
+        (0.50, PoolScaled(scene, "pool_scaled_out", +1)),
+        (0.75, PoolScaled(scene, "pool_scaled_in", -1)),
+    )]
+
+
+class Drill(threading.Thread):
+    """Plays the faults one after the other: each waits for its step and for the one before to have healed."""
+
+    def __init__(self, scene: Scene, run_log: RunLog, plan: list[tuple[int, Fault]]) -> None:
+        super().__init__(name="drill", daemon=True)
+        self.scene, self.run_log, self.plan = scene, run_log, plan
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        for step, fault in self.plan:
+            while self.scene.step() < step:
+                if self.stopping.wait(0.1) or self.scene.finished():
+                    return
+            self._play(fault)
+
+    def _play(self, fault: Fault) -> None:
+        times: dict[str, float | None] = {"injected_at": time.time(), "detected_at": None, "healed_at": None}
+        step, target, witness = self.scene.step(), "", ""
+        try:
+            target, witness = fault.inject()
+            wait_until(fault.detected, timeout_s=_DETECT_S, what=f"detection of {fault.name}", poll_s=0.02)
+            times["detected_at"] = time.time()
+            wait_until(fault.healed, timeout_s=_HEAL_S, what=f"recovery from {fault.name}")
+            times["healed_at"] = time.time()
+        except (ElasticRLError, psutil.Error, httpx.HTTPError) as e:
+            witness = f"{witness} — {e}".strip(" —")
+            log.exception("drill: %s", fault.name)
+        self.run_log.write("fault", name=fault.name, step=step, target=target, witness=witness,
+                           meanwhile=self._meanwhile(times), **times)
+
+    def _meanwhile(self, times: dict[str, Any]) -> str:
+        end = times["healed_at"] or time.time()
+        steps = [r for r in self.run_log.read() if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
+        return f"{len(steps)} steps trained on {sum(r['samples'] for r in steps)} samples; {len(self.scene.ready())} engines ready"
+
+
+def patch_pool(urls: list[str], token: str) -> Callable[[int], None]:
+    """A function that sets the pool's size through whichever coordinator answers. It raises EngineFailed if none does."""
+
+    def patch(desired: int) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        problem = "no coordinator answered"
+        for url in urls * 3:
+            try:
+                with httpx.Client(base_url=url, timeout=5.0, headers=headers) as client:
+                    etag = client.get(f"/v1/pools/{ROLLOUT_POOL}").raise_for_status().headers["ETag"]
+                    answer = client.patch(f"/v1/pools/{ROLLOUT_POOL}", json={"desired": desired}, headers={"If-Match": etag})
+                    if answer.is_success:
+                        return
+                    problem = answer.text
+            except httpx.HTTPError as e:
+                problem = str(e)
+        raise EngineFailed(f"PATCH of the pool failed: {problem}")
+
+    return patch

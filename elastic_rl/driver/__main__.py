@@ -1,0 +1,73 @@
+"""``python -m elastic_rl.driver --context FILE``: the driver process of a run.
+
+Order of a start: raise the epoch (which fences off every older driver and trainer) → Ray → router → trainer and engines
+→ roles. It ends with 0 when the job's status says finished, 1 when it says failed, and is meant to be started again by
+its parent after any other end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from elastic_rl import processes
+from elastic_rl.context import RunContext
+from elastic_rl.coordinator import epochs
+from elastic_rl.coordinator.membership import Membership
+from elastic_rl.coordinator.records import JobStatus
+from elastic_rl.driver.compute import ComputePlane
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.telemetry import logs, traces
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    processes.die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--context", type=Path, required=True)
+    args = parser.parse_args(argv)
+    ctx = RunContext.load(args.context)
+    logs.setup("driver", ctx.config.telemetry.log_level)
+    traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.driver")
+    stop = threading.Event()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, lambda *_: stop.set())
+    try:
+        return drive(ctx, stop)
+    except ElasticRLError as e:
+        log.exception("the driver stopped: %s", e)
+        return 1
+
+
+def drive(ctx: RunContext, stop: threading.Event) -> int:
+    """Runs until the job ends or ``stop`` is set; returns the exit code."""
+    store = ctx.store()
+    epoch = epochs.raise_epoch(store, ctx.keys, holder=f"driver-{os.getpid()}")
+    ctx = ctx.model_copy(update={"epoch": epoch.number})
+    member = Membership(store, ctx.keys, "driver", f"driver-{os.getpid()}", ttl_s=ctx.config.coordinator.lease_ttl_s,
+                        epoch=ctx.epoch).start()
+    plane = ComputePlane(ctx, store)
+    try:
+        plane.start()
+        while not stop.wait(ctx.config.coordinator.reconcile_interval_s):
+            plane.reconcile()
+            found = store.get(ctx.keys.job_status())
+            phase = JobStatus.decode(found.value).phase if found else ""
+            member.progress(JobStatus.decode(found.value).step if found else 0, phase)
+            if phase in ("finished", "failed"):
+                return 0 if phase == "finished" else 1
+        return 0
+    finally:
+        plane.close()
+        member.close()
+        store.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The compute plane of one machine: Ray, the router, the trainer group, the engine pool and the roles, as one thing to
+start, reconcile and close. Every process in it is a descendant of the driver and dies with it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import ray
+from ray import serve
+
+from elastic_rl.context import RunContext
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.records import Engine, EngineState, Severity
+from elastic_rl.coordinator.store import Store
+from elastic_rl.driver.pool import EnginePool
+from elastic_rl.driver.trainer_group import TrainerGroup
+from elastic_rl.engine.router import RouterClient, RouterProcess
+from elastic_rl.errors import TrainerFailed
+from elastic_rl.roles.registry import ROLES
+
+log = logging.getLogger(__name__)
+
+# Ray schedules by what it is told: the roles, agents and engines mostly wait, so a small machine can hold them all.
+_LOGICAL_CPUS = 256
+_OBJECT_STORE_BYTES = 80 << 20
+
+
+def ray_temp_dir(job: str) -> Path:
+    """Ray's folder of a job: short, since Ray puts sockets below it and their paths are limited to 107 bytes."""
+    return Path(tempfile.gettempdir()) / f"erl-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+
+
+class ComputePlane:
+    def __init__(self, ctx: RunContext, store: Store) -> None:
+        self.ctx, self.store = ctx, store
+        self.router = RouterProcess(host=ctx.host, log=ctx.config.cluster_dir / "logs" / "router.log")
+        self.pool: EnginePool | None = None
+        self.trainer: TrainerGroup | None = None
+
+    def start(self) -> None:
+        cfg = self.ctx.config
+        shutil.rmtree(ray_temp_dir(cfg.job), ignore_errors=True)  # left by a driver that was killed
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
+                 object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(ray_temp_dir(cfg.job)),
+                 _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
+        self.router.start()
+        self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
+        context_file = cfg.cluster_dir / "context.json"
+        self.ctx.save(context_file)
+        self.trainer = TrainerGroup(self.ctx, self.store, context_file)
+        self.pool = EnginePool(self.ctx, self.store)
+        self.pool.adopt()
+        self.reconcile()
+        self._deploy_roles()
+
+    def _deploy_roles(self) -> None:
+        serve.start(proxy_location="Disabled")  # roles are called through handles; nothing listens for HTTP
+        for spec in ROLES.values():
+            deployment = serve.deployment(spec.cls).options(
+                name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
+                health_check_period_s=1.0, health_check_timeout_s=10.0,
+                graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus})
+            serve.run(deployment.bind(self.ctx), name=spec.name, route_prefix=None)
+
+    def reconcile(self) -> None:
+        assert self.pool and self.trainer
+        self._keep_router()
+        self.trainer.reconcile()
+        self.pool.reconcile()
+        if self.trainer.failures > self.ctx.config.trainer.max_restarts:
+            raise TrainerFailed(f"the trainer agent ended {self.trainer.failures} times",
+                                hint=f"see {self.ctx.config.cluster_dir}/logs/trainer.log")
+
+    def _keep_router(self) -> None:
+        """Starts a router that died again on the same port, and tells it the workers that etcd knows."""
+        if self.router.alive():
+            return
+        events.emit(self.store, self.ctx.keys, "router.restarted", "router", "the router ended; starting it again",
+                    severity=Severity.WARNING)
+        self.router.start()
+        client = RouterClient(self.router.url)
+        items, _ = self.store.range(self.ctx.keys.engines_prefix())
+        for engine in (Engine.decode(kv.value) for kv in items):
+            if engine.state is EngineState.READY:
+                client.add(engine.url, timeout_s=10.0)
+
+    def close(self) -> None:
+        if self.pool:
+            self.pool.close()
+        if self.trainer:
+            self.trainer.close()
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()
+        self.router.stop()
+        shutil.rmtree(ray_temp_dir(self.ctx.config.job), ignore_errors=True)

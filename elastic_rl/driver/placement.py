@@ -1,0 +1,41 @@
+"""What a process reserves of a machine, and the placement group that holds the reservation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from elastic_rl.config import Config
+from elastic_rl.errors import MachineUnfit
+
+
+class Placed:
+    """A placement group of one bundle with one Ray actor in it; both go together."""
+
+    def __init__(self, name: str, cls: type, *args: Any, cpus: float, gpus: int, timeout_s: float) -> None:
+        bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
+        self.group: PlacementGroup = placement_group([bundle], name=name)
+        if not self.group.wait(timeout_s):
+            remove_placement_group(self.group)
+            raise MachineUnfit(f"the cluster has no room for {name}: {bundle}", hint="add a machine or scale in")
+        self.actor = ray.remote(cls).options(
+            num_cpus=cpus, num_gpus=gpus, max_concurrency=4,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group)).remote(*args)
+
+    def remove(self) -> None:
+        ray.kill(self.actor)
+        remove_placement_group(self.group)
+
+
+def gpus_per_engine(cfg: Config) -> int:
+    return 1 if uses_cuda(cfg) else 0
+
+
+def uses_cuda(cfg: Config) -> bool:
+    """Whether this configuration computes on GPUs; ``auto`` asks Ray's view of the cluster."""
+    if cfg.device.type == "auto":
+        return ray.cluster_resources().get("GPU", 0) > 0
+    return cfg.device.type == "cuda"

@@ -1,0 +1,140 @@
+"""Carries out a pool's spec: starts, drains and replaces engines until the pool is what the operator asked for."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import RayError
+
+from elastic_rl.context import RunContext
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.records import Engine, EngineState, PoolSpec, PoolStatus, Severity
+from elastic_rl.coordinator.store import Compare, Op, Store
+from elastic_rl.driver.placement import Placed, gpus_per_engine
+from elastic_rl.driver.plan import Running, StartBudget, plan
+from elastic_rl.engine.actor import EngineActor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Slot:
+    """An engine this driver started. ``done`` resolves when the engine's runner returned or its process died."""
+
+    placed: Placed
+    done: ray.ObjectRef
+    started_at: float
+    was_ready: bool = False
+
+
+class EnginePool:
+    """Level-triggered: each ``reconcile`` looks at etcd and at Ray anew, and keeps only handles in memory."""
+
+    def __init__(self, ctx: RunContext, store: Store, name: str = "rollout") -> None:
+        self.ctx, self.store, self.keys, self.name = ctx, store, ctx.keys, name
+        self._slots: dict[str, _Slot] = {}
+        self._budget = StartBudget()
+        self._status: PoolStatus | None = None
+
+    def adopt(self) -> None:
+        """Writes the first spec if there is none and forgets engines of older epochs: they died with their driver."""
+        key = self.keys.pool_spec(self.name)
+        spec = PoolSpec(name=self.name, desired=self.ctx.config.rollout.engines)
+        self.store.txn([Compare.absent(key)], [Op.put(key, spec.encode())])
+        for engine in self._records().values():
+            if engine.epoch < self.ctx.epoch:
+                self.store.delete(self.keys.engine(engine.id))
+
+    def reconcile(self) -> None:
+        self._reap()
+        records = self._records()
+        running = [self._as_running(i, records.get(i)) for i in self._slots]
+        for engine_id, slot in self._slots.items():
+            if records.get(engine_id) and records[engine_id].state is EngineState.READY and not slot.was_ready:
+                slot.was_ready = True
+                self._budget = self._budget.after_success()
+        todo = plan(self._desired(), running, may_start=self.ctx.config.coordinator.max_engines
+                    if self._budget.open(time.time()) else 0)
+        for _ in range(todo.start):
+            self._start()
+        for engine_id in todo.drain:
+            self._drain(engine_id, records.get(engine_id))
+        self._write_status(running)
+
+    def close(self) -> None:
+        for slot in self._slots.values():
+            slot.placed.actor.stop.remote()
+        if self._slots:
+            ray.wait([s.done for s in self._slots.values()], num_returns=len(self._slots), timeout=10.0)
+        for slot in self._slots.values():
+            slot.placed.remove()
+        self._slots.clear()
+
+    # -- one engine ---------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        engine_id = f"{self.name}-{uuid.uuid4().hex[:6]}"
+        placed = Placed(engine_id, EngineActor, self.ctx, engine_id, cpus=1.0, gpus=gpus_per_engine(self.ctx.config),
+                        timeout_s=self.ctx.config.engine.start_timeout_s)
+        self._slots[engine_id] = _Slot(placed, placed.actor.run.remote(), time.time())
+        events.emit(self.store, self.keys, "engine.starting", engine_id, f"engine {engine_id} is starting")
+
+    def _drain(self, engine_id: str, record: Engine | None) -> None:
+        events.emit(self.store, self.keys, "engine.draining", engine_id, f"engine {engine_id} leaves the pool")
+        self._slots[engine_id].placed.actor.drain.remote()
+        if record:
+            self._set_state(record, EngineState.DRAINING)
+
+    def _set_state(self, record: Engine, state: EngineState) -> None:
+        def change(raw: bytes | None) -> bytes | None:
+            return Engine.decode(raw).but(state=state, updated_at=time.time()).encode() if raw else None
+        self.store.update(self.keys.engine(record.id), change)
+
+    def _reap(self) -> None:
+        """Takes away what has ended; an engine that ended without being asked to counts as a failure."""
+        if not self._slots:
+            return
+        by_ref = {slot.done: engine_id for engine_id, slot in self._slots.items()}
+        ended, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
+        for ref in ended:
+            engine_id = by_ref[ref]
+            slot = self._slots.pop(engine_id)
+            try:
+                ray.get(ref, timeout=5.0)
+                reason = ""
+            except RayError as e:
+                reason = str(e).splitlines()[0]
+            record = self._records().get(engine_id)
+            drained = record is None or record.state is EngineState.DRAINING
+            if not drained:
+                log.warning("engine %s ended: %s %s", engine_id, record and record.reason, reason)
+                events.emit(self.store, self.keys, "engine.replaced", engine_id, severity=Severity.WARNING, message=
+                            f"engine {engine_id} ended ({(record and record.reason) or reason or 'unknown'}); replacing it")
+                if not slot.was_ready:
+                    self._budget = self._budget.after_failure(time.time())
+            slot.placed.remove()
+            self.store.delete(self.keys.engine(engine_id))
+
+    # -- etcd ---------------------------------------------------------------------------------------------------
+    def _records(self) -> dict[str, Engine]:
+        items, _ = self.store.range(self.keys.engines_prefix())
+        return {e.id: e for e in (Engine.decode(kv.value) for kv in items) if e.pool == self.name}
+
+    def _as_running(self, engine_id: str, record: Engine | None) -> Running:
+        state = record.state if record else EngineState.STARTING
+        return Running(engine_id, state, self._slots[engine_id].started_at)
+
+    def _desired(self) -> int:
+        found = self.store.get(self.keys.pool_spec(self.name))
+        return PoolSpec.decode(found.value).desired if found else self.ctx.config.rollout.engines
+
+    def _write_status(self, running: list[Running]) -> None:
+        count = {s: sum(1 for r in running if r.state is s) for s in EngineState}
+        status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
+                            starting=count[EngineState.STARTING] + count[EngineState.SYNCING])
+        if status != self._status:
+            self.store.put(self.keys.pool_status(self.name), status.encode())
+            self._status = status

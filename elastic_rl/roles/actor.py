@@ -1,0 +1,55 @@
+"""The actor role: the run's single controller. Its replica runs the training loop in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from ray import serve
+
+from elastic_rl.context import RunContext
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.records import Severity
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.roles.contract import Role
+from elastic_rl.roles.loop import TrainingLoop
+from elastic_rl.roles.peers import Peers
+from elastic_rl.trainer.client import TrainerClient
+
+log = logging.getLogger(__name__)
+
+
+class ActorRole(Role):
+    """Starts the loop as soon as the replica is up: a replaced replica goes on by itself from committed state."""
+
+    name = "actor"
+
+    def __init__(self, ctx: RunContext) -> None:
+        super().__init__(ctx)
+        cfg = ctx.config
+        trainer = TrainerClient(self.store, ctx.keys, step_timeout_s=cfg.trainer.step_timeout_s,
+                                start_timeout_s=cfg.trainer.start_timeout_s)
+        self._peers = Peers(rollout=serve.get_app_handle("rollout"), advantages=serve.get_app_handle("advantages"),
+                            timeout_s=cfg.engine.request_timeout_s * (cfg.rollout.retries + 1))
+        self.loop = TrainingLoop(ctx, self.store, self.member, trainer, self._peers)
+        self._failure: ElasticRLError | None = None
+        self._thread = threading.Thread(target=self._run, name="training-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except ElasticRLError as e:
+            log.exception("the run stopped")
+            self._failure = e
+            self.loop.status.write("failed", message=str(e))
+            events.emit(self.store, self.ctx.keys, "run.failed", self.ctx.job, str(e), severity=Severity.ERROR)
+
+    def check_health(self) -> None:
+        """The loop's thread may only end by finishing or by a recorded failure; anything else replaces the replica."""
+        if not self._thread.is_alive() and self._failure is None and not self.loop.finished:
+            raise RuntimeError("the training loop ended without a result")
+
+    async def status(self) -> dict[str, Any]:
+        return {"step": self.loop.step, "finished": self.loop.finished, "failure": str(self._failure or "")}

@@ -1,0 +1,172 @@
+"""The training loop: a function of committed state and the experience ledger, so it can start again anywhere.
+
+One step in sync mode: wait until the pool serves the head → sample the step's prompt groups → reward → advantages →
+train (which publishes the next version). Which groups a step takes follows from its number alone. When the trainer group
+is lost the loop waits until it re-formed, takes the step it resumed at as the truth, and rewinds the ledger to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from elastic_rl.context import RunContext
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.membership import Membership
+from elastic_rl.coordinator.records import Engine, LedgerEntry, Severity
+from elastic_rl.coordinator.store import Store
+from elastic_rl.data.ledger import Ledger
+from elastic_rl.data.order import PromptOrder
+from elastic_rl.data.tasks import Addition, Problem
+from elastic_rl.errors import TrainerFailed
+from elastic_rl.rewards.registry import REWARDS
+from elastic_rl.roles.batching import make_batch
+from elastic_rl.roles.peers import Peers
+from elastic_rl.roles.pool_view import wait_in_sync
+from elastic_rl.roles.rollout import GenerationRequest
+from elastic_rl.roles.run_log import JobStatusWriter, RunLog
+from elastic_rl.roles.stopwatch import Stopwatch
+from elastic_rl.telemetry import traces
+from elastic_rl.trainer.client import TrainerClient, TrainerStatus
+
+log = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Drives one run to its last step. ``run`` returns when the run is finished and raises when it cannot go on."""
+
+    def __init__(self, ctx: RunContext, store: Store, member: Membership, trainer: TrainerClient, peers: Peers) -> None:
+        self.ctx, self.cfg = ctx, ctx.config
+        self.store, self.keys, self.member = store, ctx.keys, member
+        self.trainer, self.peers = trainer, peers
+        self.task = Addition(self.cfg.data, self.cfg.seed)
+        self.order = PromptOrder(len(self.task.train), self.cfg.seed)
+        self.reward = REWARDS["exact_match"]
+        self.ledger = Ledger(store, self.keys)
+        self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl")
+        self.status = JobStatusWriter(store, self.keys, steps=self.cfg.train.steps, seed=self.cfg.seed)
+        self.max_response = max(len(p.answer_ids) for p in self.task.train + self.task.heldout)
+        self.max_prompt = max(len(p.prompt_ids) for p in self.task.train + self.task.heldout)
+        self.step = 0
+        self.policy_version = 0
+        self.finished = False
+        self._incarnation = ""
+
+    # -- the run ------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        self._take_up(self.trainer.wait_ready())
+        while not self.finished:
+            try:
+                self._advance()
+            except TrainerFailed as e:
+                self._recover(e)
+
+    def _advance(self) -> None:
+        if self._phase == "warmup":
+            self._warmup()
+        while self.step < self.cfg.train.steps:
+            self._train_step(self.step + 1)
+            if self.step % self.cfg.train.eval_every_steps == 0 or self.step == self.cfg.train.steps:
+                self._evaluate()
+        self.finished = True
+        self.member.progress(self.step, "finished")
+        self.status.write("finished", step=self.step)
+        events.emit(self.store, self.keys, "run.finished", self.ctx.job, f"all {self.step} steps are done")
+
+    def _take_up(self, status: TrainerStatus) -> None:
+        """Takes the trainer's committed step as the truth."""
+        self._phase, self._incarnation = status.phase, status.incarnation
+        self.step, self.policy_version = (status.step if status.phase == "rl" else 0), status.policy_version
+        self.ledger.rewind(self.step)
+        self.status.write(self._phase, step=self.step, policy_version=self.policy_version)
+
+    def _recover(self, failure: TrainerFailed) -> None:
+        was = self.step
+        log.warning("trainer failed at step %d: %s", was, failure)
+        events.emit(self.store, self.keys, "trainer.failed", "trainer", str(failure), severity=Severity.ERROR,
+                    step=was, incarnation=self._incarnation)
+        self.member.progress(self.step, "waiting for the trainer")
+        self._take_up(self.trainer.wait_ready(not_incarnation=self._incarnation))
+        self.run_log.write("rewind", from_step=was, to_step=self.step, reason=str(failure))
+        events.emit(self.store, self.keys, "trainer.recovered", "trainer",
+                    f"resumed at step {self.step}, version {self.policy_version}",
+                    step=self.step, incarnation=self._incarnation)
+
+    # -- phases -------------------------------------------------------------------------------------------------
+    def _warmup(self) -> None:
+        self.member.progress(0, "warmup")
+
+        def on_progress(seen: dict[str, Any]) -> None:
+            self.run_log.write("warmup", **seen)
+            self.member.progress(int(seen["step"]), "warmup")
+            self.status.write("warmup", step=int(seen["step"]), heldout=float(seen["heldout"]))
+
+        self.trainer.warmup(on_progress)
+        status = self.trainer.wait_ready()
+        self._take_up(status)
+        self._evaluate()
+
+    def _train_step(self, step: int) -> None:
+        watch = Stopwatch()
+        ordinals = list(range((step - 1) * self.cfg.train.prompts_per_step, step * self.cfg.train.prompts_per_step))
+        problems = [self.task.train[i] for i in self.order.groups(ordinals[0], len(ordinals))]
+        with traces.span("train_step", step=step), watch.phase("total"):
+            self.member.progress(step, "sync")
+            with watch.phase("sync"):
+                pool = self._in_sync()
+            self.member.progress(step, "generate")
+            with watch.phase("generate"):
+                groups = self._sample(problems, self.cfg.train.group_size, self.cfg.rollout.temperature)
+            with watch.phase("reward"):
+                rewards = [[self.reward(p, s.token_ids) for s in group] for p, group in zip(problems, groups, strict=True)]
+            with watch.phase("advantage"):
+                advantages = self.peers.advantages(rewards)
+            self.member.progress(step, "train")
+            with watch.phase("train"):
+                batch = make_batch([p.prompt_ids for p in problems], groups, advantages, ordinals,
+                                   max_prompt=self.max_prompt, max_response=self.max_response)
+                versions = sorted({s.version for group in groups for s in group})
+                # Recorded before it is trained on: should this process or the trainer die in between, the trainer's
+                # committed step decides, and _take_up deletes every entry after it.
+                self.ledger.record(LedgerEntry(step=step, epoch=self.ctx.epoch, groups=ordinals,
+                                               policy_versions=versions, samples=sum(map(len, groups))))
+                metrics = self.trainer.train(step, batch)
+        staleness = self.policy_version - versions[0]
+        self.step, self.policy_version = step, int(metrics["policy_version"])
+        self._report_step(watch, metrics, pool, rewards, ordinals, versions, staleness)
+
+    def _evaluate(self) -> None:
+        """Greedy exact match on every held-out problem, answered by the engines at the head."""
+        self.member.progress(self.step, "evaluate")
+        self._in_sync()
+        groups = self._sample(self.task.heldout, 1, temperature=0.0)
+        heldout = sum(self.reward(p, g[0].token_ids) for p, g in zip(self.task.heldout, groups, strict=True)) / len(groups)
+        self.run_log.write("eval", step=self.step, heldout=heldout, policy_version=self.policy_version)
+        self.status.write(self._phase, heldout=heldout)
+
+    # -- parts of a step ----------------------------------------------------------------------------------------
+    def _in_sync(self) -> list[Engine]:
+        return wait_in_sync(self.store, self.keys, self.policy_version - self.cfg.train.max_staleness,
+                            timeout_s=self.cfg.rollout.ready_timeout_s)
+
+    def _sample(self, problems: list[Problem], n: int, temperature: float) -> list[Any]:
+        return self.peers.generate(GenerationRequest(
+            prompts=[list(p.prompt_ids) for p in problems], samples_per_prompt=n, temperature=temperature,
+            max_new_tokens=self.max_response, stop_token_ids=[self.task.eos_id],
+            min_version=self.policy_version - self.cfg.train.max_staleness))
+
+    def _report_step(self, watch: Stopwatch, metrics: dict[str, Any], pool: list[Engine], rewards: list[list[float]],
+                     ordinals: list[int], versions: list[int], staleness: int) -> None:
+        flat = [r for row in rewards for r in row]
+        seconds = watch.seconds(inside={"publish_stall": ("train", float(metrics["publish_stall_s"]))})
+        self.run_log.write(
+            "step", step=self.step, reward_mean=sum(flat) / len(flat), samples=len(flat), groups=ordinals,
+            policy_version=self.policy_version, sample_versions=versions, staleness=staleness, seconds=seconds,
+            **{k: metrics.get(k) for k in ("loss", "grad_norm", "logprob_diff_max", "clip_fraction", "tokens")},
+            engines=[{"id": e.id, "state": e.state, "version": e.version, "pull_apply_s": e.pull_apply_s} for e in pool])
+        self.status.write("rl", step=self.step, reward=sum(flat) / len(flat), policy_version=self.policy_version,
+                          staleness=staleness)
+        worst = float(metrics["logprob_diff_max"])
+        if worst > self.cfg.train.logprob_tolerance:
+            events.emit(self.store, self.keys, "logprob.mismatch", "actor", severity=Severity.WARNING, message=
+                        f"engine and trainer log-probs differ by {worst:.2e} at step {self.step}", step=self.step)

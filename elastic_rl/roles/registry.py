@@ -1,0 +1,17 @@
+"""Every role that the driver can deploy, by name."""
+
+from __future__ import annotations
+
+from elastic_rl.roles.actor import ActorRole
+from elastic_rl.roles.advantages import AdvantagesRole
+from elastic_rl.roles.contract import RoleSpec
+from elastic_rl.roles.rollout import RolloutRole
+
+ROLES: dict[str, RoleSpec] = {
+    spec.name: spec
+    for spec in (
+        RoleSpec("rollout", RolloutRole, max_ongoing_requests=4),
+        RoleSpec("advantages", AdvantagesRole),
+        RoleSpec("actor", ActorRole),  # last: its loop calls the others
+    )
+}

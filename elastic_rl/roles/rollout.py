@@ -1,0 +1,51 @@
+"""The rollout role: asks the engine pool, through the router, for samples of prompt groups and vouches for them.
+
+Every sample carries the policy version that made it. A group whose samples were not all made by a version the caller
+accepts is generated again (an engine that just joined, or one that had not seen the new head), within a budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from elastic_rl.context import RunContext
+from elastic_rl.engine.client import GenerateClient, Sample
+from elastic_rl.errors import EngineFailed
+from elastic_rl.roles.contract import Role
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Prompts to sample. ``min_version``: the oldest policy version whose samples are accepted."""
+
+    prompts: list[list[int]]
+    samples_per_prompt: int
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: list[int]
+    min_version: int
+
+
+class RolloutRole(Role):
+    name = "rollout"
+
+    def __init__(self, ctx: RunContext) -> None:
+        super().__init__(ctx)
+        self.client = GenerateClient(ctx.router_url, timeout_s=ctx.config.engine.request_timeout_s,
+                                     retries=ctx.config.rollout.retries)
+
+    async def generate(self, request: GenerationRequest) -> list[list[Sample]]:
+        """One list of samples a prompt, in the prompts' order. Raises EngineFailed when the budget is spent."""
+        return list(await asyncio.gather(*(self._group(p, request) for p in request.prompts)))
+
+    async def _group(self, prompt: list[int], request: GenerationRequest) -> list[Sample]:
+        for attempt in range(self.ctx.config.rollout.retries):
+            samples = await self.client.generate(
+                prompt, n=request.samples_per_prompt, temperature=request.temperature,
+                max_new_tokens=request.max_new_tokens, stop_token_ids=request.stop_token_ids)
+            if all(s.version >= request.min_version for s in samples):
+                return samples
+            await asyncio.sleep(min(0.05 * 2**attempt, 1.0))  # the engine is about to be updated or taken out
+        raise EngineFailed(f"no engine gave samples of policy version {request.min_version} or newer",
+                           hint="`elastic-rl engines` shows which version each engine serves")

@@ -1,0 +1,44 @@
+"""The run's own record: one JSON object a line in ``steps.jsonl``, and the job's status in etcd."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import JobStatus
+from elastic_rl.coordinator.store import Store
+
+
+class RunLog:
+    """Appends whole lines, flushed, so that a reader never sees half a record and a killed writer loses at most one."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+
+    def write(self, kind: str, **fields: Any) -> None:
+        line = json.dumps({"kind": kind, "at": time.time(), **fields}) + "\n"
+        with self.path.open("a") as f:
+            f.write(line)
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]
+
+
+class JobStatusWriter:
+    """Keeps the latest status in memory only to write the next one; the truth is the record in etcd."""
+
+    def __init__(self, store: Store, keys: Keys, *, steps: int, seed: int) -> None:
+        self._store, self._key = store, keys.job_status()
+        found = store.get(self._key)
+        self.latest = JobStatus.decode(found.value) if found else JobStatus(
+            phase="starting", steps=steps, seed=seed, started_at=time.time(), updated_at=time.time())
+
+    def write(self, phase: str, **changes: Any) -> None:
+        self.latest = self.latest.but(phase=phase, updated_at=time.time(), **changes)
+        self._store.put(self._key, self.latest.encode())
