@@ -7,6 +7,12 @@ from dataclasses import dataclass
 ROOT = "/elastic_rl"
 
 
+def token(client: str, slot: int) -> str:
+    """Where a store client leaves the token of its last write, so that a lost answer can be read back. No job may be
+    named ``_tokens``, so it meets no job's keys and no job's watch."""
+    return f"{ROOT}/_tokens/{client}/{slot}"
+
+
 @dataclass(frozen=True)
 class Keys:
     """Keys of one job. A method ending in ``_prefix`` names a range, every other one a single key."""
@@ -64,6 +70,22 @@ class Keys:
 
     def alert(self, condition: str) -> str:
         return self.alerts_prefix() + condition
+
+    def roster_prefix(self) -> str:
+        """Members that the leader has seen. A member that is here and no longer under ``members`` has died; one that
+        closes cleanly deletes both keys in one transaction."""
+        return f"{self.root}roster/"
+
+    def roster(self, role: str, member_id: str) -> str:
+        return f"{self.roster_prefix()}{role}/{member_id}"
+
+    def leadership(self) -> str:
+        """The replica whose leadership was last announced, so that each one is announced once."""
+        return f"{self.root}leadership"
+
+    def event_cursor(self) -> str:
+        """Revision up to which the leader has turned events into alerts."""
+        return f"{self.root}cursor"
 
     # -- checkpoint service -------------------------------------------------------------------------------------
     def dcs_nodes_prefix(self) -> str:

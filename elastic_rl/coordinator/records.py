@@ -61,6 +61,26 @@ class Member(Record):
     info: dict[str, Any] = {}
 
 
+class JobStatus(Record):
+    """How far the run is; written by the actor role. Times are unix seconds."""
+
+    phase: str
+    """starting, warmup, rl, finished or failed."""
+    step: int = 0
+    steps: int = 0
+    seed: int = 0
+    started_at: float = 0.0
+    updated_at: float = 0.0
+    heldout: float | None = None
+    """Last held-out accuracy, 0 to 1."""
+    reward: float | None = None
+    """Mean reward of the last step."""
+    policy_version: int = 0
+    staleness: int = 0
+    """Versions that the oldest sample of the last step lay behind the trainer."""
+    message: str = ""
+
+
 class PoolSpec(Record):
     """What the operator wants; changed through the API."""
 
