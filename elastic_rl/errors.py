@@ -31,8 +31,22 @@ class StoreUnavailable(ElasticRLError):
     retryable = True
 
 
-class OutcomeUnknown(ElasticRLError):
-    """A write was sent and its answer was lost, and reading back could not tell whether it was applied."""
+class OutcomeUnknown(StoreUnavailable):
+    """A write was sent, its answer was lost, and no member answered since: it may have been applied, or may still be."""
+
+
+class StoreRefused(ElasticRLError):
+    """etcd refused the request itself: too large, malformed, not permitted, or its database is full."""
+
+
+class LeaseLost(ElasticRLError):
+    """The lease that a key was to live under is gone; get a new one and register again."""
+
+    retryable = True
+
+
+class Compacted(ElasticRLError):
+    """The wanted revisions are no longer kept; list the range again and go on from the list's revision."""
 
     retryable = True
 

@@ -1,0 +1,171 @@
+"""The etcd client: linearizable reads, exactly-once guarded writes, leases and resuming watches over all members."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import grpc
+
+from elastic_rl.config import EtcdConfig
+from elastic_rl.coordinator import tokens
+from elastic_rl.coordinator.channels import COMPACT, RANGE, STATUS, TXN, Channels
+from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
+from elastic_rl.coordinator.leases import KeptLease
+from elastic_rl.coordinator.ops import Compare, KeyValue, Op, TxnResult, range_end, result
+from elastic_rl.coordinator.watch import Watch, WatchEvent
+from elastic_rl.errors import Compacted, Conflict, Fenced
+
+__all__ = ["Compare", "KeptLease", "KeyValue", "MemberStatus", "Op", "Store", "TxnResult", "Watch", "WatchEvent"]
+
+_UPDATE_TRIES = 64
+
+
+@dataclass(frozen=True)
+class MemberStatus:
+    """What one etcd member says about itself; ``error`` is set, and the rest empty, when it did not answer."""
+
+    endpoint: str
+    version: str = ""
+    is_leader: bool = False
+    db_bytes: int = 0
+    error: str = ""
+
+
+class Store:
+    """A connection to an etcd cluster. Synchronous, and safe to share between threads; not between processes.
+
+    Reads are linearizable. Every write happens exactly once, or raises: OutcomeUnknown when it may have happened,
+    StoreUnavailable (its base) when it did not, StoreRefused when etcd decided against it.
+    """
+
+    def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float = 0.5, retry_budget_s: float = 15.0) -> None:
+        """``endpoints`` are ``host:port``. Connects lazily; ``get`` something to see whether etcd is there."""
+        self._channels = Channels(endpoints, call_timeout_s=call_timeout_s, retry_budget_s=retry_budget_s)
+        self._tokens = tokens.TokenBook(self._channels)
+
+    @classmethod
+    def from_config(cls, cfg: EtcdConfig, endpoints: Sequence[str]) -> Self:
+        return cls(endpoints, call_timeout_s=cfg.call_timeout_s, retry_budget_s=cfg.retry_budget_s)
+
+    @property
+    def endpoints(self) -> list[str]:
+        return list(self._channels.endpoints)
+
+    # -- reads -----------------------------------------------------------------------------------------------------
+    def get(self, key: str) -> KeyValue | None:
+        kvs = self._channels.call(RANGE, pb.RangeRequest(key=key.encode())).kvs
+        return KeyValue.of(kvs[0]) if kvs else None
+
+    def range(self, prefix: str, *, limit: int = 0, newest_first: bool = False) -> tuple[list[KeyValue], int]:
+        """Keys under a prefix in key order (or latest created first), and the store's revision at the reading.
+
+        ``watch(prefix, start_revision=revision + 1)`` goes on from there without a gap. ``limit`` 0 means all.
+        """
+        request = pb.RangeRequest(key=prefix.encode() or b"\0", range_end=range_end(prefix), limit=limit)
+        if newest_first:
+            request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.CREATE
+        response = self._channels.call(RANGE, request)
+        return [KeyValue.of(kv) for kv in response.kvs], response.header.revision
+
+    def count(self, prefix: str) -> int:
+        """Number of keys under a prefix."""
+        request = pb.RangeRequest(key=prefix.encode() or b"\0", range_end=range_end(prefix), count_only=True)
+        return int(self._channels.call(RANGE, request).count)
+
+    # -- writes ----------------------------------------------------------------------------------------------------
+    def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
+        """Writes one key, whatever it holds, and returns the revision. Raises LeaseLost."""
+        return self.txn((), (Op.put(key, value, lease),)).revision
+
+    def delete(self, key: str) -> bool:
+        """Deletes one key. Whether it was there; true as well when that part of the answer was lost."""
+        return self.txn((), (Op.delete(key),)).deleted != 0
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Deletes every key under a prefix and returns how many there were."""
+        there = self.count(prefix)
+        deleted = self.txn((), (Op.delete_prefix(prefix),)).deleted
+        return there if deleted is None else deleted
+
+    def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
+        """Runs ``then`` if every comparison holds, else ``orelse``, atomically and exactly once."""
+        if any(op.writes for op in (*then, *orelse)):
+            return self._tokens.run(compares, then, orelse)
+        response = self._channels.call(TXN, pb.TxnRequest(
+            compare=[c.message() for c in compares], success=[op.message() for op in then],
+            failure=[op.message() for op in orelse]))
+        return result(response, response.header.revision)
+
+    def update(self, key: str, change: Callable[[bytes | None], bytes | None], *, lease: int = 0,
+               guards: Sequence[Compare] = ()) -> bytes | None:
+        """Replaces a value by ``change(value)``, which may be called again when another writer was faster.
+
+        None stands for an absent key, both ways. Returns the new value. Raises Fenced when a guard does not hold,
+        Conflict when other writers won every try.
+        """
+        current = self.get(key)
+        for _ in range(_UPDATE_TRIES):
+            new = change(current.value if current else None)
+            if current is None and new is None and not guards:
+                return None
+            revision = current.mod_revision if current else 0
+            ops = [Op.put(key, new, lease)] if new is not None else [Op.delete(key)]
+            outcome = self.txn([Compare.mod(key, "==", revision), *guards], ops, [Op.get(key)])
+            if outcome.succeeded:
+                return new
+            current = outcome.get(key)
+            if (current.mod_revision if current else 0) == revision:
+                raise Fenced(f"the update of {key} was refused: its fencing token is over")
+        raise Conflict(f"{key} changed under each of {_UPDATE_TRIES} tries to update it")
+
+    # -- leases and watches ----------------------------------------------------------------------------------------
+    def grant(self, ttl_s: int) -> int:
+        """A new lease that ends ``ttl_s`` seconds after its last keep-alive; its keys end with it."""
+        return tokens.grant(self._channels, ttl_s)
+
+    def revoke(self, lease: int) -> None:
+        """Ends a lease now; one that is gone already is fine."""
+        tokens.revoke(self._channels, lease)
+
+    def keepalive(self, ttl_s: int) -> KeptLease:
+        """A new lease that a background thread keeps alive until it is closed or lost."""
+        granted_at = time.monotonic()
+        return KeptLease(self._channels, tokens.grant(self._channels, ttl_s), ttl_s, granted_at=granted_at)
+
+    def watch(self, prefix: str, *, start_revision: int) -> Watch:
+        """Changes under a prefix from ``start_revision`` on, each once and in order, over failures of members."""
+        return Watch(self._channels, prefix, start_revision)
+
+    # -- upkeep ----------------------------------------------------------------------------------------------------
+    def compact(self, revision: int) -> None:
+        """Forgets what keys were before ``revision``; watches from earlier ones get Compacted."""
+        try:
+            self._channels.call(COMPACT, pb.CompactionRequest(revision=revision))
+        except Compacted:
+            pass  # another was faster, or our own first attempt was
+
+    def statuses(self) -> list[MemberStatus]:
+        """What each member says about itself, asked once each."""
+        out = []
+        for i, endpoint in enumerate(self._channels.endpoints):
+            try:
+                s = self._channels.once(STATUS, pb.StatusRequest(), i)
+                out.append(MemberStatus(endpoint, s.version, s.leader == s.header.member_id, s.dbSize))
+            except grpc.RpcError as e:
+                out.append(MemberStatus(endpoint, error=f"{e.details()} [{e.code().name}]"))  # type: ignore[attr-defined]
+        return out
+
+    def close(self) -> None:
+        """Gives this client's tokens back and closes the connections; open watches and leases end with it."""
+        if not self._channels.closed.is_set():
+            self._tokens.close()
+            self._channels.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

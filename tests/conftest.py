@@ -1,0 +1,51 @@
+"""Fixtures shared by all tests. Nothing starts before a test asks for it."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers of the tests, such as etcd_server
+
+from etcd_server import EtcdServers  # noqa: E402
+
+from elastic_rl.coordinator.keys import Keys  # noqa: E402
+from elastic_rl.coordinator.store import Store  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+    """One etcd member for the whole session; tests keep apart by their own ``keys``. ``.endpoints``: host:port list."""
+    servers = EtcdServers(tmp_path_factory.mktemp("etcd"), 1)
+    try:
+        yield servers.start()
+    finally:
+        servers.close()
+
+
+@pytest.fixture
+def etcd3_cluster(tmp_path: Path) -> Iterator[EtcdServers]:
+    """Three members of this test's own: ``.kill(i)``, ``.restart(i)``, ``.stop(i)``, ``.cont(i)``, ``.leader()``."""
+    servers = EtcdServers(tmp_path / "etcd3", 3)
+    try:
+        yield servers.start()
+    finally:
+        servers.close()
+
+
+@pytest.fixture
+def store(etcd: EtcdServers) -> Iterator[Store]:
+    """A connected store."""
+    # A longer attempt than in production: tests share their cores with much else, and one member has no other to try.
+    with Store(etcd.endpoints, call_timeout_s=2.0) as connected:
+        yield connected
+
+
+@pytest.fixture
+def keys() -> Keys:
+    """The keyspace of a job of this test's own."""
+    return Keys(f"t-{secrets.token_hex(6)}")

@@ -1,0 +1,85 @@
+"""Real etcd servers for the tests: one member, or three that can be killed, stopped and continued one by one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+from elastic_rl.coordinator.store import Store
+from elastic_rl.processes import free_port, spawn, wait_until
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def binary() -> str:
+    """The etcd to test with: ELASTIC_RL_ETCD, the environment's own, or the one on PATH."""
+    own = _ROOT / ".venv/etcd/usr/bin/etcd"
+    found = os.environ.get("ELASTIC_RL_ETCD") or (str(own) if own.exists() else shutil.which("etcd"))
+    assert found, "no etcd: run `bash ops/setup.sh`, or set ELASTIC_RL_ETCD"
+    return found
+
+
+class EtcdServers:
+    """An etcd cluster on loopback, in ``folder``. Its processes die with this one."""
+
+    def __init__(self, folder: Path, members: int) -> None:
+        self.folder = folder
+        self._client = [free_port() for _ in range(members)]
+        self._peer = [free_port() for _ in range(members)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [f"127.0.0.1:{port}" for port in self._client]
+
+    def start(self) -> EtcdServers:
+        self.processes = [self._launch(i) for i in range(len(self._client))]
+        return self.wait()
+
+    def _launch(self, i: int) -> subprocess.Popen[bytes]:
+        peers = [f"http://127.0.0.1:{port}" for port in self._peer]
+        client = f"http://127.0.0.1:{self._client[i]}"
+        return spawn([
+            binary(), "--name", f"m{i}", "--data-dir", str(self.folder / f"m{i}"), "--log-level", "warn",
+            "--listen-client-urls", client, "--advertise-client-urls", client,
+            "--listen-peer-urls", peers[i], "--initial-advertise-peer-urls", peers[i],
+            "--initial-cluster", ",".join(f"m{k}={url}" for k, url in enumerate(peers)),
+            "--heartbeat-interval", "100", "--election-timeout", "1000",
+        ], log=self.folder / f"m{i}.log")
+
+    def wait(self) -> EtcdServers:
+        """Until every member answers and knows a leader."""
+        with Store(self.endpoints, call_timeout_s=2.0, retry_budget_s=20.0) as store:
+            wait_until(lambda: all(not s.error for s in store.statuses()), timeout_s=30, what="etcd",
+                       alive=lambda: all(p.poll() is None for p in self.processes))
+            store.get("/")
+        return self
+
+    def leader(self) -> int:
+        """Index of the leading member, by its own word."""
+        with Store(self.endpoints, call_timeout_s=2.0) as store:
+            return wait_until(lambda: [i for i, s in enumerate(store.statuses()) if s.is_leader], timeout_s=10,
+                              what="an etcd leader")[0]
+
+    def kill(self, i: int) -> None:
+        self.processes[i].kill()
+        self.processes[i].wait(5)
+
+    def restart(self, i: int) -> None:
+        """Starts a killed member again on its data."""
+        self.processes[i] = self._launch(i)
+        self.wait()
+
+    def stop(self, i: int) -> None:
+        self.processes[i].send_signal(signal.SIGSTOP)
+
+    def cont(self, i: int) -> None:
+        self.processes[i].send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(5)
