@@ -1,0 +1,1 @@
+"""Where prompts come from, in which order, and the record of which were trained on."""

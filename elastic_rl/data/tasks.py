@@ -1,0 +1,56 @@
+"""Generated tasks with a verifiable answer. Pure: the same settings and seed give the same problems."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from elastic_rl.config import DataConfig
+from elastic_rl.data.tokenizer import EOS_ID, PAD_ID, encode
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt and its one right answer."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    """The right response, the end-of-sequence token included."""
+    text: str
+    """Prompt and answer for people, such as ``07+35=42``."""
+
+
+class Addition:
+    """``a+b=`` with both operands in [0, ``operand_below``), zero-padded so that every prompt and every answer has one
+    length. All pairs are shuffled by the seed and cut once: what is held out is never trained on, in any phase.
+
+    ``train`` and ``heldout`` are lists of Problem, the same in every process that has the same config.
+    """
+
+    eos_id = EOS_ID
+    pad_id = PAD_ID
+
+    def __init__(self, cfg: DataConfig, seed: int) -> None:
+        below = cfg.operand_below
+        self._operand_width = len(str(below - 1))
+        self._answer_width = len(str(2 * (below - 1)))
+        pairs = [(a, b) for a in range(below) for b in range(below)]
+        random.Random(f"addition-split-{seed}").shuffle(pairs)
+        cut = max(1, round(len(pairs) * cfg.heldout_fraction))
+        self.heldout: list[Problem] = [self._problem(a, b) for a, b in pairs[:cut]]
+        self.train: list[Problem] = [self._problem(a, b) for a, b in pairs[cut:]]
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of every prompt."""
+        return 2 * self._operand_width + 2
+
+    @property
+    def response_len(self) -> int:
+        """Tokens of every right answer, the end-of-sequence token included."""
+        return self._answer_width + 1
+
+    def _problem(self, a: int, b: int) -> Problem:
+        prompt = f"{a:0{self._operand_width}d}+{b:0{self._operand_width}d}="
+        answer = f"{a + b:0{self._answer_width}d}"
+        return Problem(encode(prompt), [*encode(answer), EOS_ID], prompt + answer)

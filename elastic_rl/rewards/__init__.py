@@ -1,0 +1,1 @@
+"""Verifiable rewards: pure functions of a problem and the token ids of a response."""
