@@ -9,6 +9,8 @@ from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
 
 Relation = Literal["==", "!=", "<", ">"]
 _RESULTS = {"==": pb.Compare.EQUAL, "!=": pb.Compare.NOT_EQUAL, "<": pb.Compare.LESS, ">": pb.Compare.GREATER}
+_TARGETS = {"mod": pb.Compare.MOD, "create": pb.Compare.CREATE, "version": pb.Compare.VERSION,
+            "value": pb.Compare.VALUE}
 
 
 def range_end(prefix: str) -> bytes:
@@ -43,7 +45,7 @@ class Compare:
     """A condition of a transaction on one key. A key that does not exist has the revisions 0."""
 
     key: str
-    target: Literal["mod", "create", "value"]
+    target: Literal["mod", "create", "version", "value"]
     relation: Relation
     operand: int | bytes
 
@@ -56,6 +58,11 @@ class Compare:
     def create(cls, key: str, relation: Relation, revision: int) -> Compare:
         """On the revision at which the key came into being."""
         return cls(key, "create", relation, revision)
+
+    @classmethod
+    def version(cls, key: str, relation: Relation, version: int) -> Compare:
+        """On the number of puts since the key came into being."""
+        return cls(key, "version", relation, version)
 
     @classmethod
     def value(cls, key: str, relation: Relation, value: bytes) -> Compare:
@@ -71,14 +78,10 @@ class Compare:
         return cls.create(key, "==", 0)
 
     def message(self) -> Any:
-        out = pb.Compare(key=self.key.encode(), result=_RESULTS[self.relation])
-        if self.target == "value":
-            out.target, out.value = pb.Compare.VALUE, self.operand
-        elif self.target == "mod":
-            out.target, out.mod_revision = pb.Compare.MOD, self.operand
-        else:
-            out.target, out.create_revision = pb.Compare.CREATE, self.operand
-        return out
+        field = {"mod": "mod_revision", "create": "create_revision"}.get(self.target, self.target)
+        operand: dict[str, Any] = {field: self.operand}
+        return pb.Compare(key=self.key.encode(), result=_RESULTS[self.relation], target=_TARGETS[self.target],
+                          **operand)
 
 
 @dataclass(frozen=True)

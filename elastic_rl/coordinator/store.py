@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,10 +143,8 @@ class Store:
     # -- upkeep ----------------------------------------------------------------------------------------------------
     def compact(self, revision: int) -> None:
         """Forgets what keys were before ``revision``; watches from earlier ones get Compacted."""
-        try:
+        with contextlib.suppress(Compacted):  # another was faster, or our own first attempt was
             self._channels.call(COMPACT, pb.CompactionRequest(revision=revision))
-        except Compacted:
-            pass  # another was faster, or our own first attempt was
 
     def statuses(self) -> list[MemberStatus]:
         """What each member says about itself, asked once each."""

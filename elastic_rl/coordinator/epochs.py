@@ -1,0 +1,50 @@
+"""The fencing epoch of a run: raised by each new driver, carried by every writer, checked inside every write.
+
+The epoch's number is the version of its key (etcd counts the puts), so a write can be made conditional on the number
+alone, whoever holds the epoch.
+"""
+
+from __future__ import annotations
+
+import time
+
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.ops import Compare, Op
+from elastic_rl.coordinator.records import Epoch
+from elastic_rl.coordinator.store import Store
+from elastic_rl.errors import Conflict, Fenced
+
+_TRIES = 32
+
+
+def raise_epoch(store: Store, keys: Keys, holder: str) -> Epoch:
+    """Begins the next epoch for ``holder``; from here on every write of an earlier one fails. The first is 1."""
+    key = keys.epoch()
+    version = current_epoch(store, keys)
+    for _ in range(_TRIES):
+        epoch = Epoch(number=version + 1, holder=holder, started_at=time.time())
+        # Guarded, although a lower number could never win: two drivers that start at once get two epochs.
+        outcome = store.txn([Compare.version(key, "==", version)], [Op.put(key, epoch.encode())], [Op.get(key)])
+        if outcome.succeeded:
+            return epoch
+        found = outcome.get(key)
+        version = found.version if found else 0
+    raise Conflict(f"{key} was raised by others during each of {_TRIES} tries")
+
+
+def current_epoch(store: Store, keys: Keys) -> int:
+    """Number of the epoch that may write; 0 before the first."""
+    kv = store.get(keys.epoch())
+    return kv.version if kv else 0
+
+
+def epoch_guard(keys: Keys, number: int) -> Compare:
+    """The condition that makes a transaction fail once the run has a later epoch than ``number``."""
+    return Compare.version(keys.epoch(), "==", number)
+
+
+def require_epoch(store: Store, keys: Keys, number: int) -> None:
+    """Raises Fenced unless ``number`` is the epoch that may write; so a failed guard is told from other conditions."""
+    now = current_epoch(store, keys)
+    if now != number:
+        raise Fenced(f"epoch {number} of job {keys.job} is over; the run is in epoch {now}")

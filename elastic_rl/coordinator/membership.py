@@ -1,0 +1,150 @@
+"""Members: processes that do work and say so from the inside, under a lease, with their progress.
+
+Whoever reads them can tell a dead process (the key is gone) from one that hangs (``progress_at`` stands still).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import Any, Self
+
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.leases import KeptLease
+from elastic_rl.coordinator.ops import Compare, Op
+from elastic_rl.coordinator.records import Member
+from elastic_rl.coordinator.store import Store
+from elastic_rl.errors import LeaseLost, StoreUnavailable
+
+log = logging.getLogger(__name__)
+_SOONEST_S = 0.1
+"""Shortest pause between two writes, however fast the progress."""
+_JOIN_S = 2.0
+
+
+class Membership:
+    """This process's entry among the members, kept by a thread of the process until ``close``.
+
+    A process that starts under the same role and id replaces the entry; the older one then sees ``replaced`` and beats
+    no more.
+    """
+
+    def __init__(self, store: Store, keys: Keys, role: str, member_id: str, *, ttl_s: int, url: str = "",
+                 epoch: int = 0, info: dict[str, Any] | None = None) -> None:
+        self._store, self._keys, self._ttl_s = store, keys, ttl_s
+        self._key = keys.member(role, member_id)
+        now = time.time()
+        self._member = Member(role=role, id=member_id, pid=os.getpid(), host=socket.gethostname(), epoch=epoch,
+                              incarnation=secrets.token_hex(8), url=url, progress_at=now, beat_at=now,
+                              info=dict(info or {}))
+        self._lock = threading.Lock()
+        self._news = threading.Event()
+        self._done = threading.Event()
+        self.replaced = threading.Event()
+        self._lease: KeptLease | None = None
+        self._written_at = 0  # revision of our last write
+        self._thread = threading.Thread(target=self._beat_on, name=f"member-{role}-{member_id}", daemon=True)
+
+    @property
+    def incarnation(self) -> str:
+        """Random name of this process's stay."""
+        return self._member.incarnation
+
+    def start(self) -> Self:
+        """Registers, and keeps the entry fresh from then on. Raises StoreUnavailable."""
+        self._register()
+        self._thread.start()
+        return self
+
+    def progress(self, step: int, phase: str, **info: Any) -> None:
+        """Says how far the work is; ``info`` (JSON-able) is merged into the entry's. Never waits for etcd."""
+        with self._lock:
+            now = self._member
+            moved = (step, phase) != (now.step, now.phase)
+            self._member = now.but(step=step, phase=phase, info={**now.info, **info},
+                                   progress_at=time.time() if moved else now.progress_at)
+        self._news.set()
+
+    def close(self) -> None:
+        """Leaves cleanly: the entry, and the leader's memory of it, go at once. Without etcd it runs out by itself."""
+        if self._done.is_set():
+            return
+        self._done.set()
+        self._news.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_JOIN_S)
+        if self._lease is None:
+            return
+        try:
+            if not self.replaced.is_set():
+                roster = self._keys.roster(self._member.role, self._member.id)
+                self._store.txn([Compare.mod(self._key, "==", self._written_at)],
+                                [Op.delete(self._key), Op.delete(roster)])
+        except StoreUnavailable as e:
+            log.warning("member %s cannot sign off: %s", self._key, e)
+        self._lease.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _beat_on(self) -> None:
+        while not self._done.is_set() and not self.replaced.is_set():
+            self._news.wait(self._ttl_s / 3)
+            self._news.clear()
+            if self._done.is_set():
+                return
+            try:
+                if self._lease is None or not self._lease.alive:
+                    self._register()
+                else:
+                    self._beat()
+            except LeaseLost:
+                if self._lease is not None:
+                    self._lease.lost.set()
+                self._news.set()
+            except StoreUnavailable as e:
+                log.warning("member %s cannot beat: %s", self._key, e)
+            self._done.wait(_SOONEST_S)
+
+    def _register(self) -> None:
+        """A new lease and an entry that replaces whatever is there, except a younger process's."""
+        if self._written_at and self._displaced():
+            return
+        if self._lease is not None:
+            self._lease.close()
+        self._lease = self._store.keepalive(self._ttl_s)
+        self._written_at = self._store.put(self._key, self._now().encode(), lease=self._lease.id)
+
+    def _beat(self) -> None:
+        assert self._lease is not None
+        outcome = self._store.txn([Compare.mod(self._key, "==", self._written_at)],
+                                  [Op.put(self._key, self._now().encode(), self._lease.id)])
+        if outcome.succeeded:
+            self._written_at = outcome.revision
+        elif not self._displaced():
+            self._register()
+
+    def _displaced(self) -> bool:
+        """Whether another process has taken our name since we registered."""
+        there = self._store.get(self._key)
+        if there is not None and Member.decode(there.value).incarnation != self.incarnation:
+            log.warning("member %s was replaced by another process", self._key)
+            self.replaced.set()
+        return self.replaced.is_set()
+
+    def _now(self) -> Member:
+        with self._lock:
+            self._member = self._member.but(beat_at=time.time())
+            return self._member
+
+
+def members(store: Store, keys: Keys, role: str = "") -> list[Member]:
+    """The members that are alive, of one role or of all."""
+    return [Member.decode(kv.value) for kv in store.range(keys.members_prefix(role))[0]]
