@@ -42,6 +42,7 @@ class Election:
 
     def __init__(self, store: Store, keys: Keys, replica: str, url: str, ttl_s: int) -> None:
         """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader."""
+        self.replica = replica
         self._store, self._keys, self._ttl_s = store, keys, ttl_s
         self._me = Leader(replica=replica, url=url, pid=os.getpid())
         self._key = keys.leader(replica)
@@ -57,7 +58,7 @@ class Election:
     @property
     def replica(self) -> str:
         """Name of this replica."""
-        return self._me.replica
+        return self.replica
 
     @property
     def is_leader(self) -> bool:
@@ -70,7 +71,7 @@ class Election:
         """The fencing token: conditions that hold only while this replica leads. Raises Fenced when it does not."""
         held = self._leads
         if held is None or not held.lease.alive:
-            raise Fenced(f"replica {self._me.replica} does not lead")
+            raise Fenced(f"replica {self.replica} does not lead")
         return [Compare.create(self._key, "==", held.revision)]
 
     def current(self) -> Leader | None:
@@ -125,7 +126,7 @@ class Election:
                     return
                 first = leading(kvs)
                 if self._leads is None and first is not None and first.key == self._key:
-                    log.info("replica %s leads from revision %d on", self._me.replica, held.revision)
+                    log.info("replica %s leads from revision %d on", self.replica, held.revision)
                     self._leads = held
                 # Also without a change we look again: the watch only makes it quick.
                 changes.get(self._ttl_s / 3)
