@@ -1,8 +1,8 @@
 """The fire drill of ``--faults``: kills real processes of a running job at fixed steps and records what followed.
 
 A fault is three observations, each with its time: it *happened* (the witness: the process is gone, the request was
-answered), it was *detected* (the control plane says so itself) and it was *healed*. What went on meanwhile is read off the
-run's own records.
+answered), it was *detected* (the control plane says so itself) and it was *healed*. What went on meanwhile is read off
+the run's own records.
 """
 
 from __future__ import annotations
@@ -225,11 +225,12 @@ class Drill(threading.Thread):
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
         steps = [r for r in self.run_log.read() if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
-        return f"{len(steps)} steps trained on {sum(r['samples'] for r in steps)} samples; {len(self.scene.ready())} engines ready"
+        samples = sum(r["samples"] for r in steps)
+        return f"{len(steps)} steps trained on {samples} samples; {len(self.scene.ready())} engines ready"
 
 
 def patch_pool(urls: list[str], token: str) -> Callable[[int], None]:
-    """A function that sets the pool's size through whichever coordinator answers. It raises EngineFailed if none does."""
+    """A function that sets the pool's size through whichever coordinator answers; EngineFailed if none does."""
 
     def patch(desired: int) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -237,8 +238,9 @@ def patch_pool(urls: list[str], token: str) -> Callable[[int], None]:
         for url in urls * 3:
             try:
                 with httpx.Client(base_url=url, timeout=5.0, headers=headers) as client:
-                    etag = client.get(f"/v1/pools/{ROLLOUT_POOL}").raise_for_status().headers["ETag"]
-                    answer = client.patch(f"/v1/pools/{ROLLOUT_POOL}", json={"desired": desired}, headers={"If-Match": etag})
+                    path = f"/v1/pools/{ROLLOUT_POOL}"
+                    etag = client.get(path).raise_for_status().headers["ETag"]
+                    answer = client.patch(path, json={"desired": desired}, headers={"If-Match": etag})
                     if answer.is_success:
                         return
                     problem = answer.text

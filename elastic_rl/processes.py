@@ -1,8 +1,8 @@
 """Owned child processes: they die with their parent, also after kill -9, and leave a record that the next start cleans.
 
-Two kinds. A *child* is bound to its parent by the kernel (PR_SET_PDEATHSIG). A *service* is meant to outlive the command
-that started it; its record in ``<dir>/pids`` (pid and start time, so that a reused pid is never hit) lets a later
-command stop it or sweep up after a crash.
+Two kinds. A *child* is bound to its parent by the kernel (PR_SET_PDEATHSIG). A *service* is meant to outlive the
+command that started it; its record in ``<dir>/pids`` (pid and start time, so that a reused pid is never hit) lets a
+later command stop it or sweep up after a crash.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def marked(run: str) -> list[psutil.Process]:
 
 
 def sweep(run: str, *, grace_s: float = 5.0) -> list[int]:
-    """Ends whatever a dead run left behind. Ray's agents outlive a driver that was killed; the mark still finds them."""
+    """Ends whatever a dead run left behind: Ray's agents outlive a driver that was killed; the mark finds them."""
     victims = marked(run)
     for process in victims:
         try:

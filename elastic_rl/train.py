@@ -1,7 +1,7 @@
 """The entry point of a run: prepares the job, keeps the driver alive, plays the drill if asked, and writes the report.
 
-It expects a running durable plane (etcd, coordinators, a DCS node; ``elastic-rl up``). Started again with the same job it
-goes on from the last committed state.
+It expects a running durable plane (etcd, coordinators, a DCS node; ``elastic-rl up``). Started again with the same job
+it goes on from the last committed state.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _keep_driver(ctx: RunContext, store: Store, on_tick: Callable[[], None]) -> 
         phase = _phase(store, ctx)
         if phase in ("finished", "failed"):
             return 0 if phase == "finished" else 1
-    log.error("the driver ended %d times; giving up (see %s/logs/driver.log)", 1 + _DRIVER_RESTARTS, ctx.config.cluster_dir)
+    log.error("the driver ended %d times; giving up: see %s/logs/driver.log", start + 1, ctx.config.cluster_dir)
     return 1
 
 

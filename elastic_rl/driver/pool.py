@@ -111,8 +111,9 @@ class EnginePool:
             drained = record is None or record.state is EngineState.DRAINING
             if not drained:
                 log.warning("engine %s ended: %s %s", engine_id, record and record.reason, reason)
-                events.emit(self.store, self.keys, "engine.replaced", engine_id, severity=Severity.WARNING, message=
-                            f"engine {engine_id} ended ({(record and record.reason) or reason or 'unknown'}); replacing it")
+                why = (record and record.reason) or reason or "unknown"
+                events.emit(self.store, self.keys, "engine.replaced", engine_id, severity=Severity.WARNING,
+                            message=f"engine {engine_id} ended ({why}); replacing it")
                 if not slot.was_ready:
                     self._budget = self._budget.after_failure(time.time())
             slot.placed.remove()

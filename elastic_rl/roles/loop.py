@@ -1,8 +1,8 @@
 """The training loop: a function of committed state and the experience ledger, so it can start again anywhere.
 
 One step in sync mode: wait until the pool serves the head → sample the step's prompt groups → reward → advantages →
-train (which publishes the next version). Which groups a step takes follows from its number alone. When the trainer group
-is lost the loop waits until it re-formed, takes the step it resumed at as the truth, and rewinds the ledger to it.
+train (which publishes the next version). Which groups a step takes follows from its number alone. When the trainer
+group is lost the loop waits until it re-formed, takes the step it resumed at as the truth, and rewinds the ledger.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class TrainingLoop:
             with watch.phase("generate"):
                 groups = self._sample(problems, self.cfg.train.group_size, self.cfg.rollout.temperature)
             with watch.phase("reward"):
-                rewards = [[self.reward(p, s.token_ids) for s in group] for p, group in zip(problems, groups, strict=True)]
+                rewards = [[self.reward(p, s.token_ids) for s in group]
+                           for p, group in zip(problems, groups, strict=True)]
             with watch.phase("advantage"):
                 advantages = self.peers.advantages(rewards)
             self.member.progress(step, "train")
@@ -140,7 +141,8 @@ class TrainingLoop:
         self.member.progress(self.step, "evaluate")
         self._in_sync()
         groups = self._sample(self.task.heldout, 1, temperature=0.0)
-        heldout = sum(self.reward(p, g[0].token_ids) for p, g in zip(self.task.heldout, groups, strict=True)) / len(groups)
+        right = sum(self.reward(p, g[0].token_ids) for p, g in zip(self.task.heldout, groups, strict=True))
+        heldout = right / len(groups)
         self.run_log.write("eval", step=self.step, heldout=heldout, policy_version=self.policy_version)
         self.status.write(self._phase, heldout=heldout)
 
@@ -163,7 +165,7 @@ class TrainingLoop:
             "step", step=self.step, reward_mean=sum(flat) / len(flat), samples=len(flat), groups=ordinals,
             policy_version=self.policy_version, sample_versions=versions, staleness=staleness, seconds=seconds,
             **{k: metrics.get(k) for k in ("loss", "grad_norm", "logprob_diff_max", "clip_fraction", "tokens")},
-            engines=[{"id": e.id, "state": e.state, "version": e.version, "pull_apply_s": e.pull_apply_s} for e in pool])
+            engines=[e.model_dump(mode="json", include={"id", "state", "version", "pull_apply_s"}) for e in pool])
         self.status.write("rl", step=self.step, reward=sum(flat) / len(flat), policy_version=self.policy_version,
                           staleness=staleness)
         worst = float(metrics["logprob_diff_max"])

@@ -22,7 +22,7 @@ class Stopwatch:
             self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self, *, inside: Mapping[str, tuple[str, float]] | None = None) -> dict[str, float]:
-        """Phases and ``other``. ``inside``: part → (phase it lies in, its seconds); the part is taken out of the phase."""
+        """Phases and ``other``. ``inside``: part → (phase it lies in, its seconds), which is taken out of the phase."""
         out = dict(self._spent)
         for part, (phase, spent) in (inside or {}).items():
             out[part] = spent
