@@ -118,6 +118,8 @@ class DataConfig(Section):
     """Generated prompts with a verifiable answer."""
     operand_below: Annotated[int, Field(ge=5, le=500)] = 50
     """Operands are drawn from [0, this)."""
+    answer_order: Literal["reversed", "normal"] = "reversed"
+    """``reversed``: answers are written least significant digit first, so that a carry is known when it is needed."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=0.9)] = 0.2
     """Share of all problems that is never trained on."""
 
@@ -187,7 +189,12 @@ class TrainConfig(Section):
     """Samples of one prompt; their rewards are compared with one another."""
     updates_per_step: Positive = 1
     """Optimiser updates on one batch of experience; the second and later ones are off-policy and clipped."""
-    lr: float = 1e-3
+    lr: float = 5e-4
+    lr_decay: Literal["linear", "constant"] = "linear"
+    """``linear``: from ``lr`` at the first step to ``lr_final_fraction`` of it at the last one; what the noise of the
+    sampled groups shakes loose early then settles."""
+    lr_final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of ``lr`` that is left at the last step."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     eval_every_steps: Positive = 20

@@ -17,14 +17,15 @@ class Problem:
     answer_ids: list[int]
     """The right response, the end-of-sequence token included."""
     text: str
-    """Prompt and answer for people, such as ``07+35=42``."""
+    """Prompt and answer for people, such as ``07+35=24`` (reversed)."""
 
 
 class Addition:
     """``a+b=`` with both operands in [0, ``operand_below``), zero-padded so that every prompt and every answer has one
-    length. All pairs are shuffled by the seed and cut once: what is held out is never trained on, in any phase.
+    length. Answers have their least significant digit first unless ``answer_order`` is ``normal``.
 
-    ``train`` and ``heldout`` are lists of Problem, the same in every process that has the same config.
+    All pairs are shuffled by the seed and cut once: what is held out is never trained on, in any phase. ``train`` and
+    ``heldout`` are lists of Problem, the same in every process that has the same config.
     """
 
     eos_id = EOS_ID
@@ -33,6 +34,7 @@ class Addition:
     def __init__(self, cfg: DataConfig, seed: int) -> None:
         below = cfg.operand_below
         self._operand_width = len(str(below - 1))
+        self._reversed = cfg.answer_order == "reversed"
         self._answer_width = len(str(2 * (below - 1)))
         pairs = [(a, b) for a in range(below) for b in range(below)]
         random.Random(f"addition-split-{seed}").shuffle(pairs)
@@ -53,4 +55,6 @@ class Addition:
     def _problem(self, a: int, b: int) -> Problem:
         prompt = f"{a:0{self._operand_width}d}+{b:0{self._operand_width}d}="
         answer = f"{a + b:0{self._answer_width}d}"
+        if self._reversed:
+            answer = answer[::-1]
         return Problem(encode(prompt), [*encode(answer), EOS_ID], prompt + answer)

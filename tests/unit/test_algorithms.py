@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from elastic_rl.algorithms.advantages import STD_EPSILON, group_relative
 from elastic_rl.algorithms.losses import clipped_policy_loss
 from elastic_rl.algorithms.registry import ALGOS
+from elastic_rl.algorithms.schedule import learning_rate
+from elastic_rl.config import AlgorithmConfig, TrainConfig
 
 # Examples are not timed: the tests share the machine with others that start real processes.
 thorough = settings(deadline=None, max_examples=60)
@@ -153,6 +155,17 @@ def test_shapes_and_clips_that_make_no_sense_are_refused() -> None:
 
 
 def test_the_registry_knows_the_algorithm_of_the_default_config() -> None:
-    from elastic_rl.config import AlgorithmConfig
-
     assert ALGOS[AlgorithmConfig().name].loss is clipped_policy_loss
+
+
+def test_the_learning_rate_falls_on_a_line_to_its_share_and_stays_there() -> None:
+    cfg = TrainConfig(steps=101, lr=1e-3, lr_decay="linear", lr_final_fraction=0.1)
+    rates = [learning_rate(cfg, step) for step in (1, 51, 101, 500)]
+    assert rates == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])
+
+
+def test_a_constant_rate_and_a_run_of_one_step_keep_the_rate() -> None:
+    assert learning_rate(TrainConfig(lr_decay="constant", lr=2e-3, steps=9), 9) == 2e-3
+    assert learning_rate(TrainConfig(lr_decay="linear", lr=2e-3, steps=1), 1) == 2e-3
+    with pytest.raises(ValueError, match="from 1"):
+        learning_rate(TrainConfig(), 0)

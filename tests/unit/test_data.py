@@ -35,12 +35,12 @@ def test_heldout_and_train_share_no_problem_and_cover_all(below: int, fraction: 
 
 
 @thorough
-@given(st.integers(5, 500).filter(lambda n: n < 40 or n in (100, 101, 500)))
-def test_every_prompt_and_answer_has_one_length_and_is_right(below: int) -> None:
-    task = Addition(DataConfig(operand_below=below), 3)
+@given(st.one_of(st.integers(5, 40), st.sampled_from([100, 101, 500])), st.sampled_from(["normal", "reversed"]))
+def test_every_prompt_and_answer_has_one_length_and_is_right(below: int, order: str) -> None:
+    task = Addition(DataConfig(operand_below=below, answer_order=order), 3)
     for p in task.train[:200] + task.heldout[:50]:
         left, right = p.text.split("=")
-        assert sum(map(int, left.split("+"))) == int(right)
+        assert sum(map(int, left.split("+"))) == int(right[::-1] if order == "reversed" else right)
         assert p.prompt_ids == encode(left + "=") and len(p.prompt_ids) == task.prompt_len
         assert p.answer_ids == [*encode(right), EOS_ID] and len(p.answer_ids) == task.response_len
 

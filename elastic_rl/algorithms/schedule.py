@@ -1,0 +1,16 @@
+"""Learning-rate schedule. Pure: a function of the settings and the step alone, so a resumed run just goes on."""
+
+from __future__ import annotations
+
+from elastic_rl.config import TrainConfig
+
+
+def learning_rate(cfg: TrainConfig, step: int) -> float:
+    """Learning rate of RL step ``step``, counted from 1: ``cfg.lr`` at the first one and, with linear decay,
+    ``cfg.lr * cfg.lr_final_fraction`` at step ``cfg.steps`` and after it. Raises ValueError for a step below 1."""
+    if step < 1:
+        raise ValueError(f"RL steps count from 1, got {step}")
+    if cfg.lr_decay == "constant":
+        return cfg.lr
+    done = min((step - 1) / max(cfg.steps - 1, 1), 1.0)
+    return cfg.lr * (1 - done * (1 - cfg.lr_final_fraction))
