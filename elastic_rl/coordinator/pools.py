@@ -1,0 +1,119 @@
+"""Pools: how many engines the operator wants, and how many there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import BaseModel
+
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.problems import Problem, no_leader, not_found
+from elastic_rl.coordinator.records import PoolSpec, PoolStatus
+from elastic_rl.coordinator.store import Compare, KeyValue, Op, Store
+from elastic_rl.errors import OutcomeUnknown
+
+
+class PoolView(BaseModel):
+    """A pool as the API shows it. ``etag`` goes into If-Match of a change."""
+
+    name: str
+    desired: int
+    ready: int = 0
+    starting: int = 0
+    draining: int = 0
+    revision: int
+    etag: str
+
+
+def etag(revision: int) -> str:
+    return f'"{revision}"'
+
+
+def parse_if_match(header: str | None) -> int | None:
+    """Revision named by an If-Match header, or None for ``*``.
+
+    Raises a 428 problem without the header, and 412 for a tag that was never given out.
+    """
+    if header is None or not header.strip():
+        raise Problem(428, "precondition-required", "If-Match is required",
+                      "GET the pool, and send its ETag in If-Match with the change")
+    tag = header.strip()
+    if tag == "*":
+        return None
+    tag = tag.removeprefix("W/").strip('"')
+    if not tag.isdecimal():
+        raise Problem(412, "precondition-failed", "The pool has changed", f"{header!r} is not the pool's ETag")
+    return int(tag)
+
+
+def check_desired(desired: int, max_engines: int) -> int:
+    """Raises a 422 problem unless ``desired`` is a number of engines that makes sense."""
+    if not 1 <= desired <= max_engines:
+        why = "a run without engines makes no samples" if desired == 0 else "it is set by coordinator.max_engines"
+        raise Problem(422, "invalid", "The request is not valid",
+                      f"desired must be between 1 and {max_engines}, not {desired}"
+                      + ("" if desired < 0 else f" ({why})"),
+                      errors=[{"pointer": "/desired", "detail": f"between 1 and {max_engines}"}])
+    return desired
+
+
+def view(spec: KeyValue, status: KeyValue | None) -> PoolView:
+    wanted = PoolSpec.decode(spec.value)
+    actual = PoolStatus.decode(status.value).model_dump(exclude={"name"}) if status else {}
+    return PoolView(name=wanted.name, desired=wanted.desired, revision=spec.mod_revision, etag=etag(spec.mod_revision),
+                    **actual)
+
+
+def all_pools(store: Store, keys: Keys) -> list[PoolView]:
+    items, _ = store.range(keys.pools_prefix())
+    found = {kv.key: kv for kv in items}
+    names = sorted(k.removeprefix(keys.pools_prefix()).removesuffix("/spec") for k in found if k.endswith("/spec"))
+    return [view(found[keys.pool_spec(n)], found.get(keys.pool_status(n))) for n in names]
+
+
+def get_pool(store: Store, keys: Keys, name: str) -> PoolView:
+    """Raises a 404 problem."""
+    spec = store.get(keys.pool_spec(name))
+    if spec is None:
+        raise not_found("pool", name)
+    return view(spec, store.get(keys.pool_status(name)))
+
+
+def set_desired(store: Store, keys: Keys, election: Election, name: str, desired: int, *, by: str,
+                if_revision: int | None = None) -> PoolView:
+    """Changes what the operator wants, together with its event, in one transaction that only the leader's guard lets
+    through. ``if_revision``: the spec's revision that the change was made from.
+
+    Raises problems: 404; 412 when the pool has changed; 503 when this replica lost the leadership meanwhile; 504 when
+    the answer was lost.
+    """
+    key = keys.pool_spec(name)
+    for _ in range(8):
+        spec = store.get(key)
+        if spec is None:
+            raise not_found("pool", name)
+        if if_revision is not None and spec.mod_revision != if_revision:
+            raise Problem(412, "precondition-failed", "The pool has changed",
+                          f"its ETag is {etag(spec.mod_revision)} now, not {etag(if_revision)}",
+                          headers={"ETag": etag(spec.mod_revision)})
+        old = PoolSpec.decode(spec.value)
+        if old.desired == desired:
+            return get_pool(store, keys, name)
+        event = events.build("pool.scaled", name, f"{name}: {old.desired} → {desired} engines, by {by}",
+                             previous=old.desired, desired=desired, by=by, replica=election.replica)
+        guard, new = list(election.guard), old.but(desired=desired)
+        try:
+            result = store.txn([*guard, Compare.mod(key, "==", spec.mod_revision)],
+                               [Op.put(key, new.encode()), events.put_op(keys, event)])
+            applied_at = result.revision if result.succeeded else 0
+        except OutcomeUnknown:
+            written = store.get(keys.event(event.id))  # the event is the token of this change
+            applied_at = written.create_revision if written else 0
+        if applied_at:
+            status = store.get(keys.pool_status(name))
+            return view(replace(spec, value=new.encode(), mod_revision=applied_at), status)
+        if not election.is_leader or not store.txn(guard, []).succeeded:
+            raise no_leader(f"{election.replica} no longer leads")
+    raise Problem(409, "conflict", "Somebody else changes the pool all the time", "try again")

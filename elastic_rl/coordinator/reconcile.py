@@ -1,0 +1,322 @@
+"""The leader's loop: compares what is with what was seen and wanted, writes down what follows, and sends alerts.
+
+Level-triggered: each look reads etcd by range, so a leader that takes over continues where the last one stopped. What
+it writes goes through transactions under its fencing token, and a record changes together with its event, so that each
+fault gives one event whatever dies in between. Nothing that matters is only in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from elastic_rl.config import Config
+from elastic_rl.coordinator import alert_rules, alerts, events, roster
+from elastic_rl.coordinator.alerts import Alert
+from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.notify import Notifier
+from elastic_rl.coordinator.records import (
+    DcsNode,
+    Engine,
+    EngineState,
+    Epoch,
+    Event,
+    JobStatus,
+    Leader,
+    Member,
+    PoolSpec,
+    PoolStatus,
+    Record,
+    Severity,
+)
+from elastic_rl.coordinator.roster import Change, Living, Sighting
+from elastic_rl.coordinator.store import Compare, KeyValue, Op, Store
+from elastic_rl.errors import ElasticRLError, Fenced
+from elastic_rl.telemetry import metrics, traces
+
+log = logging.getLogger(__name__)
+
+_TRIM_EVERY_S = 15.0
+_SWEEP_EVERY_S = 2.0
+_TXN_OPS = 50
+"""etcd takes at most 128 operations in a transaction; the client adds its own."""
+_NEWEST = 64
+
+_LOOK_S = metrics.histogram("reconcile_seconds", "Duration of one look of the leader")
+_FAILED = metrics.counter("reconcile_failures", "Looks that ended with an error", ("error",))
+
+Sweep = Callable[[Sequence[Compare]], list[str]]
+
+
+class Leadership(Record):
+    """The leadership that was announced last. ``term`` is the create revision of the leader's candidate key."""
+
+    replica: str
+    url: str
+    pid: int
+    term: int
+    since: float
+
+
+class Cursor(Record):
+    """Events up to this revision have been turned into alerts."""
+
+    revision: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """One reading of the store."""
+
+    now: float
+    world: alert_rules.World
+    roster: dict[tuple[str, str], tuple[Sighting, int]]
+    """Sightings with their mod revision."""
+    living: dict[tuple[str, str], Living]
+    alerts: dict[str, tuple[Alert, int]]
+    engines: dict[str, tuple[Engine, int]]
+    epoch: int
+
+
+class Reconciler:
+    """Runs ``look`` in a thread: after each interval, and at once when ``wake`` is called."""
+
+    def __init__(self, store: Store, keys: Keys, cfg: Config, election: Election, notifier: Notifier, *,
+                 sweep: Sweep | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._keys, self._cfg, self._election = store, keys, cfg, election
+        self._notifier, self._sweep, self._clock = notifier, sweep, clock
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._due: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+        self.last_look = 0.0
+        """Unix seconds of the last look that ended well."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        self._stopping.set()
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.wait(self._cfg.coordinator.reconcile_interval_s)
+            self._wake.clear()
+            if self._stopping.is_set() or not self._election.is_leader:
+                continue
+            try:
+                with _LOOK_S.time(), traces.span("coordinator.reconcile"):
+                    self.look()
+                self.last_look = self._clock()
+            except ElasticRLError as e:  # the next look reads everything anew
+                _FAILED.labels(type(e).__name__).inc()
+                log.warning("look ended early: %s: %s", type(e).__name__, e)
+            self._stopping.wait(0.05)  # a burst of wake-ups is one look
+
+    def look(self) -> None:
+        """One look. Raises Fenced when the leadership is over, StoreUnavailable when etcd does not answer."""
+        self._announce()
+        reports, over = self._read_events()
+        look = self._read()
+        self._update_roster(look)
+        self._update_alerts(self._read(), reports, over)
+        self._deliver()
+        if self._is_due("trim", _TRIM_EVERY_S):
+            self._trim()
+        if self._sweep is not None and self._is_due("sweep", _SWEEP_EVERY_S):
+            for line in self._sweep(self._election.guard):
+                log.info("janitor: %s", line)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+    def _range(self, prefix: str) -> list[KeyValue]:
+        return self._store.range(prefix)[0]
+
+    def _read(self) -> Look:
+        keys, store = self._keys, self._store
+        # The roster is read before the members: a member that closes in between is missing in the newer reading, and
+        # the compare on its (deleted) roster key then fails instead of making a death of it.
+        sightings = [(Sighting.decode(kv.value), kv.mod_revision) for kv in self._range(keys.roster_prefix())]
+        living = [roster.of_member(Member.decode(kv.value), kv.key, kv.create_revision)
+                  for kv in self._range(keys.members_prefix())]
+        nodes = [roster.of_node(DcsNode.decode(kv.value), kv.key, kv.create_revision)
+                 for kv in self._range(keys.dcs_nodes_prefix())]
+        engines = [(Engine.decode(kv.value), kv.mod_revision) for kv in self._range(keys.engines_prefix())]
+        pools = self._range(keys.pools_prefix())
+        specs = [PoolSpec.decode(kv.value) for kv in pools if kv.key.endswith("/spec")]
+        statuses = [PoolStatus.decode(kv.value) for kv in pools if kv.key.endswith("/status")]
+        job, epoch = store.get(keys.job_status()), store.get(keys.epoch())
+        heads = {s: kv.mod_revision for s in ("policy", "trainer_state") if (kv := store.get(keys.stream_head(s)))}
+        known = [(Alert.decode(kv.value), kv.mod_revision) for kv in self._range(keys.alerts_prefix())]
+        world = alert_rules.World(
+            job=keys.job, engines=[e for e, _ in engines], specs={s.name: s for s in specs},
+            statuses={s.name: s for s in statuses}, status=JobStatus.decode(job.value) if job else None,
+            roster=[s for s, _ in sightings], heads=heads, pool_hold_s=self._cfg.engine.start_timeout_s)
+        return Look(self._clock(), world, {s.name: (s, rev) for s, rev in sightings},
+                    {m.name: m for m in (*nodes, *living)}, {a.id: (a, rev) for a, rev in known},
+                    {e.id: (e, rev) for e, rev in engines}, Epoch.decode(epoch.value).number if epoch else 0)
+
+    # -- writing ------------------------------------------------------------------------------------------------
+    def _guarded(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
+        """One transaction under the fencing token. False: a record changed meanwhile, and the next look sees how.
+
+        Raises Fenced when the token is no longer good.
+        """
+        guard = list(self._election.guard)
+        if self._store.txn([*guard, *compares], list(then)).succeeded:
+            return True
+        if not self._store.txn(guard, []).succeeded:
+            raise Fenced(f"{self._election.replica} no longer leads")
+        return False
+
+    def _announce(self) -> None:
+        """Makes this leadership known once: a record and the event leader.elected in one transaction."""
+        mine = self._store.get(self._keys.leader(self._election.replica))
+        if mine is None:
+            raise Fenced(f"{self._election.replica} has no candidate key")
+        found = self._store.get(self._keys.leadership())
+        before = Leadership.decode(found.value) if found else None
+        if before and before.term == mine.create_revision:
+            return
+        leader = Leader.decode(mine.value)
+        record = Leadership(replica=leader.replica, url=leader.url, pid=leader.pid, term=mine.create_revision,
+                            since=self._clock())
+        after = f" after {before.replica}" if before else ""
+        event = events.build("leader.elected", leader.replica, f"{leader.replica} leads{after}", term=record.term,
+                             previous=before.replica if before else "", by=alert_rules.BY_LEADER)
+        self._guarded([_unchanged(self._keys.leadership(), found.mod_revision if found else 0)],
+                      [Op.put(self._keys.leadership(), record.encode()), events.put_op(self._keys, event)])
+
+    def _update_roster(self, look: Look) -> None:
+        steps = roster.step(look.now, {name: s for name, (s, _) in look.roster.items()}, look.living,
+                            epoch=look.epoch, run_over=look.world.run_over,
+                            coordinators=self._cfg.coordinator.replicas)
+        for step in steps:
+            key = self._keys.roster(*step.sighting.name)
+            compares = [_unchanged(key, look.roster[step.sighting.name][1] if step.sighting.name in look.roster else 0)]
+            ops = [Op.put(key, step.sighting.encode())]
+            match step.change:
+                case Change.FORGET:
+                    ops = [Op.delete(key)]
+                    if step.living is not None:
+                        ops.append(Op.delete(step.living.key))
+                case Change.SEEN | Change.RETURNED:
+                    assert step.living is not None
+                    # A member that closed since it was read must not come back into the roster.
+                    compares.append(Compare.create(step.living.key, "==", step.living.create_revision))
+                    if step.change is Change.RETURNED:
+                        ops.append(events.put_op(self._keys, _returned(step.sighting)))
+                case Change.DIED:
+                    died = self._died_ops(look, step.sighting)
+                    compares += died[0]
+                    ops += died[1]
+            if self._guarded(compares, ops) and step.change is Change.DIED:
+                log.warning("%s %s died", *step.sighting.name)
+
+    def _died_ops(self, look: Look, dead: Sighting) -> tuple[list[Compare], list[Op]]:
+        """What goes with a death: its event and, for an engine, the end of its record; its driver then replaces it."""
+        message = f"{dead.role} {dead.id} (pid {dead.pid} on {dead.host}) died"
+        event = events.build(f"{dead.role}.dead", dead.id, message, severity=Severity.ERROR,
+                             by=alert_rules.BY_LEADER, pid=dead.pid, incarnation=dead.incarnation)
+        compares, ops = [], [events.put_op(self._keys, event)]
+        engine, revision = look.engines.get(dead.id, (None, 0)) if dead.role == roster.ENGINE else (None, 0)
+        if engine is not None and engine.state is not EngineState.DEAD:
+            gone = engine.but(state=EngineState.DEAD, reason="its process died", updated_at=look.now)
+            compares.append(_unchanged(self._keys.engine(engine.id), revision))
+            ops.append(Op.put(self._keys.engine(engine.id), gone.encode()))
+        return compares, ops
+
+    def _read_events(self) -> tuple[list[alerts.Condition], set[str]]:
+        """Events since the cursor: the alerts they ask for, and keys of those they end. The cursor moves together with
+        the alerts, in ``_update_alerts``; a death that somebody reported is marked, so that it is told once."""
+        found = self._store.get(self._keys.event_cursor())
+        self._cursor = (Cursor.decode(found.value).revision if found else 0, found.mod_revision if found else 0)
+        newest, _ = self._store.range(self._keys.events_prefix(), limit=_NEWEST, newest_first=True)
+        if len(newest) == _NEWEST and min(kv.mod_revision for kv in newest) > self._cursor[0]:
+            newest = self._range(self._keys.events_prefix())
+        fresh = sorted((kv for kv in newest if kv.mod_revision > self._cursor[0]), key=lambda kv: kv.mod_revision)
+        self._cursor_next = fresh[-1].mod_revision if fresh else self._cursor[0]
+        reports, over = [], set()
+        for kv in fresh:
+            event = Event.decode(kv.value)
+            if event.kind in ("engine.dead", "engine.replaced") and event.data.get("by") != alert_rules.BY_LEADER:
+                self._mark_reported(roster.ENGINE, event.subject)
+            if (condition := alert_rules.report(event, kv.mod_revision, self._keys.job)) is not None:
+                reports.append(condition)
+                over.discard(condition.key)
+            if (key := alert_rules.ends(event)) is not None:
+                over.add(key)
+        return reports, over
+
+    def _mark_reported(self, role: str, member_id: str) -> None:
+        key = self._keys.roster(role, member_id)
+        found = self._store.get(key)
+        known = Sighting.decode(found.value) if found else None
+        if found and known and not known.dead:
+            self._guarded([_unchanged(key, found.mod_revision)],
+                          [Op.put(key, known.but(dead_at=self._clock(), reported=True).encode())])
+
+    def _update_alerts(self, look: Look, reports: Sequence[alerts.Condition], over: set[str]) -> None:
+        todo = alerts.step(
+            look.now, [a for a, _ in look.alerts.values()], alert_rules.conditions(look.world), reports,
+            lambda alert: alert.key in over or alert_rules.released(alert, look.world, look.now),
+            self._notifier.receivers)
+        moved = self._cursor_next != self._cursor[0]
+        if not (todo.put or todo.drop or moved):
+            return
+        writes: list[tuple[Compare, Op]] = []
+        for alert, over_now in [(a, False) for a in todo.put] + [(a, True) for a in todo.drop]:
+            key = self._keys.alert(f"{alert.key}/{alert.id}")
+            writes.append((_unchanged(key, look.alerts[alert.id][1] if alert.id in look.alerts else 0),
+                           Op.delete(key) if over_now else Op.put(key, alert.encode())))
+        if moved:  # last: an alert that was written without the cursor is found open when its report is read again
+            writes.append((_unchanged(self._keys.event_cursor(), self._cursor[1]),
+                           Op.put(self._keys.event_cursor(), Cursor(revision=self._cursor_next).encode())))
+        batches = [writes[i:i + _TXN_OPS] for i in range(0, len(writes), _TXN_OPS)]
+        if all(self._guarded([c for c, _ in batch], [op for _, op in batch]) for batch in batches):
+            for alert in todo.put:
+                log.warning("alert %s %s %s: %s", alert.id, alert.phase, alert.key, alert.message)
+            for alert in todo.drop:
+                self._notifier.forget(alert.id)
+
+    def _deliver(self) -> None:
+        """Writes down what was delivered, then offers what is still due."""
+        delivered = self._notifier.delivered()
+        for kv in self._range(self._keys.alerts_prefix()):
+            alert = Alert.decode(kv.value)
+            if fresh := delivered.get(alert.id, set()) - set(alert.told):
+                alert = alerts.was_told(alert, fresh)
+                if not self._guarded([_unchanged(kv.key, kv.mod_revision)], [Op.put(kv.key, alert.encode())]):
+                    continue
+            for notice in alerts.untold(alert, self._notifier.receivers):
+                self._notifier.offer(notice)
+
+    def _trim(self) -> None:
+        kept = self._cfg.coordinator.events_keep
+        items = self._range(self._keys.events_prefix())
+        for start in range(0, max(0, len(items) - kept), _TXN_OPS):
+            batch = items[start:min(start + _TXN_OPS, len(items) - kept)]
+            self._guarded([], [Op.delete(kv.key) for kv in batch])
+
+    def _is_due(self, what: str, every_s: float) -> bool:
+        now = time.monotonic()
+        if now < self._due.get(what, 0.0):
+            return False
+        self._due[what] = now + every_s
+        return True
+
+
+def _unchanged(key: str, revision: int) -> Compare:
+    return Compare.mod(key, "==", revision) if revision else Compare.absent(key)
+
+
+def _returned(s: Sighting) -> Event:
+    return events.build(f"{s.role}.returned", s.id, f"{s.role} {s.id} is back (pid {s.pid} on {s.host})",
+                        by=alert_rules.BY_LEADER, pid=s.pid, incarnation=s.incarnation)

@@ -1,0 +1,153 @@
+"""Who was seen, so that who died is noticed: by this leader or, when the leader died too, by the next one.
+
+Each member that the leader sees gets a record here, outside any lease. A member that is in the roster and no longer
+registered has died. A clean close deletes the member's key and its roster key in one transaction, so that it is never
+taken for a death. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elastic_rl.coordinator.records import DcsNode, Member, Record
+
+DCS = "dcs"
+COORDINATOR = "coordinator"
+TRAINER = "trainer"
+ENGINE = "engine"
+CLOSED = "closed"
+"""Phase of a member that says good-bye."""
+DURABLE = (COORDINATOR, DCS)
+"""Roles of the durable plane: a member has an identity that returns. Elsewhere a replacement may have another name."""
+
+
+class Sighting(Record):
+    """What the leader last knew of a member. ``first_seen`` and ``dead_at`` are unix seconds."""
+
+    role: str
+    id: str
+    incarnation: str
+    epoch: int = 0
+    pid: int = 0
+    host: str = ""
+    first_seen: float
+    dead_at: float = 0.0
+    reported: bool = False
+    """Somebody else's event told of the death before the lease ended."""
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.role, self.id
+
+    @property
+    def dead(self) -> bool:
+        return self.dead_at > 0
+
+
+@dataclass(frozen=True)
+class Living:
+    """A registered member, and the create revision of its key: another one means that it registered anew."""
+
+    role: str
+    id: str
+    incarnation: str
+    epoch: int
+    pid: int
+    host: str
+    key: str
+    create_revision: int
+    closed: bool = False
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.role, self.id
+
+
+class Change(StrEnum):
+    SEEN = "seen"
+    """A member is new."""
+    DIED = "died"
+    RETURNED = "returned"
+    FORGET = "forget"
+    """Its death is no news: a replacement works, it said good-bye, or its run is over."""
+
+
+@dataclass(frozen=True)
+class Step:
+    change: Change
+    sighting: Sighting
+    """The record as it shall be (for FORGET: as it is)."""
+    living: Living | None = None
+
+
+def of_member(member: Member, key: str, create_revision: int) -> Living:
+    return Living(member.role, member.id, member.incarnation or str(member.pid), member.epoch, member.pid, member.host,
+                  key, create_revision, closed=member.phase == CLOSED)
+
+
+def of_node(node: DcsNode, key: str, create_revision: int) -> Living:
+    return Living(DCS, node.id, f"{node.pid}:{node.port}", 0, node.pid, node.host, key, create_revision)
+
+
+def step(now: float, roster: Mapping[tuple[str, str], Sighting], living: Mapping[tuple[str, str], Living], *,
+         epoch: int, run_over: bool, coordinators: int) -> list[Step]:
+    """Compares the roster with who is registered.
+
+    ``epoch``: the run's; members of an older one were ended on purpose. ``run_over``: the job finished or failed, so
+    the compute plane goes away on purpose. ``coordinators``: replicas that are wanted; with that many alive a dead one
+    is no longer missed.
+    """
+    steps = []
+    for name, member in living.items():
+        known = roster.get(name)
+        if member.closed:
+            if known is not None:
+                steps.append(Step(Change.FORGET, known, member))
+        elif known is None:
+            steps.append(Step(Change.SEEN, _seen(now, member), member))
+        elif known.dead:
+            # A reported death of the same incarnation: its process still says good-bye, it is no return.
+            if not (known.reported and known.incarnation == member.incarnation):
+                steps.append(Step(Change.RETURNED, _seen(now, member), member))
+        elif known.incarnation != member.incarnation:
+            steps.append(Step(Change.DIED, known.but(dead_at=now), member))
+    alive = {name: s for name, s in roster.items() if not s.dead and name in living}
+    for name, known in roster.items():
+        if name in living:
+            continue
+        if _expected(known, epoch=epoch, run_over=run_over) or (known.dead and _replaced(known, alive, coordinators)):
+            steps.append(Step(Change.FORGET, known))
+        elif not known.dead:
+            steps.append(Step(Change.DIED, known.but(dead_at=now)))
+    return steps
+
+
+def _seen(now: float, m: Living) -> Sighting:
+    return Sighting(role=m.role, id=m.id, incarnation=m.incarnation, epoch=m.epoch, pid=m.pid, host=m.host,
+                    first_seen=now)
+
+
+def _expected(known: Sighting, *, epoch: int, run_over: bool) -> bool:
+    if known.role in DURABLE:
+        return False
+    # The driver of an old epoch is replaced *because* it died, so its death stays news.
+    return run_over or (known.role != "driver" and 0 < known.epoch < epoch)
+
+
+def _replaced(known: Sighting, alive: Mapping[tuple[str, str], Sighting], coordinators: int) -> bool:
+    peers = [s for s in alive.values() if s.role == known.role]
+    if known.role == DCS:
+        return False
+    if known.role == COORDINATOR:
+        return len(peers) >= coordinators
+    if known.role == TRAINER:
+        # The group forms anew as a whole, perhaps smaller; its rank 0 tells that it did.
+        peers = [s for s in peers if s.id == "rank-0"]
+    return any(s.first_seen > known.dead_at for s in peers)
+
+
+def missing(roster: Iterable[Sighting]) -> list[Sighting]:
+    """Members that are dead and not replaced."""
+    return [s for s in roster if s.dead]

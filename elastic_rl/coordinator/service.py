@@ -1,0 +1,172 @@
+"""``python -m elastic_rl.coordinator.service --config FILE --etcd HOST:PORT[,…] --replica ID --port P``: one replica.
+
+Ends with 0 after SIGTERM or SIGINT (it resigns first, so that another replica leads at once), 2 when the machine or the
+configuration is unfit (a port is taken), 3 when etcd did not answer at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from elastic_rl import config
+from elastic_rl.config import Config
+from elastic_rl.coordinator import auth
+from elastic_rl.coordinator.api import Context, make_app
+from elastic_rl.coordinator.auth import TokenTable
+from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.forward import Forwarder
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.membership import Membership
+from elastic_rl.coordinator.notify import Notifier
+from elastic_rl.coordinator.reconcile import Reconciler
+from elastic_rl.coordinator.roster import COORDINATOR
+from elastic_rl.coordinator.store import Store
+from elastic_rl.coordinator.waker import Waker
+from elastic_rl.dcs.janitor import Janitor
+from elastic_rl.errors import ConfigError, MachineUnfit, StoreUnavailable
+from elastic_rl.processes import require_port_free
+from elastic_rl.telemetry import logs, traces
+
+log = logging.getLogger(__name__)
+
+EXIT_UNFIT = 2
+EXIT_NO_STORE = 3
+_API_RETRY_BUDGET_S = 2.0
+_FORWARD_TIMEOUT_S = 5.0
+_SHUTDOWN_S = 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    logs.setup(args.replica)
+    try:
+        cfg = config.load(args.config)
+        logs.setup(args.replica, cfg.telemetry.log_level)
+        traces.setup(cfg.telemetry.otlp_endpoint, "elastic-rl.coordinator")
+        return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port))
+    except (MachineUnfit, ConfigError) as e:
+        log.error("%s", e)
+        return EXIT_UNFIT
+    except StoreUnavailable as e:
+        log.error("%s", e)
+        return EXIT_NO_STORE
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="elastic_rl.coordinator.service", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--etcd", required=True, help="host:port of each member, separated by commas")
+    parser.add_argument("--replica", required=True, help="name of this replica, the same after each start")
+    parser.add_argument("--port", type=int, required=True)
+    return parser.parse_args(argv)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """The listening socket, held from here on, so that nobody takes the port between the check and the use."""
+    require_port_free(host, port, setting="coordinator.ports")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError as e:
+        listener.close()
+        raise MachineUnfit(f"port {port} on {host} cannot be bound (coordinator.ports): {e.strerror}",
+                           hint="stop what listens there, or set another port") from e
+    return listener
+
+
+def _advertised(host: str, port: int) -> str:
+    """URL under which the other replicas reach this one."""
+    if host in ("0.0.0.0", "::"):
+        try:
+            host = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: a replica resigns before it stops to answer."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
+    """Runs one replica until it is told to stop. Raises MachineUnfit, ConfigError or StoreUnavailable at the start."""
+    listener = _bind(cfg.coordinator.host, port)
+    url = _advertised(cfg.coordinator.host, listener.getsockname()[1])
+    keys, stopping = Keys(cfg.job), threading.Event()
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(listener.close)
+        tokens = TokenTable(cfg.cluster_dir / "tokens.json", must_exist=auth.tokens_required(cfg.coordinator))
+        store = Store.from_config(cfg.etcd, etcd)
+        cleanup.callback(store.close)
+        store.get(keys.epoch())  # raises StoreUnavailable now, with every endpoint, and not somewhere in a thread
+        api_store = Store(etcd, call_timeout_s=cfg.etcd.call_timeout_s,
+                          retry_budget_s=min(_API_RETRY_BUDGET_S, cfg.etcd.retry_budget_s))
+        cleanup.callback(api_store.close)
+        notifier = Notifier(cfg.job, cfg.alerts.urls, timeout_s=cfg.alerts.timeout_s)
+        cleanup.callback(notifier.close)
+        election = Election(store, keys, replica, url, cfg.coordinator.lease_ttl_s)
+        member = Membership(store, keys, COORDINATOR, replica, ttl_s=cfg.coordinator.lease_ttl_s, url=url).start()
+        cleanup.callback(member.close)
+        election.start()
+        cleanup.callback(election.stop)
+        janitor = Janitor(store, keys, keep_versions=cfg.dcs.keep_versions)
+        reconciler = Reconciler(store, keys, cfg, election, notifier, sweep=janitor.sweep)
+        waker = Waker(store, keys, reconciler.wake)
+        reconciler.start()
+        cleanup.callback(reconciler.stop)
+        waker.start()
+        cleanup.callback(waker.stop)
+        forwarder = Forwarder(replica, timeout_s=_FORWARD_TIMEOUT_S)
+        cleanup.callback(forwarder.close)
+        app = make_app(Context(cfg, keys, api_store, election, tokens, stopping, forwarder))
+        log.info("replica %s (pid %d) serves %s for job %s", replica, os.getpid(), url, cfg.job)
+        await _listen(app, listener, stopping, election)
+    log.info("replica %s has stopped", replica)
+    return 0
+
+
+async def _listen(app: object, listener: socket.socket, stopping: threading.Event, election: Election) -> None:
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off",  # type: ignore[arg-type]
+                                    timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=30))
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+
+    async def stop_when_told() -> None:
+        await told.wait()
+        stopping.set()
+        try:
+            await asyncio.to_thread(election.stop)
+        except StoreUnavailable as e:
+            log.warning("could not resign, the lease will end: %s", e)
+        server.should_exit = True
+
+    stopper = asyncio.create_task(stop_when_told())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        stopper.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
