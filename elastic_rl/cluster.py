@@ -1,0 +1,337 @@
+"""The durable plane on one machine: etcd, coordinator replicas and one DCS node, started and stopped as services.
+
+``up`` is level-triggered like everything else: it looks at what runs and starts what is missing, so calling it twice is
+harmless and calling it after a crash mends the cluster. ``down`` ends whatever of the job is left, also after a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+import yaml
+
+from elastic_rl import etcd_server, processes
+from elastic_rl.config import Config
+from elastic_rl.coordinator import auth
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.store import Store
+from elastic_rl.errors import DeadlineExceeded, ElasticRLError, MachineUnfit, StoreUnavailable
+from elastic_rl.processes import PidBook, PidRecord
+
+log = logging.getLogger(__name__)
+
+OWNER_ENV = "ELASTIC_RL_CLUSTER"
+"""In the environment of every service of a cluster: its folder. ``down`` finds strays by it. (The compute plane carries
+``processes.RUN_MARK`` instead: it is swept away by every new run, which must not touch the durable plane.)"""
+SHM = Path("/dev/shm")
+_NODE = "node-0"
+_START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class ClusterInfo:
+    """How to reach a cluster; kept in ``<cluster_dir>/cluster.json``."""
+
+    job: str
+    etcd: list[str]
+    """``host:port`` of every member."""
+    coordinators: list[str]
+    """Base URLs of the admin API, one a replica."""
+    tokens_file: str
+    """JSON file, readable by its owner only: role (viewer, operator) → bearer token of the API."""
+    config_file: str
+    cluster_dir: str
+
+    def token(self, role: str) -> str:
+        """Bearer token of a role, viewer or operator; empty where there is none (loopback needs none)."""
+        path = Path(self.tokens_file)
+        return str(json.loads(path.read_text()).get(role, "")) if path.exists() else ""
+
+    def save(self) -> None:
+        path = Path(self.cluster_dir) / "cluster.json"
+        unfinished = path.with_suffix(".partial")
+        unfinished.write_text(json.dumps(asdict(self), indent=2))
+        unfinished.rename(path)
+
+    @classmethod
+    def load(cls, cluster_dir: Path) -> ClusterInfo | None:
+        path = cluster_dir / "cluster.json"
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+
+class Cluster:
+    """The cluster of one job. Paths in ``cfg`` are made absolute, since services outlive this process's folder."""
+
+    def __init__(self, cfg: Config, *, say: Callable[[str], None] = log.info) -> None:
+        self.cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.expanduser().resolve()})
+        self.dir = self.cfg.cluster_dir
+        self.book = PidBook(self.dir / "pids")
+        self._say = say
+
+    # -- up -----------------------------------------------------------------------------------------------------
+    def up(self) -> ClusterInfo:
+        """Starts what is missing and returns when all of it answers.
+
+        Raises MachineUnfit (port taken, shared memory too small, no etcd program), StoreUnavailable (a configured etcd
+        does not answer) or DeadlineExceeded. What this call started is taken down again when it fails.
+        """
+        before = {r.name for r in self.book.alive()}
+        try:
+            return self._up(before)
+        except (ElasticRLError, KeyboardInterrupt):
+            for record in self.book.alive():
+                if record.name not in before:
+                    processes.stop(record.pid)
+                    self.book.forget(record.name)
+            if not before:
+                self._unlink_segments()
+            raise
+
+    def _up(self, running: set[str]) -> ClusterInfo:
+        self._check_machine(running)
+        self.dir.mkdir(parents=True, exist_ok=True)
+        old = ClusterInfo.load(self.dir)
+        etcd = self._etcd(running, old)
+        if old and old.etcd != etcd:  # the survivors follow an etcd that is gone
+            self._stop([r for r in self.book.alive() if not r.name.startswith("etcd")])
+            running, old = {n for n in running if n.startswith("etcd")}, None
+        tokens = self._tokens()
+        config = self.dir / "config.yaml"
+        config.write_text(yaml.safe_dump(self.cfg.model_dump(mode="json"), sort_keys=False))
+        coordinators = self._coordinators(running, etcd, config)
+        self._dcs_node(running, etcd)
+        info = ClusterInfo(self.cfg.job, etcd, coordinators, str(tokens), str(config), str(self.dir))
+        info.save()
+        return info
+
+    def _check_machine(self, running: set[str]) -> None:
+        ports = self.cfg.coordinator.ports
+        for i, port in enumerate(ports):
+            if f"coordinator-{i}" not in running:
+                processes.require_port_free(self.cfg.coordinator.host, port, setting=f"coordinator.ports[{i}]")
+        if f"dcs-{_NODE}" in running:
+            return
+        if self.cfg.dcs.port:
+            processes.require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
+        self._unlink_segments()  # of a crashed run of this job: its room is ours
+        free = shutil.disk_usage(SHM).free
+        if free < self.cfg.dcs.arena_bytes:
+            raise MachineUnfit(
+                f"{SHM} has {free >> 20} MiB free, and the arena needs {self.cfg.dcs.arena_bytes >> 20} MiB "
+                f"(dcs.arena_bytes)", hint="set a smaller --dcs.arena_bytes, or a larger /dev/shm: "
+                f"`mount -o remount,size=…  {SHM}`, or `docker run --shm-size=…`")
+
+    def _etcd(self, running: set[str], old: ClusterInfo | None) -> list[str]:
+        if self.cfg.etcd.endpoints:
+            endpoints = list(self.cfg.etcd.endpoints)
+            if not any(etcd_server.healthy(e) for e in endpoints):
+                raise StoreUnavailable(f"none of etcd.endpoints {', '.join(endpoints)} answers",
+                                       hint="start that etcd, or leave etcd.endpoints empty to have one started here")
+            return endpoints
+        if "etcd-0" in running and old:
+            self._await("etcd", "etcd-0", lambda: any(etcd_server.healthy(e) for e in old.etcd),
+                        self.cfg.etcd.start_timeout_s)
+            return old.etcd
+        binary = etcd_server.find_binary()
+        if why := etcd_server.objection(etcd_server.version(binary)):
+            self._say(f"warning: {binary}: {why}")
+        data = self.dir / "etcd"
+        if not running:
+            # The chunks lay in the shared memory of a DCS node that is gone: records of versions without their bytes
+            # would only mislead, so a cluster that starts from nothing starts from an empty store.
+            shutil.rmtree(data, ignore_errors=True)
+            self._put_aside()
+        port = int(old.etcd[0].rpartition(":")[2]) if old and running and old.etcd else 0
+        if port:
+            processes.require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
+        return [self._start_etcd(binary, data, port)]
+
+    def _put_aside(self) -> None:
+        """Moves what an earlier run of the same name left out of the way: a new store is a new run."""
+        records, model = self.cfg.job_dir / "steps.jsonl", self.cfg.job_dir / "model"
+        if records.exists():
+            records.rename(records.with_name(f"steps.{int(records.stat().st_mtime)}.jsonl"))
+        shutil.rmtree(model, ignore_errors=True)  # made from the old run's seed
+
+    def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
+        attempts = 1 if port else 3  # a port that was free a moment ago may be taken by somebody quicker
+        for attempt in range(attempts):
+            client, peer = port or processes.free_port(), processes.free_port()
+            endpoint = f"127.0.0.1:{client}"
+            self._spawn("etcd-0", etcd_server.command(binary, data, client, peer), url=endpoint,
+                        env={"GOGC": "50"})
+            try:
+                self._await("etcd", "etcd-0", partial(etcd_server.healthy, endpoint), self.cfg.etcd.start_timeout_s)
+                return endpoint
+            except DeadlineExceeded:
+                self._stop([r for r in self.book.all() if r.name == "etcd-0"])
+                if attempt == attempts - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _coordinators(self, running: set[str], etcd: list[str], config: Path) -> list[str]:
+        host, urls = self.cfg.coordinator.host, {r.name: r.url for r in self.book.alive()}
+        for i in range(self.cfg.coordinator.replicas):
+            name = f"coordinator-{i}"
+            if name in running:
+                continue
+            port = self.cfg.coordinator.ports[i] if self.cfg.coordinator.ports else processes.free_port(host)
+            urls[name] = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+            self._spawn(name, processes.python(
+                "elastic_rl.coordinator.service", "--config", str(config), "--etcd", ",".join(etcd),
+                "--replica", name, "--port", str(port)), url=urls[name])
+        names = [f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas)]
+        for name in names:
+            self._await(name, name, partial(_answers, urls[name]), _START_TIMEOUT_S)
+        return [urls[n] for n in names]
+
+    def _dcs_node(self, running: set[str], etcd: list[str]) -> None:
+        name, dcs = f"dcs-{_NODE}", self.cfg.dcs
+        if name in running:
+            return
+        # A record of a killed predecessor lives on until its lease ends; the new one is known by its pid.
+        pid = self._spawn(name, processes.python(
+            "elastic_rl.dcs.node", "--etcd", ",".join(etcd), "--job", self.cfg.job, "--id", _NODE, "--host", dcs.host,
+            "--port", str(dcs.port or processes.free_port(dcs.host)), "--arena-bytes", str(dcs.arena_bytes),
+            "--run-dir", str(self.dir)))
+        store = Store.from_config(self.cfg.etcd, etcd)
+        key = Keys(self.cfg.job).dcs_node(_NODE)
+        try:
+            self._await("the DCS node", name, lambda: (kv := store.get(key)) and json.loads(kv.value)["pid"] == pid,
+                        _START_TIMEOUT_S)
+        finally:
+            store.close()
+
+    def _tokens(self) -> Path:
+        """The API's table of digests and, for the owner of this machine, the tokens; nobody else may read either."""
+        table, secret = self.dir / "tokens.json", self.dir / "credentials.json"
+        if not (table.exists() and secret.exists()):
+            tokens = {role.value: auth.new_token() for role in auth.Role}
+            _write_private(secret, tokens)
+            _write_private(table, {"tokens": [{"name": role, "role": role, "sha256": auth.digest(token)}
+                                              for role, token in tokens.items()]})
+        return secret
+
+    def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
+        self._say(f"starting {name}")
+        child = processes.spawn(cmd, log=self.dir / "logs" / f"{name}.log", service=True,
+                                env={**(env or {}), OWNER_ENV: str(self.dir)})
+        self.book.add(name, child.pid, url)
+        return child.pid
+
+    def _await(self, what: str, name: str, check: Callable[[], object], timeout_s: float) -> None:
+        record = next(r for r in self.book.all() if r.name == name)
+        try:
+            processes.wait_until(check, timeout_s=timeout_s, what=what, alive=record.alive, poll_s=0.1)
+        except DeadlineExceeded as e:
+            log_file = self.dir / "logs" / f"{name}.log"
+            raise DeadlineExceeded(f"{e.message}; {_last_words(log_file)}", hint=f"see {log_file}") from e
+
+    # -- down ---------------------------------------------------------------------------------------------------
+    def down(self) -> list[str]:
+        """Ends every process of the job, the compute plane first and etcd last, and removes its segments and the
+        cluster's files but for the logs. Returns the names of what was still running."""
+        records = self.book.all()
+        stopped = [f"compute {pid}" for pid in processes.sweep(str(self.dir))]
+        stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
+        stopped += self._sweep_strays()
+        self._unlink_segments()
+        if not self.cfg.etcd.endpoints:
+            shutil.rmtree(self.dir / "etcd", ignore_errors=True)
+        for name in ("cluster.json", "tokens.json", "credentials.json"):
+            (self.dir / name).unlink(missing_ok=True)
+        return stopped
+
+    def _stop(self, records: list[PidRecord]) -> list[str]:
+        stopped = []
+        for record in records:
+            if record.alive():
+                processes.stop(record.pid)
+                stopped.append(record.name)
+            self.book.forget(record.name)
+        return stopped
+
+    def _sweep_strays(self) -> list[str]:
+        """Ends processes that carry this cluster's mark but have no record: a service whose start was interrupted."""
+        mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+        strays = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid not in mine and process.environ().get(OWNER_ENV) == str(self.dir):
+                    process.kill()
+                    strays.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        psutil.wait_procs(strays, timeout=5.0)
+        return [f"stray {p.pid}" for p in strays]
+
+    def _unlink_segments(self) -> None:
+        for segment in self.segments():
+            if not _mapped(segment):
+                segment.unlink(missing_ok=True)
+
+    # -- looking ------------------------------------------------------------------------------------------------
+    def connect(self) -> ClusterInfo:
+        """The running cluster of this job. Raises StoreUnavailable when it is not up."""
+        info = ClusterInfo.load(self.dir)
+        if info is None or (not self.cfg.etcd.endpoints and not self.book.alive()):
+            raise StoreUnavailable(f"no cluster of job {self.cfg.job!r} is up under {self.dir}",
+                                   hint=f"start one with `elastic-rl up --job={self.cfg.job}`, or name another --job")
+        return info
+
+    def segments(self) -> list[Path]:
+        """Shared-memory files of this job."""
+        pattern = re.compile(rf"elastic-rl-{re.escape(self.cfg.job)}-node-\d+-[^-]+")
+        return [p for p in SHM.glob(f"elastic-rl-{self.cfg.job}-*") if pattern.fullmatch(p.name)]
+
+
+def _down_order(name: str) -> int:
+    """Compute plane, then coordinators (nothing is left to alert about), then the DCS node, then etcd."""
+    order = ("coordinator-", "dcs-", "etcd")
+    return next((i for i, prefix in enumerate(order, 1) if name.startswith(prefix)), 0)
+
+
+def _write_private(path: Path, value: object) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
+        json.dump(value, f, indent=2)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", timeout=1.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _mapped(segment: Path) -> bool:
+    """Whether a living process maps the file: a cluster of the same job name in another folder may own it."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if str(segment) in maps.read_text():
+                return True
+        except OSError:  # it ended while we looked, or belongs to another user
+            continue
+    return False
+
+
+def _last_words(log_file: Path) -> str:
+    """The last line of a log, shortened; for JSON lines their message."""
+    lines = log_file.read_text(errors="replace").splitlines() if log_file.exists() else []
+    last = next((line for line in reversed(lines) if line.strip()), "its log is empty")
+    try:
+        parsed = json.loads(last)
+        last = str(parsed.get("error") or parsed.get("message") or parsed.get("msg") or last)
+    except (json.JSONDecodeError, AttributeError):
+        pass
+    return last.strip().splitlines()[-1][:300] if last.strip() else "its log is empty"

@@ -1,0 +1,158 @@
+"""From a run's records to the numbers of its report. Pure but for ``read_records``.
+
+A step that was done again after a rewind counts once, as it was done last; what was thrown away still shows in the
+timeline and in ``steps_redone``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_rl.coordinator.records import Version
+from elastic_rl.data.ledger import Audit
+
+Record = dict[str, Any]
+
+
+
+def read_records(path: Path) -> list[Record]:
+    """Records of a steps.jsonl in order; a last line that is torn (its writer was killed) is left out."""
+    if not path.exists():
+        return []
+    return list(parse_lines(path.read_text(errors="replace").splitlines()))
+
+
+def parse_lines(lines: Iterable[str]) -> Iterable[Record]:
+    """Records of JSON lines; what is not a whole JSON object is skipped."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and "kind" in record:
+            yield record
+
+
+def effective_steps(records: Iterable[Record], kind: str = "step") -> list[Record]:
+    """Records of one kind that were not undone by a later rewind, one a step, by step."""
+    kept: dict[int, Record] = {}
+    for record in records:
+        if record["kind"] == kind:
+            kept[int(record["step"])] = record
+        elif record["kind"] == "rewind":
+            kept = {step: r for step, r in kept.items() if step <= int(record["to_step"])}
+    return [kept[step] for step in sorted(kept)]
+
+
+def percentile(values: Sequence[float], q: float) -> float | None:
+    """Linear-interpolated percentile, ``q`` in [0, 1]; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def version_lags(steps: Sequence[Record]) -> dict[str, dict[int, int]]:
+    """Engine id → step → versions that the engine lay behind the head the step began with.
+
+    A step's record names the version published at its end, so the head it began with is the step before's; an engine
+    that is not in a step's record did not serve it.
+    """
+    lags: dict[str, dict[int, int]] = {}
+    head: int | None = None
+    for record in steps:
+        began_with = head if head is not None else int(record.get("policy_version") or 1) - 1
+        for engine in record.get("engines") or []:
+            # An engine may be ahead of the remembered head: a recovered trainer published again in between.
+            lag = max(0, began_with - int(engine.get("version") or 0))
+            lags.setdefault(str(engine["id"]), {})[int(record["step"])] = lag
+        head = int(record.get("policy_version") or began_with)
+    return lags
+
+
+def _engines(steps: Sequence[Record], known: Sequence[str]) -> list[Record]:
+    lags = version_lags(steps)
+    pulls: dict[str, dict[int, float]] = {}
+    last: dict[str, Record] = {}
+    for record in steps:
+        for engine in record.get("engines") or []:
+            last[engine["id"]] = engine
+            if engine.get("pull_apply_s"):
+                pulls.setdefault(engine["id"], {})[int(engine["version"])] = float(engine["pull_apply_s"])
+    return [{"id": e, "steps_served": len(lags.get(e, {})), "last_version": int(last.get(e, {}).get("version") or 0),
+             "last_state": str(last.get(e, {}).get("state") or "never ready"),
+             "lag_max": max(lags.get(e, {}).values(), default=0),
+             "pull_apply_s_p50": percentile(list(pulls.get(e, {}).values()), 0.5)}
+            for e in sorted({*known, *last})]
+
+
+def _fault(record: Record) -> Record:
+    out = {k: record.get(k) for k in
+           ("name", "step", "target", "injected_at", "detected_at", "healed_at", "witness", "meanwhile")}
+    start = record.get("injected_at")
+    for name, end in (("detect_s", record.get("detected_at")), ("heal_s", record.get("healed_at"))):
+        out[name] = end - start if start is not None and end is not None else None
+    return out
+
+
+def _heldout(records: Sequence[Record]) -> list[float]:
+    """Held-out accuracies of RL by step, with the end of the warm-up before them if step 0 was not measured."""
+    evals = effective_steps(records, "eval")
+    values = [float(r["heldout"]) for r in evals]
+    warm = [float(r["heldout"]) for r in records if r["kind"] == "warmup" and r.get("heldout") is not None]
+    if warm and (not evals or int(evals[0]["step"]) > 0):
+        values.insert(0, warm[-1])
+    return values
+
+
+def _numbers(steps: Sequence[Record], key: str) -> list[float]:
+    return [float(r[key]) for r in steps if r.get(key) is not None]
+
+
+def _committed(versions: Sequence[Version], records: Sequence[Record]) -> int:
+    """Policy versions that were ever committed: by the catalog, or by the run's own records where the catalog has
+    already forgotten old ones."""
+    seen = {int(r["policy_version"]) for r in records if r["kind"] in ("step", "eval") and r.get("policy_version")}
+    return len(seen | {v.number for v in versions if v.committed_at > 0})
+
+
+def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[Version], audit: Audit,
+          status: str = "ended",
+          engines: Sequence[str] = (), wall_s: float | None = None) -> dict[str, Any]:
+    """The report of a run. Times are seconds; a number that could not be measured is None.
+
+    ``versions``: the policy stream's catalog, as it is or was; ``audit``: what the ledger says of the whole run;
+    ``status``: the job's last phase; ``engines``: ids that are listed even if they never served; ``wall_s`` None: from
+    the first record to the last.
+    """
+    steps = effective_steps(records)
+    seconds = [r.get("seconds") or {} for r in steps]
+    total = [float(s["total"]) for s in seconds if s.get("total") is not None]
+    stalls = [float(s["publish_stall"]) for s in seconds if s.get("publish_stall") is not None]
+    pulls = {(e["id"], e["version"]): float(e["pull_apply_s"])
+             for r in steps for e in r.get("engines") or [] if e.get("pull_apply_s")}
+    rewards, heldout, at = _numbers(steps, "reward_mean"), _heldout(records), _numbers(list(records), "at")
+    done = sum(1 for r in records if r["kind"] == "step")
+    return {
+        "job": job, "seed": seed, "status": status, "steps": len(steps), "steps_redone": done - len(steps),
+        "reward_first": rewards[0] if rewards else None, "reward_last": rewards[-1] if rewards else None,
+        "heldout_first": heldout[0] if heldout else None, "heldout_last": heldout[-1] if heldout else None,
+        "versions_committed": _committed(versions, records),
+        "staleness_max": int(max(_numbers(steps, "staleness"), default=0)),
+        "logprob_diff_max": max(_numbers(steps, "logprob_diff_max"), default=None),
+        "samples_trained": int(sum(_numbers(steps, "samples"))),
+        "groups_lost": len(audit.lost), "groups_duplicated": len(audit.duplicated),
+        "tokens_per_s": sum(_numbers(steps, "tokens")) / sum(total) if sum(total) > 0 else None,
+        "step_s_p50": percentile(total, 0.5), "step_s_p95": percentile(total, 0.95),
+        "publish_stall_s_p50": percentile(stalls, 0.5),
+        "pull_apply_s_p50": percentile(list(pulls.values()), 0.5),
+        "wall_s": wall_s if wall_s is not None else (max(at) - min(at) if at else 0.0),
+        "engines": _engines(steps, engines),
+        "faults": [_fault(r) for r in records if r["kind"] == "fault"],
+    }

@@ -1,0 +1,214 @@
+"""SVG charts for the report, drawn here so that the file needs nothing from anywhere. Pure.
+
+Colours are CSS variables of the page (light and dark). Every chart has a text for screen readers, and marks carry
+``data-tip`` which the page's small script shows under the pointer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import ceil, floor, log10
+
+WIDTH = 920
+_LEFT, _RIGHT, _TOP = 48, 16, 14
+PHASE_ORDER = ("sync", "generate", "reward", "advantage", "train", "publish_stall", "other")
+Point = tuple[float, float]
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About ``count`` round values that span [low, high]."""
+    if high <= low:
+        high = low + 1
+    raw = (high - low) / max(1, count)
+    base = 10.0 ** floor(log10(raw))
+    step = next(m * base for m in (1, 2, 2.5, 5, 10) if m * base >= raw * 0.999)
+    first = ceil(low / step - 1e-9)
+    return [round(first * step + i * step, 10) for i in range(int((high - first * step) / step + 1e-9) + 1)]
+
+
+def _num(value: float) -> str:
+    return f"{value:.4g}"
+
+
+class _Frame:
+    """A plot area with linear axes, and the SVG text that collects on it."""
+
+    def __init__(self, x: Point, y: Point, height: int, label: str, *, left: int = _LEFT, bottom: int = 34) -> None:
+        self.x0, self.x1 = x[0], x[1] if x[1] > x[0] else x[0] + 1
+        self.y0, self.y1 = y[0], y[1] if y[1] > y[0] else y[0] + 1
+        self.height, self.left, self.bottom = height, left, bottom
+        self.parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">']
+
+    def px(self, x: float) -> float:
+        return round(self.left + (x - self.x0) / (self.x1 - self.x0) * (WIDTH - self.left - _RIGHT), 2)
+
+    def py(self, y: float) -> float:
+        return round(_TOP + (1 - (y - self.y0) / (self.y1 - self.y0)) * (self.height - _TOP - self.bottom), 2)
+
+    def add(self, *parts: str) -> None:
+        self.parts += parts
+
+    def text(self, kind: str, x: float, y: float, words: str, anchor: str) -> None:
+        self.add(f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    def axes(self, x_label: str, *, y_ticks: Sequence[float] = (), whole_x: bool = False, unit: str = "") -> None:
+        floor_y = self.height - self.bottom
+        for tick in y_ticks:
+            y = self.py(tick)
+            self.add(f'<line class="grid" x1="{self.left}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+            self.text("tick", self.left - 8, y + 4, f"{_num(tick)}{unit}", "end")
+        self.add(f'<line class="axis" x1="{self.left}" x2="{WIDTH - _RIGHT}" y1="{floor_y}" y2="{floor_y}"/>')
+        for tick in nice_ticks(self.x0, self.x1, 8):
+            if whole_x and tick != int(tick):
+                continue
+            self.text("tick", self.px(tick), floor_y + 16, _num(tick), "middle")
+        self.text("tick", WIDTH - _RIGHT, self.height - 3, x_label, "end")
+
+    def fault_marks(self, faults: Sequence[tuple[float, str]]) -> None:
+        """Dotted verticals, numbered as in the table."""
+        for number, (x, name) in enumerate(faults, 1):
+            at = self.px(x)
+            self.add(f'<g class="fault" data-tip="{number}: {escape(name)} at step {_num(x)}">'
+                     f'<line x1="{at}" x2="{at}" y1="{_TOP + 8}" y2="{self.height - self.bottom}"/>'
+                     f'<circle cx="{at}" cy="{_TOP}" r="8"/><text x="{at}" y="{_TOP + 4}" text-anchor="middle">{number}'
+                     f'</text></g>')
+
+    def done(self) -> str:
+        return "".join(self.parts) + "</svg>"
+
+
+def _path(frame: _Frame, points: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{frame.px(x)},{frame.py(y)}" for x, y in points)
+
+
+def _smooth(points: Sequence[Point], window: int) -> list[Point]:
+    half = window // 2
+    near = [[y for _, y in points[max(0, i - half): i + half + 1]] for i in range(len(points))]
+    return [(x, sum(ys) / len(ys)) for (x, _), ys in zip(points, near, strict=True)]
+
+
+def learning(rewards: Sequence[Point], heldout: Sequence[Point], faults: Sequence[tuple[float, str]]) -> str:
+    """Mean reward of each step (faint) with its moving average, and held-out accuracy, over RL steps."""
+    last = max([x for x, _ in (*rewards, *heldout)], default=1)
+    frame = _Frame((0, last), (0, 1), 280, "Reward and held-out accuracy over steps")
+    frame.axes("RL step", y_ticks=(0, 0.25, 0.5, 0.75, 1), whole_x=True)
+    frame.fault_marks(faults)
+    if rewards:
+        window = max(3, len(rewards) // 25) | 1
+        frame.add(f'<path class="line faint c1" d="{_path(frame, rewards)}"/>',
+                  f'<path class="line c1" d="{_path(frame, _smooth(rewards, window))}"/>')
+        width = max(2.0, (WIDTH - _LEFT - _RIGHT) / max(1, len(rewards)))
+        frame.add(*(f'<rect class="hit" x="{frame.px(x) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" '
+                    f'height="{frame.height - frame.bottom - _TOP}" data-tip="step {_num(x)}: reward {y:.3f}"/>'
+                    for x, y in rewards))
+    if heldout:
+        frame.add(f'<path class="line c2" d="{_path(frame, heldout)}"/>')
+        frame.add(*(f'<circle class="dot c2" cx="{frame.px(x)}" cy="{frame.py(y)}" r="4" '
+                    f'data-tip="step {_num(x)}: held-out {y:.3f}"/>' for x, y in heldout))
+    return frame.done()
+
+
+def step_seconds(steps: Sequence[tuple[int, Mapping[str, float]]], faults: Sequence[tuple[float, str]]) -> str:
+    """Stacked bars: seconds of each phase of a step. The axis ends at the 98th percentile, so that the one step that
+    waited for a recovery does not flatten all others; a bar that goes beyond it is marked."""
+    totals = sorted(sum(s.get(p, 0.0) for p in PHASE_ORDER) for _, s in steps) or [1.0]
+    cap = max(totals[min(len(totals) - 1, int(len(totals) * 0.98))], totals[len(totals) // 2] * 2) * 1.05
+    cap = min(cap, totals[-1] * 1.05) or 1.0
+    first, last = (steps[0][0], steps[-1][0]) if steps else (0, 1)
+    frame = _Frame((first - 0.5, last + 0.5), (0, cap), 250, "Seconds of each phase of a step")
+    frame.axes("RL step", y_ticks=nice_ticks(0, cap, 4), whole_x=True, unit=" s")
+    width = (WIDTH - _LEFT - _RIGHT) / max(1, last - first + 1)
+    gap = min(1.0, width * 0.15)
+    for step, seconds in steps:
+        base, left = 0.0, frame.px(step - 0.5) + gap / 2
+        tip = f"step {step}: " + ", ".join(f"{p.replace('_', ' ')} {seconds[p]:.2f} s" for p in PHASE_ORDER
+                                           if seconds.get(p, 0) > 0.0005)
+        frame.add(f'<g data-tip="{escape(tip)}">')
+        for phase in PHASE_ORDER:
+            top = min(cap, base + seconds.get(phase, 0.0))
+            if top > base:
+                y = frame.py(top)
+                frame.add(f'<rect class="p-{phase}" x="{left:.2f}" y="{y}" width="{width - gap:.2f}" '
+                          f'height="{frame.py(base) - y:.2f}"/>')
+            base = top
+        if sum(seconds.get(p, 0.0) for p in PHASE_ORDER) > cap:
+            x = left + (width - gap) / 2
+            frame.add(f'<path class="over" d="M{x - 5:.1f},{_TOP + 1}l5,-8l5,8z"/>')
+        frame.add("</g>")
+    frame.fault_marks(faults)
+    return frame.done()
+
+
+def engine_lanes(lags: Mapping[str, Mapping[int, int]], steps: Sequence[int], bound: int) -> str:
+    """One lane an engine: a cell for each step it served, coloured by how many versions it lay behind."""
+    lane, left = 26, 150
+    first, last = (steps[0], steps[-1]) if steps else (0, 1)
+    frame = _Frame((first - 0.5, last + 0.5), (0, 1), _TOP + lane * max(1, len(lags)) + 34, "Version lag per engine",
+                   left=left)
+    frame.axes("RL step", whole_x=True)
+    width = (WIDTH - left - _RIGHT) / max(1, last - first + 1)
+    for row, (engine, by_step) in enumerate(sorted(lags.items())):
+        y = _TOP + row * lane
+        name = engine if len(engine) <= 20 else "…" + engine[-19:]
+        frame.text("lane", left - 10, y + 15, name, "end")
+        frame.add(f'<rect class="track" x="{left}" y="{y + 3}" width="{WIDTH - left - _RIGHT}" height="{lane - 8}" '
+                  f'rx="3"/>')
+        for start, end, lag in _runs(by_step):
+            kind = "l0" if lag == 0 else "l1" if lag <= max(bound, 1) else "l2"
+            span = f"steps {start}–{end}" if end > start else f"step {start}"
+            frame.add(f'<rect class="{kind}" x="{frame.px(start - 0.5)}" y="{y + 3}" height="{lane - 8}" rx="2" '
+                      f'width="{max(1.0, (end - start + 1) * width):.2f}" '
+                      f'data-tip="{escape(engine)}, {span}: {lag} version{"" if lag == 1 else "s"} behind"/>')
+    return frame.done()
+
+
+def _runs(by_step: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Stretches of consecutive steps with the same lag, as (first, last, lag)."""
+    runs: list[tuple[int, int, int]] = []
+    for step in sorted(by_step):
+        lag = by_step[step]
+        if runs and runs[-1][1] == step - 1 and runs[-1][2] == lag:
+            runs[-1] = (runs[-1][0], step, lag)
+        else:
+            runs.append((step, step, lag))
+    return runs
+
+
+def fault_timeline(faults: Sequence[Mapping[str, object]], step_times: Sequence[tuple[float, int]], start: float,
+                   end: float) -> str:
+    """A lane a fault over wall time: until it was detected, until it was healed; under them a tick for each finished
+    step, which shows what went on meanwhile."""
+    lane, left = 30, 210
+    frame = _Frame((0, end - start), (0, 1), _TOP + lane * (len(faults) + 1) + 40, "Faults over time", left=left)
+    frame.axes("seconds since the start")
+    for row, fault in enumerate(faults):
+        y = _TOP + row * lane
+        injected, detected, healed = (_seconds(fault.get(f"{k}_at"), start) for k in ("injected", "detected", "healed"))
+        if injected is None:
+            continue
+        stop = healed if healed is not None else end - start
+        seen = detected if detected is not None else stop
+        frame.text("lane", left - 10, y + 17, f"{row + 1} · {fault['name']}", "end")
+        frame.add(_bar(frame, injected, seen, y + 5, lane - 12, "undetected",
+                       f"{seen - injected:.1f} s until it was detected"),
+                  _bar(frame, seen, stop, y + 5, lane - 12, "healing",
+                       f"{stop - injected:.1f} s until it was healed" if healed is not None else "never healed"))
+        word = f"{stop - injected:.1f} s" if healed is not None else "not healed"
+        x, anchor = (frame.px(stop) + 6, "start") if frame.px(stop) < WIDTH - 90 else (frame.px(injected) - 6, "end")
+        frame.text("tick", x, y + 17, word, anchor)
+    y = _TOP + len(faults) * lane
+    frame.text("lane", left - 10, y + 17, "finished steps", "end")
+    frame.add(*(f'<path class="step" d="M{frame.px(at - start)},{y + 6}v16" '
+                f'data-tip="step {step} after {at - start:.0f} s"/>' for at, step in step_times))
+    return frame.done()
+
+
+def _seconds(value: object, start: float) -> float | None:
+    return float(value) - start if isinstance(value, int | float) else None
+
+
+def _bar(frame: _Frame, begin: float, end: float, y: float, height: float, kind: str, tip: str) -> str:
+    width = max(2.0, frame.px(end) - frame.px(begin))
+    return (f'<rect class="{kind}" x="{frame.px(begin)}" y="{y}" width="{width:.2f}" height="{height}" rx="2" '
+            f'data-tip="{escape(tip)}"/>')

@@ -1,0 +1,156 @@
+"""The report as one HTML file: no script, style, font or picture from anywhere else. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from elastic_rl.report import charts
+from elastic_rl.report.build import effective_steps, percentile, version_lags
+
+_PHASE_WORDS = {"sync": "wait for engines", "generate": "generate", "reward": "reward", "advantage": "advantage",
+                "train": "train", "publish_stall": "publish stall", "other": "other"}
+
+
+def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
+    """HTML of a report (``build``'s) and the records it was made from."""
+    steps = effective_steps(records)
+    marks = [(float(f["step"]), str(f["name"])) for f in report["faults"] if f.get("step") is not None]
+    heldout = [(float(r["step"]), float(r["heldout"])) for r in effective_steps(records, "eval")]
+    rewards = [(float(r["step"]), float(r["reward_mean"])) for r in steps if r.get("reward_mean") is not None]
+    sections = [
+        _section("Learning", charts.learning(rewards, heldout, marks),
+                 _legend(("c1", "mean reward of the step (moving average over the faint line)"),
+                         ("c2", "held-out accuracy, greedy"))),
+        _section("Where a step's time goes",
+                 charts.step_seconds([(int(r["step"]), r.get("seconds") or {}) for r in steps], marks),
+                 _legend(*((f"p-{p}", _PHASE_WORDS[p]) for p in charts.PHASE_ORDER)), _phase_table(steps)),
+        _section("Version lag per engine",
+                 charts.engine_lanes(version_lags(steps), [int(r["step"]) for r in steps],
+                                     int(report["staleness_max"])),
+                 _legend(("l0", "at the head"), ("l1", "behind, within the bound"), ("l2", "behind, out of bound"),
+                         ("track", "not serving")), _engine_table(report["engines"])),
+        _faults(report, records),
+        _section("Every number", _number_table(report)),
+    ]
+    at = [float(r["at"]) for r in records if r.get("at") is not None]
+    when = datetime.fromtimestamp(min(at), UTC).strftime("%Y-%m-%d %H:%M UTC") if at else ""
+    style = files("elastic_rl.report").joinpath("report.css").read_text()
+    script = files("elastic_rl.report").joinpath("report.js").read_text()
+    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<title>{escape(report["job"])} · elastic-rl</title><style>{style}</style></head><body><main>'
+            f'<header><div><h1>{escape(report["job"])}</h1><p>elastic-rl run report · {when} · seed {report["seed"]} · '
+            f'{_duration(report["wall_s"])}</p></div><span class="badge {escape(report["status"])}">'
+            f'{escape(report["status"])}</span></header>{_tiles(report)}{"".join(sections)}'
+            f'<footer>Made from steps.jsonl and etcd. The same numbers are in report.json.</footer></main>'
+            f'<div id="tip" role="status"></div><script>{script}</script></body></html>')
+
+
+def write(report: Mapping[str, Any], records: Sequence[dict[str, Any]], job_dir: Path) -> Path:
+    """Puts report.json and report.html into the job's folder, each whole or not at all; returns the page's path."""
+    job_dir.mkdir(parents=True, exist_ok=True)
+    page = job_dir / "report.html"
+    for path, text in ((job_dir / "report.json", json.dumps(report, indent=2) + "\n"), (page, render(report, records))):
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(text)
+        partial.rename(path)
+    return page
+
+
+def _section(title: str, *parts: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
+def _legend(*entries: tuple[str, str]) -> str:
+    items = "".join(f'<li><i class="{kind}"></i>{escape(word)}</li>' for kind, word in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _tiles(report: Mapping[str, Any]) -> str:
+    faults = report["faults"]
+    healed = sum(f.get("healed_at") is not None for f in faults)
+    tiles = [
+        ("held-out accuracy", _value(report["heldout_last"], 3), f"from {_value(report['heldout_first'], 3)}"),
+        ("reward", _value(report["reward_last"], 3), f"from {_value(report['reward_first'], 3)}"),
+        ("steps", str(report["steps"]), f"{report['samples_trained']:,} samples"),
+        ("step time, median", _value(report["step_s_p50"], 2, " s"), f"{_value(report['tokens_per_s'], 0)} tokens/s"),
+        ("groups lost / twice", f"{report['groups_lost']} / {report['groups_duplicated']}",
+         f"staleness at most {report['staleness_max']}"),
+        ("faults healed", f"{healed} of {len(faults)}" if faults else "none injected",
+         f"{report['steps_redone']} steps done again"),
+    ]
+    cells = [f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>" for a, b, c in tiles]
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _faults(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
+    faults = report["faults"]
+    if not faults:
+        return _section("Faults", "<p>No fault was injected in this run.</p>")
+    at = [float(r["at"]) for r in records if r.get("at") is not None]
+    ends = [float(f[k]) for f in faults for k in ("injected_at", "healed_at") if f.get(k) is not None]
+    start, end = min(at + ends), max(at + ends)
+    times = [(float(r["at"]), int(r["step"])) for r in records if r["kind"] == "step"]
+    rows = [[str(n), f["name"], str(f["target"] or ""), _value(f["step"], 0), _value(f["detect_s"], 1, " s"),
+             _value(f["heal_s"], 1, " s"), _words(f["witness"]), _words(f["meanwhile"])]
+            for n, f in enumerate(faults, 1)]
+    head = ["", "fault", "target", "step", "detected after", "healed after", "seen by", "meanwhile"]
+    return _section("Faults", charts.fault_timeline(faults, times, start, end),
+                    _legend(("undetected", "injected, not yet detected"), ("healing", "detected, not yet healed"),
+                            ("step", "a finished step")),
+                    _table(head, rows))
+
+
+def _phase_table(steps: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for phase in (*charts.PHASE_ORDER, "total"):
+        spent = [float(s["seconds"][phase]) for s in steps if (s.get("seconds") or {}).get(phase) is not None]
+        if spent:
+            rows.append([_PHASE_WORDS.get(phase, phase), _value(percentile(spent, 0.5), 3, " s"),
+                         _value(percentile(spent, 0.95), 3, " s"), _value(sum(spent), 1, " s")])
+    return _table(["phase", "median", "95th percentile", "whole run"], rows, numeric=True)
+
+
+def _engine_table(engines: Sequence[Mapping[str, Any]]) -> str:
+    rows = [[e["id"], e["last_state"], str(e["steps_served"]), str(e["last_version"]), str(e["lag_max"]),
+             _value(e["pull_apply_s_p50"], 3, " s")] for e in engines]
+    head = ["engine", "last state", "steps served", "last version", "largest lag", "pull and apply, median"]
+    return _table(head, rows)
+
+
+def _number_table(report: Mapping[str, Any]) -> str:
+    rows = [[k, _value(v, 6) if isinstance(v, float) else str(v)] for k, v in report.items()
+            if not isinstance(v, list | dict)]
+    return _table(["key", "value"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: bool = False) -> str:
+    if not rows:
+        return ""
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    kind = ' class="numeric"' if numeric else ""
+    return (f'<div class="scroll"><table{kind}><thead><tr>{"".join(f"<th>{escape(h)}</th>" for h in head)}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>")
+
+
+def _words(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _value(value: float | None, digits: int, unit: str = "") -> str:
+    if value is None:
+        return "–"
+    if 0 < abs(value) < 0.5 * 10.0 ** -digits:
+        return f"{value:.1e}{unit}"
+    return f"{value:,.{digits}f}{unit}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(round(seconds)), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

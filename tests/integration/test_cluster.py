@@ -1,0 +1,185 @@
+"""The durable plane on one machine, with its real processes: up, mended, down, and what it says of an unfit machine."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from elastic_rl import cli, etcd_server, processes
+from elastic_rl.admin_client import AdminClient
+from elastic_rl.cluster import Cluster, ClusterInfo
+from elastic_rl.config import Config, parse
+from elastic_rl.errors import MachineUnfit, StoreUnavailable
+
+ARENA_BYTES = 32 << 20
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes clusters of a job of their own, and takes each down."""
+    made: list[Cluster] = []
+
+    def cluster(**more: object) -> Cluster:
+        made.append(Cluster(_config(tmp_path, **more)))
+        return made[-1]
+
+    yield cluster
+    for each in made:
+        each.down()
+
+
+def _config(tmp_path: Path, **more: object) -> Config:
+    return parse({"job": f"t-{secrets.token_hex(4)}", "run_dir": str(tmp_path), "dcs": {"arena_bytes": ARENA_BYTES},
+                  **more})
+
+
+def _pids(cluster: Cluster) -> dict[str, int]:
+    return {r.name: r.pid for r in cluster.book.alive()}
+
+
+def _refuses(endpoint: str) -> bool:
+    host, _, port = endpoint.removeprefix("http://").rpartition(":")
+    with socket.socket() as s:
+        return s.connect_ex((host, int(port))) != 0
+
+
+def _check_nothing_is_left(cluster: Cluster, info: ClusterInfo, pids: dict[str, int]) -> None:
+    assert not [pid for pid in pids.values() if psutil.pid_exists(pid)]
+    assert not cluster.segments()
+    assert all(map(_refuses, [*info.etcd, *info.coordinators]))
+    assert not list(cluster.book.folder.glob("*.json"))
+    assert not processes.marked(str(cluster.dir))
+
+
+def test_a_cluster_comes_up_answers_is_mended_and_goes_down_without_a_trace(make: Make) -> None:
+    cluster = make()
+    info = cluster.up()
+    first = _pids(cluster)
+    assert sorted(first) == ["coordinator-0", "coordinator-1", "dcs-node-0", "etcd-0"]
+    assert len(cluster.segments()) == 1
+    assert Path(info.tokens_file).stat().st_mode & 0o777 == 0o600
+    roles = {m["role"] for m in AdminClient(info).items("/v1/members")}
+    assert "coordinator" in roles
+
+    assert cluster.up() == info, "up again changes nothing"
+    assert _pids(cluster) == first
+
+    psutil.Process(first["coordinator-0"]).kill()
+    processes.wait_until(lambda: "coordinator-0" not in _pids(cluster), timeout_s=5, what="the killed coordinator")
+    mended = cluster.up()
+    second = _pids(cluster)
+    assert second["coordinator-0"] != first["coordinator-0"], "only the killed one was started again"
+    assert {k: v for k, v in second.items() if k != "coordinator-0"} == {
+        k: v for k, v in first.items() if k != "coordinator-0"}
+    assert all(httpx.get(f"{url}/healthz", timeout=5).status_code == 200 for url in mended.coordinators)
+
+    assert set(cluster.down()) >= set(second)
+    _check_nothing_is_left(cluster, mended, {**first, **second})
+    assert cluster.down() == [], "down again is harmless"
+
+
+def test_etcd_that_was_killed_comes_back_with_its_data_on_its_port(make: Make) -> None:
+    cluster = make(coordinator={"replicas": 1})
+    info = cluster.up()
+    AdminClient(info).post("/v1/pools/rollout/scale", {"desired": 3})
+    psutil.Process(_pids(cluster)["etcd-0"]).kill()
+    processes.wait_until(lambda: not etcd_server.healthy(info.etcd[0]), timeout_s=5, what="etcd's end")
+    assert cluster.up().etcd == info.etcd
+    pools = processes.wait_until(lambda: _pools(info), timeout_s=20, what="the coordinator's way back to etcd")
+    assert next(p for p in pools if p["name"] == "rollout")["desired"] == 3
+
+
+def _pools(info: ClusterInfo) -> list[dict]:
+    try:
+        return AdminClient(info).items("/v1/pools")
+    except StoreUnavailable:
+        return []
+
+
+def test_down_after_a_crash_removes_what_the_crash_left(make: Make) -> None:
+    cluster = make(coordinator={"replicas": 1})
+    info, pids = cluster.up(), _pids(cluster)
+    for name in ("dcs-node-0", "etcd-0"):
+        psutil.Process(pids[name]).send_signal(signal.SIGKILL)
+    processes.wait_until(lambda: len(_pids(cluster)) == 1, timeout_s=5, what="the kills")
+    assert cluster.segments(), "a node that was killed could not unlink its arena"
+    cluster.down()
+    _check_nothing_is_left(cluster, info, pids)
+
+
+def test_the_command_line_brings_up_shows_scales_and_takes_down(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [f"--run_dir={tmp_path}", f"--job=t-{secrets.token_hex(4)}", f"--dcs.arena_bytes={ARENA_BYTES}"]
+
+    def run(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as e:
+            cli.main([*args, *settings])
+        seen = capsys.readouterr()
+        return int(e.value.code or 0), seen.out, seen.err
+
+    try:
+        code, said, _ = run("up")
+        assert code == 0
+        assert "elastic-rl scale 3" in said
+        for listing in ("status", "engines", "versions", "events"):
+            assert run(listing)[0] == 0
+            assert run(listing, "-o", "json")[1].lstrip()[0] in "[{"
+        assert run("scale", "3")[0] == 0
+        code, _, said = run("scale", "100000")
+        assert code == cli.EXIT_REFUSED
+        assert "64" in said
+    finally:
+        assert run("down")[0] == 0
+
+
+def test_a_taken_port_is_named_with_its_setting_and_nothing_stays(make: Make) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster = make(coordinator={"replicas": 1, "ports": [port]})
+        with pytest.raises(MachineUnfit, match=rf"port {port} .*coordinator\.ports\[0\]"):
+            cluster.up()
+    assert not _pids(cluster)
+
+
+def test_too_little_shared_memory_is_told_with_numbers_and_a_way_out(make: Make) -> None:
+    cluster = make(dcs={"arena_bytes": 1 << 50})
+    with pytest.raises(MachineUnfit, match=r"MiB free, and the arena needs 1073741824 MiB") as e:
+        cluster.up()
+    assert "dcs.arena_bytes" in e.value.hint
+    assert not _pids(cluster)
+
+
+def test_an_etcd_that_is_gone_at_the_start_is_named_and_nothing_stays(make: Make) -> None:
+    gone = f"127.0.0.1:{processes.free_port()}"
+    cluster = make(etcd={"endpoints": [gone]})
+    with pytest.raises(StoreUnavailable, match=gone):
+        cluster.up()
+    assert not _pids(cluster)
+
+
+def test_an_up_that_fails_halfway_takes_down_what_it_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = make()
+    started: list[str] = []
+    spawn = cluster._spawn
+
+    def fail_at_the_node(name: str, cmd: list[str], **more: object) -> int:
+        started.append(name)
+        if name.startswith("dcs-"):
+            raise MachineUnfit("no room")
+        return spawn(name, cmd, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cluster, "_spawn", fail_at_the_node)
+    with pytest.raises(MachineUnfit, match="no room"):
+        cluster.up()
+    assert "etcd-0" in started, "it had come as far as etcd"
+    assert not _pids(cluster)

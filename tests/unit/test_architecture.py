@@ -1,0 +1,38 @@
+"""What import-linter cannot see: modules of other packages that the durable plane must not touch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import elastic_rl
+
+ROOT = Path(elastic_rl.__file__).parent
+DURABLE = sorted(p for part in ("coordinator", "dcs") for p in (ROOT / part).rglob("*.py"))
+
+
+def _imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("path", DURABLE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_durable_plane_holds_no_collective_and_unpickles_nothing(path: Path) -> None:
+    bad = {"torch.distributed", "pickle", "cloudpickle", "dill", "ray"}
+    assert not {name for name in _imports(path) if any(name == b or name.startswith(b + ".") for b in bad)}
+
+
+@pytest.mark.parametrize("path", sorted(p for p in ROOT.rglob("*.py") if "etcdpb" not in p.parts),
+                         ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_module_is_too_long_and_none_is_called_utils(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500
+    assert path.name != "utils.py"
+    if path.name == "__init__.py":
+        assert ast.get_docstring(ast.parse(path.read_text()))
