@@ -56,11 +56,6 @@ class Election:
         return self
 
     @property
-    def replica(self) -> str:
-        """Name of this replica."""
-        return self.replica
-
-    @property
     def is_leader(self) -> bool:
         """Whether this replica leads as far as it can know. Only ``guard`` makes a write safe."""
         held = self._leads
