@@ -125,7 +125,7 @@ def _engine_table(engines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _number_table(report: Mapping[str, Any]) -> str:
-    rows = [[k, _value(v, 6) if isinstance(v, float) else str(v)] for k, v in report.items()
+    rows = [[k, f"{v:.6g}" if isinstance(v, float) else str(v)] for k, v in report.items()
             if not isinstance(v, list | dict)]
     return _table(["key", "value"], rows)
 

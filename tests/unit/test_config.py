@@ -32,8 +32,9 @@ def test_a_setting_without_a_value_is_refused(args: list[str]) -> None:
         overrides(args)
 
 
-@pytest.mark.parametrize(("key", "near"), [("train.stepz", "train.steps"), ("trainer.tensorparallel", "trainer.tensor_"),
-                                           ("rolout.engines", "rollout"), ("jbo", "job")])
+@pytest.mark.parametrize(("key", "near"), [
+    ("train.stepz", "train.steps"), ("trainer.tensorparallel", "trainer.tensor_"), ("rolout.engines", "rollout"),
+    ("jbo", "job")])
 def test_an_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     with pytest.raises(ConfigError) as e:
         config.load(None, [f"{key}=1"])
