@@ -55,6 +55,11 @@ class Store:
     def endpoints(self) -> list[str]:
         return list(self._channels.endpoints)
 
+    @property
+    def endpoint(self) -> str:
+        """The member that calls go to now."""
+        return self._channels.endpoints[self._channels.at]
+
     # -- reads -----------------------------------------------------------------------------------------------------
     def get(self, key: str) -> KeyValue | None:
         kvs = self._channels.call(RANGE, pb.RangeRequest(key=key.encode())).kvs

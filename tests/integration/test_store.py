@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+import threading
+import time
+from collections.abc import Callable
 
+import psutil
+import pytest
+from etcd_server import EtcdServers
+
+from elastic_rl.coordinator import epochs, events
 from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.store import Compare, Op, Store
+from elastic_rl.coordinator.store import Compare, Op, Store, Watch
+from elastic_rl.errors import Compacted, Fenced, LeaseLost, StoreRefused, StoreUnavailable
+from elastic_rl.processes import free_port, wait_until
+
+pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_put_can_be_read_listed_and_deleted(store: Store, keys: Keys) -> None:
     revision = store.put(keys.root + "a", b"1")
     kv = store.get(keys.root + "a")
-    assert kv is not None and (kv.value, kv.mod_revision, kv.create_revision, kv.version) == (b"1", revision, revision, 1)
+    assert kv is not None and (kv.value, kv.version) == (b"1", 1)
+    assert kv.mod_revision == kv.create_revision == revision
     store.put(keys.root + "b", b"2")
     kvs, at = store.range(keys.root)
     assert [k.key for k in kvs] == [keys.root + "a", keys.root + "b"] and at > revision
@@ -29,3 +41,214 @@ def test_a_guarded_transaction_runs_only_while_its_guard_holds(store: Store, key
     assert again.kvs[0].value == b"first" and again.kvs[0].mod_revision == made.revision
     assert store.txn([Compare.mod(key, "==", made.revision)], [Op.put(key, b"third")]).succeeded
     assert not store.txn([Compare.mod(key, "==", made.revision)], [Op.put(key, b"late")]).succeeded
+
+
+def test_updates_of_many_threads_are_all_kept(store: Store, keys: Keys) -> None:
+    def work() -> None:
+        for _ in range(20):
+            store.update(keys.root + "n", lambda old: str(int(old or b"0") + 1).encode())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    kv = store.get(keys.root + "n")
+    assert kv is not None and kv.value == b"80" and kv.version == 80
+
+
+def test_an_update_can_delete_and_is_fenced_by_its_guards(store: Store, keys: Keys) -> None:
+    key = keys.root + "n"
+    store.put(key, b"1")
+    with pytest.raises(Fenced):
+        store.update(key, lambda old: b"2", guards=[Compare.exists(keys.root + "token")])
+    assert store.update(key, lambda old: None, guards=[Compare.absent(keys.root + "token")]) is None
+    assert store.get(key) is None
+
+
+def test_a_write_of_an_old_epoch_is_refused(store: Store, keys: Keys) -> None:
+    assert epochs.current_epoch(store, keys) == 0
+    old = epochs.raise_epoch(store, keys, "first driver")
+    guard = epochs.epoch_guard(keys, old.number)
+    assert old.number == 1 and store.txn([guard], [Op.put(keys.root + "x", b"1")]).succeeded
+    assert epochs.raise_epoch(store, keys, "second driver").number == epochs.current_epoch(store, keys) == 2
+    assert not store.txn([guard], [Op.put(keys.root + "x", b"2")]).succeeded
+    with pytest.raises(Fenced, match="epoch 1 .* is over"):
+        epochs.require_epoch(store, keys, old.number)
+
+
+def test_drivers_that_start_at_once_get_different_epochs(store: Store, keys: Keys) -> None:
+    got: list[int] = []
+    threads = [threading.Thread(target=lambda: got.append(epochs.raise_epoch(store, keys, "d").number))
+               for _ in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    assert sorted(got) == [1, 2, 3, 4, 5, 6]
+
+
+def test_recent_events_come_back_newest_last(store: Store, keys: Keys) -> None:
+    for i in range(5):
+        events.emit(store, keys, "pool.scaled", "rollout", f"event {i}", n=i)
+        time.sleep(0.002)  # ids have the milliseconds' resolution
+    assert [e.data["n"] for e in events.recent(store, keys, limit=3)] == [2, 3, 4]
+
+
+# -- leases ------------------------------------------------------------------------------------------------------
+def test_a_key_goes_with_its_lease_unless_that_is_kept_alive(store: Store, keys: Keys) -> None:
+    with store.keepalive(2) as kept:
+        store.put(keys.root + "kept", b"", lease=kept.id)
+        store.put(keys.root + "left", b"", lease=store.grant(2))
+        wait_until(lambda: store.get(keys.root + "left") is None, timeout_s=6, what="the end of the lease")
+        assert store.get(keys.root + "kept") is not None and kept.alive and not kept.lost.is_set()
+    assert store.get(keys.root + "kept") is None
+
+
+def test_a_lease_that_was_revoked_elsewhere_is_noticed_and_its_puts_are_refused(store: Store, keys: Keys) -> None:
+    with store.keepalive(2) as kept:
+        store.revoke(kept.id)
+        assert kept.lost.wait(3)
+        with pytest.raises(LeaseLost):
+            store.put(keys.root + "x", b"", lease=kept.id)
+
+
+def test_a_lease_is_taken_for_lost_when_etcd_is_silent_for_its_ttl(etcd3_cluster: EtcdServers) -> None:
+    with Store(etcd3_cluster.endpoints) as store, store.keepalive(3) as kept:
+        for i in range(3):
+            etcd3_cluster.stop(i)
+        assert all(psutil.Process(p.pid).status() == psutil.STATUS_STOPPED for p in etcd3_cluster.processes)
+        stopped = time.monotonic()
+        assert kept.lost.wait(6)
+        assert 1.5 < time.monotonic() - stopped < 4.5 and not kept.alive
+        for i in range(3):
+            etcd3_cluster.cont(i)
+
+
+# -- bad luck and bad input --------------------------------------------------------------------------------------
+def test_without_etcd_a_call_ends_within_its_budget_and_names_the_endpoints() -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    with Store([nobody], retry_budget_s=1.0) as store:
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=nobody):
+            store.get("x")
+        assert time.monotonic() - began < 3
+
+
+def test_too_large_a_value_is_refused_with_a_hint(store: Store, keys: Keys) -> None:
+    with pytest.raises(StoreRefused, match="too large.*checkpoint service"):
+        store.put(keys.root + "x", b"x" * 2_000_000)
+
+
+# -- watches -----------------------------------------------------------------------------------------------------
+def test_a_watch_tells_of_puts_and_deletes_in_order(store: Store, keys: Keys) -> None:
+    _, revision = store.range(keys.root)
+    with store.watch(keys.root, start_revision=revision + 1) as watch:
+        store.put(keys.root + "a", b"1")
+        store.put(keys.root + "a", b"2")
+        store.delete(keys.root + "a")
+        seen = [watch.get(5) for _ in range(3)]
+        assert [(e.type, e.kv.value, e.prev.value if e.prev else None) for e in seen if e] == [
+            ("put", b"1", None), ("put", b"2", b"1"), ("delete", b"", b"2")]
+        assert watch.get(0.05) is None
+
+
+def test_a_closed_watch_ends_its_iteration(store: Store, keys: Keys) -> None:
+    watch = store.watch(keys.root, start_revision=store.put(keys.root + "a", b"1"))
+    seen: list[str] = []
+    reader = threading.Thread(target=lambda: seen.extend(e.kv.key for e in watch))
+    reader.start()
+    wait_until(lambda: seen, timeout_s=5, what="the first event")
+    watch.close()
+    reader.join(5)
+    assert not reader.is_alive() and seen == [keys.root + "a"]
+
+
+def test_a_watch_from_forgotten_revisions_raises_compacted(store: Store, keys: Keys) -> None:
+    first = store.put(keys.root + "a", b"1")
+    last = max(store.put(keys.root + "a", b"2") for _ in range(3))
+    store.compact(last)
+    with store.watch(keys.root, start_revision=first) as watch:
+        for _ in range(2):  # for good, not once
+            with pytest.raises(Compacted):
+                watch.get(5)
+
+
+# -- failing members ---------------------------------------------------------------------------------------------
+def _on(member: str, endpoints: list[str]) -> Store:
+    """A store that begins on the given member, so that the fault hits it."""
+    while True:
+        store = Store(endpoints)
+        if store.endpoint == member:
+            return store
+        store.close()
+
+
+class Traffic:
+    """Counts one key up by plain puts, from a thread, as fast as it goes."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.store, self.key, self.sent, self.longest_s = store, key, 0, 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._done.wait(0.005):
+            began = time.monotonic()
+            self.store.put(self.key, str(self.sent).encode())
+            self.sent, self.longest_s = self.sent + 1, max(self.longest_s, time.monotonic() - began)
+
+    def finish(self) -> int:
+        self._done.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.sent
+
+
+def _values(watch: Watch, until: bytes) -> list[bytes]:
+    out: list[bytes] = []
+    while not out or out[-1] != until:
+        event = watch.get(10)
+        assert event is not None, f"nothing after {out[-1:]}; wanted {until!r}"
+        out.append(event.kv.value)
+    return out
+
+
+def _survives(servers: EtcdServers, keys: Keys, fault: Callable[[int], None], witness: Callable[[int], bool]) -> None:
+    """While the leading member fails under load, no write is lost or doubled, and the watch misses nothing."""
+    victim = servers.leader()
+    with _on(servers.endpoints[victim], servers.endpoints) as store:
+        revision = store.put(keys.root + "warm", b"")
+        with store.watch(keys.root + "n", start_revision=revision + 1) as watch:
+            traffic = Traffic(store, keys.root + "n")
+            wait_until(lambda: traffic.sent > 20, timeout_s=10, what="traffic")
+            fault(victim)
+            assert witness(victim)
+            at_fault = traffic.sent
+            wait_until(lambda: traffic.sent > at_fault + 50, timeout_s=15, what="traffic after the fault")
+            sent = traffic.finish()
+            assert store.endpoint != servers.endpoints[victim]
+            assert _values(watch, str(sent - 1).encode()) == [str(i).encode() for i in range(sent)]
+        kv = store.get(keys.root + "n")
+        assert kv is not None and kv.version == sent  # the version counts puts: each one exactly once
+        assert traffic.longest_s < 6
+
+
+def test_writes_and_watches_go_on_when_the_leading_member_is_killed(etcd3_cluster: EtcdServers, keys: Keys) -> None:
+    _survives(etcd3_cluster, keys, etcd3_cluster.kill,
+              lambda i: etcd3_cluster.processes[i].returncode == -9)
+
+
+def test_writes_and_watches_go_on_when_the_leading_member_is_stopped(etcd3_cluster: EtcdServers, keys: Keys) -> None:
+    def is_stopped(i: int) -> bool:
+        return bool(wait_until(lambda: psutil.Process(etcd3_cluster.processes[i].pid).status()
+                               == psutil.STATUS_STOPPED, timeout_s=2, what="SIGSTOP"))
+
+    _survives(etcd3_cluster, keys, etcd3_cluster.stop, is_stopped)
+    victim = next(p for p in etcd3_cluster.processes if psutil.Process(p.pid).status() == psutil.STATUS_STOPPED)
+    with Store(etcd3_cluster.endpoints) as store:
+        before = store.get(keys.root + "n")
+        etcd3_cluster.cont(etcd3_cluster.processes.index(victim))
+        wait_until(lambda: all(not s.error for s in store.statuses()), timeout_s=10, what="the member's return")
+        assert store.get(keys.root + "n") == before  # what it still held of our requests changed nothing
