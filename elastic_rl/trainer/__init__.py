@@ -1,0 +1,1 @@
+"""Megatron-core backend: parallel setup, model, optimizer, train step, HF layout, checkpoint state, elastic agent."""

@@ -1,0 +1,147 @@
+"""``python -m elastic_rl.trainer.agent --context FILE``: torch elastic's agent for the ranks of this host.
+
+When a rank dies, all ranks of the group are ended and started again, and they resume from the newest ``trainer_state``.
+The agent ends itself as soon as the run's epoch is raised above its own, and its ranks die with it, also after kill -9.
+Exit codes: 0 stopped, 1 restarts used up, 2 bad context, 3 fenced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+from typing import Any
+
+from elastic_rl.context import RunContext
+from elastic_rl.coordinator import epochs, events
+from elastic_rl.coordinator.membership import members
+from elastic_rl.coordinator.ops import Compare, Op
+from elastic_rl.coordinator.records import Severity
+from elastic_rl.coordinator.store import Store
+from elastic_rl.errors import ConfigError, StoreUnavailable
+from elastic_rl.processes import die_with_parent
+from elastic_rl.telemetry import logs
+
+log = logging.getLogger(__name__)
+
+_MONITOR_INTERVAL_S = 0.2
+_RANK_GRACE_S = 2
+"""After SIGTERM, before SIGKILL: a stopped or hung rank must not delay the others' restart."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="elastic_rl.trainer.agent", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--context", required=True, help="JSON file of the run context")
+    args = parser.parse_args(argv)
+    die_with_parent()
+    try:
+        ctx = RunContext.load(args.context)
+    except ConfigError as e:
+        print(e, file=sys.stderr)
+        return 2
+    logs.setup("trainer-agent", ctx.config.telemetry.log_level)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps its TP collectives by this order
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with ctx.store() as store:
+        _watch_epoch(ctx, store)
+        return _run(ctx, store, args.context)
+
+
+def _run(ctx: RunContext, store: Store, context_file: str) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # One agent a group: a run id of its own keeps it from waiting for a predecessor that was killed.
+    run_id = f"{ctx.epoch}-{secrets.token_hex(4)}"
+    agent = _make_agent(ctx, run_id, context_file)
+    try:
+        result = agent.run()
+        if not result.is_failed():
+            return 0
+        failure = ChildFailedError("trainer", result.failures)
+        log.error("the trainer group failed for good: %s", failure)
+        events.emit(store, ctx.keys, "trainer.gave_up", "trainer", severity=Severity.ERROR, message=
+                    f"{ctx.config.trainer.max_restarts} restarts did not help; the last failure: {failure}")
+        return 1
+    except SignalException as e:
+        log.info("stopped by %s", e.sigval.name)
+        _sign_off(ctx, store)
+        return 0
+    finally:
+        store.delete_prefix(ctx.keys.rendezvous_prefix() + run_id)
+
+
+def _sign_off(ctx: RunContext, store: Store) -> None:
+    """Takes the ended ranks from the members, so that a stop on purpose is not seen as deaths."""
+    for member in members(store, ctx.keys, "trainer"):
+        if member.epoch == ctx.epoch:
+            key = ctx.keys.member("trainer", member.id)
+            store.txn([Compare.exists(key)], [Op.delete(key), Op.delete(ctx.keys.roster("trainer", member.id))])
+
+
+def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
+    import torch
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from elastic_rl.trainer import rendezvous, worker
+
+    class Agent(LocalElasticAgent):
+        def _stop_workers(self, worker_group: Any) -> None:
+            self._shutdown(timeout=_RANK_GRACE_S)
+
+    trainer, etcd = ctx.config.trainer, ctx.config.etcd
+    cuda = ctx.config.device.type == "cuda" or (ctx.config.device.type == "auto" and torch.cuda.is_available())
+    handler = get_rendezvous_handler(RendezvousParameters(
+        backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd), run_id=run_id, min_nodes=1, max_nodes=1,
+        local_addr=ctx.host, prefix=ctx.keys.rendezvous_prefix(), call_timeout_s=etcd.call_timeout_s,
+        retry_budget_s=etcd.retry_budget_s, join_timeout=trainer.start_timeout_s, last_call_timeout=1))
+    # Forked from a server that has imported everything but holds no thread, socket or CUDA context, a restarted rank
+    # saves the seconds of its imports. CUDA must not be forked, and there the imports are the smaller part.
+    method = "spawn" if cuda else "forkserver"
+    if method == "forkserver":
+        import multiprocessing
+
+        multiprocessing.set_forkserver_preload(["elastic_rl.trainer.preload"])
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, _raise_signal)
+    return Agent(WorkerSpec(
+        role="trainer", local_world_size=trainer.tensor_parallel * trainer.data_parallel, entrypoint=worker.serve,
+        args=(context_file,), rdzv_handler=handler, max_restarts=trainer.max_restarts,
+        monitor_interval=_MONITOR_INTERVAL_S, master_addr=None), DefaultLogsSpecs(), start_method=method,
+        exit_barrier_timeout=5, shutdown_timeout=_RANK_GRACE_S)
+
+
+def _raise_signal(number: int, _frame: Any) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    raise SignalException(f"signal {number}", signal.Signals(number))
+
+
+def _watch_epoch(ctx: RunContext, store: Store) -> None:
+    """Ends this process, and with it its ranks, once the epoch is over: restarting them would be in vain."""
+
+    def watch() -> None:
+        pause = threading.Event()
+        while not pause.wait(1.0):
+            try:
+                now = epochs.current_epoch(store, ctx.keys)
+            except StoreUnavailable:
+                continue  # running work goes on without etcd; publishing is fenced by itself
+            if now > ctx.epoch:
+                log.error("epoch %d is over (now %d): the trainer ends", ctx.epoch, now)
+                os._exit(3)
+
+    threading.Thread(target=watch, name="epoch-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The controller's side of a trainer group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import Member
+from elastic_rl.coordinator.store import Store
+from elastic_rl.errors import ConfigError, TrainerFailed
+from elastic_rl.trainer.batch import TrainBatch
+
+_POLL_S = 0.1
+_SAME_AFTER_S = 10.0
+"""A lost rank takes its group down well within this."""
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """Where a trainer group stands."""
+
+    incarnation: str
+    """Differs after each re-formation of the group."""
+    step: int
+    phase: str
+    """``warmup`` or ``rl``."""
+    policy_version: int
+    state_version: int
+    restarts: int
+    cursor: dict[str, Any]
+
+
+class TrainerClient:
+    """Talks to rank 0, found through etcd. Every wait is bounded; any loss of the group is a TrainerFailed."""
+
+    def __init__(self, store: Store, keys: Keys, *, step_timeout_s: float, start_timeout_s: float) -> None:
+        self._store, self._keys = store, keys
+        self._step_timeout_s, self._start_timeout_s = step_timeout_s, start_timeout_s
+        self._http = httpx.Client(timeout=httpx.Timeout(5.0))
+        self._url = ""
+        self._incarnation = ""
+
+    def close(self) -> None:
+        self._http.close()
+
+    def wait_ready(self, *, not_incarnation: str = "") -> TrainerStatus:
+        """Waits for a group that restored or initialised its weights, and another one than ``not_incarnation``.
+
+        If that incarnation is still at work a while later, nothing died but an answer was lost: then it is
+        taken up as it is. Raises TrainerFailed after ``start_timeout_s``.
+        """
+        asked = time.monotonic()
+        while True:
+            status, fresh = self._look(since=asked)
+            waited = time.monotonic() - asked
+            if status is not None and (status.incarnation != not_incarnation or (fresh and waited > _SAME_AFTER_S)):
+                self._incarnation = status.incarnation
+                return status
+            if waited > self._start_timeout_s:
+                raise TrainerFailed(f"no trainer group was ready within {self._start_timeout_s:g} s",
+                                    hint="the trainer's log says why")
+            time.sleep(_POLL_S)
+
+    def warmup(self, on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Runs or continues the supervised warm-up to its end and returns ``{"steps", "heldout", "loss"}``.
+
+        ``on_progress`` gets ``{"step", "loss", "heldout", "at"}`` at each evaluation. Returns at once when the phase is
+        over. Raises TrainerFailed when the group is lost or makes no progress for ``step_timeout_s``.
+        """
+        self._ask("POST", "/warmup", timeout_s=5.0)
+        seen, moved = 0, time.monotonic()
+        while True:
+            answer = self._ask("GET", f"/warmup?since={seen}", timeout_s=5.0)
+            for record in answer["records"]:
+                on_progress(record)
+            if answer["result"]:
+                return answer["result"]
+            if answer["records"]:
+                seen, moved = answer["next"], time.monotonic()
+            elif time.monotonic() - moved > self._step_timeout_s:
+                raise TrainerFailed(f"the warm-up made no progress for {self._step_timeout_s:g} s")
+            self._check_incarnation()
+            time.sleep(_POLL_S)
+
+    def train(self, step: int, batch: TrainBatch, *, cursor: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Runs RL step ``step`` (the trainer's step + 1) and returns its metrics once its policy is published.
+
+        Keys: loss, grad_norm, logprob_diff_max, logprob_diff_mean, clip_fraction, kl, ratio_mean, tokens, train_s,
+        gather_s, publish_stall_s (seconds), policy_version, state_version (0 when no state was saved). ``cursor`` is
+        kept with the state and handed back by ``wait_ready``. Raises TrainerFailed when the group is lost, hangs, or is
+        at another step; ConfigError when the batch is refused.
+        """
+        body = batch.check().to_bytes(step=step, cursor=cursor or {})
+        return self._ask("POST", "/train", body, timeout_s=self._step_timeout_s)
+
+    def _member(self) -> Member | None:
+        kv = self._store.get(self._keys.member("trainer", "rank-0"))
+        return None if kv is None else Member.decode(kv.value)
+
+    def _look(self, *, since: float) -> tuple[TrainerStatus | None, bool]:
+        """The status if the group is ready, and whether all its ranks took a command after ``since`` (monotonic)."""
+        member = self._member()
+        if member is None or not member.url:
+            return None, False
+        try:
+            answer = self._http.get(member.url + "/status").json()
+        except (httpx.HTTPError, ValueError):
+            return None, False  # its member record outlives a killed rank by the lease
+        if not answer.get("ready") or answer["incarnation"] != member.incarnation:
+            return None, False
+        self._url = member.url
+        fresh = time.monotonic() - float(answer["beat_age_s"]) > since
+        return TrainerStatus(**{name: answer[name] for name in TrainerStatus.__dataclass_fields__}), fresh
+
+    def _check_incarnation(self) -> None:
+        member = self._member()
+        if member is not None and member.incarnation != self._incarnation:
+            raise TrainerFailed("the trainer group re-formed")
+
+    def _ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> dict[str, Any]:
+        if not self._url:
+            self.wait_ready()
+        try:
+            answer = self._http.request(method, self._url + path, content=body, timeout=timeout_s)
+            value: dict[str, Any] = answer.json()
+        except (httpx.HTTPError, ValueError) as e:
+            raise TrainerFailed(f"the trainer did not answer {path}: {type(e).__name__} {e}".strip()) from e
+        if answer.status_code == 400:
+            raise ConfigError(f"the trainer refused the batch: {value['error']}")
+        if answer.status_code >= 300:
+            raise TrainerFailed(f"the trainer refused {path}: {value.get('error', answer.status_code)}")
+        return value

@@ -1,0 +1,141 @@
+"""Megatron's tensor layout and HF's, both ways. Pure: tensors in, tensors out, no process group, no model.
+
+A parameter and its two Adam moments have one layout, so the same rules move weights and optimizer state. The full HF
+layout is what is stored; a group of any tensor-parallel size cuts its own shards from it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from elastic_rl.errors import ConfigError
+
+
+class Cut(Enum):
+    """How a parameter is divided over tensor-parallel ranks."""
+
+    WHOLE = "whole"
+    """The same on every rank."""
+    ROWS = "rows"
+    COLUMNS = "columns"
+    VOCAB = "vocab"
+    """Rows, after padding the vocabulary to a multiple of the group size."""
+    QKV = "qkv"
+    """Rows; per KV group the queries of the group, then its key, then its value."""
+    GATE_UP = "gate_up"
+    """Each rank holds its rows of gate, then its rows of up."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that the layout needs. ``padded_vocab`` rows exist in Megatron, ``vocab`` of them in HF."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    padded_vocab: int
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
+        if self.padded_vocab < self.vocab:
+            raise ConfigError(f"padded vocabulary {self.padded_vocab} is smaller than the vocabulary {self.vocab}")
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Smallest multiple of ``tp`` that holds the vocabulary."""
+    return -(-vocab // tp) * tp
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter: the HF tensors it is made of and how it is cut."""
+
+    hf: tuple[str, ...]
+    cut: Cut
+
+
+_TOP = {
+    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), Cut.VOCAB),
+    "output_layer.weight": Rule(("lm_head.weight",), Cut.VOCAB),
+    "decoder.final_layernorm.weight": Rule(("model.norm.weight",), Cut.WHOLE),
+}
+_LAYER = {
+    "input_layernorm.weight": (("input_layernorm.weight",), Cut.WHOLE),
+    # Transformer Engine fuses the two norms into the linear layers after them.
+    "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), Cut.WHOLE),
+    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), Cut.WHOLE),
+    "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), Cut.WHOLE),
+    "self_attention.linear_qkv.weight": (
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), Cut.QKV),
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), Cut.COLUMNS),
+    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), Cut.WHOLE),
+    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), Cut.WHOLE),
+    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), Cut.GATE_UP),
+    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), Cut.COLUMNS),
+}
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def rule_of(megatron_name: str) -> Rule:
+    """The rule of a Megatron parameter. Raises ConfigError for one that has no HF counterpart here."""
+    if megatron_name in _TOP:
+        return _TOP[megatron_name]
+    match = _LAYER_NAME.fullmatch(megatron_name)
+    if match is None or match[2] not in _LAYER:
+        raise ConfigError(f"the Megatron parameter {megatron_name!r} has no place in the HF layout",
+                          hint="only dense Qwen3-shaped models with untied embeddings are supported")
+    names, cut = _LAYER[match[2]]
+    return Rule(tuple(f"model.layers.{match[1]}.{n}" for n in names), cut)
+
+
+def merge(rule: Rule, shards: Sequence[torch.Tensor], geo: Geometry) -> dict[str, torch.Tensor]:
+    """Shards in rank order → contiguous full HF tensors by name."""
+    if rule.cut is Cut.WHOLE:
+        return {rule.hf[0]: shards[0].contiguous()}
+    if rule.cut is Cut.COLUMNS:
+        return {rule.hf[0]: torch.cat(list(shards), dim=1)}
+    if rule.cut is Cut.GATE_UP:
+        halves = [s.chunk(2, dim=0) for s in shards]
+        return {name: torch.cat([h[i] for h in halves], dim=0) for i, name in enumerate(rule.hf)}
+    full = torch.cat(list(shards), dim=0)
+    if rule.cut is Cut.VOCAB:
+        return {rule.hf[0]: full[:geo.vocab].contiguous()}
+    if rule.cut is Cut.ROWS:
+        return {rule.hf[0]: full}
+    per_group = geo.heads // geo.kv_heads
+    grouped = full.view(geo.kv_heads, per_group + 2, geo.head_dim, *full.shape[1:])
+    parts = (grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1])
+    return {name: part.reshape(-1, *full.shape[1:]).contiguous() for name, part in zip(rule.hf, parts, strict=True)}
+
+
+def split(rule: Rule, hf: Mapping[str, torch.Tensor], geo: Geometry, *, tp: int, tp_rank: int) -> torch.Tensor:
+    """The shard of one rank, from full HF tensors; the inverse of ``merge``. Padded vocabulary rows are zero.
+
+    Raises ConfigError when a tensor is missing.
+    """
+    missing = [name for name in rule.hf if name not in hf]
+    if missing:
+        raise ConfigError(f"the model has no tensor {', '.join(missing)}",
+                          hint="only dense Qwen3-shaped models with untied embeddings are supported")
+    tensors = [hf[name] for name in rule.hf]
+    if rule.cut is Cut.WHOLE:
+        return tensors[0].clone()
+    if rule.cut is Cut.GATE_UP:
+        return torch.cat([t.chunk(tp, dim=0)[tp_rank] for t in tensors], dim=0)
+    if rule.cut is Cut.COLUMNS:
+        return tensors[0].chunk(tp, dim=1)[tp_rank].clone(memory_format=torch.contiguous_format)
+    full = tensors[0]
+    if rule.cut is Cut.VOCAB:
+        pad = full.new_zeros(geo.padded_vocab - full.shape[0], *full.shape[1:])
+        full = torch.cat([full, pad], dim=0)
+    elif rule.cut is Cut.QKV:
+        rest = full.shape[1:]
+        full = torch.cat([t.view(geo.kv_heads, -1, geo.head_dim, *rest) for t in tensors], dim=1).reshape(-1, *rest)
+    return full.chunk(tp, dim=0)[tp_rank].clone()

@@ -1,0 +1,71 @@
+"""Lets megatron-core 0.16.1 run on a host without CUDA, over gloo. Nothing here is installed where CUDA is available.
+
+Two layers. ``install`` redirects the few torch.cuda entry points that Megatron calls on every path; call it before any
+``megatron.core`` import, because the jit decorator binds at import. ``cuda_literals`` is a context for the optimizer's
+code, which writes ``device='cuda'`` and compares type names; it costs a Python call per torch function, so it is only
+entered around the optimizer and never around the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from elastic_rl.errors import MachineUnfit
+
+_installed = False
+
+
+def install() -> None:
+    """Redirects torch.cuda to the CPU for Megatron. Raises MachineUnfit when CUDA is available. Idempotent."""
+    global _installed
+    if torch.cuda.is_available():
+        raise MachineUnfit("the CPU stand-in for Megatron was asked for on a host with CUDA",
+                           hint="set device.type to cuda or auto")
+    if _installed:
+        return
+    from megatron.core.jit import disable_jit_fuser
+
+    disable_jit_fuser()  # the default is torch.compile, which would need a C++ compiler on the host
+    patches: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda *_a, **_k: None,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda *_a, **_k: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_a, **_k: torch.set_rng_state(state),
+    }
+    for name, replacement in patches.items():
+        setattr(torch.cuda, name, replacement)
+    from megatron.core.tensor_parallel import random as tp_random
+
+    rng: Any = tp_random
+    rng._get_cuda_rng_state = lambda *_a, **_k: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, *_a, **_k: torch.set_rng_state(state)
+    _installed = True
+
+
+@contextmanager
+def cuda_literals() -> Iterator[None]:
+    """Inside, ``device='cuda'`` means the CPU and ``Tensor.type()`` names the CUDA type. No-op unless installed."""
+    if not _installed:
+        yield
+        return
+    with _CudaLiteralsAreCpu():
+        yield
+
+
+class _CudaLiteralsAreCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)

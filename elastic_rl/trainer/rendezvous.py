@@ -1,0 +1,149 @@
+"""Rendezvous of torch elastic agents over etcd v3, as the plug-in ``elastic-rl-etcd3`` of ``torchrun.handlers``.
+
+torch's own etcd backends speak the v2 API. Here the state is one key, changed by compare-and-set on its mod revision,
+and the store that agents share lives in etcd too, so that no agent's death takes it away. Use it with
+``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: otherwise a joiner waits for a TCP store that it never hears of.
+
+Endpoint: ``host:port[,host:port…]``. Options (``--rdzv-conf``): ``prefix`` (default ``/elastic_rl/rendezvous/``),
+``call_timeout_s``, ``retry_budget_s``, ``store_timeout_s``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import Store as TorchStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+
+from elastic_rl.coordinator.ops import Compare, Op
+from elastic_rl.coordinator.store import Store
+from elastic_rl.errors import ElasticRLError
+
+BACKEND = "elastic-rl-etcd3"
+_STATE_TTL_S = 2 * 3600
+"""What agents left behind goes away after this; a clean end deletes it at once."""
+
+
+class _Lease:
+    """A lease that keys are put under; taken anew at half its life, so a key outlives its last writer by hours only."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._id, self._until = store, 0, 0.0
+
+    def id(self) -> int:
+        if time.monotonic() > self._until:
+            self._id = self._store.grant(_STATE_TTL_S)
+            self._until = time.monotonic() + _STATE_TTL_S / 2
+        return self._id
+
+
+class Etcd3Backend(RendezvousBackend):
+    """The rendezvous state; its fencing token is the key's mod revision."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key, self._lease = store, key, _Lease(store)
+
+    @property
+    def name(self) -> str:
+        return BACKEND
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state and its token, or None before the first write."""
+        try:
+            kv = self._store.get(self._key)
+        except ElasticRLError as e:
+            raise RendezvousConnectionError(str(e)) from e
+        return None if kv is None else (kv.value, kv.mod_revision)
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Writes if the token is still current (None: if there is no state); returns what is there then, and whether
+        it is ours."""
+        guard = Compare.absent(self._key) if token is None else Compare.mod(self._key, "==", int(token))
+        try:
+            result = self._store.txn([guard], [Op.put(self._key, state, lease=self._lease.id())], [Op.get(self._key)])
+        except ElasticRLError as e:
+            raise RendezvousConnectionError(str(e)) from e
+        if result.succeeded:
+            return state, result.revision, True
+        if not result.kvs:
+            return None
+        return result.kvs[0].value, result.kvs[0].mod_revision, False
+
+
+class Etcd3Store(TorchStore):
+    """The c10d store that agents share: ranks, the master's address, the exit barrier. Ranks do not use it."""
+
+    def __init__(self, store: Store, prefix: str, *, timeout_s: float) -> None:
+        super().__init__()
+        self._store, self._prefix, self._timeout_s, self._lease = store, prefix, timeout_s, _Lease(store)
+
+    def _key(self, key: str | bytes) -> str:
+        return self._prefix + (key if isinstance(key, str) else key.decode())
+
+    def set(self, key: str, value: str | bytes) -> None:
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.put(self._key(key), raw, lease=self._lease.id())
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        kv = self._store.get(self._key(key))
+        if kv is None:
+            raise LookupError(f"the key {key!r} was deleted while it was read")
+        return kv.value
+
+    def add(self, key: str, value: int) -> int:
+        written = self._store.update(self._key(key), lambda old: str(int(old or 0) + value).encode(),
+                                     lease=self._lease.id())
+        return int(written or 0)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Puts ``desired`` where the value is ``expected`` or, with an empty ``expected``, where there is none; returns
+        what is there then (``expected`` for an absent key, as c10d does)."""
+        expected, desired = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected_value, desired_value))
+        name = self._key(key)
+        guard = Compare.value(name, "==", expected) if expected else Compare.absent(name)
+        result = self._store.txn([guard], [Op.put(name, desired, lease=self._lease.id())], [Op.get(name)])
+        if result.succeeded:
+            return desired
+        return result.kvs[0].value if result.kvs else expected
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._store.get(self._key(k)) is not None for k in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        limit = timeout.total_seconds() if timeout is not None else self._timeout_s
+        end = time.monotonic() + limit
+        while not self.check(keys):
+            if time.monotonic() > end:
+                # c10d's callers tell a timeout by this kind
+                raise LookupError(f"timed out after {limit:g} s waiting for {keys}")
+            time.sleep(0.02)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:  # type: ignore[override]
+        return timedelta(seconds=self._timeout_s)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete(self._key(key))
+
+
+def create(params: RendezvousParameters) -> RendezvousHandler:
+    """Called by torch elastic. Raises RendezvousConnectionError later on, when etcd cannot be reached."""
+    store = Store([e.strip() for e in params.endpoint.split(",") if e.strip()],
+                  call_timeout_s=float(params.get("call_timeout_s", 0.5)),
+                  retry_budget_s=float(params.get("retry_budget_s", 15.0)))
+    prefix = f"{params.get('prefix', '/elastic_rl/rendezvous/')}{params.run_id}/"
+    shared = Etcd3Store(store, prefix + "store/", timeout_s=float(params.get("store_timeout_s", 60.0)))
+    return create_handler(shared, Etcd3Backend(store, prefix + "state"), params)
+
+
+def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The entry point: returns the creator of handlers."""
+    return create

@@ -1,0 +1,167 @@
+"""Rank 0's HTTP side. Requests become jobs of a queue that the main thread works off: tensors stay on one thread.
+
+``GET /status`` · ``GET /warmup?since=N`` (progress records from N on) · ``POST /warmup`` (202) · ``POST /train``
+(safetensors; answers when the step is done). Errors are JSON ``{"error": …}``: 400 bad batch, 409 wrong step or busy.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from elastic_rl.errors import ConfigError
+from elastic_rl.trainer.batch import TrainBatch, meta_of
+
+log = logging.getLogger(__name__)
+_MAX_BODY = 1 << 30
+
+
+class Refused(Exception):
+    """The request cannot be served in the trainer's present state."""
+
+
+@dataclass
+class TrainJob:
+    """One RL step that was asked for; ``done`` gets its metrics."""
+
+    step: int
+    cursor: dict[str, Any]
+    body: bytes
+    done: Future[dict[str, Any]] = field(default_factory=Future)
+
+
+class Desk:
+    """What the HTTP threads and the main thread share."""
+
+    def __init__(self, step_timeout_s: float) -> None:
+        self.step_timeout_s = step_timeout_s
+        self.jobs: queue.Queue[TrainJob] = queue.Queue(maxsize=1)
+        self.warmup_wanted = threading.Event()
+        self.wake = threading.Event()
+        self._lock = threading.Lock()
+        self._status: dict[str, Any] = {"ready": False}
+        self._records: list[dict[str, Any]] = []
+        self._warmup: dict[str, Any] = {}
+        self._beat_at = 0.0
+
+    def beat(self) -> None:
+        """The main thread is between two commands, so no rank hangs."""
+        self._beat_at = time.monotonic()
+
+    def set_status(self, **fields: Any) -> None:
+        with self._lock:
+            self._status = {**self._status, **fields}
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            return {**self._status, "beat_age_s": time.monotonic() - self._beat_at}
+
+    def record_warmup(self, record: dict[str, Any]) -> None:
+        with self._lock:
+            self._records.append(record)
+
+    def end_warmup(self, result: dict[str, Any]) -> None:
+        with self._lock:
+            self._warmup = result
+
+    def warmup(self, since: int) -> dict[str, Any]:
+        with self._lock:
+            return {"records": self._records[since:], "next": len(self._records), "result": self._warmup or None}
+
+    def start_warmup(self) -> None:
+        self.warmup_wanted.set()
+        self.wake.set()
+
+    def train(self, body: bytes) -> dict[str, Any]:
+        """Runs a step and returns its metrics. Raises Refused, ConfigError for a bad batch, TimeoutError."""
+        meta = meta_of(body)
+        TrainBatch.from_bytes(body)  # refused here, while no rank has seen it
+        job = TrainJob(int(meta["step"]), dict(meta.get("cursor") or {}), body)
+        status = self.status()
+        if not status["ready"] or status["phase"] != "rl" or job.step != status["step"] + 1:
+            raise Refused(f"step {job.step} does not follow: the trainer is at {status.get('phase')} step "
+                          f"{status.get('step')}")
+        try:
+            self.jobs.put_nowait(job)
+        except queue.Full:
+            raise Refused("another step is waiting") from None
+        self.wake.set()
+        return job.done.result(timeout=self.step_timeout_s)
+
+
+class CommandServer:
+    """Serves a Desk on ``host`` at a free port until ``close``."""
+
+    def __init__(self, desk: Desk, host: str) -> None:
+        self._http = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"desk": desk}))
+        self._http.daemon_threads = True
+        self.url = f"http://{host}:{self._http.server_address[1]}"
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.1},
+                                        name="command-server", daemon=True)
+
+    def start(self) -> CommandServer:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    desk: Desk
+    protocol_version = "HTTP/1.1"
+    timeout = 120  # a client that stops sending in mid-request frees its thread
+
+    def do_GET(self) -> None:
+        url = urlparse(self.path)
+        if url.path == "/status":
+            return self._answer(200, self.desk.status())
+        if url.path == "/warmup":
+            since = parse_qs(url.query).get("since", ["0"])[0]
+            if not since.isdecimal():
+                return self._answer(400, {"error": "since must be a number"})
+            return self._answer(200, self.desk.warmup(int(since)))
+        return self._answer(404, {"error": f"no such path: {url.path}"})
+
+    def do_POST(self) -> None:
+        size = self.headers.get("Content-Length", "")
+        if not size.isdecimal() or int(size) > _MAX_BODY:
+            self.close_connection = True
+            return self._answer(413, {"error": f"a body of 0 to {_MAX_BODY} bytes with a Content-Length is needed"})
+        body = self.rfile.read(int(size))
+        if self.path == "/warmup":
+            self.desk.start_warmup()
+            return self._answer(202, self.desk.status())
+        if self.path == "/train":
+            return self._train(body)
+        return self._answer(404, {"error": f"no such path: {self.path}"})
+
+    def _train(self, body: bytes) -> None:
+        try:
+            self._answer(200, self.desk.train(body))
+        except Refused as e:
+            self._answer(409, {"error": str(e), "status": self.desk.status()})
+        except (ConfigError, KeyError, ValueError, TypeError) as e:
+            self._answer(400, {"error": str(e)})
+        except TimeoutError:
+            self._answer(504, {"error": f"the step took longer than {self.desk.step_timeout_s:g} s"})
+
+    def _answer(self, code: int, value: dict[str, Any]) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)

@@ -1,0 +1,145 @@
+"""A trainer group under torch elastic, with real etcd and a real DCS node: it trains, loses a rank, and goes on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from etcd_server import EtcdServers
+
+from elastic_rl import config
+from elastic_rl.context import RunContext
+from elastic_rl.coordinator import epochs, events
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.membership import members
+from elastic_rl.coordinator.store import Store
+from elastic_rl.data.tasks import Addition
+from elastic_rl.data.tiny_model import make_model_dir
+from elastic_rl.errors import ConfigError, TrainerFailed
+from elastic_rl.processes import python, spawn, stop, wait_until
+from elastic_rl.trainer.batch import TrainBatch
+from elastic_rl.trainer.client import TrainerClient
+
+START_S = 90.0
+
+
+@dataclass
+class Group:
+    ctx: RunContext
+    store: Store
+    keys: Keys
+    client: TrainerClient
+    agent_pid: int
+    log: Path
+
+    def ranks(self) -> list[psutil.Process]:
+        alive = {m.pid for m in members(self.store, self.keys, "trainer")}
+        return [psutil.Process(pid) for pid in sorted(alive) if psutil.pid_exists(pid)]
+
+    def rank(self, number: int) -> int:
+        return next(m.pid for m in members(self.store, self.keys, "trainer") if m.id == f"rank-{number}")
+
+
+@pytest.fixture(scope="module")
+def group(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    folder = tmp_path_factory.mktemp("group")
+    job = f"t-{secrets.token_hex(4)}"
+    cfg = config.parse({
+        "job": job, "seed": 1, "device": {"type": "cpu"}, "run_dir": str(folder / "runs"),
+        "etcd": {"call_timeout_s": 2.0}, "dcs": {"arena_bytes": 64 << 20},
+        "warmup": {"max_steps": 20, "eval_every_steps": 10, "target_heldout": 1.0},
+        "train": {"state_every_steps": 2, "prompts_per_step": 8}, "trainer": {"tensor_parallel": 2}})
+    keys = Keys(job)
+    with Store(etcd.endpoints, call_timeout_s=2.0) as store:
+        epoch = epochs.raise_epoch(store, keys, holder="test").number
+        ctx = RunContext(config=cfg, etcd=etcd.endpoints, job=job, epoch=epoch,
+                         model_dir=str(make_model_dir(folder / "model", cfg)))
+        context = ctx.save(folder / "context.json")
+        node = spawn(python("elastic_rl.dcs.node", "--etcd", ",".join(etcd.endpoints), "--job", job, "--id", "node-0",
+                            "--host", "127.0.0.1", "--port", "0", "--arena-bytes", str(cfg.dcs.arena_bytes),
+                            "--run-dir", str(folder / "node")), log=folder / "node.log")
+        agent = None
+        try:
+            wait_until(lambda: store.range(keys.dcs_nodes_prefix())[0], timeout_s=30, what="the DCS node",
+                       alive=lambda: node.poll() is None)
+            agent = spawn(python("elastic_rl.trainer.agent", "--context", str(context)), log=folder / "trainer.log")
+            client = TrainerClient(store, keys, step_timeout_s=60, start_timeout_s=START_S)
+            yield Group(ctx, store, keys, client, agent.pid, folder / "trainer.log")
+        finally:
+            if agent is not None:
+                stop(agent.pid)
+            stop(node.pid)
+
+
+def batch_for(group: Group) -> TrainBatch:
+    """Right answers, half of them with a positive and half with a negative advantage."""
+    problems = Addition(group.ctx.config.data, group.ctx.config.seed).train[:64]
+    n, prompt, width = len(problems), len(problems[0].prompt_ids), len(problems[0].answer_ids)
+    return TrainBatch(tokens=torch.tensor([p.prompt_ids + p.answer_ids for p in problems]),
+                      prompt_len=torch.full((n,), prompt), response_len=torch.full((n,), width),
+                      engine_logprobs=torch.full((n, width), -2.0), advantages=torch.tensor([1.0, -1.0] * (n // 2)),
+                      policy_versions=torch.ones(n, dtype=torch.int64), groups=torch.arange(8))
+
+
+def test_a_group_warms_up_publishes_trains_and_resumes_after_kill_9_of_a_rank(group: Group) -> None:
+    first = group.client.wait_ready()
+    assert (first.phase, first.step, first.restarts) == ("warmup", 0, 0)
+    seen: list[dict[str, Any]] = []
+    result = group.client.warmup(seen.append)
+    assert [s["step"] for s in seen] == [10, 20]
+    assert result["steps"] == 20 and result["loss"] < 3
+    warm = group.client.wait_ready()
+    assert (warm.phase, warm.step) == ("rl", 0) and warm.policy_version and warm.state_version
+
+    batch = batch_for(group)
+    metrics = [group.client.train(step, batch, cursor={"next": step}) for step in (1, 2, 3)]
+    assert [m["policy_version"] for m in metrics] == [warm.policy_version + s for s in (1, 2, 3)]
+    assert [bool(m["state_version"]) for m in metrics] == [False, True, False]
+    assert all(m["tokens"] == 192 and m["grad_norm"] > 0 for m in metrics)
+
+    victim = psutil.Process(group.rank(1))
+    killed_at = time.monotonic()
+    victim.send_signal(signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(victim.pid) or victim.status() == psutil.STATUS_ZOMBIE, timeout_s=5,
+               what="the end of the killed rank")
+    again = group.client.wait_ready(not_incarnation=first.incarnation)
+    took = time.monotonic() - killed_at
+    steps, stalls = ([round(m[key] * 1e3) for m in metrics] for key in ("train_s", "publish_stall_s"))
+    print(f"\nrestart took {took:.1f} s; steps {steps} ms, publish stalls {stalls} ms")
+    assert took < 15
+    assert again.incarnation != first.incarnation and again.restarts == 1
+    assert (again.phase, again.step, again.cursor) == ("rl", 2, {"next": 2}), "it resumes at the last saved state"
+    assert again.policy_version > metrics[-1]["policy_version"], "the resumed step is published under a new number"
+    assert any(e.kind == "trainer.restarted" for e in events.recent(group.store, group.keys))
+
+    redone = group.client.train(3, batch)
+    assert redone["policy_version"] > again.policy_version
+    for key in ("loss", "grad_norm", "logprob_diff_max"):
+        assert redone[key] == metrics[2][key], "the redone step equals the lost one bit for bit"
+
+
+def test_a_batch_that_does_not_fit_and_a_step_out_of_turn_are_refused_and_harm_nothing(group: Group) -> None:
+    before = group.client.wait_ready()
+    batch = batch_for(group)
+    with pytest.raises(ConfigError, match="prompt_len"):
+        group.client.train(before.step + 1, TrainBatch(**{**batch.__dict__, "prompt_len": batch.prompt_len[:3]}))
+    with pytest.raises(TrainerFailed, match="does not follow"):
+        group.client.train(before.step + 7, batch)
+    assert group.client.wait_ready() == before
+
+
+def test_all_ranks_end_with_a_killed_agent(group: Group) -> None:
+    ranks = group.ranks()
+    assert len(ranks) == 2
+    os.kill(group.agent_pid, signal.SIGKILL)
+    wait_until(lambda: not any(r.is_running() and r.status() != psutil.STATUS_ZOMBIE for r in ranks), timeout_s=5,
+               what="the end of the ranks")
