@@ -196,13 +196,13 @@ def _writes(app: FastAPI, ctx: Context, operator: Callable[..., Token | None]) -
 
     @app.patch("/v1/pools/{name}", response_model=pools.PoolView)
     def patch_pool(request: Request, name: str, body: Annotated[Scale, Body()],
-                   token: Annotated[Token | None, Depends(operator)]) -> Response:
+                   token: Token | None = Depends(operator)) -> Response:
         """Changes a pool if it is still the one that ``If-Match`` names."""
         return change(request, name, body, token, pools.parse_if_match(request.headers.get("if-match")))
 
     @app.post("/v1/pools/{name}/scale", response_model=pools.PoolView)
     def scale_pool(request: Request, name: str, body: Annotated[Scale, Body()],
-                   token: Annotated[Token | None, Depends(operator)]) -> Response:
+                   token: Token | None = Depends(operator)) -> Response:
         """Changes a pool whatever it is now."""
         return change(request, name, body, token, None)
 
