@@ -79,6 +79,18 @@ class ChunkCorrupt(ElasticRLError):
     retryable = True
 
 
+class ChunkMissing(ElasticRLError):
+    """A chunk of a version is on no node that answers."""
+
+    retryable = True
+
+
+class NodeUnavailable(ElasticRLError):
+    """No node of the checkpoint service could be reached, or it died during the call."""
+
+    retryable = True
+
+
 class VersionNotFound(ElasticRLError):
     """The stream has no such committed version."""
 

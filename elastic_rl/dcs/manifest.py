@@ -1,0 +1,174 @@
+"""What a version consists of: tensors, and where in which chunks their bytes lie. Pure, and free of torch, so that nodes
+and coordinators can read manifests without loading it.
+
+Tensors are little-endian and row-major. Within a chunk each tensor starts at a multiple of ALIGN, so that a mapped chunk can
+be viewed in any dtype without a copy; the bytes between are zero, so that equal tensors always make equal chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from elastic_rl.errors import ChunkCorrupt, ConfigError
+
+SCHEMA = 1
+ALIGN = 64
+"""Bytes; a multiple of every itemsize, and a cache line."""
+DTYPES: Mapping[str, int] = {
+    "bool": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+"""Names of torch dtypes that can be stored, and the bytes of one element."""
+
+
+def digest_of(data: Any) -> str:
+    """xxh3-128 of a buffer, as 32 hex digits: the name of a chunk, and the checksum of a tensor's bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGN."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A run of a tensor's bytes within a chunk."""
+
+    digest: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: ``dtype`` is torch's name without the prefix; ``slices`` in the order of its bytes, none if empty."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every tensor of a version in the order of publication, and every chunk with its size."""
+
+    tensors: tuple[TensorEntry, ...]
+    chunks: Mapping[str, int]
+    """Digest → bytes, each chunk once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, without padding."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def encode(self) -> bytes:
+        """Compact JSON; equal manifests make equal bytes."""
+        index = {digest: i for i, digest in enumerate(self.chunks)}
+        return json.dumps({
+            "schema": SCHEMA, "chunks": [[d, n] for d, n in self.chunks.items()],
+            "tensors": [[t.name, t.dtype, list(t.shape), [[index[s.digest], s.offset, s.nbytes] for s in t.slices]]
+                        for t in self.tensors]}, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes | memoryview) -> Manifest:
+        """Reads ``encode``'s bytes and checks that they make sense. Raises ChunkCorrupt."""
+        try:
+            value = json.loads(bytes(raw))
+            if value["schema"] != SCHEMA:
+                raise ChunkCorrupt(f"a manifest has schema {value['schema']}; this release reads {SCHEMA}",
+                                   hint="run one release of elastic-rl everywhere")
+            chunks = [(str(d), int(n)) for d, n in value["chunks"]]
+            tensors = tuple(
+                TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape),
+                            tuple(Slice(chunks[i][0], int(offset), int(nbytes)) for i, offset, nbytes in slices))
+                for name, dtype, shape, slices in value["tensors"])
+        except (ValueError, KeyError, TypeError, IndexError) as e:
+            raise ChunkCorrupt(f"a manifest cannot be read: {e!r}") from e
+        manifest = cls(tensors, dict(chunks))
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Raises ChunkCorrupt when the slices do not make up the tensors, or leave their chunks."""
+        names: set[str] = set()
+        for t in self.tensors:
+            if t.name in names or t.dtype not in DTYPES or any(n < 0 for n in t.shape):
+                raise ChunkCorrupt(f"a manifest's tensor {t.name!r} ({t.dtype}, {t.shape}) is double or malformed")
+            names.add(t.name)
+            for s in t.slices:
+                if s.offset < 0 or s.nbytes <= 0 or s.offset + s.nbytes > self.chunks.get(s.digest, -1):
+                    raise ChunkCorrupt(f"a manifest's tensor {t.name!r} leaves its chunk {s.digest}")
+            if sum(s.nbytes for s in t.slices) != t.nbytes:
+                raise ChunkCorrupt(f"a manifest's tensor {t.name!r} has slices of another length than its shape")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Copy ``nbytes`` from a tensor's ``source`` offset to ``offset`` of chunk number ``chunk``."""
+
+    chunk: int
+    offset: int
+    source: int
+    nbytes: int
+
+
+@dataclass
+class Packer:
+    """Lays tensors out in chunks, one after the other, before all of them are known.
+
+    A tensor that fits in a chunk is never cut, so it can be viewed where it lies; a larger one starts a chunk of its own.
+    """
+
+    chunk_bytes: int
+    sizes: list[int] = field(default_factory=list)
+    """Bytes in use of each chunk so far; only the last one still grows."""
+    _tensors: list[tuple[str, str, tuple[int, ...], list[Placement]]] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.chunk_bytes -= self.chunk_bytes % ALIGN
+        if self.chunk_bytes <= 0:
+            raise ConfigError(f"chunks must have at least {ALIGN} bytes", hint="set a larger dcs.chunk_bytes")
+
+    def add(self, name: str, dtype: str, shape: Sequence[int]) -> list[Placement]:
+        """Where the next tensor's bytes go. Raises ValueError for a name used before or a dtype not in DTYPES."""
+        if name in self._names:
+            raise ValueError(f"two tensors are named {name!r}")
+        if dtype not in DTYPES:
+            raise ValueError(f"tensor {name!r} has dtype {dtype}, which cannot be stored")
+        self._names.add(name)
+        nbytes = math.prod(shape) * DTYPES[dtype]
+        parts: list[Placement] = []
+        at = 0
+        while at < nbytes:
+            room = self.chunk_bytes - aligned(self.sizes[-1]) if self.sizes else 0
+            if room < min(nbytes - at, self.chunk_bytes):
+                self.sizes.append(0)
+                room = self.chunk_bytes
+            start, n = aligned(self.sizes[-1]), min(room, nbytes - at)
+            parts.append(Placement(len(self.sizes) - 1, start, at, n))
+            self.sizes[-1] = start + n
+            at += n
+        self._tensors.append((name, dtype, tuple(shape), parts))
+        return parts
+
+    def manifest(self, digests: Sequence[str]) -> Manifest:
+        """The manifest, given the digest of each chunk in order."""
+        entries = tuple(
+            TensorEntry(name, dtype, shape, tuple(Slice(digests[p.chunk], p.offset, p.nbytes) for p in parts))
+            for name, dtype, shape, parts in self._tensors)
+        return Manifest(entries, dict(zip(digests, self.sizes, strict=True)))

@@ -1,0 +1,103 @@
+"""How nodes and their clients talk: a fixed preamble, a JSON header, and raw bytes, over TCP. Sizes are bounded before
+anything is allocated; errors cross the wire by name and come out as the same type."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from elastic_rl import errors
+from elastic_rl.errors import ElasticRLError, NodeUnavailable
+
+_PREAMBLE = struct.Struct(">4sIQ")  # magic, header bytes, payload bytes
+_MAGIC = b"eRL1"
+MAX_HEADER = 32 << 20
+"""Bytes; room for the digests of half a million chunks."""
+MAX_PAYLOAD = 4 << 30
+"""Bytes; one chunk or one manifest."""
+
+_ERRORS: dict[str, type[ElasticRLError]] = {
+    cls.__name__: cls for cls in (errors.ArenaFull, errors.ChunkCorrupt, errors.ChunkMissing, errors.NodeUnavailable,
+                                  errors.ConfigError, errors.StoreUnavailable, errors.DeadlineExceeded)}
+
+
+class ProtocolError(ElasticRLError):
+    """The peer does not speak this protocol; the connection is of no more use."""
+
+
+class Closed(Exception):
+    """The peer closed the connection between two messages."""
+
+
+Receiver = Callable[[dict[str, Any], int], memoryview]
+"""Given a header and the payload's size, the memory to receive it in; may raise ProtocolError."""
+
+
+def configure(sock: socket.socket, *, io_timeout_s: float) -> None:
+    """Low latency, bounded waits, and a peer whose host vanished is noticed in about ten seconds."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.settimeout(io_timeout_s)
+
+
+def send(sock: socket.socket, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
+    """Sends one message. Raises OSError, also for a timeout."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > MAX_HEADER or len(payload) > MAX_PAYLOAD:
+        raise ProtocolError(f"a message of {len(text)} + {len(payload)} bytes is too large")
+    sock.sendall(_PREAMBLE.pack(_MAGIC, len(text), len(payload)) + text)
+    if len(payload):
+        sock.sendall(payload)
+
+
+def receive(sock: socket.socket, into: Receiver | None = None) -> tuple[dict[str, Any], memoryview]:
+    """Receives one message; ``into`` decides where the payload goes (default: new memory).
+
+    Raises Closed, ProtocolError, and OSError, also for a timeout.
+    """
+    preamble = bytearray(_PREAMBLE.size)
+    first = sock.recv_into(preamble)
+    if not first:
+        raise Closed
+    _fill(sock, memoryview(preamble)[first:])
+    magic, header_bytes, payload_bytes = _PREAMBLE.unpack(preamble)
+    if magic != _MAGIC or header_bytes > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
+        raise ProtocolError(f"not a message of this protocol: {bytes(preamble)!r}")
+    text = bytearray(header_bytes)
+    _fill(sock, memoryview(text))
+    try:
+        header = json.loads(text)
+    except ValueError as e:
+        raise ProtocolError(f"a message's header is not JSON: {e}") from e
+    if not isinstance(header, dict):
+        raise ProtocolError("a message's header is not a JSON object")
+    if not payload_bytes:
+        return header, memoryview(b"")
+    target = into(header, payload_bytes) if into else memoryview(bytearray(payload_bytes))
+    _fill(sock, target)
+    return header, target
+
+
+def _fill(sock: socket.socket, target: memoryview) -> None:
+    while len(target):
+        n = sock.recv_into(target)
+        if not n:
+            raise ConnectionResetError("the peer closed the connection within a message")
+        target = target[n:]
+
+
+def failure(error: ElasticRLError) -> dict[str, Any]:
+    """The answer that tells of an error."""
+    return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+
+
+def raise_failure(header: dict[str, Any]) -> None:
+    """Raises the error that an answer tells of, if it does."""
+    if name := header.get("error"):
+        kind = _ERRORS.get(str(name), NodeUnavailable)
+        raise kind(str(header.get("message", name)), hint=str(header.get("hint", "")))
