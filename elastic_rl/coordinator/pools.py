@@ -100,7 +100,7 @@ def set_desired(store: Store, keys: Keys, election: Election, name: str, desired
                           headers={"ETag": etag(spec.mod_revision)})
         old = PoolSpec.decode(spec.value)
         if old.desired == desired:
-            return get_pool(store, keys, name)
+            return view(spec, store.get(keys.pool_status(name)))
         event = events.build("pool.scaled", name, f"{name}: {old.desired} → {desired} engines, by {by}",
                              previous=old.desired, desired=desired, by=by, replica=election.replica)
         guard, new = list(election.guard), old.but(desired=desired)

@@ -1,0 +1,84 @@
+"""I1: at most one effective leader, and no write of a stale one. A pure check of the store's history."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from elastic_rl.coordinator.keys import Keys
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of one key, as the observer saw it."""
+
+    revision: int
+    put: bool
+    key: str
+    create: int
+    value: str
+
+
+@dataclass
+class Verdict:
+    """What the history shows. ``faults`` is empty when I1 held."""
+
+    faults: list[str] = field(default_factory=list)
+    terms: list[tuple[int, str]] = field(default_factory=list)
+    """(revision from which on, replica) of each leadership, by the candidate keys."""
+    announced: list[str] = field(default_factory=list)
+    desired: dict[int, int] = field(default_factory=dict)
+    """The pool's wanted number by the revision of its change."""
+
+
+def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout") -> Verdict:
+    """Replays the history transaction by transaction (changes of one revision belong together).
+
+    The candidate with the lowest create revision leads. What a replica wrote as the leader (a pool's change, the
+    announcement of its leadership) must stand in a revision before which it led.
+    """
+    verdict, candidates, leader = Verdict(), dict[str, int](), ""
+    for revision, together in groupby(changes, key=lambda c: c.revision):
+        batch = list(together)
+        for change in batch:
+            if change.key == keys.pool_spec(pool) and change.put:
+                verdict.desired[revision] = json.loads(change.value)["desired"]
+                if change.create != revision and not any(c.key.startswith(keys.events_prefix()) for c in batch):
+                    verdict.faults.append(f"{revision}: the pool changed without its event")
+            for writer in _writers(change, keys):
+                if writer != leader:
+                    led = leader or "nobody"
+                    verdict.faults.append(f"{revision}: {change.key} was written by {writer} while {led} led")
+                if change.key == keys.leadership():
+                    verdict.announced.append(writer)
+        for change in batch:
+            if change.key.startswith(keys.leader_prefix()):
+                name = change.key.removeprefix(keys.leader_prefix())
+                if change.put:
+                    candidates[name] = change.create
+                else:
+                    candidates.pop(name, None)
+        now = min(candidates, key=lambda n: candidates[n], default="")
+        if now != leader and now:
+            verdict.terms.append((revision, now))
+        leader = now
+    if len(verdict.announced) > len(verdict.terms):
+        verdict.faults.append(f"of {len(verdict.terms)} leaderships {len(verdict.announced)} were announced")
+    return verdict
+
+
+def _writers(change: Change, keys: Keys) -> list[str]:
+    """Replicas that say in the record that they wrote it as the leader."""
+    if not change.put:
+        return []
+    if change.key == keys.leadership():
+        return [json.loads(change.value)["replica"]]
+    if change.key.startswith(keys.events_prefix()):
+        event = json.loads(change.value)
+        if event["kind"] == "pool.scaled":
+            return [event["data"]["replica"]]
+        if event["kind"] == "leader.elected":
+            return [event["subject"]]
+    return []
