@@ -8,6 +8,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
+
 from elastic_rl.coordinator.store import Store
 from elastic_rl.processes import free_port, spawn, wait_until
 
@@ -74,7 +76,10 @@ class EtcdServers:
         self.wait()
 
     def stop(self, i: int) -> None:
-        self.processes[i].send_signal(signal.SIGSTOP)
+        """SIGSTOP; returns when the kernel has stopped it."""
+        process = self.processes[i]
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, timeout_s=5, what="SIGSTOP")
 
     def cont(self, i: int) -> None:
         self.processes[i].send_signal(signal.SIGCONT)

@@ -56,7 +56,12 @@ class Membership:
 
     def start(self) -> Self:
         """Registers, and keeps the entry fresh from then on. Raises StoreUnavailable."""
-        self._register()
+        try:
+            self._register()
+        except (StoreUnavailable, LeaseLost):
+            if self._lease is not None:
+                self._lease.close()  # nobody will close us, and its thread would keep it alive
+            raise
         self._thread.start()
         return self
 
