@@ -90,19 +90,15 @@ class ChunkTable:
         if expect and digest != expect:
             self.discard(conn, offset)
             raise ChunkCorrupt(f"chunk {expect} arrived as {digest}")
-        known = self.sound(digest)  # never let a version rest on a copy that went bad
+        self.sound(digest)  # gives up a copy that went bad: no version may rest on one
         with self._lock:
             self._take_pending(conn, offset)
-            chunk = self._chunks.get(digest) if known else None
+            chunk = self._chunks.get(digest)
             if chunk is not None:
                 self._space.free(offset)
             else:
-                if rotten := self._chunks.pop(digest, None):
-                    self._forget(rotten)
                 self._space.shrink(offset, nbytes)
                 chunk = self._chunks[digest] = Chunk(digest, offset, nbytes, 0)
-                if rotten:
-                    chunk.holders = rotten.holders
             self._use(chunk, conn if hold else None)
             return chunk
 
@@ -145,7 +141,7 @@ class ChunkTable:
             return False
         with self._lock:
             if chunk := self._chunks.get(digest):
-                # Reseal under the lock-free hash may have put a sound copy here meanwhile; hash the present one.
+                # Another thread may have put a sound copy here since: look at the one that is here now.
                 if digest_of(self.view[chunk.offset:chunk.offset + chunk.nbytes]) == digest:
                     return True
                 del self._chunks[digest]
