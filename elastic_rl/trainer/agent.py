@@ -25,6 +25,8 @@ from elastic_rl.coordinator.store import Store
 from elastic_rl.errors import ConfigError, StoreUnavailable
 from elastic_rl.processes import die_with_parent
 from elastic_rl.telemetry import logs
+from elastic_rl.trainer.model import Shape
+from elastic_rl.trainer.parallel import require_supported
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     try:
         ctx = RunContext.load(args.context)
+        # Here and not in the ranks, where torch elastic would start them again and again.
+        require_supported(ctx.config)
+        Shape.read(ctx.model_dir).geometry(ctx.config.trainer.tensor_parallel)
     except ConfigError as e:
         print(e, file=sys.stderr)
         return 2

@@ -43,12 +43,17 @@ class Parallel:
         return slice(count * self.dp_rank // self.dp, count * (self.dp_rank + 1) // self.dp)
 
 
-def init(cfg: Config) -> Parallel:
-    """Joins the group that torch elastic described in the environment. Raises ConfigError when the sizes do not fit."""
-    trainer = cfg.trainer
+def require_supported(cfg: Config) -> None:
+    """Raises ConfigError for settings that the trainer cannot honour."""
     if cfg.device.dtype != "float32":
         raise ConfigError(f"device.dtype={cfg.device.dtype} is not supported by the trainer yet",
                           hint="set device.dtype to float32")
+
+
+def init(cfg: Config) -> Parallel:
+    """Joins the group that torch elastic described in the environment. Raises ConfigError when the sizes do not fit."""
+    trainer = cfg.trainer
+    require_supported(cfg)
     cuda = cfg.device.type == "cuda" or (cfg.device.type == "auto" and torch.cuda.is_available())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if cuda:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,8 +39,12 @@ class Group:
     store: Store
     keys: Keys
     client: TrainerClient
-    agent_pid: int
-    log: Path
+    agent: subprocess.Popen[bytes]
+    folder: Path
+
+    def start_agent(self) -> None:
+        self.agent = spawn(python("elastic_rl.trainer.agent", "--context", str(self.folder / "context.json")),
+                           log=self.folder / "trainer.log")
 
     def ranks(self) -> list[psutil.Process]:
         alive = {m.pid for m in members(self.store, self.keys, "trainer")}
@@ -63,20 +68,21 @@ def group(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         epoch = epochs.raise_epoch(store, keys, holder="test").number
         ctx = RunContext(config=cfg, etcd=etcd.endpoints, job=job, epoch=epoch,
                          model_dir=str(make_model_dir(folder / "model", cfg)))
-        context = ctx.save(folder / "context.json")
+        ctx.save(folder / "context.json")
         node = spawn(python("elastic_rl.dcs.node", "--etcd", ",".join(etcd.endpoints), "--job", job, "--id", "node-0",
                             "--host", "127.0.0.1", "--port", "0", "--arena-bytes", str(cfg.dcs.arena_bytes),
                             "--run-dir", str(folder / "node")), log=folder / "node.log")
-        agent = None
+        group = None
         try:
             wait_until(lambda: store.range(keys.dcs_nodes_prefix())[0], timeout_s=30, what="the DCS node",
                        alive=lambda: node.poll() is None)
-            agent = spawn(python("elastic_rl.trainer.agent", "--context", str(context)), log=folder / "trainer.log")
             client = TrainerClient(store, keys, step_timeout_s=60, start_timeout_s=START_S)
-            yield Group(ctx, store, keys, client, agent.pid, folder / "trainer.log")
+            group = Group(ctx, store, keys, client, node, folder)
+            group.start_agent()
+            yield group
         finally:
-            if agent is not None:
-                stop(agent.pid)
+            if group is not None:
+                stop(group.agent.pid)
             stop(node.pid)
 
 
@@ -137,9 +143,27 @@ def test_a_batch_that_does_not_fit_and_a_step_out_of_turn_are_refused_and_harm_n
     assert group.client.wait_ready() == before
 
 
-def test_all_ranks_end_with_a_killed_agent(group: Group) -> None:
-    ranks = group.ranks()
-    assert len(ranks) == 2
-    os.kill(group.agent_pid, signal.SIGKILL)
+def wait_for_the_end_of(ranks: list[psutil.Process]) -> None:
     wait_until(lambda: not any(r.is_running() and r.status() != psutil.STATUS_ZOMBIE for r in ranks), timeout_s=5,
                what="the end of the ranks")
+
+
+def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> None:
+    before = group.client.wait_ready()
+    ranks = group.ranks()
+    assert len(ranks) == 2
+    os.kill(group.agent.pid, signal.SIGKILL)
+    group.agent.wait(timeout=5)
+    wait_for_the_end_of(ranks)
+    group.start_agent()
+    after = group.client.wait_ready(not_incarnation=before.incarnation)
+    assert (after.phase, after.step, after.restarts) == ("rl", 2, 0)
+    assert after.policy_version > before.policy_version
+
+
+def test_an_agent_whose_epoch_is_over_ends_with_its_ranks(group: Group) -> None:
+    group.client.wait_ready()
+    ranks = group.ranks()
+    epochs.raise_epoch(group.store, group.keys, holder="another driver")
+    assert group.agent.wait(timeout=10) == 3
+    wait_for_the_end_of(ranks)
