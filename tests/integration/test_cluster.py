@@ -16,6 +16,9 @@ from elastic_rl import cli, etcd_server, processes
 from elastic_rl.admin_client import AdminClient
 from elastic_rl.cluster import Cluster, ClusterInfo
 from elastic_rl.config import Config, parse
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import PoolSpec
+from elastic_rl.coordinator.store import Store
 from elastic_rl.errors import MachineUnfit, StoreUnavailable
 
 ARENA_BYTES = 32 << 20
@@ -45,6 +48,21 @@ def _pids(cluster: Cluster) -> dict[str, int]:
     return {r.name: r.pid for r in cluster.book.alive()}
 
 
+def _runs(pid: int) -> bool:
+    """A zombie does not: the services are children of this process here, and nobody waits for them."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _make_pool(info: ClusterInfo) -> None:
+    """What the driver of a run does first."""
+    store = Store(info.etcd)
+    store.put(Keys(info.job).pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
+    store.close()
+
+
 def _refuses(endpoint: str) -> bool:
     host, _, port = endpoint.removeprefix("http://").rpartition(":")
     with socket.socket() as s:
@@ -52,7 +70,7 @@ def _refuses(endpoint: str) -> bool:
 
 
 def _check_nothing_is_left(cluster: Cluster, info: ClusterInfo, pids: dict[str, int]) -> None:
-    assert not [pid for pid in pids.values() if psutil.pid_exists(pid)]
+    assert not [pid for pid in pids.values() if _runs(pid)]
     assert not cluster.segments()
     assert all(map(_refuses, [*info.etcd, *info.coordinators]))
     assert not list(cluster.book.folder.glob("*.json"))
@@ -89,6 +107,7 @@ def test_a_cluster_comes_up_answers_is_mended_and_goes_down_without_a_trace(make
 def test_etcd_that_was_killed_comes_back_with_its_data_on_its_port(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info = cluster.up()
+    _make_pool(info)
     AdminClient(info).post("/v1/pools/rollout/scale", {"desired": 3})
     psutil.Process(_pids(cluster)["etcd-0"]).kill()
     processes.wait_until(lambda: not etcd_server.healthy(info.etcd[0]), timeout_s=5, what="etcd's end")
@@ -132,6 +151,12 @@ def test_the_command_line_brings_up_shows_scales_and_takes_down(
         for listing in ("status", "engines", "versions", "events"):
             assert run(listing)[0] == 0
             assert run(listing, "-o", "json")[1].lstrip()[0] in "[{"
+        code, _, said = run("scale", "3")
+        assert code == cli.EXIT_REFUSED
+        assert "no pool" in said, "no run has made it yet"
+        info = ClusterInfo.load(next(tmp_path.glob("*/cluster")))
+        assert info
+        _make_pool(info)
         assert run("scale", "3")[0] == 0
         code, _, said = run("scale", "100000")
         assert code == cli.EXIT_REFUSED
