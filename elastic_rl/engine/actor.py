@@ -1,0 +1,33 @@
+"""The body of an engine's Ray actor. The driver decorates it; here it is a plain class, and nothing imports Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_rl.context import RunContext
+from elastic_rl.engine.runner import EngineRunner
+from elastic_rl.telemetry import logs
+
+
+class EngineActor:
+    """Needs a concurrency of 2 or more: ``run`` blocks for the engine's whole life."""
+
+    def __init__(self, ctx: RunContext, engine_id: str) -> None:
+        logs.setup(f"engine-{engine_id}", ctx.config.telemetry.log_level)
+        self._runner = EngineRunner(ctx, engine_id)
+
+    def run(self) -> None:
+        """Returns when the engine was drained, stopped or found dead."""
+        self._runner.run()
+
+    def ping(self) -> dict[str, Any]:
+        """State, version and server pid of the engine."""
+        return self._runner.ping()
+
+    def drain(self) -> None:
+        """Asks the engine to leave the pool; ``run`` returns when it did."""
+        self._runner.drain()
+
+    def stop(self) -> None:
+        """Asks the engine to end at once."""
+        self._runner.stop()

@@ -1,0 +1,82 @@
+"""What may happen to an engine: a pure state machine over the fields of its record. No I/O and no clock.
+
+    STARTING ──up──▶ SYNCING ──verified──▶ READY ──drain──▶ DRAINING
+                        │                    │  ▲
+                        │ torn               │  └─ begin, verified (applying in place, still known to the router)
+                        └────▶ QUARANTINED ◀─┘ torn
+    any living state ──died──▶ DEAD
+
+The transition that must NOT exist: into READY by anything but ``verified`` of exactly the version that was begun. So
+there is no edge STARTING → READY (a recovered engine took traffic before its weights were synced), none QUARANTINED →
+READY (half a version stays half a version; only a new server with a full load may serve), none DEAD → anything, and no
+``verified`` without ``begin``. An update never goes back to an older version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elastic_rl.coordinator.records import EngineState
+from elastic_rl.errors import IllegalTransition
+
+_ENDED = (EngineState.QUARANTINED, EngineState.DEAD)
+
+
+@dataclass(frozen=True)
+class Life:
+    """State of one engine. ``version``: verified in it; ``applying``: begun, not verified yet; 0: none."""
+
+    state: EngineState = EngineState.STARTING
+    version: int = 0
+    applying: int = 0
+    reason: str = ""
+
+    @property
+    def routable(self) -> bool:
+        """Whether the router may send requests to it."""
+        return self.state is EngineState.READY
+
+    def up(self) -> Life:
+        """The server answers; its weights are nobody's version yet."""
+        self._need(EngineState.STARTING, event="up")
+        return replace(self, state=EngineState.SYNCING)
+
+    def begin(self, version: int) -> Life:
+        """The next byte that changes belongs to ``version``."""
+        self._need(EngineState.SYNCING, EngineState.READY, event="begin")
+        if self.applying:
+            raise IllegalTransition(f"begin({version}) while version {self.applying} is being applied")
+        if version <= self.version:
+            raise IllegalTransition(f"begin({version}) would roll an engine back that has version {self.version}")
+        return replace(self, applying=version)
+
+    def verified(self, version: int) -> Life:
+        """Every byte of ``version`` was seen in the engine."""
+        self._need(EngineState.SYNCING, EngineState.READY, EngineState.DRAINING, event="verified")
+        if not version or version != self.applying:
+            raise IllegalTransition(f"verified({version}) while {self.applying or 'nothing'} is being applied")
+        state = EngineState.DRAINING if self.state is EngineState.DRAINING else EngineState.READY
+        return replace(self, state=state, version=version, applying=0)
+
+    def torn(self, reason: str) -> Life:
+        """An update ended without verification: the weights may be half of two versions."""
+        self._need(EngineState.SYNCING, EngineState.READY, EngineState.DRAINING, event="torn")
+        if not self.applying:
+            raise IllegalTransition("torn without an update in progress")
+        return replace(self, state=EngineState.QUARANTINED, reason=reason)
+
+    def drain(self) -> Life:
+        """It takes no new request and leaves the pool. Asking twice is harmless."""
+        if self.state in _ENDED:
+            raise IllegalTransition(f"drain of an engine that is {self.state}")
+        return replace(self, state=EngineState.DRAINING)
+
+    def died(self, reason: str) -> Life:
+        """Its process ended. ``applying`` stays: it tells that the weights were being changed."""
+        if self.state in _ENDED:
+            raise IllegalTransition(f"died of an engine that is {self.state} already")
+        return replace(self, state=EngineState.DEAD, reason=reason)
+
+    def _need(self, *states: EngineState, event: str) -> None:
+        if self.state not in states:
+            raise IllegalTransition(f"{event} of an engine that is {self.state}")

@@ -1,0 +1,119 @@
+"""The SGLang router of a pool: its process, and a client of its worker list, which is soft state: etcd is the truth."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from elastic_rl.errors import EngineFailed
+from elastic_rl.processes import free_port, python, spawn, stop, wait_until
+
+_FLAGS = {
+    # The client spreads equal batches itself; measured alike to cache_aware on short prompts, and it needs no tree.
+    "policy": "round_robin",
+    # /health* hangs for 20 s while an engine is paused for an update; /model_info goes on answering.
+    "health-check-endpoint": "/model_info", "health-check-interval-secs": 1, "health-check-timeout-secs": 3,
+    "health-failure-threshold": 1, "health-success-threshold": 1,
+    "worker-startup-check-interval": 1, "worker-startup-timeout-secs": 30,
+    "retry-max-retries": 4, "retry-initial-backoff-ms": 20, "retry-max-backoff-ms": 500,
+    "log-level": "warn",
+}
+
+
+class RouterProcess:
+    """The router as a child of this process. After ``start`` it keeps its ``url`` over restarts."""
+
+    def __init__(self, *, host: str, log: Path, start_timeout_s: float = 30.0,
+                 request_timeout_s: float = 600.0) -> None:
+        self._host, self._log = host, log
+        self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
+        self._port = 0
+        self._metrics_port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """0 when it was never started."""
+        return self._process.pid if self._process else 0
+
+    def start(self) -> None:
+        """Returns when the router takes requests. Raises DeadlineExceeded or MachineUnfit."""
+        self.stop()
+        self._port = self._port or free_port(self._host)
+        self._metrics_port = self._metrics_port or free_port(self._host)
+        flags = {**_FLAGS, "host": self._host, "port": self._port, "prometheus-host": self._host,
+                 "prometheus-port": self._metrics_port, "request-timeout-secs": int(self._request_timeout_s)}
+        args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
+        self._process = spawn(python("sglang_router.launch_router", *args, "--disable-circuit-breaker"), log=self._log)
+        wait_until(self._live, timeout_s=self._start_timeout_s, what=f"the router (log: {self._log})",
+                   alive=self.alive)
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends it; requests in flight through it fail."""
+        if self._process is not None:
+            stop(self._process.pid, grace_s=2.0)
+            self._process.wait(timeout=5.0)
+            self._process = None
+
+    def _live(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/liveness", timeout=1.0).is_success
+        except httpx.HTTPError:
+            return False
+
+
+class RouterClient:
+    """Changes the worker list of a router. Raises EngineFailed when the router does not answer or refuses."""
+
+    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+
+    def add(self, worker_url: str, timeout_s: float) -> None:
+        """Returns once the router sends requests to the worker. Adding one that is there is harmless.
+
+        Raises DeadlineExceeded when it is not healthy in time.
+        """
+        self._call("POST", "/workers", json={"url": worker_url})  # answers 202: it is queued
+        wait_until(lambda: self.workers().get(worker_url), timeout_s=timeout_s,
+                   what=f"the router's worker {worker_url}", poll_s=0.05)
+
+    def remove(self, worker_url: str, timeout_s: float) -> None:
+        """Returns once the router no longer knows the worker; one that it never knew is fine."""
+        for worker in self._list():
+            if worker["url"] == worker_url:
+                self._call("DELETE", f"/workers/{worker['id']}", absent_ok=True)
+        wait_until(lambda: worker_url not in self.workers(), timeout_s=timeout_s,
+                   what=f"the removal of {worker_url} from the router")
+
+    def workers(self) -> dict[str, bool]:
+        """Whether each known worker is healthy, by URL."""
+        return {w["url"]: bool(w.get("is_healthy")) for w in self._list()}
+
+    def _list(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self._call("GET", "/workers")["workers"]
+        return workers
+
+    def _call(self, method: str, path: str, *, json: object = None, absent_ok: bool = False) -> dict[str, Any]:
+        try:
+            reply = httpx.request(method, self._url + path, json=json, timeout=self._timeout_s)
+        except httpx.HTTPError as e:
+            raise EngineFailed(f"the router at {self._url} does not answer: {type(e).__name__}",
+                               hint="the driver starts it again; see logs/router.log") from e
+        known = reply.status_code == httpx.codes.CONFLICT or (
+            absent_ok and reply.status_code == httpx.codes.NOT_FOUND)
+        if not reply.is_success and not known:
+            raise EngineFailed(f"the router refuses {method} {path}: {reply.status_code} {reply.text[:200]}")
+        answer: dict[str, Any] = reply.json() if reply.content and reply.is_success else {}
+        return answer
+
+

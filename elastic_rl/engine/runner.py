@@ -1,0 +1,210 @@
+"""The life of one engine: keeps a server, follows the policy head, and keeps etcd and the router true about it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from typing import Any
+
+from elastic_rl.context import RunContext
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.records import Engine, EngineState, Severity, Version
+from elastic_rl.dcs.puller import Puller
+from elastic_rl.engine.lifecycle import Life
+from elastic_rl.engine.router import RouterClient
+from elastic_rl.engine.server import SGLangServer
+from elastic_rl.errors import ArenaFull, ChunkCorrupt, DeadlineExceeded, EngineFailed, VersionNotFound
+from elastic_rl.processes import wait_until
+
+log = logging.getLogger(__name__)
+
+POLICY = "policy"
+# A look at the processes, the drain flag and the head at least this often; the head itself comes by a watch.
+_TICK_S = 0.1
+_RECORD_LOOK_S = 0.5
+_ROUTER_TIMEOUT_S = 30.0
+
+
+class EngineRunner:
+    """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Plain: nothing in it knows of Ray."""
+
+    def __init__(self, ctx: RunContext, engine_id: str, *, pool: str = "rollout") -> None:
+        self._ctx, self._id, self._pool = ctx, engine_id, pool
+        self._cfg = ctx.config.engine
+        self._life = Life()
+        self._drain = threading.Event()
+        self._stop = threading.Event()
+        self._store = ctx.store()
+        self._started_at = time.time()
+        self._pull_apply_s = 0.0
+        self._tick_at = time.time()
+        self._next_look = 0.0
+        self._server = SGLangServer(
+            ctx.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
+            log=ctx.config.cluster_dir / "logs" / f"engine-{engine_id}.log",
+            # The same engine of the same run samples the same; no two engines share a seed.
+            seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF)
+
+    # -- asked from other threads ----------------------------------------------------------------------------------
+    def ping(self) -> dict[str, Any]:
+        """State of the runner, and the age of its last look at the server in seconds."""
+        return {"id": self._id, "state": str(self._life.state), "version": self._life.version,
+                "pid": self._server.pid, "url": self._server.url, "idle_s": time.time() - self._tick_at}
+
+    def drain(self) -> None:
+        """Asks ``run`` to leave the pool: no new requests, those in flight finish, the record goes."""
+        self._drain.set()
+
+    def stop(self) -> None:
+        """Asks ``run`` to end at once, requests in flight or not."""
+        self._stop.set()
+
+    # -- the life --------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Blocks until the engine's life is over. An engine's failure is told in etcd, not raised."""
+        try:
+            self._write()
+            self._server.start(keep_waiting=lambda: not self._leaving)
+            self._life = self._life.up()
+            self._write()
+            self._follow()
+            self._leave()
+        except EngineFailed as e:
+            self._end(e.message)
+        finally:
+            self._server.close()
+            self._store.close()
+
+    @property
+    def _leaving(self) -> bool:
+        return self._drain.is_set() or self._stop.is_set()
+
+    def _follow(self) -> None:
+        puller = Puller(self._store, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=self._ctx.config.dcs.pin_ttl_s,
+                        io_timeout_s=self._ctx.config.dcs.io_timeout_s)
+        heads = puller.watch_head(POLICY)
+        try:
+            wanted = puller.head(POLICY)
+            while not self._leaving:
+                self._tick_at = time.time()
+                self._obey_record()
+                if not self._server.alive():
+                    raise EngineFailed("a process of the SGLang server ended")
+                if wanted is not None and wanted.number > self._life.version and not self._sync(puller, wanted):
+                    wanted = puller.head(POLICY)  # it was released meanwhile, or its bytes are on their way
+                    self._stop.wait(_TICK_S)
+                    continue
+                wanted = heads.get(_TICK_S)
+        finally:
+            heads.close()
+
+    def _sync(self, puller: Puller, wanted: Version) -> bool:
+        """Brings the engine to the version. False when it could not be fetched: the engine stays as it was."""
+        began = time.monotonic()
+        try:
+            with puller.pull(POLICY, wanted.number) as pulled:
+                reference = pulled.reference()
+                self._life = self._life.begin(wanted.number)
+                if not self._write():  # before the first byte changes
+                    return True        # it is to leave the pool
+                self._server.apply(reference, wanted.number)
+        except (ChunkCorrupt, ArenaFull, VersionNotFound, DeadlineExceeded) as e:
+            log.warning("engine %s cannot fetch version %d: %s", self._id, wanted.number, e)
+            return False
+        self._pull_apply_s = time.monotonic() - began
+        first = not self._life.version
+        self._life = self._life.verified(wanted.number)
+        if first:
+            # Told to the router first: an engine that etcd calls ready takes requests.
+            self._route()
+        self._write()
+        if first:
+            events.emit(self._store, self._ctx.keys, "engine.ready", self._id,
+                        f"engine {self._id} serves version {wanted.number}", version=wanted.number,
+                        start_s=round(time.time() - self._started_at, 3))
+        return True
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+    def _leave(self) -> None:
+        """Drained or stopped: the record goes, and after a drain no request was lost."""
+        if not self._stop.is_set():
+            self._life = self._life.drain()
+            self._write()
+            self._unroute()
+            try:
+                wait_until(lambda: self._stop.is_set() or self._server.in_flight() == 0,
+                           timeout_s=self._cfg.drain_timeout_s, what="the last request of the engine", poll_s=0.1)
+            except DeadlineExceeded:
+                events.emit(self._store, self._ctx.keys, "engine.drain_timeout", self._id, severity=Severity.WARNING,
+                            message=f"engine {self._id} was stopped with requests in flight")
+        else:
+            self._unroute()
+        self._server.stop()
+        self._store.delete(self._ctx.keys.engine(self._id))
+        events.emit(self._store, self._ctx.keys, "engine.stopped", self._id, f"engine {self._id} left the pool")
+
+    def _end(self, reason: str) -> None:
+        """Failed: dead, or quarantined when an update was under way. It never serves again; the driver replaces it."""
+        if self._stop.is_set():
+            self._store.delete(self._ctx.keys.engine(self._id))
+            self._unroute()
+            return
+        alive = self._server.alive()
+        self._life = self._life.torn(reason) if self._life.applying and alive else self._life.died(reason)
+        self._server.stop()  # first: from here on no token of it can come
+        self._write()
+        events.emit(self._store, self._ctx.keys, f"engine.{self._life.state}", self._id, severity=Severity.ERROR,
+                    message=f"engine {self._id}: {reason}", version=self._life.version, applying=self._life.applying)
+        self._unroute()
+
+    def _route(self) -> None:
+        try:
+            RouterClient(self._ctx.router_url).add(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
+        except DeadlineExceeded as e:
+            raise EngineFailed(e.message, hint=e.hint) from e
+
+    def _unroute(self) -> None:
+        if not self._ctx.router_url:
+            return
+        try:
+            RouterClient(self._ctx.router_url).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
+        except (EngineFailed, DeadlineExceeded) as e:  # a router that is gone routes nothing
+            log.warning("engine %s could not be taken out of the router: %s", self._id, e)
+
+    # -- the record ------------------------------------------------------------------------------------------------
+    def _obey_record(self) -> None:
+        """Twice a second: whether the driver wrote DRAINING into the record, or took it away (a newer epoch did)."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _RECORD_LOOK_S
+        found = self._store.get(self._ctx.keys.engine(self._id))
+        if found is None:
+            self._stop.set()
+        elif Engine.decode(found.value).state is EngineState.DRAINING:
+            self._drain.set()
+
+    def _write(self) -> bool:
+        """Writes the record. The driver's wish to drain stands in the same record and is never overwritten; false when
+        it is there. Raises StoreUnavailable."""
+        def change(raw: bytes | None) -> bytes:
+            found = Engine.decode(raw) if raw else None
+            if found and found.state is EngineState.DRAINING and self._life.state not in _FINAL:
+                self._drain.set()
+            return self._record(EngineState.DRAINING if found and self._drain.is_set()
+                                and self._life.state not in _FINAL else self._life.state).encode()
+        self._store.update(self._ctx.keys.engine(self._id), change)
+        return not self._drain.is_set()
+
+    def _record(self, state: EngineState) -> Engine:
+        server = self._server
+        return Engine(id=self._id, pool=self._pool, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
+                      url=server.url if server.pid else "", pid=server.pid, version=self._life.version,
+                      applying=self._life.applying, started_at=self._started_at, updated_at=time.time(),
+                      pull_apply_s=self._pull_apply_s, reason=self._life.reason)
+
+
+_FINAL = (EngineState.DEAD, EngineState.QUARANTINED)
+

@@ -1,0 +1,199 @@
+"""One SGLang server: its processes, its weights, its health. Knows nothing of etcd or of the pool."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+
+from elastic_rl.config import DeviceConfig, EngineConfig
+from elastic_rl.engine.client import to_version
+from elastic_rl.engine.loader import LOADER, REFERENCE
+from elastic_rl.errors import DeadlineExceeded, EngineFailed
+from elastic_rl.processes import free_port, python, spawn, stop, wait_until
+
+
+class SGLangServer:
+    """A server and its scheduler and detokenizer processes, all of which end with this process.
+
+    ``model_dir``: HF folder; its weights are nobody's version. ``seed`` seeds the sampler: engines of a pool need
+    different ones, or they would give the same samples. ``log``: file that takes stdout and stderr.
+    """
+
+    def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int,
+                 host: str = "127.0.0.1") -> None:
+        self._model_dir, self._cfg, self._device, self._log, self._seed = model_dir, cfg, device, log, seed
+        self._host = host
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._family: list[psutil.Process] = []
+        self._http = httpx.Client(timeout=cfg.apply_timeout_s)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the main process; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the main process and, once it answered, of its children."""
+        return [p.pid for p in self._family]
+
+    def start(self, keep_waiting: Callable[[], bool] = lambda: True) -> None:
+        """Returns when the server answers. Raises EngineFailed, also when ``keep_waiting`` turns false."""
+        self._port = free_port(self._host)
+        cuda = self.uses_cuda()
+        env = {"HF_HUB_OFFLINE": "1"} if cuda else {
+            # Two threads an engine make 2 cores slower, not faster, and the allocator's arenas cost memory.
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "MALLOC_ARENA_MAX": "2"}
+        self._process = spawn(python("elastic_rl.engine.launch", *self.arguments(cuda)), log=self._log, env=env)
+        try:
+            wait_until(self._answers, timeout_s=self._cfg.start_timeout_s, what=f"the SGLang server (log: {self._log})",
+                       poll_s=0.1, alive=lambda: self._main_alive() and keep_waiting())
+        except DeadlineExceeded as e:
+            self.stop()
+            raise EngineFailed(e.message, hint=e.hint) from e
+        main = psutil.Process(self._process.pid)
+        self._family = [main, *main.children(recursive=True)]
+
+    def uses_cuda(self) -> bool:
+        return self._device.type == "cuda" or (self._device.type == "auto" and torch.cuda.is_available())
+
+    def arguments(self, cuda: bool) -> list[str]:
+        """Command line of sglang.launch_server."""
+        args = ["--model-path", self._model_dir, "--host", self._host, "--port", str(self._port),
+                "--dtype", self._device.dtype, "--random-seed", str(self._seed),
+                "--max-total-tokens", str(self._cfg.max_total_tokens),
+                "--max-running-requests", str(self._cfg.max_running_requests),
+                "--custom-weight-loader", LOADER, "--log-level", "warning",
+                "--skip-tokenizer-init",   # token ids in, token ids out
+                "--skip-server-warmup", "--sleep-on-idle"]  # without the latter an idle scheduler spins a core
+        if not cuda:
+            args += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
+                     "--disable-cuda-graph", "--disable-radix-cache"]  # the tree costs more than short prompts' prefill
+        return args + self._cfg.extra_args
+
+    # -- health ---------------------------------------------------------------------------------------------------
+    def alive(self) -> bool:
+        """Whether the main process and every child that it had when it came up still run."""
+        return self._main_alive() and all(_runs(p) for p in self._family[1:])
+
+    def _main_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _answers(self) -> bool:
+        try:
+            return self._http.get(f"{self.url}/model_info", timeout=1.0).is_success
+        except httpx.HTTPError:
+            return False
+
+    def model_version(self) -> int:
+        """Version that the engine puts on its answers; 0 before the first update. Raises EngineFailed."""
+        return to_version(self._call("GET", "/model_info").get("weight_version"))
+
+    def in_flight(self) -> int:
+        """Requests that run or wait in the engine. Raises EngineFailed."""
+        return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in self._call("GET", "/v1/loads")["loads"])
+
+    # -- weights --------------------------------------------------------------------------------------------------
+    def apply(self, reference: dict[str, Any], version: int) -> None:
+        """Replaces the weights by those of ``reference`` (see ``Puller``), verified in the loader; sets ``version``.
+
+        Requests in flight are taken back to the queue: what they have stays with the old version, their KV cache is
+        computed again under the new one, and the answer says where the version changed. Raises EngineFailed; the
+        weights are then in doubt and the engine must not serve again.
+        """
+        self._call("POST", "/pause_generation", {"mode": "retract"})
+        self._call("POST", "/begin_weight_update", {})
+        # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
+        # the prefix cache, which holds KV of the old weights.
+        self._call("POST", "/update_weights_from_tensor", {
+            "serialized_named_tensors": [_pack(reference)] * self._tensor_parallel(), "load_format": LOADER,
+            "weight_version": str(version), "flush_cache": True})
+        self._call("POST", "/end_weight_update", {})
+        seen = self.model_version()
+        if seen != version or not self.alive():
+            raise EngineFailed(f"the engine reports version {seen} after version {version} was applied")
+        self._call("POST", "/continue_generation", {})
+
+    def _tensor_parallel(self) -> int:
+        extra = self._cfg.extra_args
+        for flag in ("--tp-size", "--tensor-parallel-size", "--tp"):
+            if flag in extra:
+                return int(extra[extra.index(flag) + 1])
+        return 1
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            reply = self._http.request(method, self.url + path, json=body)
+        except httpx.HTTPError as e:
+            raise EngineFailed(f"engine {self.url} failed at {path}: {type(e).__name__}",
+                               hint=f"its log says why: {self._log}") from e
+        if not reply.is_success:
+            raise EngineFailed(f"engine {self.url} refuses {path}: {reply.status_code} {reply.text[:300]}")
+        try:
+            answer = reply.json()
+        except json.JSONDecodeError:
+            answer = {}
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineFailed(f"engine {self.url} failed {path}: {answer.get('message', '')}")
+        return answer if isinstance(answer, dict) else {"items": answer}
+
+    # -- end ------------------------------------------------------------------------------------------------------
+    def stop(self, *, grace_s: float = 0.0) -> None:
+        """Ends every process of the server; with no grace at once, since SGLang's own shutdown can take a minute."""
+        if self._process is None:
+            return
+        for process in self._family[1:] if not grace_s else ():
+            if _runs(process):
+                process.kill()
+        stop(self._process.pid, grace_s=grace_s)
+        self._process.wait(timeout=10.0)
+        for process in self._family[1:]:  # those that had left the tree when the main process went
+            if _runs(process):
+                process.kill()
+        self._process = None
+
+    def close(self) -> None:
+        """Stops the server and drops the connections to it."""
+        self.stop()
+        self._http.close()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _InBand:
+    """Makes pickle write a uint8 tensor as its bytes. torch's own way passes a shared-memory handle instead, which
+    needs a helper process in the sender and ends the engine when the handle cannot be opened."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return torch.ByteTensor, (bytearray(self._raw),)
+
+
+def _pack(reference: dict[str, Any]) -> str:
+    """The reference in the form that SGLang's endpoint takes: base64 of a pickle, which *its* restricted unpickler
+    reads. We only ever write one, over loopback; nothing of ours reads pickles."""
+    buffer = io.BytesIO()
+    pickle.dump([(REFERENCE, _InBand(json.dumps(reference).encode()))], buffer, protocol=4)
+    return base64.b64encode(buffer.getvalue()).decode()
