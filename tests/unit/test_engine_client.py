@@ -1,0 +1,85 @@
+"""The generation client: groups of one moment travel together, versions are told truly, failures become EngineFailed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from elastic_rl.engine.client import GenerateClient, parse_sample
+from elastic_rl.errors import EngineFailed
+
+
+def answer(tokens, versions=("3",), finish="stop"):
+    return {"output_ids": tokens, "meta_info": {
+        "finish_reason": {"type": finish}, "weight_version": versions[-1],
+        "output_token_logprobs": [[-0.5, t, None] for t in tokens],
+        "weight_versions": [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(versions)]}}
+
+
+def client_over(handler, **kwargs):
+    client = GenerateClient("http://router", timeout_s=5, retries=kwargs.pop("retries", 3), **kwargs)
+    client._http = httpx.AsyncClient(transport=httpx.MockTransport(handler))
+    return client
+
+
+def echo(bodies):
+    def handle(request):
+        body = json.loads(request.content)
+        bodies.append(body)
+        return httpx.Response(200, json=[answer([p[0]]) for p in body["input_ids"]])
+    return handle
+
+
+def ask(client, prompts, n=2):
+    async def run():
+        return await asyncio.gather(*(client.generate(p, n=n, temperature=1.0, max_new_tokens=4, stop_token_ids=[1])
+                                      for p in prompts))
+    return asyncio.run(run())
+
+
+def test_groups_asked_for_in_one_moment_share_requests_and_each_gets_its_own_answers():
+    bodies = []
+    groups = ask(client_over(echo(bodies), batch=8), [[i, 7] for i in range(10)])
+    assert [[s.token_ids for s in g] for g in groups] == [[[i], [i]] for i in range(10)]
+    assert sorted(len(b["input_ids"]) for b in bodies) == [4, 8, 8]
+    assert bodies[0]["sampling_params"]["top_p"] == 1.0 and bodies[0]["sampling_params"]["top_k"] == -1
+
+
+def test_an_aborted_or_failed_answer_is_asked_again():
+    replies = [httpx.Response(503), httpx.Response(200, json=[answer([5], finish="abort"), answer([5])]),
+               httpx.Response(200, json=[answer([5]), answer([6])])]
+    [group] = ask(client_over(lambda _: replies.pop(0)), [[1]])
+    assert [s.token_ids for s in group] == [[5], [6]] and not replies
+
+
+def test_a_pool_that_never_answers_ends_in_engine_failed_for_every_group():
+    def down(request):
+        raise httpx.ConnectError("refused")
+    async def run():
+        client = client_over(down, retries=2)
+        return await asyncio.gather(*(client.generate([i], n=1, temperature=1.0, max_new_tokens=1, stop_token_ids=[])
+                                      for i in range(3)), return_exceptions=True)
+    assert all(isinstance(e, EngineFailed) and "2 attempts" in str(e) for e in asyncio.run(run()))
+
+
+def test_a_sample_over_a_weight_change_names_both_versions_and_counts_as_the_older():
+    sample = parse_sample(answer([5, 6], versions=("3", "4")))
+    assert (sample.version, sample.versions) == (3, [3, 4])
+
+
+def test_an_engine_that_never_had_a_version_is_version_zero():
+    assert parse_sample(answer([5], versions=("default",))).version == 0
+
+
+@pytest.mark.parametrize("status", [400])
+def test_a_request_that_the_engine_refuses_is_not_repeated(status):
+    calls = []
+    def refuse(request):
+        calls.append(1)
+        return httpx.Response(status, text="too long")
+    with pytest.raises(EngineFailed, match="refuses"):
+        ask(client_over(refuse), [[1]])
+    assert len(calls) == 1
