@@ -8,10 +8,14 @@ fault gives one event whatever dies in between. Nothing that matters is only in 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from pydantic import ValidationError
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator import alert_rules, alerts, events, roster
@@ -107,6 +111,14 @@ class Reconciler:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        try:
+            self._look_on()
+        finally:
+            if not self._stopping.is_set():
+                # A leader that no longer looks is worse than none: it stops, with the traceback in its log.
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _look_on(self) -> None:
         while not self._stopping.is_set():
             self._wake.wait(self._cfg.coordinator.reconcile_interval_s)
             self._wake.clear()
@@ -119,6 +131,9 @@ class Reconciler:
             except ElasticRLError as e:  # the next look reads everything anew
                 _FAILED.labels(type(e).__name__).inc()
                 log.warning("look ended early: %s: %s", type(e).__name__, e)
+            except ValidationError as e:  # a record that this release cannot read; a look without it would be wrong
+                _FAILED.labels(type(e).__name__).inc()
+                log.error("a record in the store is malformed: %s", e)
             self._stopping.wait(0.05)  # a burst of wake-ups is one look
 
     def look(self) -> None:
