@@ -32,6 +32,11 @@ class AdminClient:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         return self._request("POST", path, body)
 
+    def patch(self, path: str, body: dict[str, Any]) -> Any:
+        """Changes a resource as it is now; RequestRefused with status 412 if somebody changed it in between."""
+        etag = self._send("GET", path).headers["ETag"]
+        return self._send("PATCH", path, body, {"If-Match": etag}).json()
+
     def items(self, path: str) -> list[dict[str, Any]]:
         """A listing, whether it is a bare list or an object around one."""
         found = self.get(path)
@@ -40,16 +45,20 @@ class AdminClient:
         return list(found)
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._send(method, path, body).json()
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None,
+              headers: dict[str, str] | None = None) -> httpx.Response:
         problems: list[str] = []
         for url in self._urls:
             try:
-                answer = httpx.request(method, url + path, json=body, headers=self._headers, timeout=self._timeout_s,
-                                       follow_redirects=True)
+                answer = httpx.request(method, url + path, json=body, headers={**self._headers, **(headers or {})},
+                                       timeout=self._timeout_s, follow_redirects=True)
             except httpx.HTTPError as e:
                 problems.append(f"{url}: {type(e).__name__}")
                 continue
             if answer.status_code < 400:
-                return answer.json()
+                return answer
             problem = _problem(answer)
             if answer.status_code < 500:
                 raise problem

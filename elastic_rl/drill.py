@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import httpx
 import psutil
 
+from elastic_rl.admin_client import AdminClient
 from elastic_rl.config import Config
 from elastic_rl.coordinator import events
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.membership import members
 from elastic_rl.coordinator.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
 from elastic_rl.coordinator.store import Store
-from elastic_rl.errors import ElasticRLError, EngineFailed
+from elastic_rl.errors import ElasticRLError
 from elastic_rl.processes import wait_until
 from elastic_rl.roles.pool_view import ROLLOUT_POOL, engines
 from elastic_rl.roles.run_log import RunLog
@@ -49,8 +49,8 @@ class Fault(Protocol):
 class Scene:
     """What every fault looks at and acts on."""
 
-    def __init__(self, cfg: Config, store: Store, keys: Keys, patch_pool: Callable[[int], None]) -> None:
-        self.cfg, self.store, self.keys, self.patch_pool = cfg, store, keys, patch_pool
+    def __init__(self, cfg: Config, store: Store, keys: Keys, api: AdminClient) -> None:
+        self.cfg, self.store, self.keys, self.api = cfg, store, keys, api
 
     def engines(self) -> list[Engine]:
         return engines(self.store, self.keys)
@@ -162,7 +162,7 @@ class PoolScaled:
     def inject(self) -> tuple[str, str]:
         self.before = self.scene.ready()
         self.desired = self.scene.cfg.rollout.engines + max(self.change, 0)
-        self.scene.patch_pool(self.desired)
+        self.scene.api.patch(f"/v1/pools/{ROLLOUT_POOL}", {"desired": self.desired})
         return f"pool {ROLLOUT_POOL}", f"PATCH desired={self.desired} was accepted"
 
     def detected(self) -> bool:
@@ -216,7 +216,7 @@ class Drill(threading.Thread):
             times["detected_at"] = time.time()
             wait_until(fault.healed, timeout_s=_HEAL_S, what=f"recovery from {fault.name}")
             times["healed_at"] = time.time()
-        except (ElasticRLError, psutil.Error, httpx.HTTPError) as e:
+        except (ElasticRLError, psutil.Error) as e:
             witness = f"{witness} — {e}".strip(" —")
             log.exception("drill: %s", fault.name)
         self.run_log.write("fault", name=fault.name, step=step, target=target, witness=witness,
@@ -227,25 +227,3 @@ class Drill(threading.Thread):
         steps = [r for r in self.run_log.read() if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
         samples = sum(r["samples"] for r in steps)
         return f"{len(steps)} steps trained on {samples} samples; {len(self.scene.ready())} engines ready"
-
-
-def patch_pool(urls: list[str], token: str) -> Callable[[int], None]:
-    """A function that sets the pool's size through whichever coordinator answers; EngineFailed if none does."""
-
-    def patch(desired: int) -> None:
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        problem = "no coordinator answered"
-        for url in urls * 3:
-            try:
-                with httpx.Client(base_url=url, timeout=5.0, headers=headers) as client:
-                    path = f"/v1/pools/{ROLLOUT_POOL}"
-                    etag = client.get(path).raise_for_status().headers["ETag"]
-                    answer = client.patch(path, json={"desired": desired}, headers={"If-Match": etag})
-                    if answer.is_success:
-                        return
-                    problem = answer.text
-            except httpx.HTTPError as e:
-                problem = str(e)
-        raise EngineFailed(f"PATCH of the pool failed: {problem}")
-
-    return patch

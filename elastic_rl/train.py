@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 
 from elastic_rl import processes
+from elastic_rl.admin_client import AdminClient
 from elastic_rl.cluster import ClusterInfo
 from elastic_rl.config import Config
 from elastic_rl.context import RunContext
@@ -26,7 +27,7 @@ from elastic_rl.coordinator.store import Store
 from elastic_rl.data.ledger import Ledger
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.dcs.catalog import list_versions
-from elastic_rl.drill import Drill, FaultPlan, Scene, patch_pool, standard_faults
+from elastic_rl.drill import Drill, FaultPlan, Scene, standard_faults
 from elastic_rl.errors import ConfigError
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
@@ -152,7 +153,7 @@ def _phase(store: Store, ctx: RunContext) -> str:
 
 
 def _start_drill(ctx: RunContext, store: Store, info: ClusterInfo, fault_plan: FaultPlan) -> Drill:
-    scene = Scene(ctx.config, store, ctx.keys, patch_pool(info.coordinators, info.token("operator")))
+    scene = Scene(ctx.config, store, ctx.keys, AdminClient(info))
     drill = Drill(scene, RunLog(ctx.config.job_dir / "steps.jsonl"), fault_plan(scene, ctx.config.train.steps))
     drill.start()
     return drill
@@ -165,5 +166,5 @@ def write_report(ctx: RunContext, store: Store, *, wall_s: float) -> Path:
     last_step = max((r["step"] for r in records if r["kind"] == "step"), default=0)
     audit = Ledger(store, ctx.keys).audit(last_step, cfg.train.prompts_per_step)
     report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=audit, wall_s=wall_s,
-                                versions=list_versions(store, ctx.keys, "policy"))
+                                status=_phase(store, ctx), versions=list_versions(store, ctx.keys, "policy"))
     return report_html.write(report, records, cfg.job_dir)

@@ -1,0 +1,118 @@
+"""Whole runs on real parts: etcd, coordinators, a DCS node, Ray Serve, Megatron ranks, SGLang engines, the router.
+
+Each run is short; what it must show is that learning happens and that a fault is seen, survived and accounted for.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic_rl import config, processes, train
+from elastic_rl.cluster import Cluster
+from elastic_rl.drill import CoordinatorKilled, EngineKilled, FaultPlan, PoolScaled, TrainerRankKilled
+from elastic_rl.driver.compute import ray_temp_dir
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+class Job:
+    """One job on a cluster of its own, in a folder of its own."""
+
+    def __init__(self, run_dir: Path, **train_settings: int) -> None:
+        settings = [f"--train.{k}={v}" for k, v in train_settings.items()]
+        self.cfg = config.load(overrides=[
+            f"--job=e2e-{secrets.token_hex(4)}", f"--run_dir={run_dir}", "--train.eval_every_steps=1000", *settings])
+        self.cluster = Cluster(self.cfg)
+
+    def run(self, plan: FaultPlan | None = None) -> dict[str, Any]:
+        """Trains to the end and returns report.json."""
+        info = self.cluster.up()
+        code = train.run(self.cluster.cfg, info, **({"faults": True, "fault_plan": plan} if plan else {}))
+        logs = self.cluster.cfg.cluster_dir / "logs"
+        assert code == 0, f"the run failed; its logs are in {logs}"
+        return json.loads((self.cluster.cfg.job_dir / "report.json").read_text())
+
+    def leftovers(self) -> list[str]:
+        """What should be gone once the cluster is down."""
+        run = str(self.cluster.cfg.cluster_dir)
+        mine = [p for p in psutil.process_iter(["cmdline"]) if self.cfg.job in " ".join(p.info["cmdline"] or [])]
+        return [*(f"process {p.pid}" for p in [*mine, *processes.marked(run)]),
+                *map(str, Path("/dev/shm").glob(f"*{self.cfg.job}*")),
+                *([str(ray_temp_dir(self.cfg.job))] if ray_temp_dir(self.cfg.job).exists() else [])]
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    job = Job(tmp_path, **getattr(request, "param", {}))
+    try:
+        yield job
+    finally:
+        job.cluster.down()
+        processes.sweep(str(job.cluster.cfg.cluster_dir))
+
+
+def assert_sound(report: dict[str, Any], steps: int) -> None:
+    """What holds after every run, disturbed or not (I3, I4, I5)."""
+    assert report["steps"] == steps
+    assert report["groups_lost"] == 0 and report["groups_duplicated"] == 0
+    assert report["staleness_max"] == 0
+    assert report["logprob_diff_max"] <= 1e-4
+    assert report["versions_committed"] > steps
+
+
+@pytest.mark.parametrize("job", [{"steps": 40}], indirect=True)
+def test_a_short_run_learns_and_leaves_nothing_behind(job: Job) -> None:
+    report = job.run()
+    assert_sound(report, 40)
+    assert 0.2 <= report["heldout_first"] <= 0.6
+    assert report["heldout_last"] >= report["heldout_first"] + 0.1
+    assert report["reward_last"] > report["reward_first"]
+    assert (job.cluster.cfg.job_dir / "report.html").read_text().startswith("<!doctype html>")
+    job.cluster.down()
+    assert job.leftovers() == []
+
+
+def fault_of(report: dict[str, Any], name: str) -> dict[str, Any]:
+    fault = next(f for f in report["faults"] if f["name"] == name)
+    assert fault["witness"], "the fault must have been seen to happen"
+    assert fault["injected_at"] <= fault["detected_at"] <= fault["healed_at"]
+    return fault
+
+
+@pytest.mark.parametrize("job", [{"steps": 20}], indirect=True)
+def test_a_killed_engine_is_replaced_while_the_run_goes_on(job: Job) -> None:
+    report = job.run(lambda scene, steps: [(3, EngineKilled(scene))])
+    assert_sound(report, 20)
+    assert "SIGKILL" in fault_of(report, "engine_killed")["witness"]
+
+
+@pytest.mark.parametrize("job", [{"steps": 12, "state_every_steps": 5}], indirect=True)
+def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Job) -> None:
+    report = job.run(lambda scene, steps: [(7, TrainerRankKilled(scene))])
+    assert_sound(report, 12)
+    fault_of(report, "trainer_rank_killed")
+    assert 0 < report["steps_redone"] <= 5
+
+
+@pytest.mark.parametrize("job", [{"steps": 12}], indirect=True)
+def test_a_killed_leading_coordinator_stops_nothing(job: Job) -> None:
+    report = job.run(lambda scene, steps: [(3, CoordinatorKilled(scene))])
+    assert_sound(report, 12)
+    assert fault_of(report, "coordinator_killed")["healed_at"] - fault_of(report, "coordinator_killed")["injected_at"] < 10
+
+
+@pytest.mark.parametrize("job", [{"steps": 60}], indirect=True)
+def test_the_pool_grows_and_shrinks_under_a_running_job(job: Job) -> None:
+    report = job.run(lambda scene, steps: [(3, PoolScaled(scene, "pool_scaled_out", +1)),
+                                           (4, PoolScaled(scene, "pool_scaled_in", -1))])
+    assert_sound(report, 60)
+    fault_of(report, "pool_scaled_out")
+    fault_of(report, "pool_scaled_in")
+    assert len(report["engines"]) == 3
