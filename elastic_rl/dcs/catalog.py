@@ -1,0 +1,250 @@
+"""The catalog of versions in etcd: which exist, in which state, which is the head. Every write is one guarded transaction.
+
+    STAGING ──▶ COMMITTED ──▶ RELEASING ──▶ GONE
+       └──────▶ ABORTED
+
+There is no way back from RELEASING to COMMITTED, and that is what makes release safe without a lock: a pin is taken only
+together with the check that the version is COMMITTED, so once it is RELEASING no pin is added, and when the last one is
+gone it may go. There is no way from STAGING to RELEASING either: nobody ever saw a version that was not committed.
+
+The head of a stream holds the same bytes as its version's key and is written in the same transaction, so the mod revision
+of the head is that of the version as committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_rl.coordinator import epochs
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import Version, VersionState
+from elastic_rl.coordinator.store import Compare, KeyValue, Op, Store
+from elastic_rl.errors import Conflict, Fenced, IllegalTransition, VersionNotFound
+
+TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = {
+    VersionState.STAGING: frozenset({VersionState.COMMITTED, VersionState.ABORTED}),
+    VersionState.COMMITTED: frozenset({VersionState.RELEASING}),
+    VersionState.RELEASING: frozenset({VersionState.GONE}),
+    VersionState.GONE: frozenset(),
+    VersionState.ABORTED: frozenset(),
+}
+_TRIES = 16
+
+
+def move(version: Version, to: VersionState, **changes: Any) -> Version:
+    """The version in another state. Raises IllegalTransition. Pure."""
+    if to not in TRANSITIONS[version.state]:
+        raise IllegalTransition(f"{version.stream} version {version.number} cannot go from {version.state} to {to}")
+    return version.but(state=to, **changes)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A version's record as read, and the revision to guard a change of it with."""
+
+    version: Version
+    revision: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A publish in progress: its version, and the revision at which it and its owner key were written."""
+
+    version: Version
+    revision: int
+
+
+# -- reads -------------------------------------------------------------------------------------------------------------
+def entries(store: Store, keys: Keys, stream: str) -> list[Entry]:
+    """Every version of a stream that has a record, oldest first."""
+    kvs, _ = store.range(keys.versions_prefix(stream))
+    return [_entry(kv) for kv in kvs]
+
+
+def list_versions(store: Store, keys: Keys, stream: str) -> list[Version]:
+    """Every version of a stream that has a record, in any state, oldest first."""
+    return [e.version for e in entries(store, keys, stream)]
+
+
+def get_entry(store: Store, keys: Keys, stream: str, number: int) -> Entry | None:
+    kv = store.get(keys.version(stream, number))
+    return _entry(kv) if kv else None
+
+
+def get_version(store: Store, keys: Keys, stream: str, number: int) -> Version | None:
+    """The version's record in whatever state it is; None when there is none."""
+    entry = get_entry(store, keys, stream, number)
+    return entry.version if entry else None
+
+
+def head_entry(store: Store, keys: Keys, stream: str) -> Entry | None:
+    """The newest committed version of a stream."""
+    kv = store.get(keys.stream_head(stream))
+    return _entry(kv) if kv else None
+
+
+def head(store: Store, keys: Keys, stream: str) -> Version | None:
+    """The newest committed version of a stream."""
+    entry = head_entry(store, keys, stream)
+    return entry.version if entry else None
+
+
+def _entry(kv: KeyValue) -> Entry:
+    return Entry(Version.decode(kv.value), kv.mod_revision)
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
+class Writer:
+    """Begins and commits versions of one stream under one epoch. Remembers the last revisions it saw, so that each of
+    its calls is one transaction as long as nobody else writes to the stream."""
+
+    def __init__(self, store: Store, keys: Keys, stream: str, *, epoch: int) -> None:
+        self._store, self._keys, self.stream, self.epoch = store, keys, stream, epoch
+        self._next = (0, 0)  # last number given out, mod revision of its key
+        self._head = (0, 0)  # number of the head, mod revision
+
+    def begin(self, *, owner: str, lease: int, meta: Mapping[str, Any]) -> Staged:
+        """Takes the next number; the version lives as STAGING while ``lease`` does. Raises Fenced, LeaseLost."""
+        keys, next_key, head_key = self._keys, self._keys.stream_next(self.stream), self._keys.stream_head(self.stream)
+        for _ in range(_TRIES):
+            number, revision = self._next[0] + 1, self._next[1]
+            version = Version(stream=self.stream, number=number, state=VersionState.STAGING, epoch=self.epoch,
+                              created_at=time.time(), meta=dict(meta))
+            done = self._store.txn(
+                [epochs.epoch_guard(keys, self.epoch), Compare.mod(next_key, "==", revision)],
+                [Op.put(next_key, str(number).encode()), Op.put(keys.version(self.stream, number), version.encode()),
+                 Op.put(keys.staging_owner(self.stream, number), owner.encode(), lease)],
+                [Op.get(next_key), Op.get(head_key)])
+            if done.succeeded:
+                self._next = (number, done.revision)
+                return Staged(version, done.revision)
+            found = done.get(next_key)
+            now = (int(found.value), found.mod_revision) if found else (0, 0)
+            if now == self._next:
+                self._refused("begin")
+            self._next = now
+            self._saw_head(done.get(head_key))
+        raise Conflict(f"other publishers of {self.stream} were faster {_TRIES} times")
+
+    def commit(self, staged: Staged, *, manifest: str, nbytes: int, nodes: Sequence[str], guards: Sequence[Compare] = (),
+               also: Sequence[Op] = ()) -> Version:
+        """Makes the version visible, together with ``also``, in one transaction.
+
+        Raises Fenced when the epoch is over; Conflict when the version was aborted meanwhile, a newer one is the head
+        already, or a ``guards`` condition (the nodes' registrations) does not hold.
+        """
+        keys, number = self._keys, staged.version.number
+        version_key, owner_key = keys.version(self.stream, number), keys.staging_owner(self.stream, number)
+        head_key = keys.stream_head(self.stream)
+        version = move(staged.version, VersionState.COMMITTED, manifest=manifest, nbytes=nbytes, nodes=list(nodes),
+                       committed_at=time.time())
+        for _ in range(_TRIES):
+            done = self._store.txn(
+                [epochs.epoch_guard(keys, self.epoch), Compare.mod(version_key, "==", staged.revision),
+                 Compare.mod(owner_key, "==", staged.revision), Compare.mod(head_key, "==", self._head[1]), *guards],
+                [Op.put(version_key, version.encode()), Op.put(head_key, version.encode()), Op.delete(owner_key), *also],
+                [Op.get(version_key), Op.get(owner_key), Op.get(head_key)])
+            if done.succeeded:
+                self._head = (number, done.revision)
+                return version
+            if not self._saw_head(done.get(head_key)):
+                self._refused("commit")
+                self._explain(staged, done.get(version_key), done.get(owner_key))
+            if self._head[0] > number:
+                raise Conflict(f"{self.stream} version {self._head[0]} was committed before {number}")
+        raise Conflict(f"the head of {self.stream} changed under each of {_TRIES} tries to commit {number}")
+
+    def abort(self, staged: Staged) -> None:
+        """Gives the version up, if it is still STAGING and the epoch still ours; else there is nothing to do."""
+        keys, number = self._keys, staged.version.number
+        version_key = keys.version(self.stream, number)
+        self._store.txn(
+            [epochs.epoch_guard(keys, self.epoch), Compare.mod(version_key, "==", staged.revision)],
+            [Op.put(version_key, move(staged.version, VersionState.ABORTED).encode()),
+             Op.delete(keys.staging_owner(self.stream, number))])
+
+    def _saw_head(self, kv: KeyValue | None) -> bool:
+        """Takes note of the head; whether it is another than the one known."""
+        now = (Version.decode(kv.value).number, kv.mod_revision) if kv else (0, 0)
+        changed, self._head = now != self._head, now
+        return changed
+
+    def _refused(self, what: str) -> None:
+        now = epochs.current_epoch(self._store, self._keys)
+        if now != self.epoch:
+            raise Fenced(f"{what} of a {self.stream} version refused: epoch {self.epoch} is over, the run is in {now}")
+
+    def _explain(self, staged: Staged, version: KeyValue | None, owner: KeyValue | None) -> None:
+        what = f"{self.stream} version {staged.version.number}"
+        if version is None or version.mod_revision != staged.revision:
+            state = Version.decode(version.value).state if version else "deleted"
+            raise Conflict(f"{what} is {state} and can no longer be committed")
+        if owner is None:
+            raise Conflict(f"the lease of the publisher of {what} ended before the commit")
+        raise Conflict(f"a DCS node that stored {what} was lost before the commit")
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------
+def pin(store: Store, keys: Keys, stream: str, number: int | None, holder: str, lease: int) -> Version:
+    """Keeps a committed version (the head for None) from release while ``lease`` lives or until ``unpin``.
+
+    Raises VersionNotFound.
+    """
+    for _ in range(_TRIES):
+        entry = head_entry(store, keys, stream) if number is None else get_entry(store, keys, stream, number)
+        if entry is None or entry.version.state is not VersionState.COMMITTED:
+            what = f"version {number}" if number is not None else "committed version"
+            state = f" (it is {entry.version.state})" if entry else ""
+            raise VersionNotFound(f"stream {stream} of job {keys.job} has no {what}{state}")
+        version = entry.version
+        if store.txn([Compare.mod(keys.version(stream, version.number), "==", entry.revision)],
+                     [Op.put(keys.pin(stream, version.number, holder), b"{}", lease)]).succeeded:
+            return version
+        # An explicit version is RELEASING or gone by now, which the next reading tells; a head was replaced.
+    raise Conflict(f"the head of {stream} changed under each of {_TRIES} tries to pin it")
+
+
+def unpin(store: Store, keys: Keys, stream: str, number: int, holder: str) -> None:
+    store.delete(keys.pin(stream, number, holder))
+
+
+def pinned(store: Store, keys: Keys, stream: str) -> set[int]:
+    """Numbers of the versions that someone pins."""
+    prefix = keys.pins_prefix(stream)
+    kvs, _ = store.range(prefix)
+    return {int(kv.key.removeprefix(prefix).split("/", 1)[0]) for kv in kvs}
+
+
+# -- the janitor's writes ----------------------------------------------------------------------------------------------
+def abort_orphan(store: Store, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
+    """STAGING → ABORTED if its publisher's key is gone; whether it was."""
+    v = entry.version
+    return _write(store, keys, entry, move(v, VersionState.ABORTED),
+                  [Compare.absent(keys.staging_owner(v.stream, v.number)), *guard])
+
+
+def release(store: Store, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
+    """COMMITTED → RELEASING; from here on nobody can pin it."""
+    return _write(store, keys, entry, move(entry.version, VersionState.RELEASING), guard)
+
+
+def gone(store: Store, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
+    """RELEASING → GONE. The caller has seen, after the release, that nobody pins it."""
+    return _write(store, keys, entry, move(entry.version, VersionState.GONE), guard)
+
+
+def forget(store: Store, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
+    """Deletes the record of a version that is GONE or ABORTED; its number stays used."""
+    v = entry.version
+    if TRANSITIONS[v.state]:
+        raise IllegalTransition(f"the record of {v.stream} version {v.number} is needed: it is {v.state}")
+    key = keys.version(v.stream, v.number)
+    return store.txn([Compare.mod(key, "==", entry.revision), *guard], [Op.delete(key)]).succeeded
+
+
+def _write(store: Store, keys: Keys, entry: Entry, new: Version, guards: Sequence[Compare]) -> bool:
+    key = keys.version(new.stream, new.number)
+    return store.txn([Compare.mod(key, "==", entry.revision), *guards], [Op.put(key, new.encode())]).succeeded

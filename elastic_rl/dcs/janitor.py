@@ -1,0 +1,104 @@
+"""What the leading coordinator does for the checkpoint service: ends publishes whose publisher died, releases old versions,
+and has the nodes drop chunks that no version refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import Version, VersionState
+from elastic_rl.coordinator.store import Compare, Store
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import Entry
+from elastic_rl.dcs.client import HubClient
+from elastic_rl.errors import ElasticRLError
+
+RECORDS_KEPT = 50
+"""Records of versions that are gone or aborted, kept a stream for people to look at."""
+LIVE = (VersionState.COMMITTED, VersionState.RELEASING)
+"""States in which a version's chunks are needed. Those of a STAGING version are held by its publisher's connection."""
+
+
+class Janitor:
+    """Level-triggered: each sweep looks at everything and does what is due. Every write carries the caller's guard."""
+
+    def __init__(self, store: Store, keys: Keys, *, keep_versions: int, io_timeout_s: float = 2.0) -> None:
+        self._store, self._keys, self._keep = store, keys, keep_versions
+        self._hub = HubClient(store, keys, io_timeout_s=io_timeout_s)
+
+    def sweep(self, guard: Sequence[Compare]) -> list[str]:
+        """One round; a line for each thing that was done or could not be. ``guard``: conditions that hold while the
+        caller leads. Raises StoreUnavailable."""
+        lines: list[str] = []
+        for stream, entries in self._streams().items():
+            lines += self._abort(entries, guard)
+            lines += self._release(stream, entries, guard)
+            lines += self._forget(entries, guard)
+        return lines + self._drop()
+
+    def _streams(self) -> dict[str, list[Entry]]:
+        """Every version record by stream, oldest first."""
+        prefix = self._keys.streams_prefix()
+        kvs, _ = self._store.range(prefix)
+        out: dict[str, list[Entry]] = {}
+        for kv in kvs:
+            stream, _, rest = kv.key.removeprefix(prefix).partition("/")
+            if rest.startswith("versions/"):
+                out.setdefault(stream, []).append(Entry(Version.decode(kv.value), kv.mod_revision))
+        return out
+
+    def _abort(self, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
+        lines = []
+        for entry in entries:
+            v = entry.version
+            if (v.state is VersionState.STAGING and self._store.get(self._keys.staging_owner(v.stream, v.number)) is None
+                    and catalog.abort_orphan(self._store, self._keys, entry, guard)):
+                lines.append(f"aborted {v.stream} version {v.number}: its publisher is gone")
+        return lines
+
+    def _release(self, stream: str, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
+        committed = [e for e in entries if e.version.state is VersionState.COMMITTED]
+        old = committed[:-self._keep]
+        if not old and not any(e.version.state is VersionState.RELEASING for e in entries):
+            return []
+        pinned = catalog.pinned(self._store, self._keys, stream)
+        released = [e for e in old if e.version.number not in pinned
+                    and catalog.release(self._store, self._keys, e, guard)]
+        # Pins are read again after the release: none can be added any more, so none that counts is missed.
+        pinned = catalog.pinned(self._store, self._keys, stream)
+        lines = []
+        for v in catalog.entries(self._store, self._keys, stream) if released else entries:
+            if (v.version.state is VersionState.RELEASING and v.version.number not in pinned
+                    and catalog.gone(self._store, self._keys, v, guard)):
+                lines.append(f"released {stream} version {v.version.number}")
+        return lines
+
+    def _forget(self, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
+        over = [e for e in entries if not catalog.TRANSITIONS[e.version.state]][:-RECORDS_KEPT]
+        for entry in over:
+            catalog.forget(self._store, self._keys, entry, guard)
+        return []
+
+    def _drop(self) -> list[str]:
+        """Has each node drop what no live version refers to. Needs no guard: what a node may drop follows from the order
+        mark, then read (see ``chunks.py``), whoever asks."""
+        lines, marks = [], {}
+        for node in self._hub.nodes():
+            try:
+                marks[node.id] = self._hub.connect(node.id).mark()
+            except ElasticRLError as e:
+                lines.append(f"could not sweep node {node.id}: {e.message}")
+        live = sorted({e.version.manifest for entries in self._streams().values() for e in entries
+                       if e.version.state in LIVE})
+        for node_id, mark in marks.items():
+            try:
+                chunks, nbytes = self._hub.connect(node_id).drop(live, mark)
+            except ElasticRLError as e:
+                lines.append(f"could not sweep node {node_id}: {e.message}")
+                continue
+            if chunks:
+                lines.append(f"dropped {chunks} chunks, {nbytes} bytes, of node {node_id}")
+        return lines
+
+    def close(self) -> None:
+        self._hub.close()
