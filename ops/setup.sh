@@ -65,9 +65,8 @@ make_environment() {
 }
 
 install_cpu_torch() {
-    # The CPU index has the small build; where it cannot be reached, the default index has one that works too.
-    "$VENV/bin/pip" install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 5 ||
-        "$VENV/bin/pip" install torch==2.13.0
+    # Set ELASTIC_RL_TORCH_INDEX to an index of CPU builds where the default one brings the CUDA packages along.
+    "$VENV/bin/pip" install torch==2.13.0 ${ELASTIC_RL_TORCH_INDEX:+--index-url "$ELASTIC_RL_TORCH_INDEX"}
 }
 
 # etcd: one on PATH, else Debian's, unpacked beside the environment, else PyPI's.
