@@ -1,14 +1,16 @@
-"""The catalog of versions in etcd: which exist, in which state, which is the head. Every write is one guarded transaction.
+"""The catalog of versions in etcd: which exist, in which state, which is the head. Every write is one guarded
+transaction.
 
     STAGING ──▶ COMMITTED ──▶ RELEASING ──▶ GONE
        └──────▶ ABORTED
 
-There is no way back from RELEASING to COMMITTED, and that is what makes release safe without a lock: a pin is taken only
-together with the check that the version is COMMITTED, so once it is RELEASING no pin is added, and when the last one is
-gone it may go. There is no way from STAGING to RELEASING either: nobody ever saw a version that was not committed.
+There is no way back from RELEASING to COMMITTED, and that is what makes release safe without a lock: a pin is taken
+only together with the check that the version is COMMITTED, so once it is RELEASING no pin is added, and when the last
+one is gone it may go. There is no way from STAGING to RELEASING either: nobody ever saw a version that was not
+committed.
 
-The head of a stream holds the same bytes as its version's key and is written in the same transaction, so the mod revision
-of the head is that of the version as committed.
+The head of a stream holds the same bytes as its version's key and is written in the same transaction, so the mod
+revision of the head is that of the version as committed.
 """
 
 from __future__ import annotations
@@ -129,8 +131,8 @@ class Writer:
             self._saw_head(done.get(head_key))
         raise Conflict(f"other publishers of {self.stream} were faster {_TRIES} times")
 
-    def commit(self, staged: Staged, *, manifest: str, nbytes: int, nodes: Sequence[str], guards: Sequence[Compare] = (),
-               also: Sequence[Op] = ()) -> Version:
+    def commit(self, staged: Staged, *, manifest: str, nbytes: int, nodes: Sequence[str],
+               guards: Sequence[Compare] = (), also: Sequence[Op] = ()) -> Version:
         """Makes the version visible, together with ``also``, in one transaction.
 
         Raises Fenced when the epoch is over; Conflict when the version was aborted meanwhile, a newer one is the head
@@ -145,7 +147,8 @@ class Writer:
             done = self._store.txn(
                 [epochs.epoch_guard(keys, self.epoch), Compare.mod(version_key, "==", staged.revision),
                  Compare.mod(owner_key, "==", staged.revision), Compare.mod(head_key, "==", self._head[1]), *guards],
-                [Op.put(version_key, version.encode()), Op.put(head_key, version.encode()), Op.delete(owner_key), *also],
+                [Op.put(version_key, version.encode()), Op.put(head_key, version.encode()), Op.delete(owner_key),
+                 *also],
                 [Op.get(version_key), Op.get(owner_key), Op.get(head_key)])
             if done.succeeded:
                 self._head = (number, done.revision)

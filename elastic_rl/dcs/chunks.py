@@ -1,12 +1,13 @@
 """What a node holds: regions being written by publishers, and sealed chunks under their digests. Thread-safe.
 
 When may a sealed chunk be dropped, so that no committed version ever loses one?
-- A *hold* belongs to a connection: sealing a chunk, also one that is there already, holds it until that connection settles
-  (after the commit) or closes. After a close without settling the chunk stays for ``orphan_grace_s``, longer than
-  a publish can still commit by itself.
-- Each use of a chunk gives it a new *touch* number. The janitor takes the node's ``mark`` (the last number) first, then reads
-  from etcd which versions live, then asks to drop what none of them refers to. A chunk that was touched after the mark is
-  spared; one touched before it and held no more belongs to a version whose commit the janitor has seen, or to none.
+- A *hold* belongs to a connection: sealing a chunk, also one that is there already, holds it until that connection
+  settles (after the commit) or closes. After a close without settling the chunk stays for ``orphan_grace_s``, longer
+  than a publish can still commit by itself.
+- Each use of a chunk gives it a new *touch* number. The janitor takes the node's ``mark`` (the last number) first, then
+  reads from etcd which versions live, then asks to drop what none of them refers to. A chunk that was touched after the
+  mark is spared; one touched before it and held no more belongs to a version whose commit the janitor has seen, or to
+  none.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class NodeConnection:
     """One connection to a node. Thread-safe, one call at a time.
 
     What it allocated and sealed is held by the node for this connection; when it closes, however that comes about, the
-    node gives open regions back. Every call raises NodeUnavailable when the node is gone or does not answer in time; the
-    connection is closed then.
+    node gives open regions back. Every call raises NodeUnavailable when the node is gone or does not answer in time;
+    the connection is closed then.
     """
 
     def __init__(self, node: DcsNode, job: str, *, io_timeout_s: float) -> None:

@@ -1,5 +1,5 @@
-"""What the leading coordinator does for the checkpoint service: ends publishes whose publisher died, releases old versions,
-and has the nodes drop chunks that no version refers to."""
+"""What the leading coordinator does for the checkpoint service: ends publishes whose publisher died, releases old
+versions, and has the nodes drop chunks that no version refers to."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Janitor:
         lines = []
         for entry in entries:
             v = entry.version
-            if (v.state is VersionState.STAGING and self._store.get(self._keys.staging_owner(v.stream, v.number)) is None
+            if (v.state is VersionState.STAGING
+                    and self._store.get(self._keys.staging_owner(v.stream, v.number)) is None
                     and catalog.abort_orphan(self._store, self._keys, entry, guard)):
                 lines.append(f"aborted {v.stream} version {v.number}: its publisher is gone")
         return lines
@@ -80,8 +81,8 @@ class Janitor:
         return []
 
     def _drop(self) -> list[str]:
-        """Has each node drop what no live version refers to. Needs no guard: what a node may drop follows from the order
-        mark, then read (see ``chunks.py``), whoever asks."""
+        """Has each node drop what no live version refers to. Needs no guard: what a node may drop follows from the
+        order mark, then read (see ``chunks.py``), whoever asks."""
         lines, marks = [], {}
         for node in self._hub.nodes():
             try:

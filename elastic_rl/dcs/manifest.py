@@ -1,8 +1,9 @@
-"""What a version consists of: tensors, and where in which chunks their bytes lie. Pure, and free of torch, so that nodes
-and coordinators can read manifests without loading it.
+"""What a version consists of: tensors, and where in which chunks their bytes lie. Pure, and free of torch, so that
+nodes and coordinators can read manifests without loading it.
 
-Tensors are little-endian and row-major. Within a chunk each tensor starts at a multiple of ALIGN, so that a mapped chunk can
-be viewed in any dtype without a copy; the bytes between are zero, so that equal tensors always make equal chunks.
+Tensors are little-endian and row-major. Within a chunk each tensor starts at a multiple of ALIGN, so that a mapped
+chunk can be viewed in any dtype without a copy; the bytes between are zero, so that equal tensors always make equal
+chunks.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Placement:
 class Packer:
     """Lays tensors out in chunks, one after the other, before all of them are known.
 
-    A tensor that fits in a chunk is never cut, so it can be viewed where it lies; a larger one starts a chunk of its own.
+    A tensor that fits in a chunk is never cut, so it can be viewed where it lies; a larger one starts a chunk of its
+    own.
     """
 
     chunk_bytes: int

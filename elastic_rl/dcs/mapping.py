@@ -1,7 +1,7 @@
 """Reading a pulled version where it lies: maps the arena of this host read-only and hands out tensor views.
 
-Knows neither etcd nor the network, so that it can run inside an inference engine. What to read comes as a *reference*, a
-JSON-able dict that ``Pulled.reference()`` makes:
+Knows neither etcd nor the network, so that it can run inside an inference engine. What to read comes as a *reference*,
+a JSON-able dict that ``Pulled.reference()`` makes:
 
     {"format": 1, "path": arena file, "stream": str, "version": int,
      "chunks": [[digest, offset, nbytes], ...], "tensors": [[name, dtype, shape, [[offset, nbytes], ...]], ...]}
@@ -64,7 +64,8 @@ def verify(reference: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _map(path: str) -> torch.Tensor:
-    """The arena as a uint8 tensor; the last few mappings are kept, since a process reads the same one again and again."""
+    """The arena as a uint8 tensor; the last few mappings are kept, since a process reads the same one again and
+    again."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as e:

@@ -2,7 +2,8 @@
 
     python -m elastic_rl.dcs.node --etcd host:port[,..] --job J --id N --host H --port P --arena-bytes B --run-dir D
 
-Port 0 takes a free one. Logs go to stderr. SIGTERM and SIGINT end it cleanly; exit status 2 means that it could not start.
+Port 0 takes a free one. Logs go to stderr. SIGTERM and SIGINT end it cleanly; exit status 2 means that it could not
+start.
 """
 
 from __future__ import annotations
@@ -242,8 +243,8 @@ class Server:
 
 
 class Registration:
-    """The node's record in etcd, under a lease; put anew when the lease is lost, so that commits which relied on the old
-    registration fail."""
+    """The node's record in etcd, under a lease; put anew when the lease is lost, so that commits which relied on the
+    old registration fail."""
 
     def __init__(self, store: Store, keys: Keys, record: DcsNode, ttl_s: int) -> None:
         self._store, self._keys, self._record, self._ttl_s = store, keys, record, ttl_s
@@ -312,7 +313,8 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
         registration = Registration(store, keys, record, args.lease_ttl_s)
         stack.callback(registration.remove)
         registration.put()
-        log.info("node %s serves %s:%d, arena %s of %d bytes", args.id, args.host, record.port, memory.path, memory.size)
+        log.info("node %s serves %s:%d, arena %s of %d bytes", args.id, args.host, record.port, memory.path,
+                 memory.size)
         while not stop.wait(args.beat_s):
             try:
                 registration.beat(table.stat()["used_bytes"])
@@ -326,7 +328,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=128)
     except OSError as e:
         raise MachineUnfit(f"port {port} on {host} cannot be bound (dcs.port): {e.strerror}",
-                           hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`) or set another dcs.port") from e
+                           hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or set another dcs.port"
+                           ) from e
 
 
 def main(argv: Sequence[str] | None = None) -> int:

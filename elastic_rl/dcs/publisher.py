@@ -1,4 +1,5 @@
-"""Publishing a version: copy the tensors into the host's arena, have them hashed, make them visible in one transaction."""
+"""Publishing a version: copy the tensors into the host's arena, have them hashed, make them visible in one
+transaction."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ from elastic_rl.errors import ElasticRLError, NodeUnavailable, OutcomeUnknown
 
 
 class Publisher:
-    """Publishes versions of one stream under one fencing epoch. One publish at a time; connections stay open between."""
+    """Publishes versions of one stream under one fencing epoch. One publish at a time; connections stay open
+    between."""
 
     def __init__(self, store: Store, keys: Keys, stream: str, *, epoch: int, owner: str, chunk_bytes: int,
                  replicas: int = 1, staging_ttl_s: int, io_timeout_s: float = 30.0, node: str = "") -> None:
-        """``replicas``: nodes that must hold every chunk before the commit. ``node``: id of the node to write to, where a
-        host has several."""
+        """``replicas``: nodes that must hold every chunk before the commit. ``node``: id of the node to write to, where
+        a host has several."""
         self.stream = stream
         self._store, self._keys = store, keys
         self._owner, self._chunk_bytes, self._replicas = owner, chunk_bytes, replicas
@@ -43,8 +45,8 @@ class Publisher:
                 also: Sequence[Op] = ()) -> Version:
         """Publishes named tensors of any device and layout as the stream's next version and returns it, committed.
 
-        ``meta`` must be JSON-able; ``also`` are writes that happen in the commit's transaction, or not at all. The tensors
-        are read once, in order, and may be made while they are read.
+        ``meta`` must be JSON-able; ``also`` are writes that happen in the commit's transaction, or not at all. The
+        tensors are read once, in order, and may be made while they are read.
 
         Raises Fenced (the epoch is over: stop), ArenaFull, NodeUnavailable, Conflict (aborted meanwhile), and whatever
         ``tensors`` raises; then nothing is visible, and the number is not used again.
@@ -52,18 +54,19 @@ class Publisher:
         """
         with self._lock:
             if self._lease is None or not self._lease.alive:
-                self._renew_lease()
-            assert self._lease is not None
-            staged = self._writer.begin(owner=self._owner, lease=self._lease.id, meta=meta)
+                self._drop_lease()
+                self._lease = self._store.keepalive(self._staging_ttl_s)
+            staged: Staged | None = None
             try:
+                staged = self._writer.begin(owner=self._owner, lease=self._lease.id, meta=meta)
                 node = self._hub.local()
                 manifest, nbytes, nodes = self._store_chunks(node, tensors)
                 version = self._writer.commit(staged, manifest=manifest, nbytes=nbytes, nodes=nodes, also=also,
                                               guards=[self._hub.guard(n) for n in nodes])
             except OutcomeUnknown:
                 # The chunks stay held: the commit may have happened, or may happen still. The lease that it depends on
-                # is given up, so that it cannot happen once the node's grace for dead publishers is over.
-                self._renew_lease()
+                # is given up, so that it cannot happen for ever.
+                self._drop_lease()
                 raise
             except BaseException:
                 self._give_up(staged)
@@ -73,11 +76,11 @@ class Publisher:
                     self._hub.connect(node_id).settle()
             return version
 
-    def _renew_lease(self) -> None:
+    def _drop_lease(self) -> None:
+        """Ends the lease, and with it every publish that is not committed."""
         old, self._lease = self._lease, None
         if old is not None:
             old.close()
-        self._lease = self._store.keepalive(self._staging_ttl_s)
 
     def _store_chunks(self, node: NodeConnection, tensors: Iterable[tuple[str, torch.Tensor]]
                       ) -> tuple[str, int, list[str]]:
@@ -139,19 +142,20 @@ class Publisher:
             self._arena.close()
             self._arena = None
 
-    def _give_up(self, staged: Staged) -> None:
-        """Leaves nothing behind; what cannot be reached now is cleaned up when our lease or connection ends."""
-        with contextlib.suppress(ElasticRLError):
-            self._writer.abort(staged)
+    def _give_up(self, staged: Staged | None) -> None:
+        """Leaves nothing behind; what cannot be reached now is cleaned up by the janitor, since our lease ends."""
+        try:
+            if staged is not None:
+                self._writer.abort(staged)
+        except ElasticRLError:
+            self._drop_lease()
         self._hub.close()  # gives open regions back and ends the holds
 
     def close(self) -> None:
         with self._lock:
             self._hub.close()
             self._detach()
-            if self._lease is not None:
-                self._lease.close()
-                self._lease = None
+            self._drop_lease()
 
     def __enter__(self) -> Self:
         return self

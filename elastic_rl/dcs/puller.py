@@ -24,8 +24,8 @@ _ATTEMPTS = 2
 
 
 class HeadWatch:
-    """Follows the head of a stream. The first ``get`` returns the present head, if there is one; each later one the newest
-    head that was not returned yet (those in between are skipped). Read by one thread."""
+    """Follows the head of a stream. The first ``get`` returns the present head, if there is one; each later one the
+    newest head that was not returned yet (those in between are skipped). Read by one thread."""
 
     def __init__(self, store: Store, keys: Keys, stream: str) -> None:
         self._store, self._key = store, keys.stream_head(stream)
