@@ -185,7 +185,8 @@ def _too_small(folder: Path, nbytes: int) -> MachineUnfit:
     mib = 1 << 20
     free, size = fs.f_bavail * fs.f_frsize // mib, fs.f_blocks * fs.f_frsize // mib
     return MachineUnfit(
-        f"{folder} has {free} MiB free of {size} MiB, and the arena needs {-(-nbytes // mib)} MiB (dcs.arena_bytes={nbytes})",
+        f"{folder} has {free} MiB free of {size} MiB, and the arena needs {-(-nbytes // mib)} MiB "
+        f"(dcs.arena_bytes={nbytes})",
         hint=f"set a smaller dcs.arena_bytes, or enlarge it: `mount -o remount,size=... {folder}` or "
              f"`docker run --shm-size=...`")
 
