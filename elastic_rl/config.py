@@ -131,7 +131,7 @@ class WarmupConfig(Section):
     batch_size: Positive = 64
     lr: float = 1e-3
     eval_every_steps: Positive = 5
-    """Held-out accuracy is taken this often; it can jump by 0.15 in five steps, so larger values overshoot the target."""
+    """Held-out accuracy is taken this often; it can jump by 0.1 in five steps, so rarer looks overshoot the target."""
 
 
 class TrainerConfig(Section):
@@ -191,6 +191,9 @@ class TrainConfig(Section):
     updates_per_step: Positive = 2
     """Optimiser updates on one batch of experience; the second and later ones are off-policy and clipped."""
     lr: float = 1e-3
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """RL steps over which the rate rises on a line to its value. Adam's moments start from zero here, and at the full
+    rate its first updates, all of nearly ``lr`` an element, undo what the supervised warm-up taught."""
     lr_decay: Literal["linear", "constant"] = "linear"
     """``linear``: from ``lr`` at the first step to ``lr_final_fraction`` of it at the last one; what the noise of the
     sampled groups shakes loose early then settles."""

@@ -159,13 +159,23 @@ def test_the_registry_knows_the_algorithm_of_the_default_config() -> None:
 
 
 def test_the_learning_rate_falls_on_a_line_to_its_share_and_stays_there() -> None:
-    cfg = TrainConfig(steps=101, lr=1e-3, lr_decay="linear", lr_final_fraction=0.1)
+    cfg = TrainConfig(steps=101, lr=1e-3, lr_warmup_steps=0, lr_decay="linear", lr_final_fraction=0.1)
     rates = [learning_rate(cfg, step) for step in (1, 51, 101, 500)]
     assert rates == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])
 
 
 def test_a_constant_rate_and_a_run_of_one_step_keep_the_rate() -> None:
-    assert learning_rate(TrainConfig(lr_decay="constant", lr=2e-3, steps=9), 9) == 2e-3
-    assert learning_rate(TrainConfig(lr_decay="linear", lr=2e-3, steps=1), 1) == 2e-3
+    assert learning_rate(TrainConfig(lr_decay="constant", lr=2e-3, steps=9, lr_warmup_steps=9), 9) == 2e-3
+    assert learning_rate(TrainConfig(lr_decay="linear", lr=2e-3, steps=1, lr_warmup_steps=0), 1) == 2e-3
     with pytest.raises(ValueError, match="from 1"):
         learning_rate(TrainConfig(), 0)
+
+
+@thorough
+@given(st.integers(1, 40), st.integers(1, 300), st.sampled_from(["linear", "constant"]))
+def test_the_learning_rate_rises_in_equal_parts_first(warmup: int, step: int, decay: str) -> None:
+    cfg = TrainConfig(steps=300, lr=1e-3, lr_warmup_steps=warmup, lr_decay=decay)
+    without = cfg.model_copy(update={"lr_warmup_steps": 0})
+    share = min(1.0, step / warmup)
+    assert learning_rate(cfg, step) == pytest.approx(learning_rate(without, step) * share)
+    assert 0 < learning_rate(cfg, step) <= cfg.lr
