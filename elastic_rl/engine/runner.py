@@ -15,7 +15,16 @@ from elastic_rl.dcs.puller import Puller
 from elastic_rl.engine.lifecycle import Life
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server import SGLangServer
-from elastic_rl.errors import ArenaFull, ChunkCorrupt, DeadlineExceeded, EngineFailed, VersionNotFound
+from elastic_rl.errors import (
+    ArenaFull,
+    ChunkCorrupt,
+    ChunkMissing,
+    DeadlineExceeded,
+    EngineFailed,
+    NodeUnavailable,
+    StoreUnavailable,
+    VersionNotFound,
+)
 from elastic_rl.processes import wait_until
 
 log = logging.getLogger(__name__)
@@ -25,6 +34,8 @@ POLICY = "policy"
 _TICK_S = 0.1
 _RECORD_LOOK_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
+# A pull that ended so changed nothing in the engine: it goes on with what it has and tries again.
+_PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StoreUnavailable, VersionNotFound)
 
 
 class EngineRunner:
@@ -41,6 +52,7 @@ class EngineRunner:
         self._pull_apply_s = 0.0
         self._tick_at = time.time()
         self._next_look = 0.0
+        self._unwritten = False  # the last write failed: what etcd says is older than the truth
         self._server = SGLangServer(
             ctx.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
             log=ctx.config.cluster_dir / "logs" / f"engine-{engine_id}.log",
@@ -85,32 +97,40 @@ class EngineRunner:
         puller = Puller(self._store, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=self._ctx.config.dcs.pin_ttl_s,
                         io_timeout_s=self._ctx.config.dcs.io_timeout_s)
         heads = puller.watch_head(POLICY)
+        wanted: Version | None = None
         try:
-            wanted = puller.head(POLICY)
             while not self._leaving:
                 self._tick_at = time.time()
-                self._obey_record()
                 if not self._server.alive():
                     raise EngineFailed("a process of the SGLang server ended")
-                if wanted is not None and wanted.number > self._life.version and not self._sync(puller, wanted):
-                    wanted = puller.head(POLICY)  # it was released meanwhile, or its bytes are on their way
-                    self._stop.wait(_TICK_S)
-                    continue
-                wanted = heads.get(_TICK_S)
+                try:
+                    self._obey_record()
+                    if wanted is None:
+                        wanted = heads.get(_TICK_S)
+                    elif self._sync(puller, wanted):
+                        wanted = None
+                    else:
+                        self._stop.wait(_TICK_S)
+                        wanted = puller.head(POLICY)  # the one that failed may have been released meanwhile
+                except StoreUnavailable as e:  # without etcd nothing new is decided, and the engine goes on serving
+                    log.warning("engine %s: %s", self._id, e)
         finally:
             heads.close()
+            puller.close()
 
     def _sync(self, puller: Puller, wanted: Version) -> bool:
         """Brings the engine to the version. False when it could not be fetched: the engine stays as it was."""
+        if wanted.number <= self._life.version:
+            return True
         began = time.monotonic()
         try:
             with puller.pull(POLICY, wanted.number) as pulled:
-                reference = pulled.reference()
-                self._life = self._life.begin(wanted.number)
-                if not self._write():  # before the first byte changes
-                    return True        # it is to leave the pool
-                self._server.apply(reference, wanted.number)
-        except (ChunkCorrupt, ArenaFull, VersionNotFound, DeadlineExceeded) as e:
+                begun = self._life.begin(wanted.number)
+                if not self._write(begun):  # before the first byte changes
+                    return True             # it is to leave the pool
+                self._life = begun
+                self._server.apply(pulled.reference(), wanted.number)
+        except _PULL_FAILED as e:
             log.warning("engine %s cannot fetch version %d: %s", self._id, wanted.number, e)
             return False
         self._pull_apply_s = time.monotonic() - began
@@ -176,6 +196,8 @@ class EngineRunner:
     # -- the record ------------------------------------------------------------------------------------------------
     def _obey_record(self) -> None:
         """Twice a second: whether the driver wrote DRAINING into the record, or took it away (a newer epoch did)."""
+        if self._unwritten:
+            self._write()
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -186,25 +208,26 @@ class EngineRunner:
         elif Engine.decode(found.value).state is EngineState.DRAINING:
             self._drain.set()
 
-    def _write(self) -> bool:
+    def _write(self, life: Life | None = None) -> bool:
         """Writes the record. The driver's wish to drain stands in the same record and is never overwritten; false when
         it is there. Raises StoreUnavailable."""
+        life = life or self._life
+
         def change(raw: bytes | None) -> bytes:
-            found = Engine.decode(raw) if raw else None
-            if found and found.state is EngineState.DRAINING and self._life.state not in _FINAL:
+            if raw and Engine.decode(raw).state is EngineState.DRAINING:
                 self._drain.set()
-            return self._record(EngineState.DRAINING if found and self._drain.is_set()
-                                and self._life.state not in _FINAL else self._life.state).encode()
+            ended = life.state in (EngineState.DEAD, EngineState.QUARANTINED)
+            return self._record(life, EngineState.DRAINING if self._drain.is_set() and not ended else life.state)
+
+        self._unwritten = True
         self._store.update(self._ctx.keys.engine(self._id), change)
+        self._unwritten = False
         return not self._drain.is_set()
 
-    def _record(self, state: EngineState) -> Engine:
+    def _record(self, life: Life, state: EngineState) -> bytes:
         server = self._server
         return Engine(id=self._id, pool=self._pool, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
-                      url=server.url if server.pid else "", pid=server.pid, version=self._life.version,
-                      applying=self._life.applying, started_at=self._started_at, updated_at=time.time(),
-                      pull_apply_s=self._pull_apply_s, reason=self._life.reason)
-
-
-_FINAL = (EngineState.DEAD, EngineState.QUARANTINED)
+                      url=server.url if server.pid else "", pid=server.pid, version=life.version,
+                      applying=life.applying, started_at=self._started_at, updated_at=time.time(),
+                      pull_apply_s=self._pull_apply_s, reason=life.reason).encode()
 

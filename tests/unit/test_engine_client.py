@@ -1,4 +1,4 @@
-"""The generation client: groups of one moment travel together, versions are told truly, failures become EngineFailed."""
+"""The generation client: groups of one moment travel together, versions are true, failures become EngineFailed."""
 
 from __future__ import annotations
 
