@@ -63,6 +63,8 @@ class Checkpoints:
             version = self._publishers[POLICY].publish(tensors, meta={
                 "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation})
             self.policy_version = version.number
+            log.info("published policy %d (%s step %d): gathered in %.3f s, committed in %.3f s", version.number,
+                     progress.phase, progress.step, gathered - start, time.perf_counter() - gathered)
         return Published(self.policy_version, gathered - start, time.perf_counter() - start)
 
     def save_state(self, progress: Progress) -> int:
