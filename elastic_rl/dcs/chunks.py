@@ -22,6 +22,8 @@ from elastic_rl.dcs.arena import Allocator
 from elastic_rl.dcs.manifest import Manifest, digest_of
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError
 
+_ROTTEN_KEPT = 10_000
+
 
 @dataclass
 class Chunk:
@@ -59,6 +61,7 @@ class ChunkTable:
         self._touch = 0
         self._pending: dict[int, Pending] = {}
         self._chunks: dict[str, Chunk] = {}
+        self._rotten: dict[str, None] = {}  # given up for their bytes, oldest first
         self._parsed: dict[str, frozenset[str]] = {}  # manifest digest -> its chunks
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -100,6 +103,7 @@ class ChunkTable:
             else:
                 self._space.shrink(offset, nbytes)
                 chunk = self._chunks[digest] = Chunk(digest, offset, nbytes, 0)
+                self._rotten.pop(digest, None)
             self._use(chunk, conn if hold else None)
             return chunk
 
@@ -147,7 +151,15 @@ class ChunkTable:
                     return True
                 del self._chunks[digest]
                 self._forget(chunk)
+                self._rotten[digest] = None
+                while len(self._rotten) > _ROTTEN_KEPT:
+                    del self._rotten[next(iter(self._rotten))]
         return False
+
+    def was_rotten(self, digest: str) -> bool:
+        """Whether the chunk was here, went bad, and has not come back since."""
+        with self._lock:
+            return digest in self._rotten
 
     def use(self, digest: str, conn: int | None) -> Chunk | None:
         """The chunk if it is here, marked as used now, and held for ``conn`` unless None."""

@@ -93,9 +93,10 @@ class Manifest:
                 raise ChunkCorrupt(f"a manifest has schema {value['schema']}; this release reads {SCHEMA}",
                                    hint="run one release of elastic-rl everywhere")
             chunks = [(str(d), int(n)) for d, n in value["chunks"]]
+            numbered = dict(enumerate(chunks))  # unlike a list, without negative indexes
             tensors = tuple(
                 TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape),
-                            tuple(Slice(chunks[i][0], int(offset), int(nbytes)) for i, offset, nbytes in slices))
+                            tuple(Slice(numbered[i][0], int(offset), int(nbytes)) for i, offset, nbytes in slices))
                 for name, dtype, shape, slices in value["tensors"])
         except (ValueError, KeyError, TypeError, IndexError) as e:
             raise ChunkCorrupt(f"a manifest cannot be read: {e!r}") from e

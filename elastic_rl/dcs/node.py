@@ -62,13 +62,13 @@ class Fetcher:
         for digest in digests:
             # Marked as used before it is verified: from then on no sweep can take it.
             chunk = self._table.use(digest, holder)
-            rotten = chunk is not None and not self._table.sound(digest)
-            if rotten or chunk is None:
-                if rotten:
+            went_bad = chunk is not None and not self._table.sound(digest)
+            if went_bad or chunk is None:
+                if went_bad:
                     log.error("chunk %s in this arena is corrupt; looking for another copy", digest)
                 if peers is None:
                     peers = self._peers(prefer)
-                chunk = self._from_peers(digest, peers, holder, rotten=rotten)
+                chunk = self._from_peers(digest, peers, holder)
             out.append(chunk)
         return out
 
@@ -76,7 +76,8 @@ class Fetcher:
         ids = [n.id for n in self._hub.nodes() if n.id != self._own_id]
         return sorted(ids, key=lambda node_id: (node_id not in prefer, node_id))
 
-    def _from_peers(self, digest: str, peers: Sequence[str], holder: int | None, *, rotten: bool) -> Chunk:
+    def _from_peers(self, digest: str, peers: Sequence[str], holder: int | None) -> Chunk:
+        rotten = self._table.was_rotten(digest)
         with self._lock:
             busy = self._busy.setdefault(digest, threading.Lock())
         try:

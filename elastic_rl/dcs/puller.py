@@ -17,10 +17,7 @@ from elastic_rl.coordinator.store import KeptLease, Store, Watch
 from elastic_rl.dcs import catalog, mapping
 from elastic_rl.dcs.client import HubClient, Located
 from elastic_rl.dcs.manifest import Manifest
-from elastic_rl.errors import ChunkCorrupt, Compacted, StoreUnavailable
-
-_ATTEMPTS = 2
-"""A pull is tried again when the node found or dropped a rotten copy in between."""
+from elastic_rl.errors import Compacted, StoreUnavailable
 
 
 class HeadWatch:
@@ -147,16 +144,10 @@ class Puller:
         holder = f"{self._holder}.{next(self._ids)}"  # the same version may be pulled twice at once
         version = catalog.pin(self._store, self._keys, stream, number, holder, self._pin_lease())
         try:
-            for attempt in range(1, _ATTEMPTS + 1):
-                try:
-                    return self._locate(version, holder)
-                except ChunkCorrupt:
-                    if attempt == _ATTEMPTS:
-                        raise
+            return self._locate(version, holder)
         except BaseException:
             self.unpin(version, holder)
             raise
-        raise AssertionError("unreachable")
 
     def _locate(self, version: Version, holder: str) -> Pulled:
         node = self._hub.local()
