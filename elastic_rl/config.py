@@ -158,7 +158,8 @@ class EngineConfig(Section):
     drain_timeout_s: Seconds = 60.0
     """Scale-in waits this long for the requests in flight to reach zero."""
     max_total_tokens: Positive = 16384
-    max_running_requests: Positive = 64
+    max_running_requests: Positive = 256
+    """Sequences decoded together; a step's samples of one engine should fit at once."""
     extra_args: list[str] = []
     """More arguments for sglang.launch_server, as they are."""
 

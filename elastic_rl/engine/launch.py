@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 
 import torch
 
@@ -54,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -167,17 +167,20 @@ class EngineRunner:
 
     def _end(self, reason: str) -> None:
         """Failed: dead, or quarantined when an update was under way. It never serves again; the driver replaces it."""
-        if self._stop.is_set():
-            self._store.delete(self._ctx.keys.engine(self._id))
+        if self._stop.is_set() or (self._drain.is_set() and self._life.state is EngineState.STARTING):
             self._unroute()
+            self._store.delete(self._ctx.keys.engine(self._id))  # it was asked to go: nothing failed
             return
         alive = self._server.alive()
         self._life = self._life.torn(reason) if self._life.applying and alive else self._life.died(reason)
         self._server.stop()  # first: from here on no token of it can come
-        self._write()
-        events.emit(self._store, self._ctx.keys, f"engine.{self._life.state}", self._id, severity=Severity.ERROR,
-                    message=f"engine {self._id}: {reason}", version=self._life.version, applying=self._life.applying)
-        self._unroute()
+        try:
+            self._write()
+            events.emit(self._store, self._ctx.keys, f"engine.{self._life.state}", self._id, severity=Severity.ERROR,
+                        message=f"engine {self._id}: {reason}", version=self._life.version,
+                        applying=self._life.applying)
+        finally:
+            self._unroute()
 
     def _route(self) -> None:
         try:
