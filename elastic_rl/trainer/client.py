@@ -90,7 +90,7 @@ class TrainerClient:
     def train(self, step: int, batch: TrainBatch, *, cursor: dict[str, Any] | None = None) -> dict[str, Any]:
         """Runs RL step ``step`` (the trainer's step + 1) and returns its metrics once its policy is published.
 
-        Keys: loss, grad_norm, logprob_diff_max, logprob_diff_mean, clip_fraction, kl, ratio_mean, tokens, train_s,
+        Keys: loss, grad_norm, lr, logprob_diff_max, logprob_diff_mean, clip_fraction, kl, ratio_mean, tokens, train_s,
         gather_s, publish_stall_s (seconds), policy_version, state_version (0 when no state was saved). ``cursor`` is
         kept with the state and handed back by ``wait_ready``. Raises TrainerFailed when the group is lost, hangs, or is
         at another step; ConfigError when the batch is refused.

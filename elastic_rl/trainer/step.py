@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elastic_rl.algorithms.registry import ALGOS
+from elastic_rl.algorithms.schedule import learning_rate
 from elastic_rl.config import Config
 from elastic_rl.data.tasks import Problem
 from elastic_rl.trainer.batch import TrainBatch
@@ -66,21 +67,25 @@ class Stepper:
         self.policy, self.adam, self.cfg, self.par = policy, adam, cfg, par
         self._loss = ALGOS[cfg.algorithm.name].loss
 
-    def train(self, batch: TrainBatch) -> dict[str, float]:
-        """``train.updates_per_step`` updates on the whole batch. Metrics are of all ranks; the log-prob differences are
-        taken before the first update, the others are of the last one. The ratio's old log-probs are the engine's."""
+    def train(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """``train.updates_per_step`` updates on the whole batch as RL step ``step``, counted from 1.
+
+        Metrics are of all ranks; the log-prob differences are taken before the first update, the others are of the last
+        one. The ratio's old log-probs are the engine's.
+        """
         start = time.perf_counter()
+        lr = learning_rate(self.cfg.train, step)
         metrics: dict[str, float] = {}
         differences: dict[str, float] = {}
         for update in range(self.cfg.train.updates_per_step):
-            metrics = self._update(batch)
+            metrics = self._update(batch, lr)
             if not update:
                 differences = {k: metrics[k] for k in ("logprob_diff_max", "logprob_diff_mean")}
-        return {**metrics, **differences, "train_s": time.perf_counter() - start}
+        return {**metrics, **differences, "lr": lr, "train_s": time.perf_counter() - start}
 
-    def _update(self, batch: TrainBatch) -> dict[str, float]:
+    def _update(self, batch: TrainBatch, lr: float) -> dict[str, float]:
         gradients = self.gradients(batch)
-        norm = self.adam.reduce_and_step(self.cfg.train.lr)
+        norm = self.adam.reduce_and_step(lr)
         return {**gradients, "grad_norm": norm}
 
     def gradients(self, batch: TrainBatch) -> dict[str, float]:

@@ -137,7 +137,7 @@ class Rank:
 
     def _train(self, batch: TrainBatch) -> None:
         self._report("train")
-        metrics: dict[str, Any] = dict(self.stepper.train(batch))
+        metrics: dict[str, Any] = dict(self.stepper.train(batch, self.progress.step + 1))
         cursor = self._job.cursor if self._job is not None else {}
         self.progress = self.progress.but(step=self.progress.step + 1, cursor=cursor)
         published = self.checkpoints.publish_policy(self.progress)
