@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _DRIVER_RESTARTS = 3
 _TICK_S = 0.25
+# Ray reads these when it is imported. Its GCS binds every interface, so a token is asked for, on purpose.
+_RAY_ENV = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
@@ -124,7 +126,7 @@ def _keep_driver(ctx: RunContext, store: Store, on_tick: Callable[[], None]) -> 
             events.emit(store, ctx.keys, "run.global_restart", ctx.job, f"the driver ended; global restart {start}",
                         severity=Severity.ERROR)
         driver = processes.spawn(command, log=ctx.config.cluster_dir / "logs" / "driver.log",
-                                 env={processes.RUN_MARK: str(ctx.config.cluster_dir)})
+                                 env={processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV})
         try:
             _wait_for(driver, on_tick)
         finally:

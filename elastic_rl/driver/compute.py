@@ -45,7 +45,6 @@ class ComputePlane:
     def start(self) -> None:
         cfg = self.ctx.config
         shutil.rmtree(ray_temp_dir(cfg.job), ignore_errors=True)  # left by a driver that was killed
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
                  object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(ray_temp_dir(cfg.job)),
                  _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
