@@ -69,7 +69,7 @@ class Scene:
 
     def finished(self) -> bool:
         found = self.store.get(self.keys.job_status())
-        return bool(found) and JobStatus.decode(found.value).phase in ("finished", "failed")
+        return found is not None and JobStatus.decode(found.value).phase in ("finished", "failed")
 
     def leader(self) -> Leader | None:
         items, _ = self.store.range(self.keys.leader_prefix())

@@ -32,7 +32,7 @@ class StoreUnavailable(ElasticRLError):
 
 
 class OutcomeUnknown(StoreUnavailable):
-    """A write was sent, its answer was lost, and no member answered since: it may have been applied, or may still be."""
+    """A write was sent and its answer lost, and no member answered since: it may have been applied, or may still be."""
 
 
 class StoreRefused(ElasticRLError):

@@ -7,7 +7,6 @@ connection and swallows the calls that land on it.
 from __future__ import annotations
 
 import enum
-import os
 import random
 import threading
 import time
@@ -15,14 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Our children are exec'ed at once after the fork, so gRPC has nothing to rescue there; its fork handlers would only
-# wait for running calls before each fork.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+import grpc
 
-import grpc  # noqa: E402
-
-from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb  # noqa: E402
-from elastic_rl.errors import (  # noqa: E402
+from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
+from elastic_rl.errors import (
     Compacted,
     ConfigError,
     ElasticRLError,

@@ -1,4 +1,4 @@
-"""The whole etcd keyspace of a job, in one place. Every other module asks here for a key and never builds one itself."""
+"""The whole etcd keyspace of a job, in one place. Every other module asks here for a key and builds none itself."""
 
 from __future__ import annotations
 
