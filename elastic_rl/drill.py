@@ -56,7 +56,7 @@ class Scene:
         return engines(self.store, self.keys)
 
     def ready(self) -> set[str]:
-        return {e.id for e in self.engines() if e.state is EngineState.READY and not e.applying}
+        return {e.id for e in self.engines() if e.state is EngineState.READY}
 
     def pool(self) -> PoolStatus | None:
         found = self.store.get(self.keys.pool_status(ROLLOUT_POOL))
@@ -97,12 +97,12 @@ class EngineKilled:
     name = "engine_killed"
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.victim = scene, ""
+        self.scene, self.victim, self.wanted = scene, "", scene.cfg.rollout.engines
 
     def inject(self) -> tuple[str, str]:
-        wait_until(self.scene.ready, timeout_s=_INJECT_S, what="a ready engine")
+        wait_until(lambda: len(self.scene.ready()) >= self.wanted, timeout_s=_INJECT_S, what="a pool of ready engines")
         engine = next(e for e in self.scene.engines() if e.state is EngineState.READY)
-        self.victim, self.wanted = engine.id, len(self.scene.ready())
+        self.victim = engine.id
         return engine.id, _kill(engine.pid)
 
     def detected(self) -> bool:

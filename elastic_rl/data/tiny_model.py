@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as hf_logging
 
 from elastic_rl.config import Config
 from elastic_rl.data.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, make_tokenizer
@@ -41,6 +42,7 @@ def make_model_dir(path: Path | str, cfg: Config) -> Path:
         model = Qwen3ForCausalLM(hf_config(cfg)).to(getattr(torch, cfg.device.dtype))
     # Engines read the token that ends an answer from here.
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    hf_logging.disable_progress_bar()  # one shard; the bar would stand in the middle of the live view
     model.save_pretrained(partial)
     make_tokenizer().save_pretrained(partial)
     partial.rename(target)

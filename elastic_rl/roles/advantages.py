@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic_rl.algorithms.advantages import group_relative
+from elastic_rl.algorithms.registry import ALGOS
 from elastic_rl.roles.contract import Role
 
 
@@ -13,6 +13,5 @@ class AdvantagesRole(Role):
 
     async def compute(self, rewards: list[list[float]]) -> list[list[float]]:
         """Rewards [groups, samples] → advantages of the same shape."""
-        out = group_relative(torch.tensor(rewards, dtype=torch.float32),
-                             normalize_std=self.ctx.config.algorithm.normalize_std)
-        return out.tolist()
+        cfg = self.ctx.config.algorithm
+        return ALGOS[cfg.name].advantages(torch.tensor(rewards, dtype=torch.float32), cfg.normalize_std).tolist()
