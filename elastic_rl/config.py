@@ -102,12 +102,12 @@ class DcsConfig(Section):
 class ModelConfig(Section):
     path: str = ""
     """Folder of an HF model to start from; empty: a tiny one of the shape below is made from the seed."""
-    hidden_size: Positive = 96
-    intermediate_size: Positive = 256
+    hidden_size: Positive = 64
+    intermediate_size: Positive = 192
     num_layers: Positive = 2
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
-    head_dim: Positive = 24
+    head_dim: Positive = 16
     max_positions: Positive = 64
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
@@ -184,7 +184,7 @@ class AlgorithmConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Annotated[int, Field(ge=1)] = 220
+    steps: Annotated[int, Field(ge=1)] = 200
     """Optimiser steps of RL."""
     prompts_per_step: Positive = 64
     group_size: Annotated[int, Field(ge=2)] = 8
