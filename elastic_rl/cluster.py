@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-import psutil
 import yaml
 
 from elastic_rl import etcd_server, processes
@@ -244,8 +243,10 @@ class Cluster:
         records = self.book.all()
         stopped = [f"compute {pid}" for pid in processes.sweep(str(self.dir))]
         stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
-        stopped += self._sweep_strays()
+        # Marked, but without a record: a service whose start was interrupted.
+        stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self._unlink_segments()
+        shutil.rmtree(self.cfg.ray_dir, ignore_errors=True)
         if not self.cfg.etcd.endpoints:
             shutil.rmtree(self.dir / "etcd", ignore_errors=True)
         for name in ("cluster.json", "tokens.json", "credentials.json"):
@@ -260,20 +261,6 @@ class Cluster:
                 stopped.append(record.name)
             self.book.forget(record.name)
         return stopped
-
-    def _sweep_strays(self) -> list[str]:
-        """Ends processes that carry this cluster's mark but have no record: a service whose start was interrupted."""
-        mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-        strays = []
-        for process in psutil.process_iter():
-            try:
-                if process.pid not in mine and process.environ().get(OWNER_ENV) == str(self.dir):
-                    process.kill()
-                    strays.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        psutil.wait_procs(strays, timeout=5.0)
-        return [f"stray {p.pid}" for p in strays]
 
     def _unlink_segments(self) -> None:
         for segment in self.segments():

@@ -6,6 +6,8 @@ Names carry their unit (``_s`` seconds, ``_bytes`` bytes). An unknown key is an 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -256,6 +258,12 @@ class Config(Section):
     def cluster_dir(self) -> Path:
         """Folder of the cluster's logs, pids and addresses."""
         return self.job_dir / "cluster"
+
+    @property
+    def ray_dir(self) -> Path:
+        """Ray's folder of the job: short, since Ray puts sockets below it, whose paths are limited to 107 bytes."""
+        name = hashlib.sha256(str(self.cluster_dir.resolve()).encode()).hexdigest()[:8]
+        return Path(tempfile.gettempdir()) / f"erl-{name}"
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,32 +57,47 @@ def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
             raise MachineUnfit(f"cannot start {cmd[0]}: {e.strerror}", hint="run `elastic-rl doctor`") from e
 
 
-def stop(pid: int, *, grace_s: float = 5.0, group: bool = True) -> None:
+def stop(pid: int, *, grace_s: float = 5.0) -> None:
     """Ends a process that we started, and its group: SIGTERM, then after ``grace_s`` SIGKILL. Absent ones are fine."""
-    if not psutil.pid_exists(pid):
-        return
-    # Grandchildren may have left the group (torch and SGLang do); their pids are taken before the parent goes.
     try:
-        victims = psutil.Process(pid).children(recursive=True)
+        process = psutil.Process(pid)
+        # Grandchildren may have left the group (torch and SGLang do); they are found before the parent goes.
+        family = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
-        victims = []
-    _signal(pid, signal.SIGTERM, group)
+        return
+    _signal_group(pid, signal.SIGTERM)
     try:
-        psutil.Process(pid).wait(grace_s)
+        process.wait(grace_s)
     except (psutil.TimeoutExpired, psutil.NoSuchProcess):
         pass
-    _signal(pid, signal.SIGKILL, group)
-    for victim in victims:
+    _kill(family, grace_s=grace_s)
+    _signal_group(pid, signal.SIGKILL)
+
+
+def _kill(family: Iterable[psutil.Process], *, grace_s: float) -> None:
+    """SIGKILL to all of them, but to Python's resource trackers last, and only if they do not end by themselves: they
+    unlink the named semaphores of the processes that were just killed."""
+    trackers: list[psutil.Process] = []
+    others: list[psutil.Process] = []
+    for process in family:
         try:
-            victim.kill()
-        except psutil.NoSuchProcess:
-            pass
-    psutil.wait_procs(victims, timeout=grace_s)
+            (trackers if "resource_tracker" in " ".join(process.cmdline()) else others).append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    for group in (others, trackers):
+        if group is trackers:
+            group = psutil.wait_procs(trackers, timeout=grace_s)[1]
+        for process in group:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(group, timeout=grace_s)
 
 
-def _signal(pid: int, sig: int, group: bool) -> None:
+def _signal_group(pid: int, sig: int) -> None:
     try:
-        (os.killpg if group else os.kill)(pid, sig)
+        os.killpg(pid, sig)
     except (ProcessLookupError, PermissionError):
         pass
 
@@ -91,28 +106,23 @@ RUN_MARK = "ELASTIC_RL_RUN"
 """Environment variable that every process of a run's compute plane inherits; its value names the run."""
 
 
-def marked(run: str) -> list[psutil.Process]:
-    """Processes of this user that carry the run's mark, this one and its ancestors left out."""
+def marked(value: str, variable: str = RUN_MARK) -> list[psutil.Process]:
+    """Processes of this user that carry the mark in their environment, this one and its ancestors left out."""
     found = []
     own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     for process in psutil.process_iter():
         try:
-            if process.pid not in own and process.environ().get(RUN_MARK) == run:
+            if process.pid not in own and process.environ().get(variable) == value:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
 
 
-def sweep(run: str, *, grace_s: float = 5.0) -> list[int]:
+def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list[int]:
     """Ends whatever a dead run left behind: Ray's agents outlive a driver that was killed; the mark finds them."""
-    victims = marked(run)
-    for process in victims:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(victims, timeout=grace_s)
+    victims = marked(value, variable)
+    _kill(victims, grace_s=grace_s)
     return [p.pid for p in victims]
 
 

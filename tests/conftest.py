@@ -7,7 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# How long an example takes says nothing about the code on a machine that does something else too.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of the tests, such as etcd_server
 

@@ -3,11 +3,8 @@ start, reconcile and close. Every process in it is a descendant of the driver an
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
-import tempfile
-from pathlib import Path
 
 import ray
 from ray import serve
@@ -29,11 +26,6 @@ _LOGICAL_CPUS = 256
 _OBJECT_STORE_BYTES = 80 << 20
 
 
-def ray_temp_dir(job: str) -> Path:
-    """Ray's folder of a job: short, since Ray puts sockets below it and their paths are limited to 107 bytes."""
-    return Path(tempfile.gettempdir()) / f"erl-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
-
-
 class ComputePlane:
     def __init__(self, ctx: RunContext, store: Store) -> None:
         self.ctx, self.store = ctx, store
@@ -43,9 +35,9 @@ class ComputePlane:
 
     def start(self) -> None:
         cfg = self.ctx.config
-        shutil.rmtree(ray_temp_dir(cfg.job), ignore_errors=True)  # left by a driver that was killed
+        shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed
         ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
-                 object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(ray_temp_dir(cfg.job)),
+                 object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
                  _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
         self.router.start()
         self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
@@ -97,4 +89,4 @@ class ComputePlane:
             serve.shutdown()
             ray.shutdown()
         self.router.stop()
-        shutil.rmtree(ray_temp_dir(self.ctx.config.job), ignore_errors=True)
+        shutil.rmtree(self.ctx.config.ray_dir, ignore_errors=True)

@@ -62,13 +62,15 @@ def version_lags(steps: Sequence[Record]) -> dict[str, dict[int, int]]:
     """Engine id → step → versions that the engine lay behind the head the step began with.
 
     A step's record names the version published at its end, so the head it began with is the step before's; an engine
-    that is not in a step's record did not serve it.
+    that is not in a step's record, or not ready in it, did not serve it.
     """
     lags: dict[str, dict[int, int]] = {}
     head: int | None = None
     for record in steps:
         began_with = head if head is not None else int(record.get("policy_version") or 1) - 1
         for engine in record.get("engines") or []:
+            if engine.get("state", "ready") != "ready":
+                continue  # it is starting or leaving: the router sends it nothing
             # An engine may be ahead of the remembered head: a recovered trainer published again in between.
             lag = max(0, began_with - int(engine.get("version") or 0))
             lags.setdefault(str(engine["id"]), {})[int(record["step"])] = lag

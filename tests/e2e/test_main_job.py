@@ -17,7 +17,6 @@ import pytest
 from elastic_rl import config, processes, train
 from elastic_rl.cluster import Cluster
 from elastic_rl.drill import CoordinatorKilled, EngineKilled, FaultPlan, PoolScaled, TrainerRankKilled
-from elastic_rl.driver.compute import ray_temp_dir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -45,7 +44,7 @@ class Job:
         mine = [p for p in psutil.process_iter(["cmdline"]) if self.cfg.job in " ".join(p.info["cmdline"] or [])]
         return [*(f"process {p.pid}" for p in [*mine, *processes.marked(run)]),
                 *map(str, Path("/dev/shm").glob(f"*{self.cfg.job}*")),
-                *([str(ray_temp_dir(self.cfg.job))] if ray_temp_dir(self.cfg.job).exists() else [])]
+                *([str(self.cluster.cfg.ray_dir)] if self.cluster.cfg.ray_dir.exists() else [])]
 
 
 @pytest.fixture
