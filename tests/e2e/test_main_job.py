@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 class Job:
     """One job on a cluster of its own, in a folder of its own."""
 
-    def __init__(self, run_dir: Path, **train_settings: int) -> None:
-        settings = [f"--train.{k}={v}" for k, v in train_settings.items()]
+    def __init__(self, run_dir: Path, settings: dict[str, int]) -> None:
         self.cfg = config.load(overrides=[
-            f"--job=e2e-{secrets.token_hex(4)}", f"--run_dir={run_dir}", "--train.eval_every_steps=1000", *settings])
+            f"--job=e2e-{secrets.token_hex(4)}", f"--run_dir={run_dir}", "--train.eval_every_steps=1000",
+            *(f"--{key}={value}" for key, value in settings.items())])
         self.cluster = Cluster(self.cfg)
 
     def run(self, plan: FaultPlan | None = None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
-    job = Job(tmp_path, **getattr(request, "param", {}))
+    job = Job(tmp_path, request.param)
     try:
         yield job
     finally:
@@ -66,10 +66,10 @@ def assert_sound(report: dict[str, Any], steps: int) -> None:
     assert report["versions_committed"] > steps
 
 
-@pytest.mark.parametrize("job", [{"steps": 40}], indirect=True)
+@pytest.mark.parametrize("job", [{"train.steps": 60}], indirect=True)
 def test_a_short_run_learns_and_leaves_nothing_behind(job: Job) -> None:
     report = job.run()
-    assert_sound(report, 40)
+    assert_sound(report, 60)
     assert 0.2 <= report["heldout_first"] <= 0.6
     assert report["heldout_last"] >= report["heldout_first"] + 0.1
     assert report["reward_last"] > report["reward_first"]
@@ -85,14 +85,14 @@ def fault_of(report: dict[str, Any], name: str) -> dict[str, Any]:
     return fault
 
 
-@pytest.mark.parametrize("job", [{"steps": 20}], indirect=True)
+@pytest.mark.parametrize("job", [{"train.steps": 60}], indirect=True)
 def test_a_killed_engine_is_replaced_while_the_run_goes_on(job: Job) -> None:
     report = job.run(lambda scene, steps: [(3, EngineKilled(scene))])
-    assert_sound(report, 20)
+    assert_sound(report, 60)
     assert "SIGKILL" in fault_of(report, "engine_killed")["witness"]
 
 
-@pytest.mark.parametrize("job", [{"steps": 12, "state_every_steps": 5}], indirect=True)
+@pytest.mark.parametrize("job", [{"train.steps": 12, "train.state_every_steps": 5}], indirect=True)
 def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Job) -> None:
     report = job.run(lambda scene, steps: [(7, TrainerRankKilled(scene))])
     assert_sound(report, 12)
@@ -100,18 +100,19 @@ def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Jo
     assert 0 < report["steps_redone"] <= 5
 
 
-@pytest.mark.parametrize("job", [{"steps": 12}], indirect=True)
-def test_a_killed_leading_coordinator_stops_nothing(job: Job) -> None:
+@pytest.mark.parametrize("job", [{"train.steps": 20, "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}],
+                         indirect=True)
+def test_a_killed_leading_coordinator_stops_nothing_and_data_parallel_ranks_train_too(job: Job) -> None:
     report = job.run(lambda scene, steps: [(3, CoordinatorKilled(scene))])
-    assert_sound(report, 12)
+    assert_sound(report, 20)
     fault_of(report, "coordinator_killed")
 
 
-@pytest.mark.parametrize("job", [{"steps": 60}], indirect=True)
+@pytest.mark.parametrize("job", [{"train.steps": 100}], indirect=True)
 def test_the_pool_grows_and_shrinks_under_a_running_job(job: Job) -> None:
     report = job.run(lambda scene, steps: [(3, PoolScaled(scene, "pool_scaled_out", +1)),
                                            (4, PoolScaled(scene, "pool_scaled_in", -1))])
-    assert_sound(report, 60)
+    assert_sound(report, 100)
     fault_of(report, "pool_scaled_out")
     fault_of(report, "pool_scaled_in")
     assert len(report["engines"]) == 3
