@@ -186,7 +186,7 @@ class AlgorithmConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Annotated[int, Field(ge=1)] = 200
+    steps: Annotated[int, Field(ge=1)] = 240
     """Optimiser steps of RL."""
     prompts_per_step: Positive = 64
     group_size: Annotated[int, Field(ge=2)] = 8

@@ -6,7 +6,7 @@ from typing import Any
 
 from elastic_rl.context import RunContext
 from elastic_rl.engine.runner import EngineRunner
-from elastic_rl.telemetry import logs
+from elastic_rl.telemetry import logs, traces
 
 
 class EngineActor:
@@ -14,6 +14,7 @@ class EngineActor:
 
     def __init__(self, ctx: RunContext, engine_id: str) -> None:
         logs.setup(f"engine-{engine_id}", ctx.config.telemetry.log_level)
+        traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.engine")
         self._runner = EngineRunner(ctx, engine_id)
 
     def run(self) -> None:

@@ -26,6 +26,7 @@ from elastic_rl.errors import (
     VersionNotFound,
 )
 from elastic_rl.processes import wait_until
+from elastic_rl.telemetry import traces
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ class EngineRunner:
             return True
         began = time.monotonic()
         try:
-            with puller.pull(POLICY, wanted.number) as pulled:
+            with traces.span("engine.sync", parent=traces.extract(wanted.meta.get("trace", {})), engine=self._id,
+                             version=wanted.number), puller.pull(POLICY, wanted.number) as pulled:
                 begun = self._life.begin(wanted.number)
                 if not self._write(begun):  # before the first byte changes
                     return True             # it is to leave the pool

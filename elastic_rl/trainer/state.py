@@ -12,6 +12,7 @@ from elastic_rl.context import RunContext
 from elastic_rl.coordinator.store import Store
 from elastic_rl.dcs.publisher import Publisher
 from elastic_rl.dcs.puller import Puller
+from elastic_rl.telemetry import traces
 from elastic_rl.trainer import snapshot
 from elastic_rl.trainer.channel import share_numbers
 from elastic_rl.trainer.model import Policy
@@ -60,8 +61,11 @@ class Checkpoints:
                     tensors.append((name, tensor.cpu()))
         gathered = time.perf_counter()
         if self.par.rank == 0:
-            version = self._publishers[POLICY].publish(tensors, meta={
-                "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation})
+            with traces.span("trainer.publish", step=progress.step):
+                # The trace goes with the version, so that an engine's sync is seen as the publish's consequence.
+                version = self._publishers[POLICY].publish(tensors, meta={
+                    "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation,
+                    "trace": traces.inject()})
             self.policy_version = version.number
             log.info("published policy %d (%s step %d): gathered in %.3f s, committed in %.3f s", version.number,
                      progress.phase, progress.step, gathered - start, time.perf_counter() - gathered)

@@ -22,7 +22,7 @@ from elastic_rl.coordinator.store import Store
 from elastic_rl.data.tasks import Addition
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.processes import die_with_parent
-from elastic_rl.telemetry import logs
+from elastic_rl.telemetry import logs, traces
 from elastic_rl.trainer import parallel
 from elastic_rl.trainer.batch import TrainBatch
 from elastic_rl.trainer.channel import Command, Kind, share
@@ -163,6 +163,7 @@ def serve(context_file: str) -> None:
     ctx = RunContext.load(Path(context_file))
     rank = int(os.environ["RANK"])
     logs.setup(f"trainer-rank-{rank}", ctx.config.telemetry.log_level)
+    traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.trainer")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     try:
         with ctx.store() as store:
