@@ -43,6 +43,12 @@ def epoch_guard(keys: Keys, number: int) -> Compare:
     return Compare.version(keys.epoch(), "==", number)
 
 
+def write(store: Store, keys: Keys, number: int, *ops: Op) -> None:
+    """Carries the operations out if ``number`` is still the epoch that may write; raises Fenced, with nothing done."""
+    if not store.txn([epoch_guard(keys, number)], ops).succeeded:
+        raise Fenced(f"epoch {number} of job {keys.job} is over", hint="stop; another incarnation runs the job")
+
+
 def require_epoch(store: Store, keys: Keys, number: int) -> None:
     """Raises Fenced unless ``number`` is the epoch that may write; so a failed guard is told from other conditions."""
     now = current_epoch(store, keys)

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_rl.context import RunContext
-from elastic_rl.coordinator import events
+from elastic_rl.coordinator import epochs, events
 from elastic_rl.coordinator.records import Engine, EngineState, PoolSpec, PoolStatus, Severity
 from elastic_rl.coordinator.store import Compare, Op, Store
 from elastic_rl.driver.placement import Placed, gpus_per_engine
@@ -44,10 +44,11 @@ class EnginePool:
         """Writes the first spec if there is none and forgets engines of older epochs: they died with their driver."""
         key = self.keys.pool_spec(self.name)
         spec = PoolSpec(name=self.name, desired=self.ctx.config.rollout.engines)
-        self.store.txn([Compare.absent(key)], [Op.put(key, spec.encode())])
+        self.store.txn([Compare.absent(key), epochs.epoch_guard(self.keys, self.ctx.epoch)],
+                       [Op.put(key, spec.encode())])
         for engine in self._records().values():
             if engine.epoch < self.ctx.epoch:
-                self.store.delete(self.keys.engine(engine.id))
+                self._write(Op.delete(self.keys.engine(engine.id)))
 
     def reconcile(self) -> None:
         self._reap()
@@ -91,7 +92,8 @@ class EnginePool:
     def _set_state(self, record: Engine, state: EngineState) -> None:
         def change(raw: bytes | None) -> bytes | None:
             return Engine.decode(raw).but(state=state, updated_at=time.time()).encode() if raw else None
-        self.store.update(self.keys.engine(record.id), change)
+        self.store.update(self.keys.engine(record.id), change,
+                          guards=[epochs.epoch_guard(self.keys, self.ctx.epoch)])
 
     def _reap(self) -> None:
         """Takes away what has ended; an engine that ended without being asked to counts as a failure."""
@@ -117,9 +119,13 @@ class EnginePool:
                 if not slot.was_ready:
                     self._budget = self._budget.after_failure(time.time())
             slot.placed.remove()
-            self.store.delete(self.keys.engine(engine_id))
+            self._write(Op.delete(self.keys.engine(engine_id)))
 
     # -- etcd ---------------------------------------------------------------------------------------------------
+    def _write(self, op: Op) -> None:
+        """Raises Fenced once a newer driver has begun its epoch: this one then ends and touches nothing more."""
+        epochs.write(self.store, self.keys, self.ctx.epoch, op)
+
     def _records(self) -> dict[str, Engine]:
         items, _ = self.store.range(self.keys.engines_prefix())
         return {e.id: e for e in (Engine.decode(kv.value) for kv in items) if e.pool == self.name}
@@ -137,5 +143,5 @@ class EnginePool:
         status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
                             starting=count[EngineState.STARTING] + count[EngineState.SYNCING])
         if status != self._status:
-            self.store.put(self.keys.pool_status(self.name), status.encode())
+            self._write(Op.put(self.keys.pool_status(self.name), status.encode()))
             self._status = status

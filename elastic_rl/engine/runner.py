@@ -9,7 +9,7 @@ import zlib
 from typing import Any
 
 from elastic_rl.context import RunContext
-from elastic_rl.coordinator import events
+from elastic_rl.coordinator import epochs, events
 from elastic_rl.coordinator.records import Engine, EngineState, Severity, Version
 from elastic_rl.dcs.puller import Puller
 from elastic_rl.engine.lifecycle import Life
@@ -215,7 +215,7 @@ class EngineRunner:
 
     def _write(self, life: Life | None = None) -> bool:
         """Writes the record. The driver's wish to drain stands in the same record and is never overwritten; false when
-        it is there. Raises StoreUnavailable."""
+        it is there. Raises StoreUnavailable, and Fenced when the epoch is over: the engine then ends."""
         life = life or self._life
 
         def change(raw: bytes | None) -> bytes:
@@ -225,7 +225,8 @@ class EngineRunner:
             return self._record(life, EngineState.DRAINING if self._drain.is_set() and not ended else life.state)
 
         self._unwritten = True
-        self._store.update(self._ctx.keys.engine(self._id), change)
+        self._store.update(self._ctx.keys.engine(self._id), change,
+                           guards=[epochs.epoch_guard(self._ctx.keys, self._ctx.epoch)])
         self._unwritten = False
         return not self._drain.is_set()
 

@@ -11,7 +11,7 @@ from ray import serve
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import events
 from elastic_rl.coordinator.records import Severity
-from elastic_rl.errors import ElasticRLError
+from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.roles.contract import Role
 from elastic_rl.roles.loop import TrainingLoop
 from elastic_rl.roles.peers import Peers
@@ -40,6 +40,9 @@ class ActorRole(Role):
     def _run(self) -> None:
         try:
             self.loop.run()
+        except Fenced as e:
+            log.warning("a newer incarnation runs the job: %s", e)
+            self._failure = e
         except ElasticRLError as e:
             log.exception("the run stopped")
             self._failure = e

@@ -44,7 +44,8 @@ class TrainingLoop:
         self.reward = REWARDS["exact_match"]
         self.ledger = Ledger(store, self.keys)
         self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl")
-        self.status = JobStatusWriter(store, self.keys, steps=self.cfg.train.steps, seed=self.cfg.seed)
+        self.status = JobStatusWriter(store, self.keys, epoch=ctx.epoch, steps=self.cfg.train.steps,
+                                      seed=self.cfg.seed)
         self.max_response = max(len(p.answer_ids) for p in self.task.train + self.task.heldout)
         self.max_prompt = max(len(p.prompt_ids) for p in self.task.train + self.task.heldout)
         self.step = 0
@@ -77,7 +78,7 @@ class TrainingLoop:
         """Takes the trainer's committed step as the truth."""
         self._phase, self._incarnation = status.phase, status.incarnation
         self.step, self.policy_version = (status.step if status.phase == "rl" else 0), status.policy_version
-        self.ledger.rewind(self.step)
+        self.ledger.rewind(self.step, epoch=self.ctx.epoch)
         self.status.write(self._phase, step=self.step, policy_version=self.policy_version)
 
     def _recover(self, failure: TrainerFailed) -> None:

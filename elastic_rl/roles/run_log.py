@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from elastic_rl.coordinator import epochs
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import JobStatus
-from elastic_rl.coordinator.store import Store
+from elastic_rl.coordinator.store import Op, Store
 
 
 class RunLog:
@@ -33,12 +34,13 @@ class RunLog:
 class JobStatusWriter:
     """Keeps the latest status in memory only to write the next one; the truth is the record in etcd."""
 
-    def __init__(self, store: Store, keys: Keys, *, steps: int, seed: int) -> None:
-        self._store, self._key = store, keys.job_status()
-        found = store.get(self._key)
+    def __init__(self, store: Store, keys: Keys, *, epoch: int, steps: int, seed: int) -> None:
+        self._store, self._keys, self._epoch = store, keys, epoch
+        found = store.get(keys.job_status())
         self.latest = JobStatus.decode(found.value) if found else JobStatus(
             phase="starting", steps=steps, seed=seed, started_at=time.time(), updated_at=time.time())
 
     def write(self, phase: str, **changes: Any) -> None:
+        """Raises Fenced when a newer incarnation runs the job."""
         self.latest = self.latest.but(phase=phase, updated_at=time.time(), **changes)
-        self._store.put(self._key, self.latest.encode())
+        epochs.write(self._store, self._keys, self._epoch, Op.put(self._keys.job_status(), self.latest.encode()))
