@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -86,7 +87,8 @@ class Scene:
 def _kill(pid: int) -> str:
     """kill -9 of one process, and the proof that it is gone."""
     process = psutil.Process(pid)
-    name = " ".join(process.cmdline()[:4])[:80]
+    program, *args = process.cmdline()
+    name = " ".join([Path(program).name, *args[:3]])[:80]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
                timeout_s=_INJECT_S, what=f"the end of pid {pid}", poll_s=0.01)
