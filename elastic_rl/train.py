@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 _DRIVER_RESTARTS = 3
 _TICK_S = 0.25
-# Ray reads these when it is imported. Its GCS binds every interface, so a token is asked for, on purpose. Its workers are
-# nice by default, and so would be the trainer ranks below them, whose collectives wait for the rank that runs last.
+# Ray reads these when it is imported. Its GCS binds every interface, so a token is asked for, on purpose. Its workers
+# are nice by default, and so would be the trainer ranks below them, whose collectives wait for the slowest rank.
 _RAY_ENV = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
