@@ -186,14 +186,16 @@ class AlgorithmConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: Annotated[int, Field(ge=1)] = 240
-    """Optimiser steps of RL."""
+    steps: Annotated[int, Field(ge=1)] = 400
+    """Steps of RL at most; slow seeds need them, most are done after a third (``stop_heldout``)."""
+    stop_heldout: Annotated[float, Field(gt=0)] | None = 0.97
+    """RL ends once two evaluations in a row are at least this; unset (null): never before ``steps``."""
     prompts_per_step: Positive = 64
     group_size: Annotated[int, Field(ge=2)] = 8
     """Samples of one prompt; their rewards are compared with one another."""
     updates_per_step: Positive = 2
     """Optimiser updates on one batch of experience; the second and later ones are off-policy and clipped."""
-    lr: float = 1e-3
+    lr: float = 7e-4
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 20
     """RL steps over which the rate rises on a line to its value. Adam's moments start from zero here, and at the full
     rate its first updates, all of nearly ``lr`` an element, undo what the supervised warm-up taught."""

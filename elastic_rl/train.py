@@ -46,9 +46,12 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
         on_tick: Callable[[], None] | None = None) -> int:
     """Trains until the run ends; returns 0 when it finished, 1 when it failed. Always writes the report.
 
-    With ``faults`` the ``fault_plan`` is played on it. ``on_tick`` is called every quarter of a second: the live view.
+    With ``faults`` the ``fault_plan`` is played on it, and the run takes all its steps, so that every fault gets its
+    turn. ``on_tick`` is called every quarter of a second: the live view.
     Raises ConfigError for a job that is already done, or that another process is training.
     """
+    if faults:
+        cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"stop_heldout": None})})
     with _only_one(cfg):
         return _run(prepare(cfg, info), info, fault_plan if faults else None, on_tick or (lambda: None))
 

@@ -51,6 +51,7 @@ class TrainingLoop:
         self.step = 0
         self.policy_version = 0
         self.finished = False
+        self._heldout: list[float] = []
         self._incarnation = ""
 
     # -- the run ------------------------------------------------------------------------------------------------
@@ -65,14 +66,19 @@ class TrainingLoop:
     def _advance(self) -> None:
         if self._phase == "warmup":
             self._warmup()
-        while self.step < self.cfg.train.steps:
+        while self.step < self.cfg.train.steps and not self._good_enough():
             self._train_step(self.step + 1)
             if self.step % self.cfg.train.eval_every_steps == 0 or self.step == self.cfg.train.steps:
                 self._evaluate()
         self.finished = True
         self.member.progress(self.step, "finished")
         self.status.write("finished", step=self.step)
-        events.emit(self.store, self.keys, "run.finished", self.ctx.job, f"all {self.step} steps are done")
+        events.emit(self.store, self.keys, "run.finished", self.ctx.job, f"done after {self.step} steps")
+
+    def _good_enough(self) -> bool:
+        """Two evaluations in a row, so that one lucky draw of the weights does not end a run."""
+        goal = self.cfg.train.stop_heldout
+        return goal is not None and len(self._heldout) >= 2 and min(self._heldout[-2:]) >= goal
 
     def _take_up(self, status: TrainerStatus) -> None:
         """Takes the trainer's committed step as the truth."""
@@ -144,6 +150,7 @@ class TrainingLoop:
         groups = self._sample(self.task.heldout, 1, temperature=0.0)
         right = sum(self.reward(p, g[0].token_ids) for p, g in zip(self.task.heldout, groups, strict=True))
         heldout = right / len(groups)
+        self._heldout.append(heldout)
         self.run_log.write("eval", step=self.step, heldout=heldout, policy_version=self.policy_version)
         self.status.write(self._phase, heldout=heldout)
 
