@@ -8,6 +8,7 @@ group is lost the loop waits until it re-formed, takes the step it resumed at as
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from elastic_rl.context import RunContext
@@ -30,6 +31,11 @@ from elastic_rl.telemetry import traces
 from elastic_rl.trainer.client import TrainerClient, TrainerStatus
 
 log = logging.getLogger(__name__)
+
+
+def reached(heldout: Sequence[float], goal: float | None) -> bool:
+    """Whether a run may end early: two evaluations in a row at the goal, so that one lucky one does not do it."""
+    return goal is not None and len(heldout) >= 2 and min(heldout[-2:]) >= goal
 
 
 class TrainingLoop:
@@ -66,19 +72,15 @@ class TrainingLoop:
     def _advance(self) -> None:
         if self._phase == "warmup":
             self._warmup()
-        while self.step < self.cfg.train.steps and not self._good_enough():
+        cfg = self.cfg.train
+        while self.step < cfg.steps and not reached(self._heldout, cfg.stop_heldout):
             self._train_step(self.step + 1)
-            if self.step % self.cfg.train.eval_every_steps == 0 or self.step == self.cfg.train.steps:
+            if self.step % cfg.eval_every_steps == 0 or self.step == cfg.steps:
                 self._evaluate()
         self.finished = True
         self.member.progress(self.step, "finished")
         self.status.write("finished", step=self.step)
         events.emit(self.store, self.keys, "run.finished", self.ctx.job, f"done after {self.step} steps")
-
-    def _good_enough(self) -> bool:
-        """Two evaluations in a row, so that one lucky draw of the weights does not end a run."""
-        goal = self.cfg.train.stop_heldout
-        return goal is not None and len(self._heldout) >= 2 and min(self._heldout[-2:]) >= goal
 
     def _take_up(self, status: TrainerStatus) -> None:
         """Takes the trainer's committed step as the truth."""
