@@ -168,6 +168,16 @@ def test_what_a_live_manifest_refers_to_stays() -> None:
     assert chunks.drop(set(), chunks.mark())[0] == 2
 
 
+def test_a_chunk_whose_commit_fell_between_the_mark_and_the_drop_is_spared() -> None:
+    """Sealed, then the janitor took its mark and read the catalog, then the commit and the settling, then the drop."""
+    chunks, _ = table()
+    write(chunks, 1, b"a" * 100)
+    mark = chunks.mark()
+    chunks.settle(1)
+    assert chunks.drop(set(), mark) == (0, 0)
+    assert chunks.drop(set(), chunks.mark()) == (1, 100)
+
+
 def test_a_chunk_that_was_used_again_after_the_mark_is_spared() -> None:
     """The janitor read the catalog before a new version, made of an old chunk, was committed."""
     chunks, _ = table()
