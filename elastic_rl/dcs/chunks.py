@@ -4,10 +4,10 @@ When may a sealed chunk be dropped, so that no committed version ever loses one?
 - A *hold* belongs to a connection: sealing a chunk, also one that is there already, holds it until that connection
   settles (after the commit) or closes. After a close without settling the chunk stays for ``orphan_grace_s``, longer
   than a publish can still commit by itself.
-- Each use of a chunk, and the end of a hold, gives it a new *touch* number. The janitor takes the node's ``mark`` (the last number) first, then
-  reads from etcd which versions live, then asks to drop what none of them refers to. A chunk that was touched after the
-  mark is spared; one touched before it and held no more belongs to a version whose commit the janitor has seen, or to
-  none.
+- Each use of a chunk, and the end of a hold, gives it a new *touch* number. The janitor takes the node's ``mark`` (the
+  last number) first, then reads from etcd which versions live, then asks to drop what none of them refers to. A chunk
+  that was touched after the mark is spared; one touched before it and held no more belongs to a version whose commit
+  the janitor has seen, or to none.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class ChunkTable:
             for chunk in self._chunks.values():
                 if conn in chunk.holders:
                     chunk.holders.discard(conn)
-                    # A touch of its own: a janitor that took its mark and read the catalog while the chunk was held, before
-                    # the commit, and asks to drop only now, must find it touched after its mark.
+                    # A touch of its own: a janitor that took its mark and read the catalog while the chunk was held,
+                    # before the commit, and asks to drop only now, must find it touched after its mark.
                     self._touch += 1
                     chunk.touched = self._touch
                     chunk.keep_until = max(chunk.keep_until, keep_until)
