@@ -27,6 +27,7 @@ from elastic_rl.coordinator.records import Engine, EngineState, JobStatus, Leade
 from elastic_rl.coordinator.store import Store
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.processes import wait_until
+from elastic_rl.report.build import read_records
 from elastic_rl.roles.pool_view import ROLLOUT_POOL, engines
 from elastic_rl.roles.run_log import RunLog
 
@@ -226,6 +227,7 @@ class Drill(threading.Thread):
 
     def _meanwhile(self, times: dict[str, Any]) -> str:
         end = times["healed_at"] or time.time()
-        steps = [r for r in self.run_log.read() if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
+        steps = [r for r in read_records(self.run_log.path)
+                 if r["kind"] == "step" and times["injected_at"] <= r["at"] <= end]
         samples = sum(r["samples"] for r in steps)
         return f"{len(steps)} steps trained on {samples} samples; {len(self.scene.ready())} engines ready"

@@ -168,7 +168,7 @@ def _start_drill(ctx: RunContext, store: Store, info: ClusterInfo, fault_plan: F
 def write_report(ctx: RunContext, store: Store, *, wall_s: float) -> Path:
     """Writes report.json and report.html into the job's folder; returns the path of the page."""
     cfg = ctx.config
-    records = RunLog(cfg.job_dir / "steps.jsonl").read()
+    records = report_build.read_records(cfg.job_dir / "steps.jsonl")
     last_step = max((r["step"] for r in records if r["kind"] == "step"), default=0)
     audit = Ledger(store, ctx.keys).audit(last_step, cfg.train.prompts_per_step)
     report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=audit, wall_s=wall_s,

@@ -25,11 +25,6 @@ class RunLog:
         with self.path.open("a") as f:
             f.write(line)
 
-    def read(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        return [json.loads(line) for line in self.path.read_text().splitlines() if line.endswith("}")]
-
 
 class JobStatusWriter:
     """Keeps the latest status in memory only to write the next one; the truth is the record in etcd."""
