@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from dcs_nodes import await_node, spawn_node
 from etcd_server import EtcdServers
-from hub_publisher import FENCED_EXIT, content
+from follower import Follower
+from hub_publisher import FENCED_EXIT
 
 from elastic_rl.coordinator import epochs
 from elastic_rl.coordinator.keys import Keys
@@ -25,53 +26,18 @@ from elastic_rl.coordinator.store import Store
 from elastic_rl.dcs import catalog
 from elastic_rl.dcs.arena import SHM
 from elastic_rl.dcs.janitor import Janitor
-from elastic_rl.dcs.puller import Puller
-from elastic_rl.errors import VersionNotFound
-from elastic_rl.processes import python, spawn, stop, wait_until
+from elastic_rl.dcs.retention import Keep
+from elastic_rl.processes import stop, wait_until
 
 KILLS = 10
 NODE = "a"
 
 
-class Follower(threading.Thread):
-    """Pulls every head it sees and compares each byte with what its publisher meant."""
-
-    def __init__(self, store: Store, keys: Keys) -> None:
-        super().__init__(name="follower", daemon=True)
-        self.puller = Puller(store, keys, "follower", pin_ttl_s=5, io_timeout_s=10, node=NODE)
-        self.seen: list[int] = []
-        self.torn: list[int] = []
-        self.stopping = threading.Event()
-
-    def run(self) -> None:
-        heads = self.puller.watch_head("policy")
-        while not self.stopping.is_set():
-            head = heads.get(0.1)
-            if head is None:
-                continue
-            try:
-                with self.puller.pull("policy", head.number) as pulled:
-                    found = dict(pulled.tensors())
-                    wanted = dict(content(pulled.version.meta["seed"]))
-                    whole = found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
-            except VersionNotFound:
-                continue  # released while it was asked for: a newer one is the head
-            self.seen.append(head.number)
-            if not whole:
-                self.torn.append(head.number)
-        heads.close()
-        self.puller.close()
-
-
 @pytest.fixture
 def node(etcd: EtcdServers, store: Store, keys: Keys, tmp_path: Path) -> Iterator[DcsNode]:
-    process = spawn(python("elastic_rl.dcs.node", "--etcd", ",".join(etcd.endpoints), "--job", keys.job, "--id", NODE,
-                           "--host", "127.0.0.1", "--port", "0", "--arena-bytes", str(32 << 20), "--run-dir",
-                           str(tmp_path), "--call-timeout-s", "2"), log=tmp_path / "node.log")
+    process = spawn_node(etcd.endpoints, keys, NODE, tmp_path)
     try:
-        kv = wait_until(lambda: store.get(keys.dcs_node(NODE)), timeout_s=30, what="the node",
-                        alive=lambda: process.poll() is None)
-        yield DcsNode.decode(kv.value)
+        yield await_node(store, keys, process)
     finally:
         stop(process.pid)
         process.wait(timeout=10)
@@ -89,9 +55,9 @@ def versions(store: Store, keys: Keys) -> list[Version]:
 @pytest.mark.timeout(180)
 def test_killed_publishers_never_show_half_a_version_and_leave_nothing(
         etcd: EtcdServers, store: Store, keys: Keys, node: DcsNode) -> None:
-    rng, janitor = random.Random(7), Janitor(store, keys, keep_versions=2)
+    rng, janitor = random.Random(7), Janitor(store, keys, Keep(2))
     epoch = epochs.raise_epoch(store, keys, "first").number
-    follower = Follower(store, keys)
+    follower = Follower(store, keys, NODE)
     follower.start()
     interrupted = 0
     for _ in range(KILLS):
@@ -122,9 +88,8 @@ def test_killed_publishers_never_show_half_a_version_and_leave_nothing(
     successor.stdout.close()
 
     wait_until(lambda: follower.seen and follower.seen[-1] >= last, timeout_s=20, what="the follower at the head")
-    follower.stopping.set()
-    follower.join(timeout=10)
-    assert follower.torn == []                                         # I2
+    follower.close()
+    assert (follower.torn, dict(follower.failures)) == ([], {})         # I2
     assert follower.seen == sorted(set(follower.seen))                 # I3: the head only moves forward
     assert last > max(before)                                          # I3: over the epochs too
 

@@ -11,25 +11,22 @@ import json
 import logging
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
-from rich.table import Table
 
-from elastic_rl import __version__
-from elastic_rl import config as configuration
+from elastic_rl import __version__, listing
+from elastic_rl.command import EXTRA, File, Output, err, find_cluster, load, out
 from elastic_rl.config import Config
 from elastic_rl.errors import ConfigError, DeadlineExceeded, ElasticRLError, MachineUnfit, StoreUnavailable
+from elastic_rl.listing import Format
+from elastic_rl.versions.commands import app as versions_app
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STORE, EXIT_MACHINE, EXIT_REFUSED, EXIT_DEADLINE, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 6, 130
-_EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Fault-tolerant, elastic reinforcement learning for LLMs. Any setting is also --key.sub=value.",
@@ -37,107 +34,39 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
                          "5 refused by the API, 6 deadline, 130 interrupted")
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or its schema.", rich_markup_mode=None)
 app.add_typer(config_app, name="config")
-out = Console()
-err = Console(stderr=True)
+app.add_typer(versions_app, name="versions")
 
 
-class Format(StrEnum):
-    TABLE = "table"
-    JSON = "json"
-
-
-File = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file of settings.")]
-Output = Annotated[Format, typer.Option("-o", "--output", help="table or json.")]
-
-
-# -- settings and output ----------------------------------------------------------------------------------------------
-def overrides(args: Sequence[str]) -> list[str]:
-    """Settings of a command line: ``--key.sub=value`` and ``--key.sub value``. Raises ConfigError for anything else."""
-    found, rest = [], list(args)
-    while rest:
-        arg = rest.pop(0)
-        if not arg.startswith("--"):
-            raise ConfigError(f"unexpected argument {arg!r}", hint="settings are given as --key.sub=value")
-        if "=" not in arg:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"{arg} has no value", hint=f"write {arg}=VALUE")
-            arg += "=" + rest.pop(0)
-        found.append(arg)
-    return found
-
-
-def _load(ctx: typer.Context, file: Path | None) -> Config:
-    return configuration.load(file, overrides(ctx.args))
-
-
-def _show(rows: Sequence[dict[str, Any]], columns: Sequence[str], output: Format) -> None:
-    """A listing: every field as JSON, the named columns as a table."""
-    if output is Format.JSON:
-        _json(list(rows))
-        return
-    table = Table(box=None, header_style="bold", padding=(0, 2))
-    for column in columns:
-        table.add_column(column.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(row.get(c), c) for c in columns))
-    out.print(table if rows else "none")
-
-
-def _json(value: Any) -> None:
-    """Plain JSON on stdout, never wrapped or coloured."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
-
-
-def _cell(value: Any, column: str) -> str:
-    if value is None or value == "":
-        return "–"
-    if column.endswith("at") and isinstance(value, int | float) and value > 1e9:
-        return time.strftime("%H:%M:%S", time.localtime(value))
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
-
-
-def _find_cluster(cfg: Config, named: bool) -> Any:
-    """The cluster of the job; where no job was named and exactly one is up under run_dir, that one."""
-    from elastic_rl.cluster import Cluster, ClusterInfo
-    cluster = Cluster(cfg)
-    if not named and ClusterInfo.load(cluster.dir) is None:
-        up = [p.parent.parent.name for p in cluster.cfg.run_dir.glob("*/cluster/cluster.json")]
-        if len(up) == 1:
-            return Cluster(cfg.model_copy(update={"job": up[0]}))
-        if up:
-            raise ConfigError(f"several clusters are up: {', '.join(sorted(up))}", hint="name one with --job=NAME")
-    return cluster
+# -- output ------------------------------------------------------------------------------------------------------------
+def _show(rows: Sequence[dict[str, Any]], columns: Sequence[str], output: Format, wide: Sequence[str] = ()) -> None:
+    listing.show(out, rows, columns, output, wide=wide)
 
 
 def _client(ctx: typer.Context, file: Path | None) -> Any:
     from elastic_rl.admin_client import AdminClient
-    named = file is not None or any(a.startswith("--job") for a in ctx.args)
-    return AdminClient(_find_cluster(_load(ctx, file), named).connect())
+    return AdminClient(find_cluster(ctx, file).connect())
 
 
 # -- the cluster and the run ------------------------------------------------------------------------------------------
-@app.command(context_settings=_EXTRA)
+@app.command(context_settings=EXTRA)
 def up(ctx: typer.Context, file: File = None) -> None:
     """Start a local cluster (etcd, coordinators, DCS node), or what is missing of it."""
     from elastic_rl.cluster import Cluster
-    cluster = Cluster(_load(ctx, file), say=_say)
+    cluster = Cluster(load(ctx, file), say=_say)
     with _interruptible():
         info = cluster.up()
     out.print(f"up: {info.job}", highlight=False)
     _how_to_talk(info)
 
 
-@app.command(context_settings=_EXTRA)
+@app.command(context_settings=EXTRA)
 def down(ctx: typer.Context, file: File = None) -> None:
     """Stop everything of a job, also what a crash left behind."""
-    named = file is not None or any(a.startswith("--job") for a in ctx.args)
-    stopped = _find_cluster(_load(ctx, file), named).down()
+    stopped = find_cluster(ctx, file).down()
     out.print("stopped: " + (", ".join(stopped) or "nothing was running"), highlight=False)
 
 
-@app.command(context_settings=_EXTRA)
+@app.command(context_settings=EXTRA)
 def train(ctx: typer.Context, file: File = None,
           with_cluster: Annotated[bool, typer.Option("--with-cluster", help="Bring a cluster up, then down.")] = False,
           keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
@@ -145,7 +74,7 @@ def train(ctx: typer.Context, file: File = None,
           ) -> None:
     """Train on a cluster that is up, or with --with-cluster on one that lives as long as the run."""
     from elastic_rl.cluster import Cluster
-    cfg = _load(ctx, file)
+    cfg = load(ctx, file)
     cluster = Cluster(cfg, say=_say)
     code = EXIT_FAILED
     with _interruptible():
@@ -202,23 +131,23 @@ def _how_to_talk(info: Any) -> None:
 
 
 # -- looking and changing ---------------------------------------------------------------------------------------------
-@app.command(context_settings=_EXTRA)
+@app.command(context_settings=EXTRA)
 def status(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """How far the run is, its pools, and who is a member."""
     api = _client(ctx, file)
     found = {"job": api.get("/v1/job"), "pools": api.items("/v1/pools"), "members": api.items("/v1/members")}
     if output is Format.JSON:
-        _json(found)
+        listing.write_json(found)
         return
     job = found["job"]
     inner = [v for v in job.values() if isinstance(v, dict)]
     flat = {k: v for part in (job, *inner) for k, v in part.items() if not isinstance(v, dict | list)}
     for key, value in flat.items():
-        out.print(f"{key.replace('_', ' '):<16} {_cell(value, key)}", highlight=False, markup=False)
+        out.print(f"{key.replace('_', ' '):<16} {listing.cell(value, key)}", highlight=False, markup=False)
     out.print()
     _show(found["pools"], _columns(found["pools"], ("name", "desired", "ready", "starting", "draining")), output)
     out.print()
-    _show(found["members"], ("role", "id", "pid", "host", "step", "phase", "progress_at"), output)
+    _show(found["members"], ("role", "id", "pid", "step", "phase", "progress_at"), output, ("host", "url", "epoch"))
 
 
 def _columns(rows: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[str]:
@@ -227,71 +156,85 @@ def _columns(rows: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[str]
     return present if len(present) > 1 or not rows else list(rows[0])
 
 
-@app.command(context_settings=_EXTRA)
+@app.command(context_settings=EXTRA)
 def scale(ctx: typer.Context, desired: Annotated[int, typer.Argument(help="Number of engines.")], file: File = None,
           pool: Annotated[str, typer.Option(help="Pool to scale.")] = "rollout", output: Output = Format.TABLE) -> None:
     """Change the desired number of engines of a pool."""
     answer = _client(ctx, file).post(f"/v1/pools/{pool}/scale", {"desired": desired})
     if output is Format.JSON:
-        _json(answer)
+        listing.write_json(answer)
     else:
         out.print(f"pool {pool}: {desired} engines desired", highlight=False)
 
 
-@app.command(context_settings=_EXTRA)
+@app.command(context_settings=EXTRA)
+def pools(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
+    """Pools of engines: how many are wanted, and how many there are."""
+    _show(_client(ctx, file).items("/v1/pools"), ("name", "desired", "ready", "starting", "draining"), output)
+
+
+@app.command(context_settings=EXTRA)
 def engines(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """Engines with their state and the version they serve."""
     _show(_client(ctx, file).items("/v1/engines"),
-          ("id", "state", "version", "applying", "url", "pid", "pull_apply_s", "updated_at", "reason"), output)
+          ("id", "state", "version", "pull_apply_s", "updated_at", "reason"), output,
+          ("pool", "host", "url", "pid", "applying", "epoch", "started_at"))
 
 
-@app.command(context_settings=_EXTRA)
-def versions(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
-    """Versions in the checkpoint service."""
-    _show(_client(ctx, file).items("/v1/versions"),
-          ("stream", "number", "state", "epoch", "nbytes", "nodes", "committed_at", "meta"), output)
-
-
-@app.command(context_settings=_EXTRA)
+@app.command(context_settings=EXTRA)
 def events(ctx: typer.Context, file: File = None, output: Output = Format.TABLE,
            limit: Annotated[int, typer.Option(min=1, help="Newest so many.")] = 50) -> None:
     """What happened, newest last."""
-    _show(_client(ctx, file).items("/v1/events")[-limit:], ("at", "severity", "kind", "subject", "message"), output)
+    _show(_client(ctx, file).items("/v1/events")[-limit:], ("at", "severity", "kind", "message"), output,
+          ("subject", "data"))
 
 
-@app.command(context_settings=_EXTRA)
+@app.command(context_settings=EXTRA)
 def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """Check this machine and say how to mend what is wrong."""
     from elastic_rl import doctor as doctors
-    findings = doctors.examine(_load(ctx, file))
+    findings = doctors.examine(load(ctx, file))
     _show([f.row() for f in findings], ("check", "verdict", "found", "mend"), output)
     if doctors.unfit(findings):
         raise typer.Exit(EXIT_MACHINE)
 
 
 @app.command()
-def bench(name: Annotated[str, typer.Argument(help="Measurement to run.")],
-          quick: Annotated[bool, typer.Option("--quick", help="Fewer samples.")] = False,
+def bench(name: Annotated[str, typer.Argument(help="Measurement to run: dcs or loop.")],
+          quick: Annotated[bool, typer.Option("--quick", help="Fewer samples and bytes.")] = False,
+          size: Annotated[str, typer.Option(help="Bytes that a row moves, such as 64MiB; dcs only.")] = "",
+          rows: Annotated[str, typer.Option(help="Ids of the rows to measure, such as P1,P3; dcs only.")] = "",
+          write: Annotated[Path | None, typer.Option(help="Append the result to this Markdown file.")] = None,
           output: Output = Format.TABLE) -> None:
     """Measure something and compare it with its goal."""
     from elastic_rl import measure
     from elastic_rl.bench import BENCHES
+    from elastic_rl.bench.options import Options, parse_size
     if name not in BENCHES:
         raise ConfigError(f"there is no bench {name!r}", hint=f"known: {', '.join(sorted(BENCHES))}")
+    options = Options(quick=quick, size_bytes=parse_size(size) if size else 0, say=_tell,
+                      rows=tuple(r.strip() for r in rows.split(",") if r.strip()))
     with _interruptible():
-        rows = BENCHES[name](quick)
+        found = BENCHES[name](options)
+    if write is not None:
+        measure.append_markdown(write, name, options.command(name), found)
     if output is Format.JSON:
-        _json(measure.result(name, rows))
+        listing.write_json(measure.result(name, found))
     else:
-        out.print(measure.table(name, rows))
+        out.print(measure.table(name, found))
 
 
-@config_app.command("show", context_settings=_EXTRA)
+def _tell(line: str) -> None:
+    """Progress, away from the result."""
+    err.print(line, markup=False, highlight=False)
+
+
+@config_app.command("show", context_settings=EXTRA)
 def config_show(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """The configuration with everything applied, as YAML (or JSON)."""
-    values = _load(ctx, file).model_dump(mode="json")
+    values = load(ctx, file).model_dump(mode="json")
     if output is Format.JSON:
-        _json(values)
+        listing.write_json(values)
     else:
         sys.stdout.write(yaml.safe_dump(values, sort_keys=False))
 
@@ -299,7 +242,7 @@ def config_show(ctx: typer.Context, file: File = None, output: Output = Format.T
 @config_app.command("schema")
 def config_schema() -> None:
     """Every key with its type, default and meaning, as JSON Schema."""
-    _json(Config.model_json_schema())
+    listing.write_json(Config.model_json_schema())
 
 
 @app.command()
@@ -360,8 +303,11 @@ def exit_code(error: ElasticRLError) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: errors of ours become a message, a hint and an exit code; a traceback is a bug."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["versions"] and (len(args) == 1 or (args[1].startswith("-") and args[1] not in ("-h", "--help"))):
+        args.insert(1, "ls")  # what one wants most often
     try:
-        app(args=list(argv) if argv is not None else None)
+        app(args=args)
     except ElasticRLError as e:
         err.print(f"error: {e.message}", markup=False, highlight=False, soft_wrap=True)
         if e.hint:

@@ -24,6 +24,7 @@ from elastic_rl.config import Config
 from elastic_rl.coordinator import auth
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.store import Store
+from elastic_rl.dcs.security import TOKEN_FILE, new_token
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, MachineUnfit, StoreUnavailable
 from elastic_rl.processes import PidBook, PidRecord
 
@@ -105,10 +106,11 @@ class Cluster:
             self._stop([r for r in self.book.alive() if not r.name.startswith("etcd")])
             running, old = {n for n in running if n.startswith("etcd")}, None
         tokens = self._tokens()
+        self._dcs_token()
         config = self.dir / "config.yaml"
         config.write_text(yaml.safe_dump(self.cfg.model_dump(mode="json"), sort_keys=False))
         coordinators = self._coordinators(running, etcd, config)
-        self._dcs_node(running, etcd)
+        self._dcs_node(running, etcd, config)
         info = ClusterInfo(self.cfg.job, etcd, coordinators, str(tokens), str(config), str(self.dir))
         info.save()
         return info
@@ -145,15 +147,21 @@ class Cluster:
         if why := etcd_server.objection(etcd_server.version(binary)):
             self._say(f"warning: {binary}: {why}")
         data = self.dir / "etcd"
-        if not running:
-            # The chunks lay in the shared memory of a DCS node that is gone: records of versions without their bytes
-            # would only mislead, so a cluster that starts from nothing starts from an empty store.
+        if not running and self._can_go_on(data):
+            self._say("going on where the last cluster of this job broke off (`elastic-rl down` first to start anew)")
+        elif not running:
+            # Records of versions whose chunks are gone would only mislead: the store starts empty.
             shutil.rmtree(data, ignore_errors=True)
             self._put_aside()
         port = int(old.etcd[0].rpartition(":")[2]) if old and running and old.etcd else 0
         if port:
             processes.require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
         return [self._start_etcd(binary, data, port)]
+
+    def _can_go_on(self, data: Path) -> bool:
+        """Whether a crash of everything left both the store's data and a node's chunks. ``down`` leaves neither."""
+        chunks = self.dir / "disk" if not self.cfg.dcs.disk_dir else Path(self.cfg.dcs.disk_dir).expanduser()
+        return (data / "member").is_dir() and bool(self.cfg.dcs.disk_bytes) and any(chunks.glob(f"{_NODE}/??/*"))
 
     def _put_aside(self) -> None:
         """Moves what an earlier run of the same name left out of the way: a new store is a new run."""
@@ -194,15 +202,14 @@ class Cluster:
             self._await(name, name, partial(_answers, urls[name]), _START_TIMEOUT_S)
         return [urls[n] for n in names]
 
-    def _dcs_node(self, running: set[str], etcd: list[str]) -> None:
+    def _dcs_node(self, running: set[str], etcd: list[str], config: Path) -> None:
         name, dcs = f"dcs-{_NODE}", self.cfg.dcs
         if name in running:
             return
         # A record of a killed predecessor lives on until its lease ends; the new one is known by its pid.
         pid = self._spawn(name, processes.python(
-            "elastic_rl.dcs.node", "--etcd", ",".join(etcd), "--job", self.cfg.job, "--id", _NODE, "--host", dcs.host,
-            "--port", str(dcs.port or processes.free_port(dcs.host)), "--arena-bytes", str(dcs.arena_bytes),
-            "--run-dir", str(self.dir)))
+            "elastic_rl.dcs.node", "--config", str(config), "--etcd", ",".join(etcd), "--id", _NODE,
+            f"--dcs.port={dcs.port or processes.free_port(dcs.host)}"))
         store = Store.from_config(self.cfg.etcd, etcd)
         key = Keys(self.cfg.job).dcs_node(_NODE)
         try:
@@ -216,10 +223,16 @@ class Cluster:
         table, secret = self.dir / "tokens.json", self.dir / "credentials.json"
         if not (table.exists() and secret.exists()):
             tokens = {role.value: auth.new_token() for role in auth.Role}
-            _write_private(secret, tokens)
-            _write_private(table, {"tokens": [{"name": role, "role": role, "sha256": auth.digest(token)}
-                                              for role, token in tokens.items()]})
+            digests = [{"name": role, "role": role, "sha256": auth.digest(token)} for role, token in tokens.items()]
+            _write_private(secret, json.dumps(tokens, indent=2))
+            _write_private(table, json.dumps({"tokens": digests}, indent=2))
         return secret
+
+    def _dcs_token(self) -> None:
+        """The secret that clients of the DCS nodes must know, unless the configuration names one."""
+        path = self.dir / TOKEN_FILE
+        if not self.cfg.dcs.token_file and not path.exists():
+            _write_private(path, new_token())
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")
@@ -249,7 +262,8 @@ class Cluster:
         shutil.rmtree(self.cfg.ray_dir, ignore_errors=True)
         if not self.cfg.etcd.endpoints:
             shutil.rmtree(self.dir / "etcd", ignore_errors=True)
-        for name in ("cluster.json", "tokens.json", "credentials.json"):
+            shutil.rmtree(self.dir / "disk", ignore_errors=True)  # chunks that no record refers to any more
+        for name in ("cluster.json", "tokens.json", "credentials.json", TOKEN_FILE):
             (self.dir / name).unlink(missing_ok=True)
         return stopped
 
@@ -288,10 +302,11 @@ def _down_order(name: str) -> int:
     return next((i for i, prefix in enumerate(order, 1) if name.startswith(prefix)), 0)
 
 
-def _write_private(path: Path, value: object) -> None:
+def _write_private(path: Path, text: str) -> None:
+    """A file that only its owner may read."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-        json.dump(value, f, indent=2)
+        f.write(text)
 
 
 def _answers(url: str) -> bool:

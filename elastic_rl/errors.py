@@ -73,6 +73,16 @@ class ArenaFull(ElasticRLError):
     retryable = True
 
 
+class DiskFull(ElasticRLError):
+    """A node's disk folder or the durable store has no room; versions already stored are untouched."""
+
+    retryable = True
+
+
+class AccessDenied(ElasticRLError):
+    """A wrong or missing token, or a peer without the right certificate."""
+
+
 class ChunkCorrupt(ElasticRLError):
     """A chunk's bytes do not match its digest."""
 

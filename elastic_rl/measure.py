@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import psutil
 from pydantic import BaseModel, ConfigDict, model_validator
 from rich.table import Table
 
-_PACKAGES = ("elastic-rl", "torch", "sglang", "megatron-core", "ray", "sglang-router")
+_PACKAGES = ("elastic-rl", "torch", "sglang", "megatron-core", "ray", "sglang-router", "safetensors",
+             "checkpoint-engine")
 
 
 class Row(BaseModel):
@@ -90,6 +93,42 @@ def result(bench: str, rows: Sequence[Row]) -> dict[str, Any]:
     return {"bench": bench, "machine": machine(), "versions": versions(), "rows": shown}
 
 
+def markdown(bench: str, command: str, rows: Sequence[Row], at: str) -> str:
+    """The same as a section of a Markdown file. ``at``: when it was measured."""
+    host, releases = machine(), versions()
+    lines = [f"## bench {bench}, {at}", "", f"    {command}", "",
+             f"{host['cores']} cores ({host['arch']}), {host['memory_gib']} GiB, {host['system']} {host['release']}; "
+             + ", ".join(f"{package} {release}" for package, release in releases.items()), "",
+             "| row | what | value | 5%–95% | goal | met | limit | alternatives |", "|---|---|--:|--:|--:|---|--:|---|"]
+    for row in rows:
+        what = row.name if row.value is not None else f"{row.name}: not measured, {row.why}"
+        others = "; ".join(f"{name} {_number(value)}" for name, value in row.alternatives.items())
+        lines.append("| " + " | ".join(_plain(cell) for cell in (
+            row.id, what, _number(row.value, row.unit), _spread(row),
+            "" if row.goal is None else f"{row.op} {row.goal:g}",
+            "" if row.met is None else "yes" if row.met else "**no**", _number(row.limit), others)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def append_markdown(path: Path, bench: str, command: str, rows: Sequence[Row]) -> None:
+    """Adds a section to the file, which keeps the earlier ones."""
+    before = path.read_text().rstrip() + "\n\n" if path.exists() else "# Results\n\n"
+    path.write_text(before + markdown(bench, command, rows, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())))
+
+
+def _plain(cell: str) -> str:
+    """Nothing in a cell may end it."""
+    return cell.replace("|", "/").replace("\n", " ")
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "" if value is None else f"{value:.4g} {unit}".rstrip()
+
+
+def _spread(row: Row) -> str:
+    return f"{row.low:.4g}–{row.high:.4g}" if row.low is not None and row.high is not None else ""
+
+
 def table(bench: str, rows: Sequence[Row]) -> Table:
     """The same for people."""
     out = Table(title=f"bench {bench}", title_justify="left", box=None, header_style="bold", padding=(0, 2))
@@ -99,10 +138,9 @@ def table(bench: str, rows: Sequence[Row]) -> Table:
         if row.value is None:
             out.add_row(row.name, f"– ({row.why})", "", "", "")
             continue
-        spread = f"{row.low:.4g}–{row.high:.4g}" if row.low is not None and row.high is not None else ""
         goal = f"{row.op} {row.goal:g}" if row.goal is not None else ""
         met = "" if row.met is None else "[green]yes[/]" if row.met else "[red]no[/]"
-        out.add_row(row.name, f"{row.value:.4g} {row.unit}", spread, goal, met)
+        out.add_row(row.name, f"{row.value:.4g} {row.unit}", _spread(row), goal, met)
         for name, value in row.alternatives.items():
             out.add_row(f"  {name}", f"{value:.4g} {row.unit}", "", "", "")
     return out

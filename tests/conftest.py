@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,7 @@ hypothesis.settings.load_profile("untimed")
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of the tests, such as etcd_server
 
 from etcd_server import EtcdServers  # noqa: E402
-
-from elastic_rl.coordinator.keys import Keys  # noqa: E402
-from elastic_rl.coordinator.store import Store  # noqa: E402
+from fixtures import keys, store  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
@@ -40,17 +37,3 @@ def etcd3_cluster(tmp_path: Path) -> Iterator[EtcdServers]:
         yield servers.start()
     finally:
         servers.close()
-
-
-@pytest.fixture
-def store(etcd: EtcdServers) -> Iterator[Store]:
-    """A connected store."""
-    # A longer attempt than in production: tests share their cores with much else, and one member has no other to try.
-    with Store(etcd.endpoints, call_timeout_s=2.0) as connected:
-        yield connected
-
-
-@pytest.fixture
-def keys() -> Keys:
-    """The keyspace of a job of this test's own."""
-    return Keys(f"t-{secrets.token_hex(6)}")

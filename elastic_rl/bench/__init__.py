@@ -1,10 +1,11 @@
-"""Measurements that the ``bench`` command runs: name → function of ``quick`` that returns rows."""
+"""Measurements that the ``bench`` command runs: name → function of the options that returns rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic_rl.bench import loop
+from elastic_rl.bench import dcs, loop
+from elastic_rl.bench.options import Options
 from elastic_rl.measure import Row
 
-BENCHES: dict[str, Callable[[bool], list[Row]]] = {"loop": loop.run}
+BENCHES: dict[str, Callable[[Options], list[Row]]] = {"dcs": dcs.run, "loop": lambda options: loop.run(options.quick)}

@@ -20,7 +20,10 @@ SETTLE_S = 3.0
 
 _ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
 _TRAINER = ("trainer.failed", "trainer.agent_ended", "trainer.dead")
-_WARNINGS = ("publish.", "logprob.", "staleness.")
+_WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "staleness.")
+_ENDED_BY = {"trainer.recovered": f"trainer.dead/{roster.TRAINER}", "engine.fetch_recovered": "engine.cannot_fetch/{}",
+             "dcs.durable_recovered": "dcs.durable_failed/{}"}
+"""Kinds of events that declare an alert over, and its key; {} is the event's subject."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def report(event: Event, revision: int, job: str) -> Condition | None:
         kind, subject = "trainer.dead", roster.TRAINER
     elif kind == "run.failed":
         kind, subject = "job.failed", job
+    elif kind == "version.dropped":
+        kind = "publish.failed"
     elif not (event.severity is Severity.ERROR
               or (event.severity is Severity.WARNING and kind.startswith(_WARNINGS)) or kind == "publish.failed"):
         return None
@@ -89,9 +94,8 @@ def report(event: Event, revision: int, job: str) -> Condition | None:
 
 def ends(event: Event) -> str | None:
     """Key of the alert that an event declares over, if any."""
-    if event.kind == "trainer.recovered":
-        return f"trainer.dead/{roster.TRAINER}"
-    return None
+    key = _ENDED_BY.get(event.kind)
+    return key.format(event.subject) if key else None
 
 
 def released(alert: Alert, world: World, now: float) -> bool:
@@ -105,6 +109,10 @@ def released(alert: Alert, world: World, now: float) -> bool:
         case "trainer.dead":
             return world.run_over or any(s.role == roster.TRAINER and s.id == "rank-0" and not s.dead
                                          and s.first_seen > alert.last_at for s in world.roster)
+        case "engine.cannot_fetch":
+            return world.run_over or all(e.id != alert.subject for e in world.engines)
+        case "dcs.durable_failed":
+            return world.run_over
         case "publish.failed":
             moved = world.heads.get(alert.subject, max(world.heads.values(), default=0))
             return moved > alert.revision or world.run_over

@@ -119,6 +119,17 @@ class Keys:
     def pin(self, stream: str, number: int, holder: str) -> str:
         return self.pins_prefix(stream, number) + holder
 
+    def durable_prefix(self, stream: str) -> str:
+        """One key for each version that is in the durable store."""
+        return f"{self.root}dcs/durable/{stream}/"
+
+    def durable(self, stream: str, number: int) -> str:
+        return f"{self.durable_prefix(stream)}{number:012d}"
+
+    def uploader(self) -> str:
+        """Leased by the node that copies versions to the durable store."""
+        return f"{self.root}dcs/uploader"
+
     # -- experience ---------------------------------------------------------------------------------------------
     def ledger_prefix(self) -> str:
         return f"{self.root}ledger/"

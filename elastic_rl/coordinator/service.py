@@ -34,7 +34,7 @@ from elastic_rl.coordinator.reconcile import Reconciler
 from elastic_rl.coordinator.roster import COORDINATOR
 from elastic_rl.coordinator.store import Store
 from elastic_rl.coordinator.waker import Waker
-from elastic_rl.dcs.janitor import Janitor
+from elastic_rl.dcs.upkeep import Upkeep
 from elastic_rl.errors import ConfigError, MachineUnfit, StoreUnavailable
 from elastic_rl.processes import require_port_free
 from elastic_rl.telemetry import logs, traces
@@ -128,8 +128,9 @@ async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
         cleanup.callback(member.close)
         election.start()
         cleanup.callback(election.stop)
-        janitor = Janitor(store, keys, keep_versions=cfg.dcs.keep_versions)
-        reconciler = Reconciler(store, keys, cfg, election, notifier, sweep=janitor.sweep)
+        upkeep = Upkeep(store, keys, cfg)
+        cleanup.callback(upkeep.close)
+        reconciler = Reconciler(store, keys, cfg, election, notifier, sweep=upkeep.sweep)
         waker = Waker(store, keys, reconciler.wake)
         reconciler.start()
         cleanup.callback(reconciler.stop)

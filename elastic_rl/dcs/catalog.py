@@ -133,32 +133,8 @@ class Writer:
 
     def commit(self, staged: Staged, *, manifest: str, nbytes: int, nodes: Sequence[str],
                guards: Sequence[Compare] = (), also: Sequence[Op] = ()) -> Version:
-        """Makes the version visible, together with ``also``, in one transaction.
-
-        Raises Fenced when the epoch is over; Conflict when the version was aborted meanwhile, a newer one is the head
-        already, or a ``guards`` condition (the nodes' registrations) does not hold.
-        """
-        keys, number = self._keys, staged.version.number
-        version_key, owner_key = keys.version(self.stream, number), keys.staging_owner(self.stream, number)
-        head_key = keys.stream_head(self.stream)
-        version = move(staged.version, VersionState.COMMITTED, manifest=manifest, nbytes=nbytes, nodes=list(nodes),
-                       committed_at=time.time())
-        for _ in range(_TRIES):
-            done = self._store.txn(
-                [epochs.epoch_guard(keys, self.epoch), Compare.mod(version_key, "==", staged.revision),
-                 Compare.mod(owner_key, "==", staged.revision), Compare.mod(head_key, "==", self._head[1]), *guards],
-                [Op.put(version_key, version.encode()), Op.put(head_key, version.encode()), Op.delete(owner_key),
-                 *also],
-                [Op.get(version_key), Op.get(owner_key), Op.get(head_key)])
-            if done.succeeded:
-                self._head = (number, done.revision)
-                return version
-            if not self._saw_head(done.get(head_key)):
-                self._refused("commit")
-                self._explain(staged, done.get(version_key), done.get(owner_key))
-            if self._head[0] > number:
-                raise Conflict(f"{self.stream} version {self._head[0]} was committed before {number}")
-        raise Conflict(f"the head of {self.stream} changed under each of {_TRIES} tries to commit {number}")
+        """Makes the version visible, together with ``also``, in one transaction. Raises as ``commit_together`` does."""
+        return commit_together([Draft(self, staged, manifest, nbytes, tuple(nodes))], guards=guards, also=also)[0]
 
     def abort(self, staged: Staged) -> None:
         """Gives the version up, if it is still STAGING and the epoch still ours; else there is nothing to do."""
@@ -181,13 +157,75 @@ class Writer:
             raise Fenced(f"{what} of a {self.stream} version refused: epoch {self.epoch} is over, the run is in {now}")
 
     def _explain(self, staged: Staged, version: KeyValue | None, owner: KeyValue | None) -> None:
+        """Raises Conflict if the version itself is why a commit was refused."""
         what = f"{self.stream} version {staged.version.number}"
         if version is None or version.mod_revision != staged.revision:
             state = Version.decode(version.value).state if version else "deleted"
             raise Conflict(f"{what} is {state} and can no longer be committed")
         if owner is None:
             raise Conflict(f"the lease of the publisher of {what} ended before the commit")
-        raise Conflict(f"a DCS node that stored {what} was lost before the commit")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A version whose bytes are stored, ready for its commit."""
+
+    writer: Writer
+    staged: Staged
+    manifest: str
+    """Digest of its manifest."""
+    nbytes: int
+    nodes: tuple[str, ...]
+
+
+def commit_together(drafts: Sequence[Draft], *, guards: Sequence[Compare] = (), also: Sequence[Op] = ()
+                    ) -> list[Version]:
+    """Makes versions of different streams, but of one job and epoch, visible in one transaction, with ``also``.
+
+    Raises Fenced when the epoch is over; Conflict when a version was aborted meanwhile, a newer one is the head of its
+    stream already, or a ``guards`` condition (the nodes' registrations) does not hold. Then none is visible.
+    """
+    first, now = drafts[0].writer, time.time()
+    versions = [move(d.staged.version, VersionState.COMMITTED, manifest=d.manifest, nbytes=d.nbytes,
+                     nodes=list(d.nodes), committed_at=now) for d in drafts]
+    names = ", ".join(f"{v.stream} version {v.number}" for v in versions)
+    for _ in range(_TRIES):
+        done = first._store.txn(
+            [epochs.epoch_guard(first._keys, first.epoch), *(c for d in drafts for c in _conditions(d)), *guards],
+            [*(op for d, v in zip(drafts, versions, strict=True) for op in _writes(d, v)), *also],
+            [Op.get(key) for d in drafts for key in _keys_of(d)])
+        if done.succeeded:
+            for d in drafts:
+                d.writer._head = (d.staged.version.number, done.revision)
+            return versions
+        found = [(d, [done.get(key) for key in _keys_of(d)]) for d in drafts]
+        if not any([d.writer._saw_head(head) for d, (_, _, head) in found]):  # a list: each is to take note
+            first._refused("commit")
+            for d, (version, owner, _) in found:
+                d.writer._explain(d.staged, version, owner)
+            raise Conflict(f"a DCS node that stored {names} was lost before the commit")
+        for d in drafts:
+            if d.writer._head[0] > d.staged.version.number:
+                raise Conflict(f"{d.writer.stream} version {d.writer._head[0]} was committed before "
+                               f"{d.staged.version.number}")
+    raise Conflict(f"a head changed under each of {_TRIES} tries to commit {names}")
+
+
+def _keys_of(d: Draft) -> tuple[str, str, str]:
+    """Keys of the version, of its owner and of the stream's head."""
+    keys, stream, number = d.writer._keys, d.writer.stream, d.staged.version.number
+    return keys.version(stream, number), keys.staging_owner(stream, number), keys.stream_head(stream)
+
+
+def _conditions(d: Draft) -> list[Compare]:
+    version, owner, head_key = _keys_of(d)
+    return [Compare.mod(version, "==", d.staged.revision), Compare.mod(owner, "==", d.staged.revision),
+            Compare.mod(head_key, "==", d.writer._head[1])]
+
+
+def _writes(d: Draft, version: Version) -> list[Op]:
+    key, owner, head_key = _keys_of(d)
+    return [Op.put(key, version.encode()), Op.put(head_key, version.encode()), Op.delete(owner)]
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------
@@ -246,6 +284,19 @@ def forget(store: Store, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> 
         raise IllegalTransition(f"the record of {v.stream} version {v.number} is needed: it is {v.state}")
     key = keys.version(v.stream, v.number)
     return store.txn([Compare.mod(key, "==", entry.revision), *guard], [Op.delete(key)]).succeeded
+
+
+def relocate(store: Store, keys: Keys, entry: Entry, nodes: Sequence[str], guard: Sequence[Compare]) -> bool:
+    """Notes that other nodes hold a committed version now; whether it was still as read. The head's record changes with
+    it, so both go on holding the same bytes under one revision."""
+    version = entry.version.but(nodes=list(nodes))
+    current = head_entry(store, keys, version.stream)
+    if current is None or current.version.number != version.number:  # and it never becomes the head again
+        return _write(store, keys, entry, version, guard)
+    key, head_key = keys.version(version.stream, version.number), keys.stream_head(version.stream)
+    return store.txn(
+        [Compare.mod(key, "==", entry.revision), Compare.mod(head_key, "==", entry.revision), *guard],
+        [Op.put(key, version.encode()), Op.put(head_key, version.encode())]).succeeded
 
 
 def _write(store: Store, keys: Keys, entry: Entry, new: Version, guards: Sequence[Compare]) -> bool:

@@ -6,8 +6,9 @@ import contextlib
 import os
 import select
 import socket
+import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,17 @@ from elastic_rl.coordinator.records import DcsNode
 from elastic_rl.coordinator.store import Compare, Store
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.arena import is_owned
-from elastic_rl.errors import NodeUnavailable
+from elastic_rl.dcs.digests import XXH3
+from elastic_rl.dcs.security import Security
+from elastic_rl.errors import AccessDenied, NodeUnavailable
 
 Located = tuple[str, int, int]
 """A chunk in a node's arena: digest, offset, bytes."""
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+_BATCH = 50_000
+"""Chunks in one request, whose header is bounded."""
 
 
 class NodeConnection:
@@ -27,38 +35,84 @@ class NodeConnection:
 
     What it allocated and sealed is held by the node for this connection; when it closes, however that comes about, the
     node gives open regions back. Every call raises NodeUnavailable when the node is gone or does not answer in time;
-    the connection is closed then.
+    the connection is closed then. ``close`` from another thread ends a call that is under way.
     """
 
-    def __init__(self, node: DcsNode, job: str, *, io_timeout_s: float) -> None:
+    def __init__(self, node: DcsNode, job: str, *, io_timeout_s: float, security: Security | None = None,
+                 as_node: str = "") -> None:
+        """``as_node``: the caller's id, if it is a node itself. Raises NodeUnavailable and AccessDenied."""
         self.node = node
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held during a call
+        self._state = threading.Lock()  # guards the two below
         self._sock: socket.socket | None = None
+        self._in_call = False
         try:
-            self._sock = socket.create_connection((node.host, node.port), timeout=io_timeout_s)
-            protocol.configure(self._sock, io_timeout_s=io_timeout_s)
+            self._sock = self._opened(security, io_timeout_s)
         except OSError as e:
-            self.close()
             raise self._gone(e) from e
-        hello, _ = self.call({"op": "hello", "job": job})
-        if hello["arena_path"] != node.arena_path:  # another node took over the port of a dead one
+        hello = {"op": "hello", "job": job, **({"id": as_node} if as_node else {})}
+        if security is not None and security.token:
+            hello["token"] = security.token
+        try:
+            answer, _ = self.call(hello)
+            if answer["arena_path"] != node.arena_path:  # another node took over the port of a dead one
+                raise NodeUnavailable(
+                    f"what answers at {node.host}:{node.port} is not node {node.id} as it registered")
+        except BaseException:
             self.close()
-            raise NodeUnavailable(f"what answers at {node.host}:{node.port} is not node {node.id} as it registered")
+            raise
+
+    def _opened(self, security: Security | None, io_timeout_s: float) -> socket.socket:
+        sock = socket.create_connection((self.node.host, self.node.port), timeout=io_timeout_s)
+        try:
+            protocol.configure(sock, io_timeout_s=io_timeout_s)
+            if security is None or security.client_context is None:
+                return sock
+            return security.client_context.wrap_socket(sock, server_hostname=self.node.host)
+        except ssl.SSLCertVerificationError as e:
+            sock.close()
+            raise AccessDenied(f"node {self.node.id} at {self.node.host}:{self.node.port} shows a certificate that is "
+                               f"not to be trusted: {e.verify_message}",
+                               hint="every node's certificate must come from dcs.tls_ca") from e
+        except BaseException:
+            sock.close()
+            raise
 
     def call(self, header: dict[str, Any], payload: memoryview | bytes = b"",
-             into: protocol.Receiver | None = None) -> tuple[dict[str, Any], memoryview]:
+             into: protocol.Receiver | None = None, on_progress: Progress | None = None
+             ) -> tuple[dict[str, Any], memoryview]:
         """Sends a request and returns the answer. Raises what the node raised."""
         with self._lock:
-            if self._sock is None:
-                raise NodeUnavailable(f"the connection to node {self.node.id} is closed")
+            with self._state:
+                sock = self._sock
+                if sock is None:
+                    raise NodeUnavailable(f"the connection to node {self.node.id} is closed")
+                self._in_call = True
             try:
-                protocol.send(self._sock, header, payload)
-                answer, data = protocol.receive(self._sock, into)
+                protocol.send(sock, header, payload)
+                while True:
+                    answer, data = protocol.receive(sock, into)
+                    if "progress" not in answer:
+                        break
+                    if on_progress is not None:
+                        done, total = answer["progress"]
+                        on_progress(int(done), int(total))
             except (OSError, protocol.Closed, protocol.ProtocolError) as e:
                 self.close()
                 raise self._gone(e) from e
+            except BaseException:
+                self.close()  # the rest of an answer may be under way
+                raise
+            finally:
+                self._end_call(sock)
         protocol.raise_failure(answer)
         return answer, data
+
+    def _end_call(self, sock: socket.socket) -> None:
+        with self._state:
+            self._in_call = False
+            if self._sock is None:
+                sock.close()
 
     def _gone(self, why: Exception) -> NodeUnavailable:
         return NodeUnavailable(f"node {self.node.id} at {self.node.host}:{self.node.port} does not answer: "
@@ -79,39 +133,79 @@ class NodeConnection:
             return True
 
     def close(self) -> None:
-        sock, self._sock = self._sock, None
-        if sock is not None:
+        with self._state:
+            sock, self._sock = self._sock, None
+            if sock is None:
+                return
+            # Wakes a call that waits. That one then closes the socket: its number must not be used anew under it.
             with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+            if not self._in_call:
                 sock.close()
 
     # -- the node's operations -----------------------------------------------------------------------------------------
     def alloc(self, nbytes: int) -> int:
-        """Offset of a region of the arena to write. Raises ArenaFull."""
+        """Offset of a region of the arena to write. Raises ArenaFull and DiskFull."""
         return int(self.call({"op": "alloc", "nbytes": nbytes})[0]["offset"])
 
-    def seal(self, offset: int, nbytes: int) -> str:
-        """Makes the first ``nbytes`` of a region a chunk, held for this connection; its digest."""
-        return str(self.call({"op": "seal", "offset": offset, "nbytes": nbytes})[0]["digest"])
+    def seal(self, offset: int, nbytes: int, *, digest: str = XXH3) -> str:
+        """Makes the first ``nbytes`` of a region a chunk, held for this connection; its digest, of the given kind."""
+        return str(self.call({"op": "seal", "offset": offset, "nbytes": nbytes, "digest": digest})[0]["digest"])
 
-    def put(self, data: bytes | memoryview) -> str:
-        """Stores bytes sent over the connection as a held chunk; its digest. Raises ArenaFull."""
-        return str(self.call({"op": "put"}, data)[0]["digest"])
+    def put(self, data: bytes | memoryview, *, digest: str = XXH3) -> str:
+        """Stores bytes sent over the connection as a held chunk; its digest, of the given kind. Raises ArenaFull."""
+        return str(self.call({"op": "put", "digest": digest}, data)[0]["digest"])
 
-    def get(self, digest: str, into: protocol.Receiver | None = None) -> memoryview:
-        """A chunk's bytes, not verified. Raises ChunkMissing."""
-        return self.call({"op": "get", "digest": digest}, into=into)[1]
+    def get(self, digest: str, into: protocol.Receiver | None = None, *, base: str = "") -> memoryview:
+        """A chunk's bytes, not verified. Raises ChunkMissing.
+
+        With ``base``, a chunk that the caller has, the node may send what differs from it: the header that ``into``
+        sees then has ``delta``, the bytes of the whole chunk.
+        """
+        return self.call({"op": "get", "digest": digest, **({"base": base} if base else {})}, into=into)[1]
 
     def has(self, digests: Sequence[str]) -> list[str]:
         """Which of the chunks the node lacks."""
-        return list(self.call({"op": "has", "digests": list(digests)})[0]["missing"])
+        return self.ask(digests)[0]
 
-    def fetch(self, digests: Sequence[str], *, prefer: Sequence[str] = (), hold: bool = False) -> list[Located]:
+    def ask(self, digests: Sequence[str]) -> tuple[list[str], int]:
+        """Which of the chunks the node lacks, and how many sends are under way and waiting there."""
+        answer, _ = self.call({"op": "has", "digests": list(digests)})
+        return list(answer["missing"]), int(answer.get("load", 0))
+
+    def fetch(self, digests: Sequence[str], *, prefer: Sequence[str] = (), hold: bool = False, use: str = "",
+              sizes: Mapping[str, int] | None = None, bases: Mapping[str, str] | None = None,
+              on_progress: Progress | None = None) -> list[Located]:
         """Makes the node have sound copies of the chunks, from its peers if need be, those in ``prefer`` (ids) first.
 
-        Raises ChunkMissing, ChunkCorrupt (only rotten copies were found) and ArenaFull.
+        ``use``: a token under which the chunks stay where they are until ``release``, or until this closes.
+        ``sizes``: bytes of the chunks; those that are missing then lie next to each other in this order where there is
+        room. ``bases``: for a chunk one that is much like it, and may be here already.
+
+        Raises ChunkMissing, ChunkCorrupt (only rotten copies were found), ArenaFull and DiskFull.
         """
-        answer, _ = self.call({"op": "fetch", "digests": list(digests), "prefer": list(prefer), "hold": hold})
-        return [(str(d), int(offset), int(nbytes)) for d, offset, nbytes in answer["chunks"]]
+        out: list[Located] = []
+        sizes, bases = sizes or {}, bases or {}
+        total, done = sum(sizes.get(d, 0) for d in digests), 0
+        for start in range(0, len(digests), _BATCH):
+            batch = digests[start:start + _BATCH]
+            header = {"op": "fetch", "digests": list(batch), "prefer": list(prefer), "hold": hold,
+                      "sizes": {d: sizes[d] for d in batch if d in sizes},
+                      "bases": {d: bases[d] for d in batch if d in bases}, **({"use": use} if use else {})}
+            answer, _ = self.call(header, on_progress=_from(done, total, on_progress))
+            out += [(str(d), int(offset), int(nbytes)) for d, offset, nbytes in answer["chunks"]]
+            done = sum(n for _, _, n in out)
+        if on_progress is not None:
+            on_progress(done, done)
+        return out
+
+    def release(self, use: str) -> None:
+        """The chunks that were located under the token may move again."""
+        self.call({"op": "release", "use": use})
+
+    def persist(self, digests: Sequence[str]) -> None:
+        """Returns when the chunks are on the node's disk. Raises DiskFull, DeadlineExceeded and ChunkMissing."""
+        self.call({"op": "persist", "digests": list(digests)})
 
     def settle(self) -> None:
         """Ends this connection's holds."""
@@ -126,18 +220,27 @@ class NodeConnection:
         return int(answer["chunks"]), int(answer["nbytes"])
 
     def stat(self) -> dict[str, int]:
-        """used_bytes, arena_bytes, chunks, pending, held, connections."""
+        """Numbers of the node; ``ChunkTable.stat`` says which."""
         return dict(self.call({"op": "stat"})[0])
 
 
-class HubClient:
-    """The nodes of a job. Connections are opened when needed and kept. Thread-safe."""
+def _from(before: int, total: int, on_progress: Progress | None) -> Progress | None:
+    """Progress of one request among several."""
+    if on_progress is None:
+        return None
+    return lambda done, of: on_progress(before + done, total or of)
 
-    def __init__(self, store: Store, keys: Keys, *, io_timeout_s: float, local_host: str = "", node: str = "") -> None:
+
+class HubClient:
+    """The nodes of a job. One connection to each that was needed is kept; ``open`` and ``open_local`` give further
+    ones. Thread-safe."""
+
+    def __init__(self, store: Store, keys: Keys, *, io_timeout_s: float, local_host: str = "", node: str = "",
+                 security: Security | None = None) -> None:
         """``node``: id of the node to take as local. Otherwise it is the one whose arena is on this host, if there are
         several, first one at ``local_host``, then by id."""
         self._store, self._keys = store, keys
-        self._io_timeout_s = io_timeout_s
+        self._io_timeout_s, self._security = io_timeout_s, security
         self._local_host, self._node = local_host, node
         self._lock = threading.Lock()
         self._open: dict[str, NodeConnection] = {}
@@ -152,24 +255,39 @@ class HubClient:
         kvs, _ = self._store.range(self._keys.dcs_nodes_prefix())
         return [(DcsNode.decode(kv.value), kv.create_revision) for kv in kvs]
 
+    def open(self, node: DcsNode, *, as_node: str = "") -> NodeConnection:
+        """A new connection, which the caller closes. Raises NodeUnavailable and AccessDenied."""
+        return NodeConnection(node, self._keys.job, io_timeout_s=self._io_timeout_s, security=self._security,
+                              as_node=as_node)
+
+    def open_local(self) -> NodeConnection:
+        """A new connection to this host's node, which the caller closes. Raises NodeUnavailable and AccessDenied."""
+        return self._first(self._is_local, "this host has no running DCS node", local=True)[0]
+
     def local(self) -> NodeConnection:
-        """A connection to this host's node. Raises NodeUnavailable."""
+        """The kept connection to this host's node. Raises NodeUnavailable and AccessDenied."""
         with self._lock:
             kept = self._open.get(self._local_id)
             if kept is not None and not kept.stale():
                 return kept
-            return self._first(lambda n: (n.id == self._node) if self._node else is_owned(Path(n.arena_path)),
-                               "this host has no running DCS node")
+            connection = self._keep(*self._first(self._is_local, "this host has no running DCS node", local=True))
+            self._local_id = connection.node.id
+            return connection
 
     def connect(self, node_id: str) -> NodeConnection:
-        """A connection to the node of that id. Raises NodeUnavailable."""
+        """The kept connection to the node of that id. Raises NodeUnavailable and AccessDenied."""
         with self._lock:
             kept = self._open.get(node_id)
             if kept is not None and not kept.stale():
                 return kept
-            return self._first(lambda n: n.id == node_id, f"DCS node {node_id} is not registered", local=False)
+            return self._keep(*self._first(lambda n: n.id == node_id, f"DCS node {node_id} is not registered",
+                                           local=False))
 
-    def _first(self, fits: Callable[[DcsNode], bool], otherwise: str, *, local: bool = True) -> NodeConnection:
+    def _is_local(self, node: DcsNode) -> bool:
+        return node.id == self._node if self._node else is_owned(Path(node.arena_path))
+
+    def _first(self, fits: Callable[[DcsNode], bool], otherwise: str, *, local: bool) -> tuple[NodeConnection, int]:
+        """A connection to the first that answers, and the create revision of its record."""
         found = [(n, rev) for n, rev in self._registered() if fits(n)]
         found.sort(key=lambda item: (item[0].host != self._local_host, item[0].id))
         last = NodeUnavailable(f"{otherwise} (job {self._keys.job})", hint="start one: `elastic-rl up`, see its log")
@@ -177,18 +295,18 @@ class HubClient:
             if local and not os.access(node.arena_path, os.R_OK | os.W_OK):
                 continue
             try:
-                connection = NodeConnection(node, self._keys.job, io_timeout_s=self._io_timeout_s)
+                return self.open(node), created
             except NodeUnavailable as e:
                 last = e
-                continue
-            if (old := self._open.pop(node.id, None)) is not None:
-                old.close()
-            self._open[node.id] = connection
-            self._guards[node.id] = Compare.create(self._keys.dcs_node(node.id), "==", created)
-            if local:
-                self._local_id = node.id
-            return connection
         raise last
+
+    def _keep(self, connection: NodeConnection, created: int) -> NodeConnection:
+        node_id = connection.node.id
+        if (old := self._open.pop(node_id, None)) is not None:
+            old.close()
+        self._open[node_id] = connection
+        self._guards[node_id] = Compare.create(self._keys.dcs_node(node_id), "==", created)
+        return connection
 
     def guard(self, node_id: str) -> Compare:
         """Condition that the node is still registered as it was when it was connected to: the same process, so that it

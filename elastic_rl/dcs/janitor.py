@@ -3,6 +3,7 @@ versions, and has the nodes drop chunks that no version refers to."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from elastic_rl.coordinator.keys import Keys
@@ -11,6 +12,9 @@ from elastic_rl.coordinator.store import Compare, Store
 from elastic_rl.dcs import catalog
 from elastic_rl.dcs.catalog import Entry
 from elastic_rl.dcs.client import HubClient
+from elastic_rl.dcs.failpoints import reach
+from elastic_rl.dcs.retention import Keep, to_release
+from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ElasticRLError
 
 RECORDS_KEPT = 50
@@ -22,9 +26,10 @@ LIVE = (VersionState.COMMITTED, VersionState.RELEASING)
 class Janitor:
     """Level-triggered: each sweep looks at everything and does what is due. Every write carries the caller's guard."""
 
-    def __init__(self, store: Store, keys: Keys, *, keep_versions: int, io_timeout_s: float = 2.0) -> None:
-        self._store, self._keys, self._keep = store, keys, keep_versions
-        self._hub = HubClient(store, keys, io_timeout_s=io_timeout_s)
+    def __init__(self, store: Store, keys: Keys, keep: Keep, *, io_timeout_s: float = 2.0,
+                 security: Security | None = None) -> None:
+        self._store, self._keys, self._keep = store, keys, keep
+        self._hub = HubClient(store, keys, io_timeout_s=io_timeout_s, security=security)
 
     def sweep(self, guard: Sequence[Compare]) -> list[str]:
         """One round; a line for each thing that was done or could not be. ``guard``: conditions that hold while the
@@ -58,13 +63,15 @@ class Janitor:
         return lines
 
     def _release(self, stream: str, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
-        committed = [e for e in entries if e.version.state is VersionState.COMMITTED]
-        old = committed[:-self._keep]
+        committed = {e.version.number: e for e in entries if e.version.state is VersionState.COMMITTED}
+        versions = [e.version for e in committed.values()]
+        old = to_release(versions, (), self._keep, time.time())
         if not old and not any(e.version.state is VersionState.RELEASING for e in entries):
             return []
         pinned = catalog.pinned(self._store, self._keys, stream)
-        released = [e for e in old if e.version.number not in pinned
-                    and catalog.release(self._store, self._keys, e, guard)]
+        released = [n for n in old if n not in pinned
+                    and catalog.release(self._store, self._keys, committed[n], guard)]
+        reach("gc.releasing")
         # Pins are read again after the release: none can be added any more, so none that counts is missed.
         pinned = catalog.pinned(self._store, self._keys, stream)
         lines = []
@@ -72,6 +79,7 @@ class Janitor:
             if (v.version.state is VersionState.RELEASING and v.version.number not in pinned
                     and catalog.gone(self._store, self._keys, v, guard)):
                 lines.append(f"released {stream} version {v.version.number}")
+                reach("gc.gone")
         return lines
 
     def _forget(self, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
@@ -89,6 +97,7 @@ class Janitor:
                 marks[node.id] = self._hub.connect(node.id).mark()
             except ElasticRLError as e:
                 lines.append(f"could not sweep node {node.id}: {e.message}")
+        reach("gc.marked")
         live = sorted({e.version.manifest for entries in self._streams().values() for e in entries
                        if e.version.state in LIVE})
         for node_id, mark in marks.items():
@@ -97,6 +106,7 @@ class Janitor:
             except ElasticRLError as e:
                 lines.append(f"could not sweep node {node_id}: {e.message}")
                 continue
+            reach("gc.dropped")
             if chunks:
                 lines.append(f"dropped {chunks} chunks, {nbytes} bytes, of node {node_id}")
         return lines

@@ -12,9 +12,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import xxhash
 
 from elastic_rl.errors import ChunkCorrupt, ConfigError
 
@@ -28,11 +25,6 @@ DTYPES: Mapping[str, int] = {
     "float4_e2m1fn_x2": 1,
 }
 """Names of torch dtypes that can be stored, and the bytes of one element."""
-
-
-def digest_of(data: Any) -> str:
-    """xxh3-128 of a buffer, as 32 hex digits: the name of a chunk, and the checksum of a tensor's bytes."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def aligned(nbytes: int) -> int:
@@ -168,6 +160,15 @@ class Packer:
             at += n
         self._tensors.append((name, dtype, tuple(shape), parts))
         return parts
+
+    def alias(self, name: str, index: int) -> None:
+        """Another name for the ``index``-th tensor added, which has its bytes already: tied weights are stored once.
+        Raises ValueError for a name used before."""
+        if name in self._names:
+            raise ValueError(f"two tensors are named {name!r}")
+        self._names.add(name)
+        _, dtype, shape, parts = self._tensors[index]
+        self._tensors.append((name, dtype, shape, parts))
 
     def manifest(self, digests: Sequence[str]) -> Manifest:
         """The manifest, given the digest of each chunk in order."""

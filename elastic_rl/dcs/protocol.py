@@ -13,15 +13,19 @@ from elastic_rl import errors
 from elastic_rl.errors import ElasticRLError, NodeUnavailable
 
 _PREAMBLE = struct.Struct(">4sIQ")  # magic, header bytes, payload bytes
-_MAGIC = b"eRL1"
+MAGIC = b"eRL1"
+"""What every message begins with."""
 MAX_HEADER = 32 << 20
 """Bytes; room for the digests of half a million chunks."""
 MAX_PAYLOAD = 4 << 30
 """Bytes; one chunk or one manifest."""
+_PIECE = 8 << 20
+"""Bytes; also what TLS, which takes 2 GiB at most, is given at once."""
 
 _ERRORS: dict[str, type[ElasticRLError]] = {
-    cls.__name__: cls for cls in (errors.ArenaFull, errors.ChunkCorrupt, errors.ChunkMissing, errors.NodeUnavailable,
-                                  errors.ConfigError, errors.StoreUnavailable, errors.DeadlineExceeded)}
+    cls.__name__: cls for cls in (
+        errors.AccessDenied, errors.ArenaFull, errors.ChunkCorrupt, errors.ChunkMissing, errors.ConfigError,
+        errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable, errors.StoreUnavailable)}
 
 
 class ProtocolError(ElasticRLError):
@@ -46,16 +50,20 @@ def configure(sock: socket.socket, *, io_timeout_s: float) -> None:
 
 
 def send(sock: socket.socket, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
-    """Sends one message. Raises OSError, also for a timeout."""
+    """Sends one message; the payload's bytes are not copied on the way. Raises OSError, also for a timeout: a peer must
+    take each ``_PIECE`` of it within one."""
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER or len(payload) > MAX_PAYLOAD:
         raise ProtocolError(f"a message of {len(text)} + {len(payload)} bytes is too large")
-    sock.sendall(_PREAMBLE.pack(_MAGIC, len(text), len(payload)) + text)
-    if len(payload):
-        sock.sendall(payload)
+    sock.sendall(_PREAMBLE.pack(MAGIC, len(text), len(payload)) + text)
+    rest = memoryview(payload)
+    while len(rest):
+        sock.sendall(rest[:_PIECE])
+        rest = rest[_PIECE:]
 
 
-def receive(sock: socket.socket, into: Receiver | None = None) -> tuple[dict[str, Any], memoryview]:
+def receive(sock: socket.socket, into: Receiver | None = None, *, max_header: int = MAX_HEADER
+            ) -> tuple[dict[str, Any], memoryview]:
     """Receives one message; ``into`` decides where the payload goes (default: new memory).
 
     Raises Closed, ProtocolError, and OSError, also for a timeout.
@@ -66,7 +74,7 @@ def receive(sock: socket.socket, into: Receiver | None = None) -> tuple[dict[str
         raise Closed
     _fill(sock, memoryview(preamble)[first:])
     magic, header_bytes, payload_bytes = _PREAMBLE.unpack(preamble)
-    if magic != _MAGIC or header_bytes > MAX_HEADER or payload_bytes > MAX_PAYLOAD:
+    if magic != MAGIC or header_bytes > max_header or payload_bytes > MAX_PAYLOAD:
         raise ProtocolError(f"not a message of this protocol: {bytes(preamble)!r}")
     text = bytearray(header_bytes)
     _fill(sock, memoryview(text))

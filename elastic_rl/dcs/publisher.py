@@ -1,25 +1,55 @@
-"""Publishing a version: copy the tensors into the host's arena, have them hashed, make them visible in one
-transaction."""
+"""Publishing a version: every rank copies its share into its host's arena and has it hashed (``part_writer.py``); one
+of them merges the parts, has the chunks replicated, and makes the version visible in one transaction.
+
+    begin ─▶ parts of all ranks ─▶ store ─▶ commit ─▶ settle
+                                     └─ any failure ─▶ give_up: nothing was ever visible
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import Version
-from elastic_rl.coordinator.store import KeptLease, Op, Store
-from elastic_rl.dcs.arena import ArenaFile
-from elastic_rl.dcs.catalog import Staged, Writer
-from elastic_rl.dcs.client import HubClient, NodeConnection
-from elastic_rl.dcs.manifest import Packer
-from elastic_rl.dcs.tensors import dtype_name, to_bytes
-from elastic_rl.errors import ElasticRLError, NodeUnavailable, OutcomeUnknown
+from elastic_rl.coordinator.store import Compare, KeptLease, Op, Store
+from elastic_rl.dcs import catalog, delta, failpoints, parts
+from elastic_rl.dcs.catalog import Draft, Staged, Writer
+from elastic_rl.dcs.client import HubClient, Progress
+from elastic_rl.dcs.digests import XXH3
+from elastic_rl.dcs.manifest import Manifest
+from elastic_rl.dcs.part_writer import LocalArena, PartWriter
+from elastic_rl.dcs.parts import Part
+from elastic_rl.dcs.security import Security
+from elastic_rl.errors import (
+    ArenaFull,
+    DeadlineExceeded,
+    DiskFull,
+    ElasticRLError,
+    NodeUnavailable,
+    OutcomeUnknown,
+)
+
+_COPIERS = 8
+"""Nodes whose chunks are replicated at once."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A version whose chunks and manifest have their copies, and what must still hold when it is committed."""
+
+    draft: Draft
+    manifest: Manifest
+    guards: tuple[Compare, ...]
+    """Registrations of the nodes: the very processes that were given the chunks."""
 
 
 class Publisher:
@@ -27,20 +57,22 @@ class Publisher:
     between."""
 
     def __init__(self, store: Store, keys: Keys, stream: str, *, epoch: int, owner: str, chunk_bytes: int,
-                 replicas: int = 1, staging_ttl_s: int, io_timeout_s: float = 30.0, node: str = "") -> None:
-        """``replicas``: nodes that must hold every chunk before the commit. ``node``: id of the node to write to, where
-        a host has several."""
+                 replicas: int = 1, digest: str = XXH3, staging_ttl_s: int, io_timeout_s: float = 30.0,
+                 node: str = "", security: Security | None = None) -> None:
+        """``replicas``: nodes that must hold every chunk before the commit. ``digest``: the kind that names chunks.
+        ``node``: id of the node to write to, where a host has several."""
         self.stream = stream
         self._store, self._keys = store, keys
         self._owner, self._chunk_bytes, self._replicas = owner, chunk_bytes, replicas
-        self._staging_ttl_s = staging_ttl_s
-        self._hub = HubClient(store, keys, io_timeout_s=io_timeout_s, node=node)
+        self._digest, self._staging_ttl_s = digest, staging_ttl_s
+        self._hub = HubClient(store, keys, io_timeout_s=io_timeout_s, node=node, security=security)
+        self._arena = LocalArena(self._hub)
         self._writer = Writer(store, keys, stream, epoch=epoch)
         self._lease: KeptLease | None = None
-        self._arena: ArenaFile | None = None
-        self._arena_view: torch.Tensor | None = None
+        self._last: Manifest | None = None
         self._lock = threading.Lock()
 
+    # -- one process -------------------------------------------------------------------------------------------------
     def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, meta: Mapping[str, Any],
                 also: Sequence[Op] = ()) -> Version:
         """Publishes named tensors of any device and layout as the stream's next version and returns it, committed.
@@ -53,112 +85,146 @@ class Publisher:
         Raises OutcomeUnknown when etcd went away during the commit: look at the catalog before you go on.
         """
         with self._lock:
-            if self._lease is None or not self._lease.alive:
-                self._drop_lease()
-                self._lease = self._store.keepalive(self._staging_ttl_s)
             staged: Staged | None = None
             try:
-                staged = self._writer.begin(owner=self._owner, lease=self._lease.id, meta=meta)
-                node = self._hub.local()
-                manifest, nbytes, nodes = self._store_chunks(node, tensors)
-                version = self._writer.commit(staged, manifest=manifest, nbytes=nbytes, nodes=nodes, also=also,
-                                              guards=[self._hub.guard(n) for n in nodes])
+                staged = self.begin(meta)
+                writer = PartWriter(self._arena, chunk_bytes=self._chunk_bytes, digest=self._digest, seal_early=True)
+                for name, tensor in tensors:
+                    writer.add(name, tensor)
+                stored = self.store(staged, [writer.seal()])
+                version = commit([stored], also=also)[0]
             except OutcomeUnknown:
-                # The chunks stay held: the commit may have happened, or may happen still. The lease that it depends on
-                # is given up, so that it cannot happen for ever.
-                self._drop_lease()
+                self.drop_lease()
                 raise
             except BaseException:
-                self._give_up(staged)
+                self.give_up(staged)
                 raise
-            for node_id in nodes:
-                with contextlib.suppress(NodeUnavailable):  # committed all the same
-                    self._hub.connect(node_id).settle()
+            self.settle(stored)
             return version
 
-    def _drop_lease(self) -> None:
-        """Ends the lease, and with it every publish that is not committed."""
-        old, self._lease = self._lease, None
-        if old is not None:
-            old.close()
+    # -- step by step ------------------------------------------------------------------------------------------------
+    def begin(self, meta: Mapping[str, Any]) -> Staged:
+        """Takes the stream's next number. Raises Fenced, StoreUnavailable and LeaseLost."""
+        if self._lease is None or not self._lease.alive:
+            self.drop_lease()
+            self._lease = self._store.keepalive(self._staging_ttl_s)
+        staged = self._writer.begin(owner=self._owner, lease=self._lease.id, meta=meta)
+        failpoints.reach("publish.begun")
+        return staged
 
-    def _store_chunks(self, node: NodeConnection, tensors: Iterable[tuple[str, torch.Tensor]]
-                      ) -> tuple[str, int, list[str]]:
-        """Writes and seals every chunk and the manifest: the manifest's digest, the tensors' bytes, the nodes' ids."""
-        arena = self._attach(node)
-        packer = Packer(self._chunk_bytes)
-        digests: list[str] = []
-        region, filled = -1, 0
-        for name, tensor in tensors:
-            data = to_bytes(tensor)
-            for part in packer.add(name, dtype_name(tensor.dtype), tuple(tensor.shape)):
-                if part.chunk > len(digests) or region < 0:
-                    if region >= 0:
-                        digests.append(node.seal(region, filled))
-                    region, filled = node.alloc(packer.chunk_bytes), 0
-                start = region + part.offset
-                if part.offset > filled:
-                    arena[region + filled:start] = 0  # the region may hold old bytes
-                arena[start:start + part.nbytes] = data[part.source:part.source + part.nbytes]
-                filled = part.offset + part.nbytes
-        if region >= 0:
-            digests.append(node.seal(region, filled))
-        manifest = packer.manifest(digests)
-        digest = node.put(manifest.encode())
-        return digest, manifest.nbytes, [node.node.id, *self._replicate(node, [digest, *manifest.chunks])]
+    def store(self, staged: Staged, of: Sequence[Part], *, hold: bool = False, deadline: float = float("inf")
+              ) -> Stored:
+        """Merges the parts, stores the manifest and has everything replicated.
 
-    def _replicate(self, node: NodeConnection, digests: Sequence[str]) -> list[str]:
-        """Has other nodes fetch the chunks; their ids. Raises NodeUnavailable when there are too few."""
-        done: list[str] = []
-        if self._replicas <= 1:
-            return done
-        for other in self._hub.nodes():
-            if len(done) == self._replicas - 1:
-                break
-            if other.id != node.node.id:
-                with contextlib.suppress(NodeUnavailable):
-                    self._hub.connect(other.id).fetch(digests, prefer=[node.node.id], hold=True)
-                    done.append(other.id)
-        if len(done) < self._replicas - 1:
-            raise NodeUnavailable(f"{self._replicas} copies are wanted and only {1 + len(done)} nodes can hold one",
-                                  hint="start more DCS nodes or set fewer replicas")
-        return done
+        ``hold``: hold the parts' chunks for this publisher, too, since whoever wrote them may die before the commit.
+        ``deadline``: monotonic time. Raises DeadlineExceeded, NodeUnavailable, ChunkMissing, ArenaFull and DiskFull.
+        """
+        manifest = parts.merge(of)
+        for part in of if hold else ():
+            self._hub.connect(part.node).fetch(list(part.chunks), hold=True, on_progress=_within(deadline))
+        node = self._hub.local()
+        digest = node.put(manifest.encode(), digest=self._digest)
+        failpoints.reach("publish.manifest")
+        sources: dict[str, dict[str, None]] = {node.node.id: {digest: None}}
+        for part in of:
+            sources.setdefault(part.node, {}).update(dict.fromkeys(part.chunks))
+        copies = self._replicate({n: list(digests) for n, digests in sources.items()}, manifest, deadline)
+        failpoints.reach("publish.replicated")
+        guards = {Compare.create(self._keys.dcs_node(p.node), "==", p.registered) for p in of}
+        guards |= {self._hub.guard(n) for n in (node.node.id, *copies)}
+        nodes = tuple(dict.fromkeys((*sources, *copies)))
+        return Stored(Draft(self._writer, staged, digest, manifest.nbytes, nodes), manifest, tuple(guards))
 
-    def _attach(self, node: NodeConnection) -> torch.Tensor:
-        """The node's arena as a uint8 tensor."""
-        path = Path(node.node.arena_path)
-        if self._arena is None or self._arena_view is None or self._arena.path != path:
-            self._detach()
-            try:
-                self._arena = ArenaFile.attach(path)
-            except OSError as e:
-                raise NodeUnavailable(f"the arena {path} of node {node.node.id} cannot be mapped: {e.strerror}") from e
-            self._arena_view = torch.frombuffer(self._arena.map, dtype=torch.uint8)
-        return self._arena_view
+    def settle(self, stored: Stored) -> None:
+        """After the commit: the nodes need not hold the chunks for this publisher any more."""
+        self._last = stored.manifest
+        for node_id in stored.draft.nodes:
+            with contextlib.suppress(NodeUnavailable):  # committed all the same
+                self._hub.connect(node_id).settle()
 
-    def _detach(self) -> None:
-        self._arena_view = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
-
-    def _give_up(self, staged: Staged | None) -> None:
+    def give_up(self, staged: Staged | None) -> None:
         """Leaves nothing behind; what cannot be reached now is cleaned up by the janitor, since our lease ends."""
         try:
             if staged is not None:
                 self._writer.abort(staged)
         except ElasticRLError:
-            self._drop_lease()
+            self.drop_lease()
         self._hub.close()  # gives open regions back and ends the holds
+
+    def drop_lease(self) -> None:
+        """Ends the lease, and with it every publish that is not committed.
+
+        After OutcomeUnknown this and not ``give_up``: the chunks stay held, as the commit may have happened, or may
+        happen still; but without the lease that it depends on not for ever.
+        """
+        old, self._lease = self._lease, None
+        if old is not None:
+            old.close()
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+    def _replicate(self, sources: Mapping[str, Sequence[str]], manifest: Manifest, deadline: float) -> list[str]:
+        """Has ``replicas - 1`` other nodes fetch each source's chunks; the ids of all of them."""
+        if self._replicas <= 1:
+            return []
+        bases = delta.bases(self._last, manifest) if self._last is not None else {}
+        with ThreadPoolExecutor(min(_COPIERS, len(sources)), "replicate") as pool:
+            done = list(pool.map(lambda source: self._copy(source, sources[source], manifest, bases, deadline),
+                                 sources))
+        return list(dict.fromkeys(itertools.chain.from_iterable(done)))
+
+    def _copy(self, source: str, digests: Sequence[str], manifest: Manifest, bases: Mapping[str, str],
+              deadline: float) -> list[str]:
+        """Nodes after ``source`` in the ring of ids that have copies of its chunks now. Raises NodeUnavailable."""
+        done: list[str] = []
+        last: ElasticRLError | None = None
+        in_time = _within(deadline)
+        others = sorted((n.id for n in self._hub.nodes() if n.id != source), key=lambda n: (n < source, n))
+        for other in others:
+            if len(done) == self._replicas - 1:
+                break
+            in_time(0, 0)
+            try:
+                self._hub.connect(other).fetch(
+                    digests, prefer=[source], hold=True,
+                    sizes={d: manifest.chunks[d] for d in digests if d in manifest.chunks},
+                    bases={d: bases[d] for d in digests if d in bases}, on_progress=in_time)
+                done.append(other)
+            except (NodeUnavailable, ArenaFull, DiskFull) as e:
+                last = e
+        if len(done) < self._replicas - 1:
+            raise NodeUnavailable(
+                f"{self._replicas} copies are wanted and only {1 + len(done)} nodes can hold one"
+                + (f" (the last one said: {last})" if last else ""),
+                hint="start more DCS nodes or set fewer replicas") from last
+        return done
 
     def close(self) -> None:
         with self._lock:
             self._hub.close()
-            self._detach()
-            self._drop_lease()
+            self._arena.close()
+            self.drop_lease()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _within(deadline: float) -> Progress:
+    """Ends a fetch that goes on past the deadline, by DeadlineExceeded; the connection ends with it."""
+
+    def in_time(done: int, total: int) -> None:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"only {done} of {total} bytes were stored in time",
+                                   hint="is a node overloaded? dcs.publish_timeout_s is the limit")
+
+    return in_time
+
+
+def commit(stored: Sequence[Stored], *, also: Sequence[Op] = ()) -> list[Version]:
+    """Makes versions of several streams visible in one transaction, or none. Raises as ``commit_together`` does."""
+    guards = tuple({guard for s in stored for guard in s.guards})
+    versions = catalog.commit_together([s.draft for s in stored], guards=guards, also=also)
+    failpoints.reach("publish.committed")
+    return versions

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -14,10 +14,12 @@ import torch
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import Version
 from elastic_rl.coordinator.store import KeptLease, Store, Watch
-from elastic_rl.dcs import catalog, mapping
-from elastic_rl.dcs.client import HubClient, Located
+from elastic_rl.dcs import catalog, delta, mapping
+from elastic_rl.dcs.client import HubClient, Located, NodeConnection, Progress
+from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.manifest import Manifest
-from elastic_rl.errors import Compacted, StoreUnavailable
+from elastic_rl.dcs.security import Security
+from elastic_rl.errors import Compacted, ElasticRLError, StoreUnavailable
 
 
 class HeadWatch:
@@ -80,12 +82,13 @@ class HeadWatch:
 class Pulled:
     """A version whose every chunk lies, verified, in this host's arena, and stays there until this is closed."""
 
-    def __init__(self, puller: Puller, version: Version, pin: str, arena_path: str) -> None:
-        self.version = version
-        self.manifest = Manifest((), {})
-        self.arena_path = arena_path
-        self._puller, self._pin = puller, pin
-        self._at: dict[str, int] = {}
+    def __init__(self, puller: Puller, version: Version, pin: str, node: NodeConnection, manifest: Manifest,
+                 chunks: Sequence[Located]) -> None:
+        self.version, self.manifest = version, manifest
+        self.arena_path = node.node.arena_path
+        self._puller, self._pin, self._node = puller, pin, node
+        self._at = {digest: offset for digest, offset, _ in chunks}
+        self._lock = threading.Lock()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, read-only view) of every tensor, valid while this is open. Raises ChunkCorrupt."""
@@ -100,14 +103,12 @@ class Pulled:
             "tensors": [[t.name, t.dtype, list(t.shape), [[self._at[s.digest] + s.offset, s.nbytes] for s in t.slices]]
                         for t in self.manifest.tensors]}
 
-    def located(self, manifest: Manifest, chunks: list[Located]) -> None:
-        self.manifest, self._at = manifest, {digest: offset for digest, offset, _ in chunks}
-
     def close(self) -> None:
         """Ends the pin; views must not be used any more."""
-        if self._pin:
+        with self._lock:
             pin, self._pin = self._pin, ""
-            self._puller.unpin(self.version, pin)
+        if pin:
+            self._puller.give_back(self.version, pin, self._node)
 
     def __enter__(self) -> Self:
         return self
@@ -120,12 +121,17 @@ class Puller:
     """Pulls versions to this host. Thread-safe; connections and the lease of the pins are kept between pulls."""
 
     def __init__(self, store: Store, keys: Keys, holder: str, *, pin_ttl_s: int, io_timeout_s: float,
-                 node: str = "") -> None:
+                 node: str = "", security: Security | None = None) -> None:
         """``holder`` names who pins. ``node``: id of the node to pull to, where a host has several."""
         self._store, self._keys, self._holder, self._pin_ttl_s = store, keys, holder, pin_ttl_s
-        self._hub = HubClient(store, keys, io_timeout_s=io_timeout_s, node=node)
+        self._hub = HubClient(store, keys, io_timeout_s=io_timeout_s, node=node, security=security)
         self._lease: KeptLease | None = None
         self._lock = threading.Lock()
+        # A version that is pulled has a connection of its own, so that letting go of one never waits for the pull of
+        # another; these are free.
+        self._idle: list[NodeConnection] = []
+        self._in_use: set[NodeConnection] = set()
+        self._last: dict[str, Manifest] = {}  # by stream: what this host most likely has still
         self._ids = itertools.count(1)
 
     def head(self, stream: str) -> Version | None:
@@ -136,26 +142,52 @@ class Puller:
         """Follows the head; close it when done."""
         return HeadWatch(self._store, self._keys, stream)
 
-    def pull(self, stream: str, number: int | None = None) -> Pulled:
+    def pull(self, stream: str, number: int | None = None, *, on_progress: Progress | None = None) -> Pulled:
         """Pins a committed version (the head by default) and brings it to this host. A context manager.
 
-        Raises VersionNotFound, NodeUnavailable, ChunkMissing, ChunkCorrupt (no sound copy anywhere) and ArenaFull.
+        What is here already is not fetched again, so a pull that failed half-way goes on where it ended, and of what
+        resembles the version pulled before only the difference is. Each chunk is verified as it arrives.
+
+        ``on_progress`` is called about every second with the bytes that are here and the bytes in all.
+
+        Raises VersionNotFound, NodeUnavailable, ChunkMissing, ChunkCorrupt (no sound copy anywhere), ArenaFull and
+        DiskFull.
         """
         holder = f"{self._holder}.{next(self._ids)}"  # the same version may be pulled twice at once
         version = catalog.pin(self._store, self._keys, stream, number, holder, self._pin_lease())
+        reach("pull.pinned")
+        node: NodeConnection | None = None
         try:
-            return self._locate(version, holder)
+            node = self._take()
+            return self._locate(version, holder, node, on_progress)
         except BaseException:
-            self.unpin(version, holder)
+            self.give_back(version, holder, node)
             raise
 
-    def _locate(self, version: Version, holder: str) -> Pulled:
-        node = self._hub.local()
-        pulled = Pulled(self, version, holder, node.node.arena_path)
-        [(digest, offset, nbytes)] = node.fetch([version.manifest], prefer=version.nodes)
-        manifest = Manifest.decode(mapping.read(pulled.arena_path, digest, offset, nbytes))
-        pulled.located(manifest, node.fetch(list(manifest.chunks), prefer=version.nodes))
-        return pulled
+    def _locate(self, version: Version, holder: str, node: NodeConnection, on_progress: Progress | None) -> Pulled:
+        [(digest, offset, nbytes)] = node.fetch([version.manifest], prefer=version.nodes, use=holder)
+        manifest = Manifest.decode(mapping.read(node.node.arena_path, digest, offset, nbytes))
+        reach("pull.manifest")
+        last = self._last.get(version.stream)
+        chunks = node.fetch(list(manifest.chunks), prefer=version.nodes, use=holder, sizes=manifest.chunks,
+                            bases=delta.bases(last, manifest) if last is not None else None, on_progress=on_progress)
+        reach("pull.located")
+        self._last[version.stream] = manifest
+        return Pulled(self, version, holder, node, manifest, chunks)
+
+    def _take(self) -> NodeConnection:
+        """A connection to this host's node for one pull."""
+        while True:
+            with self._lock:
+                kept = self._idle.pop() if self._idle else None
+            if kept is None:
+                kept = self._hub.open_local()
+            elif kept.stale():
+                kept.close()
+                continue
+            with self._lock:
+                self._in_use.add(kept)
+            return kept
 
     def _pin_lease(self) -> int:
         with self._lock:
@@ -165,8 +197,18 @@ class Puller:
                 self._lease = self._store.keepalive(self._pin_ttl_s)
             return self._lease.id
 
-    def unpin(self, version: Version, holder: str) -> None:
-        """Ends one pin; if etcd is away, it ends with this puller's lease."""
+    def give_back(self, version: Version, holder: str, node: NodeConnection | None) -> None:
+        """Ends one pull: its chunks may move, and its pin ends; if etcd is away, that does with this puller's
+        lease."""
+        if node is not None:
+            try:
+                node.release(holder)
+            except ElasticRLError:
+                node.close()  # which releases, too
+            with self._lock:
+                self._in_use.discard(node)
+                if not node.closed:
+                    self._idle.append(node)
         with contextlib.suppress(StoreUnavailable):
             catalog.unpin(self._store, self._keys, version.stream, version.number, holder)
 
@@ -174,6 +216,10 @@ class Puller:
         """Ends every pin of this puller."""
         self._hub.close()
         with self._lock:
+            for node in (*self._idle, *self._in_use):
+                node.close()
+            self._idle.clear()
+            self._in_use.clear()
             if self._lease is not None:
                 self._lease.close()
                 self._lease = None

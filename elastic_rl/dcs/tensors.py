@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic_rl.dcs.manifest import digest_of
+from elastic_rl.dcs.digests import digest_of
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ from elastic_rl.context import RunContext
 from elastic_rl.coordinator import epochs, events
 from elastic_rl.coordinator.records import Engine, EngineState, Severity, Version
 from elastic_rl.dcs.puller import Puller
+from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.lifecycle import Life
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server import SGLangServer
@@ -20,6 +21,7 @@ from elastic_rl.errors import (
     ChunkCorrupt,
     ChunkMissing,
     DeadlineExceeded,
+    ElasticRLError,
     EngineFailed,
     NodeUnavailable,
     StoreUnavailable,
@@ -35,6 +37,8 @@ POLICY = "policy"
 _TICK_S = 0.1
 _RECORD_LOOK_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
+_TELL_AFTER = 5
+"""Failures to fetch in a row that make an event."""
 # A pull that ended so changed nothing in the engine: it goes on with what it has and tries again.
 _PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StoreUnavailable, VersionNotFound)
 
@@ -52,6 +56,7 @@ class EngineRunner:
         self._started_at = time.time()
         self._pull_apply_s = 0.0
         self._tick_at = time.time()
+        self._fetch_failures = 0  # in a row
         self._next_look = 0.0
         self._unwritten = False  # the last write failed: what etcd says is older than the truth
         self._server = SGLangServer(
@@ -95,8 +100,10 @@ class EngineRunner:
         return self._drain.is_set() or self._stop.is_set()
 
     def _follow(self) -> None:
-        puller = Puller(self._store, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=self._ctx.config.dcs.pin_ttl_s,
-                        io_timeout_s=self._ctx.config.dcs.io_timeout_s)
+        dcs = self._ctx.config.dcs
+        puller = Puller(self._store, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=dcs.pin_ttl_s,
+                        io_timeout_s=dcs.io_timeout_s,
+                        security=Security.from_config(dcs, self._ctx.config.cluster_dir / TOKEN_FILE))
         heads = puller.watch_head(POLICY)
         wanted: Version | None = None
         try:
@@ -133,9 +140,13 @@ class EngineRunner:
                 self._life = begun
                 self._server.apply(pulled.reference(), wanted.number)
         except _PULL_FAILED as e:
-            log.warning("engine %s cannot fetch version %d: %s", self._id, wanted.number, e)
+            self._cannot_fetch(wanted, e)
             return False
         self._pull_apply_s = time.monotonic() - began
+        if self._fetch_failures >= _TELL_AFTER:
+            events.emit(self._store, self._ctx.keys, "engine.fetch_recovered", self._id,
+                        f"engine {self._id} has version {wanted.number} now", version=wanted.number)
+        self._fetch_failures = 0
         first = not self._life.version
         self._life = self._life.verified(wanted.number)
         if first:
@@ -147,6 +158,15 @@ class EngineRunner:
                         f"engine {self._id} serves version {wanted.number}", version=wanted.number,
                         start_s=round(time.time() - self._started_at, 3))
         return True
+
+    def _cannot_fetch(self, wanted: Version, error: ElasticRLError) -> None:
+        """Tells it once an episode, and not of a first failure, which the next try most often mends."""
+        log.warning("engine %s cannot fetch version %d: %s", self._id, wanted.number, error)
+        self._fetch_failures += 1
+        if self._fetch_failures == _TELL_AFTER:
+            events.emit(self._store, self._ctx.keys, "engine.cannot_fetch", self._id, severity=Severity.WARNING,
+                        message=f"engine {self._id} cannot fetch version {wanted.number}: {type(error).__name__}: "
+                                f"{error}", version=wanted.number)
 
     # -- the end ---------------------------------------------------------------------------------------------------
     def _leave(self) -> None:

@@ -141,7 +141,8 @@ class TrainingLoop:
                 self.ledger.record(LedgerEntry(step=step, epoch=self.ctx.epoch, groups=ordinals,
                                                policy_versions=versions, samples=sum(map(len, groups))))
                 metrics = self.trainer.train(step, batch)
-        staleness = self.policy_version - versions[0]
+        # A publish that was repeated has a newer number than the trainer told of.
+        staleness = max(0, self.policy_version - versions[0])
         self.step, self.policy_version = step, int(metrics["policy_version"])
         self._report_step(watch, metrics, pool, rewards, ordinals, versions, staleness)
 

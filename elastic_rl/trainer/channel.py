@@ -26,6 +26,8 @@ class Kind(IntEnum):
     TRAIN = 2
     """One RL step on the batch in the payload."""
     STOP = 3
+    PUBLISH = 4
+    """The present weights once more: their last publish was dropped."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,17 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from elastic_rl.trainer import hf_layout
+from elastic_rl.trainer.device import Named
 from elastic_rl.trainer.model import Policy
 from elastic_rl.trainer.optimizer import MOMENTS, Adam
 from elastic_rl.trainer.parallel import gather_shards
+from elastic_rl.trainer.shares import gather_to_owners
 
 _RNG = "rng."
+_PLACES = 4
+"""More than the HF tensors that one Megatron parameter makes."""
+_TRACKERS = 64
+"""More than the random states of one rank."""
 
 
 def capture(policy: Policy, adam: Adam) -> dict[str, torch.Tensor]:
@@ -23,6 +29,31 @@ def capture(policy: Policy, adam: Adam) -> dict[str, torch.Tensor]:
     for name, parts in gather_shards([(n, t.to(policy.par.device)) for n, t in _rng_states()], policy.par):
         out.update({f"{_RNG}tp{r}.{name}": part.cpu().clone() for r, part in enumerate(parts)})
     return out
+
+
+def weights(policy: Policy, bucket_bytes: int) -> Iterator[Named]:
+    """This rank's share of the full HF tensors, each with its place. A collective of the tensor-parallel group."""
+    yield from _share(policy, dict(policy.parameters()), "", 0, bucket_bytes)
+
+
+def extras(policy: Policy, adam: Adam, bucket_bytes: int) -> Iterator[Named]:
+    """This rank's share of what a trainer_state has besides the weights, named as by ``capture``; likewise."""
+    places = _PLACES * sum(1 for _ in policy.parameters())
+    for i, (kind, shards) in enumerate(adam.moments().items()):
+        yield from _share(policy, shards, f"{kind}.", (i + 1) * places, bucket_bytes)
+    if policy.par.dp_rank == 0:
+        at, r = (len(MOMENTS) + 1) * places, policy.par.tp_rank
+        for i, (name, state) in enumerate(_rng_states()):
+            yield at + r * _TRACKERS + i, f"{_RNG}tp{r}.{name}", state
+
+
+def _share(policy: Policy, shards: Mapping[str, torch.Tensor], prefix: str, start: int, bucket_bytes: int
+           ) -> Iterator[Named]:
+    rules = [hf_layout.rule_of(name) for name in shards]
+    whole = [rule.cut is hf_layout.Cut.WHOLE for rule in rules]
+    for i, parts in gather_to_owners(list(shards.values()), whole, policy.par, bucket_bytes=bucket_bytes):
+        for j, (hf_name, full) in enumerate(hf_layout.merge(rules[i], parts, policy.geometry).items()):
+            yield start + i * _PLACES + j, prefix + hf_name, full
 
 
 def restore(policy: Policy, adam: Adam, tensors: Mapping[str, torch.Tensor], *, updates: int) -> None:

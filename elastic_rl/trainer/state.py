@@ -1,96 +1,200 @@
-"""A trainer's exchange with the checkpoint service: publishes ``policy``, saves and restores ``trainer_state``."""
+"""A trainer's exchange with the checkpoint service: publishes ``policy`` and ``trainer_state``, restores the latter.
+
+The training waits for the gather and the copy into the arena; the rest happens behind its back (``behind.py``). The
+number of a version is known when its publish begins. A publish that is dropped is done again under a new number, with
+what the weights are then, until one is committed.
+"""
 
 from __future__ import annotations
 
 import logging
+import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from elastic_rl.context import RunContext
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.records import Severity, VersionState
 from elastic_rl.coordinator.store import Store
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.client import HubClient
+from elastic_rl.dcs.part_writer import LocalArena
 from elastic_rl.dcs.publisher import Publisher
-from elastic_rl.dcs.puller import Puller
+from elastic_rl.dcs.puller import Pulled, Puller
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ElasticRLError, TrainerFailed, VersionNotFound
 from elastic_rl.telemetry import traces
 from elastic_rl.trainer import snapshot
+from elastic_rl.trainer.behind import Begun, Behind
 from elastic_rl.trainer.channel import share_numbers
+from elastic_rl.trainer.device import ToHost
 from elastic_rl.trainer.model import Policy
 from elastic_rl.trainer.optimizer import Adam
 from elastic_rl.trainer.parallel import Parallel
 from elastic_rl.trainer.progress import Progress
+from elastic_rl.trainer.share_writer import ShareWriter
 
 log = logging.getLogger(__name__)
 
 POLICY, STATE = "policy", "trainer_state"
+_WEIGHTS, _EXTRAS = "weights", "extras"
+_PARTS = {POLICY: (_WEIGHTS,), STATE: (_WEIGHTS, _EXTRAS)}
+"""Both streams refer to the same chunks of the weights."""
+_RETRY_S, _MAX_RETRY_S, _RETRIES = 0.2, 10.0, 10
 
 
 @dataclass(frozen=True)
 class Published:
-    """``version`` is 0 on ranks that do not publish."""
+    """Numbers of the versions under way, 0 for a stream that was not published."""
 
-    version: int
+    policy: int
+    state: int
     gather_s: float
+    copy_s: float
     stall_s: float
-    """Gather, copy to the host and commit."""
+    """All that the training waited for: an earlier publish that was still under way, the gather, and the copy."""
+    waited_s: float
+    """Of it, for the earlier publish."""
 
 
 class Checkpoints:
-    """All ranks call the same methods in the same order; rank 0 alone talks to etcd and the node when publishing."""
+    """All ranks call the same methods in the same order."""
 
     def __init__(self, ctx: RunContext, store: Store, par: Parallel, policy: Policy, adam: Adam,
-                 incarnation: str) -> None:
+                 incarnation: str, on_dropped: Callable[[], None] = lambda: None) -> None:
+        """``on_dropped`` is called on rank 0, in another thread, when ``owed`` has something new to say."""
         self.par, self.policy, self.adam, self.incarnation = par, policy, adam, incarnation
-        dcs, keys = ctx.config.dcs, ctx.keys
+        self._cfg, keys = ctx.config.dcs, ctx.keys
+        dcs, security = self._cfg, Security.from_config(self._cfg, ctx.config.cluster_dir / TOKEN_FILE)
         self._publishers = {stream: Publisher(
             store, keys, stream, epoch=ctx.epoch, owner=f"trainer-{incarnation}", chunk_bytes=dcs.chunk_bytes,
-            staging_ttl_s=dcs.staging_ttl_s, io_timeout_s=dcs.io_timeout_s) for stream in (POLICY, STATE)
-            if par.rank == 0}
+            replicas=dcs.replicas, digest=dcs.digest, staging_ttl_s=dcs.staging_ttl_s,
+            io_timeout_s=dcs.io_timeout_s, security=security) for stream in (POLICY, STATE) if par.rank == 0}
+        self._store, self._keys = store, keys
         self._puller = Puller(store, keys, f"trainer-{par.rank}-{incarnation}", pin_ttl_s=dcs.pin_ttl_s,
-                              io_timeout_s=dcs.io_timeout_s)
+                              io_timeout_s=dcs.io_timeout_s, security=security)
+        self._hub = HubClient(store, keys, io_timeout_s=dcs.io_timeout_s, security=security)
+        self._arena, self._to_host = LocalArena(self._hub), ToHost(par.device)
+        self._behind = Behind(par, dcs, store, keys, self._publishers, on_dropped)
+        self._owed: set[str] = set()
+        self._failures = 0
+        self._retry_at = 0.0
         self.policy_version = 0
+        """Of the last publish that was begun."""
         self.state_version = 0
 
-    def publish_policy(self, progress: Progress) -> Published:
-        """Every HF tensor of the weights as the next version of ``policy``. Raises Fenced when the epoch is over."""
+    # -- publishing --------------------------------------------------------------------------------------------------
+    def publish(self, progress: Progress, *, policy: bool = True, state: bool = False) -> Published:
+        """The present weights as the next version of ``policy``, and everything as that of ``trainer_state``.
+
+        Returns as soon as every byte is copied out of the live parameters; both versions become visible together
+        later, or neither does. Raises Fenced when the epoch is over, TrainerFailed when a rank was lost, and
+        StoreUnavailable when no number can be had.
+        """
         start = time.perf_counter()
-        tensors: list[tuple[str, torch.Tensor]] = []
-        if self.par.dp_rank == 0:
-            for name, tensor in self.policy.to_hf():
-                if self.par.rank == 0:
-                    tensors.append((name, tensor.cpu()))
-        gathered = time.perf_counter()
-        if self.par.rank == 0:
-            with traces.span("trainer.publish", step=progress.step):
+        if self._behind.join():
+            self._failures = 0
+        waited = time.perf_counter() - start
+        begun = self._begin(progress, policy, state) if self.par.rank == 0 else None
+        numbers = [begun.staged[s].version.number if s in begun.staged else 0
+                   for s in (POLICY, STATE)] if begun is not None else [0, 0]
+        policy_number, state_number = share_numbers(numbers, self.par)
+        gathering = time.perf_counter()
+        share = ShareWriter(self._hub, self._arena, self._cfg)
+        for order, name, tensor in self._to_host(snapshot.weights(self.policy, self._cfg.bucket_bytes)):
+            share.add(_WEIGHTS, name, tensor, order)
+        if state_number:
+            for order, name, tensor in self._to_host(
+                    snapshot.extras(self.policy, self.adam, self._cfg.bucket_bytes)):
+                share.add(_EXTRAS, name, tensor, order)
+        end = time.perf_counter()
+        self._behind.submit(share, begun)
+        self.policy_version = policy_number or self.policy_version
+        self.state_version = state_number or self.state_version
+        return Published(policy_number, state_number, gather_s=end - gathering - share.copy_s, copy_s=share.copy_s,
+                         stall_s=end - start, waited_s=waited)
+
+    def _begin(self, progress: Progress, policy: bool, state: bool) -> Begun:
+        """Takes numbers for what is asked for, and for what earlier publishes still owe."""
+        self._note_outcome()
+        wanted = self._owed | ({POLICY} if policy else set()) | ({STATE} if state else set())
+        self._owed = set()
+        staged = {}
+        number = self.policy_version
+        with traces.span("trainer.publish", step=progress.step):
+            if POLICY in wanted:
                 # The trace goes with the version, so that an engine's sync is seen as the publish's consequence.
-                version = self._publishers[POLICY].publish(tensors, meta={
+                staged[POLICY] = self._publishers[POLICY].begin({
                     "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation,
                     "trace": traces.inject()})
-            self.policy_version = version.number
-            log.info("published policy %d (%s step %d): gathered in %.3f s, committed in %.3f s", version.number,
-                     progress.phase, progress.step, gathered - start, time.perf_counter() - gathered)
-        return Published(self.policy_version, gathered - start, time.perf_counter() - start)
+                number = staged[POLICY].version.number
+            if STATE in wanted:
+                meta: dict[str, Any] = {**progress.but(updates=self.adam.updates).meta(), "policy_version": number}
+                staged[STATE] = self._publishers[STATE].begin(meta)
+        return Begun(staged, {stream: _PARTS[stream] for stream in staged}, progress.step)
 
-    def save_state(self, progress: Progress) -> int:
-        """Weights, moments, random states and progress as the next version of ``trainer_state``; its number."""
-        if self.par.dp_rank == 0:
-            tensors = snapshot.capture(self.policy, self.adam)
-            if self.par.rank == 0:
-                meta = {**progress.but(updates=self.adam.updates).meta(), "policy_version": self.policy_version}
-                self.state_version = self._publishers[STATE].publish(tensors.items(), meta=meta).number
-                log.info("saved trainer_state %d: %s step %d", self.state_version, progress.phase, progress.step)
-        return self.state_version
+    def _note_outcome(self) -> None:
+        dropped = self._behind.take_dropped()
+        if dropped:
+            self._owed |= set(dropped)
+            self._failures += 1
+            pause = min(_MAX_RETRY_S, _RETRY_S * 2 ** self._failures)
+            self._retry_at = time.monotonic() + random.uniform(pause / 2, pause)
 
+    def owed(self) -> bool:
+        """On rank 0, between steps: whether a dropped publish is to be done again now. Waits for nothing.
+
+        Raises Fenced, and TrainerFailed when a rank was lost or too many publishes failed one after the other.
+        """
+        if self._behind.check():
+            self._failures = 0
+        self._note_outcome()
+        if self._failures > _RETRIES:
+            raise TrainerFailed(f"{self._failures} publishes failed one after the other",
+                                hint="the events of kind version.dropped say why")
+        return bool(self._owed) and time.monotonic() >= self._retry_at
+
+    def finish(self) -> None:
+        """Waits for the publish under way."""
+        self._behind.join()
+        self._behind.close()
+
+    # -- restoring ---------------------------------------------------------------------------------------------------
     def restore(self) -> Progress | None:
-        """Takes up the newest ``trainer_state``, the same one on every rank; None when there is none."""
-        head = self._puller.head(STATE) if self.par.rank == 0 else None
-        number = share_numbers([head.number if head is not None else 0], self.par)[0]
+        """Takes up the newest ``trainer_state`` that can be had, the same one on every rank; None when there is none.
+
+        Raises the error of the newest one when none can be had.
+        """
+        found = self._newest() if self.par.rank == 0 else None
+        number = share_numbers([found.version.number if found is not None else 0], self.par)[0]
         if not number:
             return None
-        with self._puller.pull(STATE, number) as pulled:
+        with found or self._puller.pull(STATE, number) as pulled:
             progress = Progress.of(pulled.version.meta)
             snapshot.restore(self.policy, self.adam, dict(pulled.tensors()), updates=progress.updates)
             self.policy_version = int(pulled.version.meta.get("policy_version", 0))
         self.state_version = number
         log.info("restored trainer_state %d: %s step %d", number, progress.phase, progress.step)
         return progress
+
+    def _newest(self) -> Pulled | None:
+        """The newest state whose every chunk is still somewhere: with one copy, a node that died took what it had not
+        saved yet. Going back some steps beats not going on."""
+        committed = [v for v in catalog.list_versions(self._store, self._keys, STATE)
+                     if v.state is VersionState.COMMITTED]
+        first: ElasticRLError | None = None
+        for version in reversed(committed):
+            try:
+                pulled = self._puller.pull(STATE, version.number)
+            except (ChunkMissing, ChunkCorrupt, VersionNotFound) as e:
+                first = first or e
+                continue
+            if first is not None:
+                events.emit(self._store, self._keys, "trainer.state_lost", STATE, severity=Severity.ERROR,
+                            message=f"the newest state cannot be had, going on from {version.number}: {first.message}")
+            return pulled
+        if first is not None:
+            raise first
+        return None

@@ -48,7 +48,8 @@ class Rank:
         self.policy = Policy(Shape.read(ctx.model_dir), self.cfg, par)
         self.adam = Adam(self.policy, self.cfg)
         self.stepper = Stepper(self.policy, self.adam, self.cfg, par)
-        self.checkpoints = Checkpoints(ctx, store, par, self.policy, self.adam, member.incarnation)
+        self.checkpoints = Checkpoints(ctx, store, par, self.policy, self.adam, member.incarnation,
+                                       desk.wake.set if desk is not None else lambda: None)
         self.task = Addition(self.cfg.data, self.cfg.seed)
         self.progress = Progress()
         self._job: TrainJob | None = None
@@ -63,11 +64,15 @@ class Rank:
                 self.desk.beat()
             command = share(self._next(idle_s) if self.par.rank == 0 else None, self.par)
             if command.kind is Kind.STOP:
+                self.checkpoints.finish()
                 return
             if command.kind is Kind.WARMUP:
                 self._warmup(command.count)
             elif command.kind is Kind.TRAIN:
                 self._train(TrainBatch.from_bytes(command.payload))
+            elif command.kind is Kind.PUBLISH:
+                self.checkpoints.publish(self.progress, policy=False)  # only what is owed
+                self._report()
 
     def _take_up(self) -> None:
         self._report("starting")
@@ -78,7 +83,7 @@ class Rank:
             self.progress = restored
             if restored.phase == "rl":
                 # A new number for the old weights: engines that hold a later step roll forward to it, never back.
-                self.checkpoints.publish_policy(restored)
+                self.checkpoints.publish(restored)
         if self.desk is not None:
             self.desk.end_warmup(self.progress.warmup)
         self._report(ready=True)
@@ -86,6 +91,8 @@ class Rank:
     def _next(self, idle_s: float) -> Command:
         """Rank 0: what to do next; IDLE when nothing was asked for within ``idle_s``."""
         assert self.desk is not None
+        if self.checkpoints.owed():
+            return Command(Kind.PUBLISH)
         if self.desk.warmup_wanted.is_set() and self.progress.phase == "warmup":
             return Command(Kind.WARMUP, self.cfg.warmup.eval_every_steps)
         try:
@@ -123,14 +130,13 @@ class Rank:
         if heldout >= cfg.target_heldout or step >= cfg.max_steps:
             self._end_warmup({"steps": step, "heldout": heldout, "loss": loss})
         elif step // _WARMUP_SAVE_STEPS > (step - count) // _WARMUP_SAVE_STEPS:
-            self.checkpoints.save_state(self.progress)
+            self.checkpoints.publish(self.progress, policy=False, state=True)
         self._report()
 
     def _end_warmup(self, result: dict[str, Any]) -> None:
         self.adam.reset()  # RL starts with its own learning rate and no momentum of the supervised gradient
         self.progress = Progress(phase="rl", warmup=result)
-        self.checkpoints.publish_policy(self.progress)
-        self.checkpoints.save_state(self.progress)
+        self.checkpoints.publish(self.progress, state=True)
         if self.desk is not None:
             self.desk.warmup_wanted.clear()
             self.desk.end_warmup(result)
@@ -140,12 +146,11 @@ class Rank:
         metrics: dict[str, Any] = dict(self.stepper.train(batch, self.progress.step + 1))
         cursor = self._job.cursor if self._job is not None else {}
         self.progress = self.progress.but(step=self.progress.step + 1, cursor=cursor)
-        published = self.checkpoints.publish_policy(self.progress)
-        state = 0
-        if self.progress.step % self.cfg.train.state_every_steps == 0:
-            state = self.checkpoints.save_state(self.progress)
+        state = self.progress.step % self.cfg.train.state_every_steps == 0
+        published = self.checkpoints.publish(self.progress, state=state)
         metrics |= {"publish_stall_s": published.stall_s, "gather_s": published.gather_s,
-                    "policy_version": published.version, "state_version": state}
+                    "copy_s": published.copy_s, "publish_wait_s": published.waited_s,
+                    "policy_version": published.policy, "state_version": published.state}
         self._report()
         if self._job is not None:
             self._job.done.set_result(metrics)

@@ -11,14 +11,20 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
 
 from elastic_rl import cli, etcd_server, processes
 from elastic_rl.admin_client import AdminClient
 from elastic_rl.cluster import Cluster, ClusterInfo
 from elastic_rl.config import Config, parse
+from elastic_rl.coordinator import epochs
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import PoolSpec
 from elastic_rl.coordinator.store import Store
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.publisher import Publisher
+from elastic_rl.dcs.puller import Puller
+from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import MachineUnfit, StoreUnavailable
 
 ARENA_BYTES = 32 << 20
@@ -121,6 +127,35 @@ def _pools(info: ClusterInfo) -> list[dict]:
         return AdminClient(info).items("/v1/pools")
     except StoreUnavailable:
         return []
+
+
+def test_after_a_crash_of_everything_up_goes_on_with_the_versions_that_were_saved(make: Make) -> None:
+    cluster = make(coordinator={"replicas": 1})
+    info = cluster.up()
+    tensor = torch.arange(1000.0)
+    security = Security.from_config(cluster.cfg.dcs, cluster.dir / TOKEN_FILE)
+    with Store(info.etcd) as store:
+        keys = Keys(info.job)
+        epoch = epochs.raise_epoch(store, keys, "test").number
+        with Publisher(store, keys, "policy", epoch=epoch, owner="test", chunk_bytes=4096, staging_ttl_s=5,
+                       security=security) as publisher:
+            publisher.publish([("w", tensor)], meta={})
+        processes.wait_until(lambda: len([p for p in (cluster.dir / "disk").rglob("??/*") if not p.suffix]) == 2,
+                             timeout_s=10, what="the chunk and the manifest on disk")
+    for pid in _pids(cluster).values():
+        psutil.Process(pid).kill()
+    processes.wait_until(lambda: not _pids(cluster), timeout_s=5, what="the end of everything")
+
+    again = cluster.up()
+    assert len(cluster.segments()) == 1, "the dead node's segment is still there"
+    with Store(again.etcd) as store, Puller(store, keys, "test", pin_ttl_s=5, io_timeout_s=10,
+                                            security=security) as puller, puller.pull("policy") as pulled:
+        assert pulled.version.number == 1 and torch.equal(dict(pulled.tensors())["w"], tensor)
+    cluster.down()
+    assert not (cluster.dir / "disk").exists()
+    cluster.up()
+    with Store(ClusterInfo.load(cluster.dir).etcd) as store:  # type: ignore[union-attr]
+        assert catalog.head(store, keys, "policy") is None, "after `down` a job starts anew"
 
 
 def test_down_after_a_crash_removes_what_the_crash_left(make: Make) -> None:

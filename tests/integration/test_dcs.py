@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dcs_nodes import await_node, spawn_node
 from etcd_server import EtcdServers
 
 from elastic_rl.coordinator import epochs
@@ -27,6 +28,7 @@ from elastic_rl.dcs.client import HubClient
 from elastic_rl.dcs.janitor import Janitor
 from elastic_rl.dcs.publisher import Publisher
 from elastic_rl.dcs.puller import Pulled, Puller
+from elastic_rl.dcs.retention import Keep
 from elastic_rl.dcs.tensors import checksum
 from elastic_rl.errors import (
     ArenaFull,
@@ -37,7 +39,7 @@ from elastic_rl.errors import (
     NodeUnavailable,
     VersionNotFound,
 )
-from elastic_rl.processes import python, spawn, stop, wait_until
+from elastic_rl.processes import stop, wait_until
 
 CHUNK = 64 << 10
 
@@ -55,19 +57,14 @@ class Cluster:
     closing: list[Callable[[], object]] = field(default_factory=list)
     _names: Iterator[int] = field(default_factory=lambda: itertools.count())
 
-    def launch(self, node_id: str, *, arena_bytes: int = 4 << 20, grace_s: float = 0.0) -> subprocess.Popen[bytes]:
-        process = self.nodes[node_id] = spawn(python(
-            "elastic_rl.dcs.node", "--etcd", ",".join(self.etcd.endpoints), "--job", self.keys.job, "--id", node_id,
-            "--host", "127.0.0.1", "--port", "0", "--arena-bytes", str(arena_bytes), "--run-dir",
-            str(self.folder / "run"), "--orphan-grace-s", str(grace_s), "--call-timeout-s", "2",
-            "--lease-ttl-s", "2"), log=self.folder / f"{node_id}.log")
+    def launch(self, node_id: str, **dcs: object) -> subprocess.Popen[bytes]:
+        options = {"arena_bytes": 4 << 20, "orphan_grace_s": 0, **dcs}
+        process = self.nodes[node_id] = spawn_node(self.etcd.endpoints, self.keys, node_id, self.folder, **options)
         return process
 
-    def start(self, node_id: str, **options: float) -> DcsNode:
+    def start(self, node_id: str, **dcs: object) -> DcsNode:
         """Starts a node and waits for its registration."""
-        process = self.launch(node_id, **options)  # type: ignore[arg-type]
-        return wait_until(lambda: next((n for n in self.registered() if n.pid == process.pid), None), timeout_s=20,
-                          what=f"node {node_id}", alive=lambda: process.poll() is None)
+        return await_node(self.store, self.keys, self.launch(node_id, **dcs))
 
     def registered(self) -> list[DcsNode]:
         return [DcsNode.decode(kv.value) for kv in self.store.range(self.keys.dcs_nodes_prefix())[0]]
@@ -85,7 +82,7 @@ class Cluster:
         return out
 
     def janitor(self, keep_versions: int = 2) -> Janitor:
-        out = Janitor(self.store, self.keys, keep_versions=keep_versions)
+        out = Janitor(self.store, self.keys, Keep(keep_versions))
         self.closing.append(out.close)
         return out
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dcs_nodes import await_node, spawn_node
 from transformers import AutoModelForCausalLM
 
 from elastic_rl.config import parse
@@ -26,7 +27,7 @@ from elastic_rl.dcs.publisher import Publisher
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.engine.runner import EngineRunner
-from elastic_rl.processes import python, spawn, stop, wait_until
+from elastic_rl.processes import stop, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -46,10 +47,8 @@ class Rig:
                               router_url=self.router.url)
         epoch = raise_epoch(self.store, self.ctx.keys, "test")
         self.ctx = self.ctx.model_copy(update={"epoch": epoch.number})
-        self.node = spawn(python(
-            "elastic_rl.dcs.node", "--etcd", ",".join(etcd.endpoints), "--job", config.job, "--id", "n0", "--port", "0",
-            "--arena-bytes", str(32 << 20), "--run-dir", str(tmp)), log=tmp / "node.log")
-        wait_until(lambda: self.store.get(self.ctx.keys.dcs_node("n0")), timeout_s=20, what="the node")
+        self.node = spawn_node(etcd.endpoints, self.ctx.keys, "n0", tmp)
+        await_node(self.store, self.ctx.keys, self.node)
         self.publisher = Publisher(self.store, self.ctx.keys, "policy", epoch=epoch.number, owner="test",
                                    chunk_bytes=1 << 20, staging_ttl_s=10)
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()

@@ -169,6 +169,24 @@ def test_an_engine_alert_is_over_when_the_pool_is_whole_again() -> None:
     assert alert_rules.released(alert, world(engines=two), 104.0)
 
 
+def test_an_engine_that_cannot_fetch_is_one_alert_until_it_can_or_is_gone() -> None:
+    told = Event(id="1", at=1.0, kind="engine.cannot_fetch", subject="e1", message="m", severity=Severity.WARNING)
+    condition = alert_rules.report(told, 5, "j")
+    assert condition and condition.key == "engine.cannot_fetch/e1"
+    over = Event(id="2", at=2.0, kind="engine.fetch_recovered", subject="e1", message="m")
+    assert alert_rules.ends(over) == condition.key
+    alert = alerts.step(1.0, [], {}, [condition], lambda a: False, []).put[0]
+    engine = Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1)
+    assert not alert_rules.released(alert, alert_rules.World("j", engines=[engine]), 1e6)
+    assert alert_rules.released(alert, alert_rules.World("j"), 1e6)
+
+
+def test_a_dropped_version_is_a_publish_alert_of_its_stream() -> None:
+    dropped = Event(id="1", at=1.0, kind="version.dropped", subject="policy", message="m", severity=Severity.WARNING)
+    condition = alert_rules.report(dropped, 5, "j")
+    assert condition and condition.key == "publish.failed/policy"
+
+
 def test_a_publish_alert_is_over_when_the_head_moved_after_the_failure() -> None:
     alert = alerts.step(1.0, [], {}, [Condition("publish.failed", "policy", "m", revision=30)], lambda a: False, []
                         ).put[0]

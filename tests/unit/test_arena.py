@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from elastic_rl.dcs.arena import PREFIX, Allocator, ArenaFile, is_owned, remove_leftovers
 from elastic_rl.dcs.chunks import ChunkTable
-from elastic_rl.dcs.manifest import ALIGN, Packer, aligned, digest_of
+from elastic_rl.dcs.digests import digest_of
+from elastic_rl.dcs.manifest import ALIGN, Packer, aligned
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, ConfigError, MachineUnfit
 
 SIZE = 64 * ALIGN

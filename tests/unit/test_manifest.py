@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_rl.dcs.manifest import ALIGN, DTYPES, Manifest, Packer, Placement, TensorEntry, digest_of
+from elastic_rl.dcs.digests import digest_of
+from elastic_rl.dcs.manifest import ALIGN, DTYPES, Manifest, Packer, Placement, TensorEntry
 from elastic_rl.dcs.tensors import checksum, dtype_name, from_bytes, to_bytes
 from elastic_rl.errors import ChunkCorrupt, ConfigError
 

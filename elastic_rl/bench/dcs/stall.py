@@ -1,0 +1,119 @@
+"""P3 and memory-trainer: what a publish costs a trainer of two tensor-parallel ranks.
+
+The loop stands still while the weights are gathered and copied off the ranks; hashing, replication and the commit go on
+behind the next step. The base of the comparison is the same gather, and one copy of each tensor into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from elastic_rl import config
+from elastic_rl.bench.dcs.memory import Peak
+from elastic_rl.bench.dcs.rig import DCS, STREAM, Cluster, Rig
+from elastic_rl.bench.dcs.workers import Worker
+from elastic_rl.config import Config
+from elastic_rl.context import RunContext
+from elastic_rl.data.tiny_model import hf_config
+from elastic_rl.dcs import catalog
+from elastic_rl.measure import Row
+from elastic_rl.processes import free_port, wait_until
+
+TP = 2
+GOAL_STALL = 1.2
+_MOST_BYTES = 512 << 20
+_LAYER_BYTES = 60 << 20
+"""fp32, of Qwen3-0.6B."""
+_SETUP_S, _STEP_S = 240.0, 120.0
+
+
+def measure(rig: Rig) -> list[Row]:
+    with rig.cluster() as cluster:
+        cfg = configure(rig.folder, cluster.keys.job, min(rig.nbytes, _MOST_BYTES))
+        ranks = _ranks(cluster, cfg)
+        shares = [int(answer["nbytes"]) for answer in _all(ranks, "setup")]
+        nbytes = sum(shares)
+        cluster.node("n0", 2 * nbytes + nbytes // 4)
+        grown = _first_publish(cluster, ranks)
+        _all(ranks, "prepare", nbytes=max(shares))
+        base, stalls = [], []
+        for _ in range(rig.samples + 1):
+            base.append(_slowest(_all(ranks, "gather")))
+            stalls.append(_publish(cluster, ranks))
+            cluster.sweep()
+        _all(ranks, "finish")
+        return rows(nbytes, base[1:], stalls[1:], grown)
+
+
+def rows(nbytes: int, base: Sequence[float], stalls: Sequence[float], grown: Sequence[int]) -> list[Row]:
+    """Pure. ``base``, ``stalls``: seconds of the slowest rank; ``grown``: bytes of each rank at its peak."""
+    middle = median(base)
+    size = f"{nbytes >> 20} MiB, TP={TP}"
+    return [Row.of("P3", f"trainer stall over gather and one copy ({size})", [s / middle for s in stalls], "×",
+                   goal=GOAL_STALL, limit=1.0),
+            Row.of("P3-stall-s", f"trainer stall ({size})", stalls, "s", limit=middle),
+            Row.of("memory-trainer", f"trainer: most memory that a publish adds to a rank ({size})",
+                   [max(grown) / 2**20], "MiB", goal=2 * DCS.bucket_bytes / 2**20)]
+
+
+def configure(folder: Path, job: str, nbytes: int) -> Config:
+    """A model of about so many bytes of fp32 weights."""
+    return config.parse({
+        "job": job, "run_dir": str(folder / "runs"), "etcd": {"call_timeout_s": 5.0},
+        "trainer": {"tensor_parallel": TP, "collective_timeout_s": _STEP_S}, "dcs": {"io_timeout_s": _STEP_S},
+        "model": {"hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128,
+                  "num_layers": max(round(nbytes / _LAYER_BYTES), 1)}})
+
+
+def _context(cluster: Cluster, cfg: Config) -> Path:
+    folder = cluster.rig.folder / "trainer"
+    hf_config(cfg).save_pretrained(folder)
+    ctx = RunContext(config=cfg, etcd=[cluster.rig.endpoint], job=cluster.keys.job, epoch=cluster.epoch,
+                     model_dir=str(folder))
+    return ctx.save(folder / "context.json")
+
+
+def _ranks(cluster: Cluster, cfg: Config) -> list[Worker]:
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(TP),
+              "OMP_NUM_THREADS": "1"}
+    context = str(_context(cluster, cfg))
+    return [cluster.worker("stall_rank", context, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)})
+            for r in range(TP)]
+
+
+def _first_publish(cluster: Cluster, ranks: Sequence[Worker]) -> list[int]:
+    """Bytes by which each rank grows at most in its first publish, when nothing is kept from an earlier one."""
+    peaks = [Peak([r.pid]) for r in ranks]
+    for peak in peaks:
+        peak.__enter__()
+    try:
+        _publish(cluster, ranks)
+    finally:
+        for peak in peaks:
+            peak.__exit__()
+    return [peak.grown for peak in peaks]
+
+
+def _publish(cluster: Cluster, ranks: Sequence[Worker]) -> float:
+    """Seconds that the slowest rank stood still; returns when the version is committed."""
+    answers = _all(ranks, "publish")
+    number = max(int(answer["version"]) for answer in answers)
+
+    def committed() -> bool:
+        head = catalog.head(cluster.store, cluster.keys, STREAM)
+        return head is not None and head.number >= number
+
+    wait_until(committed, timeout_s=_STEP_S, what=f"the commit of version {number}", poll_s=0.02)
+    return _slowest(answers)
+
+
+def _slowest(answers: Sequence[dict[str, float]]) -> float:
+    return max(float(answer["seconds"]) for answer in answers)
+
+
+def _all(ranks: Sequence[Worker], op: str, **fields: object) -> list[dict[str, float]]:
+    for rank in ranks:
+        rank.send(op, **fields)
+    return [rank.answer(_SETUP_S if op == "setup" else _STEP_S) for rank in ranks]

@@ -1,0 +1,197 @@
+"""The ways by which new weights get from a trainer into engines: the checkpoint service, and the alternatives.
+
+An ``Update`` brings the tensors into all engines and returns when the last one has them. Each is set as it does best;
+none of the alternatives verifies anything, and none leaves a version that another engine could get later, but for the
+files.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_rl.bench.dcs import loaders
+from elastic_rl.bench.dcs.engines import BenchEngine, everywhere
+from elastic_rl.bench.dcs.exchanges import save_dcp, save_safetensors
+from elastic_rl.bench.dcs.rig import STREAM, Cluster
+from elastic_rl.engine.server import _pack
+from elastic_rl.errors import EngineFailed
+from elastic_rl.processes import free_port
+
+Tensors = Sequence[tuple[str, torch.Tensor]]
+Update = Callable[[Tensors], None]
+_NODE = "n0"
+_HEAD_S = 120.0
+
+
+class Hub:
+    """Ours: publish; each engine's runner follows the head, pulls and applies."""
+
+    def __init__(self, cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int) -> None:
+        if not cluster.processes:
+            cluster.node(_NODE, 2 * nbytes)
+        self._engines = engines
+        self._publisher = cluster.publisher(_NODE)
+        self._pullers = [cluster.puller(_NODE) for _ in engines]
+        self._heads = [cluster.adopt(puller.watch_head(STREAM)) for puller in self._pullers]
+        self._sweep = cluster.sweep
+        self.last = 0
+
+    def update(self, tensors: Tensors) -> None:
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            applied = [pool.submit(self._follow, i, self.last) for i in range(len(self._engines))]
+            self.last = self._publisher.publish(tensors, meta={}).number
+            for future in applied:
+                future.result()
+
+    def _follow(self, i: int, after: int) -> None:
+        version = self._heads[i].get(_HEAD_S)
+        while version is not None and version.number <= after:
+            version = self._heads[i].get(_HEAD_S)
+        if version is None:
+            raise EngineFailed("no version came")
+        with self._pullers[i].pull(STREAM, version.number) as pulled:
+            self._engines[i].apply(pulled.reference(), version.number)
+
+    def forget(self) -> None:
+        self._sweep()
+
+    @contextmanager
+    def reference(self) -> Iterator[dict[str, Any]]:
+        """Of the newest version, pinned as long as the context is open."""
+        with self._pullers[0].pull(STREAM) as pulled:
+            yield pulled.reference()
+
+
+@contextmanager
+def from_disk(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: bool) -> Iterator[Update]:
+    """SGLang's ``update_weights_from_disk`` of a safetensors file."""
+    folder = cluster.rig.temporary()[in_memory] / "model"
+    # The folder that the engines started from, but for the weights.
+    source = Path(engines[0].folder)
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def update(tensors: Tensors) -> None:
+        partial = folder.with_name("partial")
+        save_safetensors(partial, dict(tensors))
+        (partial / "model.safetensors").rename(folder / "model.safetensors")
+        partial.rmdir()
+        everywhere(engines, lambda e: e.post("/update_weights_from_disk", model_path=str(folder), flush_cache=True))
+
+    yield update
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def from_dcp(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: bool) -> Iterator[Update]:
+    """torch DCP saved by the trainer, and loaded inside each scheduler."""
+    folder = cluster.rig.temporary()[in_memory] / "dcp"
+
+    def update(tensors: Tensors) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        save_dcp(folder, dict(tensors))
+        request = {"path": str(folder), "shapes": [[name, list(t.shape)] for name, t in tensors]}
+        everywhere(engines, lambda e: e.session(lambda: e.post(
+            "/update_weights_from_tensor", serialized_named_tensors=[_pack(request)], load_format=loaders.DCP)))
+
+    yield update
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def from_distributed(cluster: Cluster, engines: Sequence[BenchEngine], *, bucket: bool) -> Iterator[Update]:
+    """SGLang's ``update_weights_from_distributed`` over gloo: one tensor at a time, or all of them in one bucket."""
+    from torch import distributed as dist
+    name, port, world = f"bench-{'bucket' if bucket else 'each'}", free_port(), len(engines) + 1
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(everywhere, engines, lambda e: e.post(
+            "/init_weights_update_group", master_address="127.0.0.1", master_port=port,
+            rank_offset=1 + engines.index(e), world_size=world, group_name=name, backend="gloo"))
+        group = _join_as_first(name, port, world)
+        joined.result()
+
+    def update(tensors: Tensors) -> None:
+        body = {"names": [n for n, _ in tensors], "dtypes": ["bfloat16"] * len(tensors),
+                "shapes": [list(t.shape) for _, t in tensors], "group_name": name, "flush_cache": True,
+                **({"load_format": "flattened_bucket"} if bucket else {})}
+        with ThreadPoolExecutor(1) as sender:
+            done = sender.submit(everywhere, engines, lambda e: e.session(
+                lambda: e.post("/update_weights_from_distributed", **body)))
+            if bucket:
+                dist.broadcast(torch.cat([t.reshape(-1) for _, t in tensors]).view(torch.uint8), src=0, group=group)
+            else:
+                for work in [dist.broadcast(t, src=0, group=group, async_op=True) for _, t in tensors]:
+                    work.wait()
+            done.result()
+
+    try:
+        yield update
+    finally:
+        everywhere(engines, lambda e: e.post("/destroy_weights_update_group", group_name=name))
+        dist.destroy_process_group(group)
+
+
+def _join_as_first(name: str, port: int, world: int) -> Any:
+    """Rank 0 of a group beside any default one, joined as SGLang's engines join it: torch has no public call for a
+    group that its members start from different programs."""
+    from torch.distributed import PrefixStore, distributed_c10d, rendezvous
+    store, rank, world = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world))
+    group, _ = distributed_c10d._new_process_group_helper(
+        world, rank, [], distributed_c10d.Backend("gloo"), PrefixStore(name, store), group_name=name,
+        backend_options=None, timeout=distributed_c10d.default_pg_timeout)
+    distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
+    return group
+
+
+@contextmanager
+def from_ray(cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int) -> Iterator[Update]:
+    """Ray's object store: one put by the trainer; an actor beside each engine gets the arrays and hands them to
+    SGLang's ``update_weights_from_tensor`` through shared memory."""
+    from elastic_rl.bench.dcs.ray_exchange import RayExchange
+    exchange = RayExchange(cluster.rig.folder, nbytes)
+    try:
+        feeders = exchange.feeders([e.url for e in engines])
+
+        def update(tensors: Tensors) -> None:
+            exchange.write(tensors)
+            exchange.feed(feeders)
+            exchange.forget()
+
+        yield update
+    finally:
+        exchange.close()
+
+
+def checkpoint_engine() -> str:
+    """Why PyPI's checkpoint-engine is not among the alternatives."""
+    try:
+        release = importlib.metadata.version("checkpoint-engine")
+        from checkpoint_engine.device_utils import DeviceManager
+    except ImportError:
+        return "checkpoint-engine is not installed (pip install 'elastic-rl[bench]')"
+    try:
+        device = DeviceManager().device_type
+    except TypeError as e:
+        return f"checkpoint-engine {release} hands weights over by CUDA or NPU IPC handles only: {e}"
+    return f"checkpoint-engine {release} can run on {device}, where this row has not been written yet"
+
+
+def alternatives(cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int
+                 ) -> dict[str, Callable[[], Any]]:
+    """By name, context managers that give an ``Update``."""
+    return {
+        "SGLang from_disk, tmpfs": lambda: from_disk(cluster, engines, in_memory=True),
+        "SGLang from_disk, disk": lambda: from_disk(cluster, engines, in_memory=False),
+        "SGLang from_distributed, gloo, one bucket": lambda: from_distributed(cluster, engines, bucket=True),
+        "SGLang from_distributed, gloo, each tensor": lambda: from_distributed(cluster, engines, bucket=False),
+        "Ray object store": lambda: from_ray(cluster, engines, nbytes),
+        "torch DCP, tmpfs": lambda: from_dcp(cluster, engines, in_memory=True),
+        "torch DCP, disk": lambda: from_dcp(cluster, engines, in_memory=False),
+    }

@@ -1,0 +1,56 @@
+"""What a person may choose about a measurement. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_rl.errors import ConfigError, ElasticRLError
+
+DEFAULT_BYTES = 1 << 30
+QUICK_BYTES = 64 << 20
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+class Unmeasurable(ElasticRLError):
+    """Something cannot be measured on this machine; the message says why."""
+
+
+def _silent(line: str) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Options:
+    """``rows`` empty: all of them."""
+
+    quick: bool = False
+    """Fewer samples, and fewer bytes unless a size is given."""
+    size_bytes: int = 0
+    """Bytes that each row moves; 0: the measurement's own default."""
+    rows: tuple[str, ...] = ()
+    """Ids of the rows to measure."""
+    say: Callable[[str], None] = _silent
+    """Told what is being measured now."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.size_bytes or (QUICK_BYTES if self.quick else DEFAULT_BYTES)
+
+    def command(self, name: str) -> str:
+        """The command line that measures the same."""
+        parts = [f"elastic-rl bench {name}", "--quick" if self.quick else "",
+                 f"--size {self.size_bytes >> 20}MiB" if self.size_bytes >= 1 << 20 else
+                 f"--size {self.size_bytes}" if self.size_bytes else "",
+                 f"--rows {','.join(self.rows)}" if self.rows else ""]
+        return " ".join(p for p in parts if p)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``64MiB``, ``1G``, ``4096``; units are powers of two. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    nbytes = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if nbytes <= 0:
+        raise ConfigError(f"{text!r} is not a size", hint="write it like 64MiB or 1GiB")
+    return nbytes

@@ -1,0 +1,82 @@
+"""Listings for people and for programs: the rows of a command as a table, as a wide table, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+NONE = "–"
+
+
+class Format(StrEnum):
+    """How a command prints what it found."""
+
+    TABLE = "table"
+    """The columns that matter, fitted to the terminal; to a pipe or a file each cell whole."""
+    WIDE = "wide"
+    """More columns, each cell whole."""
+    JSON = "json"
+    """Every field."""
+
+
+def show(console: Console, rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Format, *,
+         wide: Sequence[str] = ()) -> None:
+    """Prints rows. ``columns`` are for every table, those of ``wide`` follow in a wide one; the last of ``columns`` may
+    take several lines on a narrow terminal, the others are cut there. Columns with nothing in them are left out."""
+    if output is Format.JSON:
+        write_json(list(rows))
+        return
+    if not rows:
+        console.print("none")
+        return
+    chosen = [*columns, *(wide if output is Format.WIDE else ())]
+    shown = [c for c in chosen if any(cell(row.get(c), c) != NONE for row in rows)]
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for column in shown:
+        folds = column == columns[-1]
+        right = all(isinstance(row.get(column), int | float | None) for row in rows) and not column.endswith("at")
+        table.add_column(column.replace("_", " "), no_wrap=not folds, overflow="fold" if folds else "ellipsis",
+                         justify="right" if right else "left")
+    for row in rows:
+        table.add_row(*(cell(row.get(c), c) for c in shown))
+    if output is Format.WIDE or not console.is_terminal:
+        needed = Measurement.get(console, console.options.update(max_width=1 << 16), table).maximum
+        console = Console(file=console.file, width=needed, force_terminal=console.is_terminal)
+    console.print(table)
+
+
+def cell(value: Any, column: str) -> str:
+    """A value as a person reads it. Columns that end with ``at`` hold unix seconds."""
+    if value is None or value == "" or value == [] or value == {}:
+        return NONE
+    if column.endswith("at") and isinstance(value, int | float):
+        return time.strftime("%H:%M:%S", time.localtime(value)) if value > 1e9 else NONE
+    if column == "nbytes":
+        return size(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list) and all(isinstance(v, str | int) for v in value):
+        return ", ".join(str(v) for v in value)
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def size(nbytes: float) -> str:
+    """``1.5 MiB`` for 1572864."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if nbytes < 1024 or unit == "TiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def write_json(value: Any) -> None:
+    """Plain JSON on stdout, never wrapped or coloured."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")

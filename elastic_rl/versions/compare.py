@@ -1,0 +1,83 @@
+"""What changed between two versions. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from elastic_rl.dcs.manifest import Manifest, TensorEntry
+
+_PIECE = 1 << 22
+"""Elements that are compared at once: a difference in fp64 of a whole tensor would need many times its memory."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One tensor that is not the same. ``what``: changed, added, removed, or reshaped (dtype or shape differ)."""
+
+    name: str
+    what: str
+    elements: int
+    changed: int = 0
+    """Elements whose bytes differ."""
+    max_abs: float | None = None
+    """Largest absolute difference; None where it is not told by numbers."""
+    relative_l2: float | None = None
+    """Euclidean norm of the difference over that of the older tensor; None where that is 0."""
+
+    @property
+    def share(self) -> float:
+        return self.changed / self.elements if self.elements else 0.0
+
+
+def differing(old: Manifest, new: Manifest) -> tuple[list[Change], list[str]]:
+    """What the manifests alone tell, and the names of tensors of one layout whose bytes must be looked at: those that
+    do not lie in the same chunks."""
+    before, after = {t.name: t for t in old.tensors}, {t.name: t for t in new.tensors}
+    told = [Change(n, "removed", _elements(t)) for n, t in before.items() if n not in after]
+    told += [Change(n, "added", _elements(t)) for n, t in after.items() if n not in before]
+    look = []
+    for name, tensor in after.items():
+        was = before.get(name)
+        if was is None or was == tensor:
+            continue
+        if (was.dtype, was.shape) != (tensor.dtype, tensor.shape):
+            told.append(Change(name, "reshaped", _elements(tensor)))
+        else:
+            look.append(name)
+    return told, look
+
+
+def _elements(tensor: TensorEntry) -> int:
+    return math.prod(tensor.shape)
+
+
+def compare(names: Iterable[str], old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> Iterator[Change]:
+    """A Change for each named tensor whose bytes differ; dtype and shape of both are the same."""
+    for name in names:
+        change = _change(name, old[name], new[name])
+        if change.changed:
+            yield change
+
+
+def _change(name: str, old: torch.Tensor, new: torch.Tensor) -> Change:
+    width = old.element_size()
+    a, b = old.reshape(-1), new.reshape(-1)
+    changed, worst, squares, norm = 0, 0.0, 0.0, 0.0
+    numeric = old.dtype.is_floating_point or not (old.dtype.is_complex or old.dtype is torch.bool)
+    for start in range(0, len(a), _PIECE):
+        x, y = a[start:start + _PIECE], b[start:start + _PIECE]
+        differs = (x.view(torch.uint8).view(-1, width) != y.view(torch.uint8).view(-1, width)).any(dim=1)
+        changed += int(differs.sum())
+        if numeric:
+            wide = x.to(torch.float64)
+            difference = y.to(torch.float64) - wide
+            worst = max(worst, float(difference.abs().max()))
+            squares += float(difference.square().sum())
+            norm += float(wide.square().sum())
+    if not numeric:
+        return Change(name, "changed", len(a), changed)
+    return Change(name, "changed", len(a), changed, worst, math.sqrt(squares / norm) if norm else None)

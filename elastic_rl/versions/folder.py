@@ -1,0 +1,127 @@
+"""HF model folders: a version as one, and one as a version."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from elastic_rl.errors import ConfigError, DiskFull
+
+INDEX = "model.safetensors.index.json"
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")
+"""Ends of the names of files that hold weights, or say where they are."""
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+Progress = Callable[[int], None]
+"""Called with the bytes that were written or read since the last call."""
+
+
+def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force: bool,
+          progress: Progress = lambda n: None) -> list[str]:
+    """Writes tensors as safetensors of at most ``shard_bytes`` (a larger tensor alone), and beside them the config and
+    tokenizer of the folder ``like``. The folder appears whole or not at all; returns the names of its files.
+
+    Raises ConfigError (``folder`` is not empty, ``like`` is no model folder) and DiskFull.
+    """
+    if folder.exists() and any(folder.iterdir()) and not force:
+        raise ConfigError(f"{folder} is there and not empty", hint="name another folder, or give --force")
+    if not (like / "config.json").exists():
+        raise ConfigError(f"{like} has no config.json to go with the weights", hint="name a model folder with --like")
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for path in like.iterdir():
+            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                shutil.copy(path, partial / path.name)
+        _write_shards(partial, tensors, shard_bytes, progress)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except (OSError, SafetensorError) as e:
+        if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(e):
+            raise DiskFull(f"{folder.parent} has no room for the model; nothing was left there",
+                           hint="free some, or name a folder on another disk") from e
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sorted(p.name for p in folder.iterdir())
+
+
+def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Progress) -> None:
+    shards: list[list[str]] = []
+    total = 0
+    for number, shard in enumerate(_shards(tensors, shard_bytes), 1):
+        save_file(shard, folder / f"part-{number}", metadata={"format": "pt"})
+        nbytes = sum(t.nbytes for t in shard.values())
+        total += nbytes
+        progress(nbytes)
+        shards.append(list(shard))
+    if len(shards) <= 1:
+        for _ in shards:
+            (folder / "part-1").rename(folder / "model.safetensors")
+        return
+    where = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        where.update(dict.fromkeys(names, file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+
+
+def _shards(tensors: Tensors, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        # A copy: safetensors refuses tensors that share memory, and tied ones do.
+        shard[name] = tensor.contiguous().clone()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises ConfigError."""
+    index = folder / INDEX
+    try:
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [folder / n for n in names]
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, AttributeError) as e:
+        raise ConfigError(f"{index} cannot be read: {e}") from e
+    missing = [f.name for f in files if not f.is_file()]
+    if missing or not files:
+        raise ConfigError(f"{folder} has no {', '.join(missing) or 'safetensors files'}",
+                          hint="name an HF model folder with safetensors weights")
+    return files
+
+
+def read(folder: Path, progress: Progress = lambda n: None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a model folder, one at a time. Raises ConfigError for a file that is none."""
+    for file in files_of(folder):
+        try:
+            with safe_open(file, framework="pt") as f:
+                for name in f.keys():  # noqa: SIM118 - it is no mapping
+                    tensor = f.get_tensor(name)
+                    yield name, tensor
+                    progress(tensor.nbytes)
+        except SafetensorError as e:
+            raise ConfigError(f"{file} is no safetensors file that can be read: {e}") from e
+
+
+def nbytes_of(folder: Path) -> int:
+    """About how many bytes ``read`` gives."""
+    return sum(f.stat().st_size for f in files_of(folder))

@@ -1,0 +1,36 @@
+"""Starting real DCS nodes."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import DcsNode
+from elastic_rl.coordinator.store import Store
+from elastic_rl.processes import python, spawn, wait_until
+
+
+def spawn_node(etcd: Sequence[str], keys: Keys, node_id: str, folder: Path, **dcs: object) -> subprocess.Popen[bytes]:
+    """A node process with ``dcs`` settings; its log, and its files, below ``folder``. The caller stops it.
+
+    Without other settings it keeps chunks in memory only, so that a test knows where each one is, and verifies a chunk
+    each time it hands it out, so that damage shows at once.
+    """
+    settings = {"arena_bytes": 32 << 20, "disk_dir": folder / "disk", "disk_bytes": 0, "verify_every_s": 0, **dcs}
+    return spawn(python(
+        "elastic_rl.dcs.node", "--etcd", ",".join(etcd), "--id", node_id, f"--job={keys.job}",
+        f"--run_dir={folder / 'runs'}", "--coordinator.lease_ttl_s=2",
+        # A longer attempt than in production: tests share their cores with much else.
+        "--etcd.call_timeout_s=2", *(f"--dcs.{key}={value}" for key, value in settings.items())),
+        log=folder / f"{node_id}.log")
+
+
+def await_node(store: Store, keys: Keys, process: subprocess.Popen[bytes]) -> DcsNode:
+    """The node's record, once it has registered."""
+    def registered() -> DcsNode | None:
+        records = (DcsNode.decode(kv.value) for kv in store.range(keys.dcs_nodes_prefix())[0])
+        return next((r for r in records if r.pid == process.pid), None)
+
+    return wait_until(registered, timeout_s=30, what="the DCS node", alive=lambda: process.poll() is None)
