@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -71,7 +70,6 @@ class PartWriter:
         self._packer = Packer(chunk_bytes)
         self._digest, self._seal_early = digest, seal_early
         self._regions: list[int] = []
-        self._ahead: list[Future[int]] = []
         self._filled: list[int] = []
         self._digests: list[str] = []
         self._orders: list[int] = []
@@ -82,16 +80,6 @@ class PartWriter:
     @property
     def node_id(self) -> str:
         return self._node.node.id
-
-    def reserve(self, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
-        """Has the regions for tensors of these dtypes and shapes allocated while the first ones are still made."""
-        plan = Packer(self._packer.chunk_bytes)
-        for i, (dtype, shape) in enumerate(tensors):
-            plan.add(str(i), dtype, shape)
-        if plan.sizes:
-            with ThreadPoolExecutor(1, "reserve") as pool:
-                self._ahead = [pool.submit(self._node.alloc, plan.chunk_bytes) for _ in plan.sizes]
-                pool.shutdown(wait=False)
 
     def add(self, name: str, tensor: torch.Tensor, order: int | None = None) -> None:
         """Copies a tensor of any device, dtype and layout. ``order``: its place in the version; the next one by
@@ -119,8 +107,7 @@ class PartWriter:
     def _next_region(self) -> None:
         if self._seal_early and self._regions:
             self._seal_next()
-        self._regions.append(self._ahead.pop(0).result() if self._ahead else
-                             self._node.alloc(self._packer.chunk_bytes))
+        self._regions.append(self._node.alloc(self._packer.chunk_bytes))
         self._filled.append(0)
 
     def _seal_next(self) -> None:
