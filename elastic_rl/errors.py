@@ -115,6 +115,12 @@ class EngineFailed(ElasticRLError):
     retryable = True
 
 
+class StagingFailed(ElasticRLError):
+    """A version could not be brought into an engine's staged weights; the engine serves on with what it has."""
+
+    retryable = True
+
+
 class TrainerFailed(ElasticRLError):
     """The trainer group lost a rank or did not answer; it re-forms from the last trainer_state."""
 

@@ -23,6 +23,7 @@ from elastic_rl.coordinator.alerts import Alert
 from elastic_rl.coordinator.election import Election
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.notify import Notifier
+from elastic_rl.coordinator.outliers import outliers
 from elastic_rl.coordinator.records import (
     DcsNode,
     Engine,
@@ -142,6 +143,7 @@ class Reconciler:
         reports, over = self._read_events()
         look = self._read()
         self._update_roster(look)
+        self._expel_outliers(look)
         self._update_alerts(self._read(), reports, over)
         self._deliver()
         if self._is_due("trim", _TRIM_EVERY_S):
@@ -247,6 +249,17 @@ class Reconciler:
             compares.append(_unchanged(self._keys.engine(engine.id), revision))
             ops.append(Op.put(self._keys.engine(engine.id), gone.encode()))
         return compares, ops
+
+    def _expel_outliers(self, look: Look) -> None:
+        """Takes engines out whose weights differ from those of the others; their runners obey the record."""
+        for engine in outliers(look.world.engines):
+            reason = f"its weights of version {engine.version} differ from those of the other engines"
+            gone = engine.but(state=EngineState.QUARANTINED, reason=reason, updated_at=look.now)
+            event = events.build("engine.quarantined", engine.id, f"engine {engine.id}: {reason}",
+                                 severity=Severity.ERROR, by=alert_rules.BY_LEADER, version=engine.version)
+            key = self._keys.engine(engine.id)
+            self._guarded([_unchanged(key, look.engines[engine.id][1])],
+                          [Op.put(key, gone.encode()), events.put_op(self._keys, event)])
 
     def _read_events(self) -> tuple[list[alerts.Condition], set[str]]:
         """Events since the cursor: the alerts they ask for, and keys of those they end. The cursor moves together with

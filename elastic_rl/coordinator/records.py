@@ -126,6 +126,12 @@ class Engine(Record):
     updated_at: float = 0.0
     pull_apply_s: float = 0.0
     """Seconds from seeing the head to verified, for ``version``."""
+    pause_s: float = 0.0
+    """Seconds of them in which the engine made no token, and was asked for its version."""
+    layout: str = ""
+    """How its weights lie in memory; two engines of one layout and version have the same checksum."""
+    checksum: str = ""
+    """Of the weights of ``version``, all ranks; empty where it is not known."""
     reason: str = ""
 
 

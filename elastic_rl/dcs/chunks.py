@@ -301,7 +301,7 @@ class ChunkTable:
             except ChunkMissing as e:
                 if self.was_rotten(manifest):
                     raise ChunkCorrupt(f"the manifest {manifest} of a live version went bad") from e
-                return frozenset()  # nothing of that version was ever asked of this node
+                return frozenset()  # no chunk of that version is here: whoever brings one brings the manifest first
             with self._lock:
                 self._parsed[manifest] = known
         return known

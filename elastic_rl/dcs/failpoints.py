@@ -16,8 +16,9 @@ ENV = "ELASTIC_RL_FAILPOINT"
 PUBLISHER = ("publish.begun", "publish.sealed", "publish.manifest", "publish.replicated", "publish.committed")
 PULLER = ("pull.pinned", "pull.manifest", "pull.located")
 JANITOR = ("gc.releasing", "gc.gone", "gc.marked", "gc.dropped")
+ENGINE = ("apply.staged", "apply.torn", "apply.applied")
 NODE = ("node.received", "node.sealed", "disk.partial", "disk.saved", "disk.removed", "node.indexed")
-POINTS = frozenset((*PUBLISHER, *PULLER, *JANITOR, *NODE))
+POINTS = frozenset((*PUBLISHER, *PULLER, *JANITOR, *ENGINE, *NODE))
 """Every place, by who comes to it. The chaos suite kills a process at each of them."""
 
 _wanted, _, _nth = os.environ.get(ENV, "").partition(":")

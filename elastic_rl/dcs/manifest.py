@@ -8,10 +8,12 @@ chunks.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import orjson
 
 from elastic_rl.errors import ChunkCorrupt, ConfigError
 
@@ -32,8 +34,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A run of a tensor's bytes within a chunk."""
 
     digest: str
@@ -41,8 +42,7 @@ class Slice:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor: ``dtype`` is torch's name without the prefix; ``slices`` in the order of its bytes, none if empty."""
 
     name: str
@@ -71,16 +71,16 @@ class Manifest:
     def encode(self) -> bytes:
         """Compact JSON; equal manifests make equal bytes."""
         index = {digest: i for i, digest in enumerate(self.chunks)}
-        return json.dumps({
-            "schema": SCHEMA, "chunks": [[d, n] for d, n in self.chunks.items()],
-            "tensors": [[t.name, t.dtype, list(t.shape), [[index[s.digest], s.offset, s.nbytes] for s in t.slices]]
-                        for t in self.tensors]}, separators=(",", ":")).encode()
+        return orjson.dumps({
+            "schema": SCHEMA, "chunks": [(d, n) for d, n in self.chunks.items()],
+            "tensors": [(name, dtype, shape, [(index[digest], offset, nbytes) for digest, offset, nbytes in slices])
+                        for name, dtype, shape, slices in self.tensors]})
 
     @classmethod
     def decode(cls, raw: bytes | memoryview) -> Manifest:
         """Reads ``encode``'s bytes and checks that they make sense. Raises ChunkCorrupt."""
         try:
-            value = json.loads(bytes(raw))
+            value = orjson.loads(raw)
             if value["schema"] != SCHEMA:
                 raise ChunkCorrupt(f"a manifest has schema {value['schema']}; this release reads {SCHEMA}",
                                    hint="run one release of elastic-rl everywhere")
@@ -110,8 +110,7 @@ class Manifest:
                 raise ChunkCorrupt(f"a manifest's tensor {t.name!r} has slices of another length than its shape")
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """Copy ``nbytes`` from a tensor's ``source`` offset to ``offset`` of chunk number ``chunk``."""
 
     chunk: int

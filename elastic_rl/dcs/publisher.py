@@ -125,9 +125,13 @@ class Publisher:
         node = self._hub.local()
         digest = node.put(manifest.encode(), digest=self._digest)
         failpoints.reach("publish.manifest")
+        # Every node that holds a chunk of the version has its manifest too: by it the node knows what it must keep.
         sources: dict[str, dict[str, None]] = {node.node.id: {digest: None}}
         for part in of:
-            sources.setdefault(part.node, {}).update(dict.fromkeys(part.chunks))
+            if part.node not in sources:
+                self._hub.connect(part.node).fetch([digest], prefer=[node.node.id], hold=True,
+                                                   on_progress=_within(deadline))
+            sources.setdefault(part.node, {digest: None}).update(dict.fromkeys(part.chunks))
         copies = self._replicate({n: list(digests) for n, digests in sources.items()}, manifest, deadline)
         failpoints.reach("publish.replicated")
         guards = {Compare.create(self._keys.dcs_node(p.node), "==", p.registered) for p in of}

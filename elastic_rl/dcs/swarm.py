@@ -286,9 +286,8 @@ class Swarm:
     def _transfer(self, action: Get | Recall) -> None:
         with self._changed:
             flight = self._flights.get(action.number)
-            if flight is None:
-                return
-            flight.region, flight.region_nbytes, flight.job.region = flight.job.region, flight.job.wanted.nbytes, -1
+        if flight is None:
+            return
         why: Failure | None = None
         try:
             if isinstance(action, Get):
@@ -380,11 +379,18 @@ class Swarm:
             delta_codec.decode(delta, old, self._table.view[flight.region:flight.region + nbytes])
 
     def _make_room(self, flight: _Flight, nbytes: int) -> None:
-        """Has the transfer have a region for so many bytes."""
+        """Has the transfer have a region for so many bytes: not before the bytes are about to come, since a node that
+        hangs while it is connected to would keep it."""
+        job = flight.job
+        with self._changed:
+            if flight.cancelled:
+                raise _Cancelled
+            if flight.region < 0 and job.region >= 0:
+                flight.region, flight.region_nbytes, job.region = job.region, job.wanted.nbytes, -1
         if flight.region < 0:
             flight.region, flight.region_nbytes = self._table.alloc(_OWNER, nbytes), nbytes
-        elif nbytes != flight.region_nbytes:
-            raise ChunkCorrupt(f"chunk {flight.job.wanted.digest} was announced with {nbytes} bytes")
+        if nbytes != flight.region_nbytes:
+            raise ChunkCorrupt(f"chunk {job.wanted.digest} was announced with {nbytes} bytes")
 
     def _seal(self, flight: _Flight, nbytes: int) -> None:
         region, flight.region = flight.region, -1  # gone, whatever comes of it

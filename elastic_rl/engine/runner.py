@@ -24,6 +24,7 @@ from elastic_rl.errors import (
     ElasticRLError,
     EngineFailed,
     NodeUnavailable,
+    StagingFailed,
     StoreUnavailable,
     VersionNotFound,
 )
@@ -40,7 +41,8 @@ _ROUTER_TIMEOUT_S = 30.0
 _TELL_AFTER = 5
 """Failures to fetch in a row that make an event."""
 # A pull that ended so changed nothing in the engine: it goes on with what it has and tries again.
-_PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StoreUnavailable, VersionNotFound)
+_PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StagingFailed, StoreUnavailable,
+                VersionNotFound)
 
 
 class EngineRunner:
@@ -54,7 +56,8 @@ class EngineRunner:
         self._stop = threading.Event()
         self._store = ctx.store()
         self._started_at = time.time()
-        self._pull_apply_s = 0.0
+        self._pull_apply_s = self._pause_s = 0.0
+        self._checksum = ""
         self._tick_at = time.time()
         self._fetch_failures = 0  # in a row
         self._next_look = 0.0
@@ -134,11 +137,15 @@ class EngineRunner:
         try:
             with traces.span("engine.sync", parent=traces.extract(wanted.meta.get("trace", {})), engine=self._id,
                              version=wanted.number), puller.pull(POLICY, wanted.number) as pulled:
+                prepared = self._server.prepare(pulled.reference())
                 begun = self._life.begin(wanted.number)
                 if not self._write(begun):  # before the first byte changes
                     return True             # it is to leave the pool
                 self._life = begun
-                self._server.apply(pulled.reference(), wanted.number)
+                paused_at = time.monotonic()
+                self._server.apply(prepared, wanted.number)
+                self._pause_s = time.monotonic() - paused_at
+                self._checksum = " ".join(prepared.checksums)
         except _PULL_FAILED as e:
             self._cannot_fetch(wanted, e)
             return False
@@ -220,7 +227,8 @@ class EngineRunner:
 
     # -- the record ------------------------------------------------------------------------------------------------
     def _obey_record(self) -> None:
-        """Twice a second: whether the driver wrote DRAINING into the record, or took it away (a newer epoch did)."""
+        """Twice a second: whether the driver wrote DRAINING into the record, the leader QUARANTINED, or somebody took
+        it away (a newer epoch did). Raises EngineFailed when it is quarantined."""
         if self._unwritten:
             self._write()
         now = time.monotonic()
@@ -230,30 +238,42 @@ class EngineRunner:
         found = self._store.get(self._ctx.keys.engine(self._id))
         if found is None:
             self._stop.set()
-        elif Engine.decode(found.value).state is EngineState.DRAINING:
+            return
+        record = Engine.decode(found.value)
+        if record.state is EngineState.DRAINING:
             self._drain.set()
+        elif record.state is EngineState.QUARANTINED:
+            raise EngineFailed(record.reason)
 
     def _write(self, life: Life | None = None) -> bool:
-        """Writes the record. The driver's wish to drain stands in the same record and is never overwritten; false when
-        it is there. Raises StoreUnavailable, and Fenced when the epoch is over: the engine then ends."""
+        """Writes the record. The driver's wish to drain, or the leader's that it goes, stands in the same record and is
+        never overwritten; false when it is there. Raises StoreUnavailable, and Fenced when the epoch is over: the
+        engine then ends."""
         life = life or self._life
+        expelled = False
 
         def change(raw: bytes | None) -> bytes:
-            if raw and Engine.decode(raw).state is EngineState.DRAINING:
+            nonlocal expelled
+            before = Engine.decode(raw) if raw else None
+            if before and before.state is EngineState.DRAINING:
                 self._drain.set()
-            ended = life.state in (EngineState.DEAD, EngineState.QUARANTINED)
-            return self._record(life, EngineState.DRAINING if self._drain.is_set() and not ended else life.state)
+            if life.state in (EngineState.DEAD, EngineState.QUARANTINED):
+                return self._record(life, life.state)
+            if expelled := before is not None and before.state is EngineState.QUARANTINED:
+                return raw or b""
+            return self._record(life, EngineState.DRAINING if self._drain.is_set() else life.state)
 
         self._unwritten = True
         self._store.update(self._ctx.keys.engine(self._id), change,
                            guards=[epochs.epoch_guard(self._ctx.keys, self._ctx.epoch)])
         self._unwritten = False
-        return not self._drain.is_set()
+        return not (self._drain.is_set() or expelled)
 
     def _record(self, life: Life, state: EngineState) -> bytes:
         server = self._server
         return Engine(id=self._id, pool=self._pool, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
                       url=server.url if server.pid else "", pid=server.pid, version=life.version,
                       applying=life.applying, started_at=self._started_at, updated_at=time.time(),
-                      pull_apply_s=self._pull_apply_s, reason=life.reason).encode()
+                      pull_apply_s=self._pull_apply_s, pause_s=self._pause_s, layout=server.layout,
+                      checksum=self._checksum, reason=life.reason).encode()
 

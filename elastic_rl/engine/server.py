@@ -5,9 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import pickle
+import secrets
 import subprocess
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,20 @@ import psutil
 import torch
 
 from elastic_rl.config import DeviceConfig, EngineConfig
+from elastic_rl.engine import stager
 from elastic_rl.engine.client import to_version
-from elastic_rl.engine.loader import LOADER, REFERENCE
+from elastic_rl.engine.loader import LIMIT_ENV, LOADER, REQUEST
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.processes import free_port, python, spawn, stop, wait_until
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A version that ``SGLangServer.apply`` can bring into the engine. ``checksums``: of the weights, by rank; empty
+    where they could not be staged and are to be loaded in the pause."""
+
+    request: dict[str, Any]
+    checksums: list[str]
 
 
 class SGLangServer:
@@ -33,6 +47,7 @@ class SGLangServer:
                  host: str = "127.0.0.1") -> None:
         self._model_dir, self._cfg, self._device, self._log, self._seed = model_dir, cfg, device, log, seed
         self._host = host
+        self._secret = stager.new_secret()
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []
@@ -56,9 +71,11 @@ class SGLangServer:
         """Returns when the server answers. Raises EngineFailed, also when ``keep_waiting`` turns false."""
         self._port = free_port(self._host)
         cuda = self.uses_cuda()
-        env = {"HF_HUB_OFFLINE": "1"} if cuda else {
+        env = {"HF_HUB_OFFLINE": "1", stager.ENV: self._secret, LIMIT_ENV: str(self._cfg.staging_limit_bytes)}
+        if not cuda:
             # Two threads an engine make 2 cores slower, not faster, and the allocator's arenas cost memory.
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "MALLOC_ARENA_MAX": "2"}
+            env |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "MALLOC_ARENA_MAX": "2",
+                    **_cores_of_ranks(self.tensor_parallel)}
         self._process = spawn(python("elastic_rl.engine.launch", *self.arguments(cuda)), log=self._log, env=env)
         try:
             wait_until(self._answers, timeout_s=self._cfg.start_timeout_s, what=f"the SGLang server (log: {self._log})",
@@ -86,6 +103,12 @@ class SGLangServer:
                      "--disable-cuda-graph", "--disable-radix-cache"]  # the tree costs more than short prompts' prefill
         return args + self._cfg.extra_args
 
+    @property
+    def layout(self) -> str:
+        """What decides how the weights lie in memory: engines of one layout have them byte for byte alike."""
+        extra = zlib.crc32(json.dumps(self._cfg.extra_args).encode())
+        return f"{self._device.dtype}/tp{self.tensor_parallel}/{extra:08x}"
+
     # -- health ---------------------------------------------------------------------------------------------------
     def alive(self) -> bool:
         """Whether the main process and every child that it had when it came up still run."""
@@ -109,27 +132,40 @@ class SGLangServer:
         return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in self._call("GET", "/v1/loads")["loads"])
 
     # -- weights --------------------------------------------------------------------------------------------------
-    def apply(self, reference: dict[str, Any], version: int) -> None:
-        """Replaces the weights by those of ``reference`` (see ``Puller``), verified in the loader; sets ``version``.
-
-        Requests in flight are taken back to the queue: what they have stays with the old version, their KV cache is
-        computed again under the new one, and the answer says where the version changed. Raises EngineFailed; the
-        weights are then in doubt and the engine must not serve again.
+    def prepare(self, reference: dict[str, Any]) -> Prepared:
+        """Brings what ``reference`` describes (see ``Puller``) as near to the weights as can be while they serve:
+        verified, loaded and checked beside them. Raises ChunkCorrupt, NodeUnavailable and StagingFailed; the engine is
+        as it was.
         """
-        self._call("POST", "/pause_generation", {"mode": "retract"})
+        request = {"ticket": secrets.token_hex(8)}
+        checksums = stager.ask(self._secret, self.tensor_parallel, {**request, "reference": reference},
+                               timeout_s=self._cfg.apply_timeout_s)
+        return Prepared({"reference": reference}, []) if checksums is None else Prepared(request, checksums)
+
+    def apply(self, prepared: Prepared, version: int) -> None:
+        """Replaces the weights, verified in the loader; sets ``version``.
+
+        With ``engine.pause=retract`` requests in flight are taken back to the queue: what they have stays with the old
+        version, their KV cache is computed again under the new one, and the answer says where the version changed.
+        Raises EngineFailed; the weights are then in doubt and the engine must not serve again.
+        """
+        self._call("POST", "/pause_generation", {"mode": self._cfg.pause})
         self._call("POST", "/begin_weight_update", {})
         # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
-        # the prefix cache, which holds KV of the old weights.
+        # the prefix cache, which holds KV of the old weights (and cannot be dropped under requests that use it).
         self._call("POST", "/update_weights_from_tensor", {
-            "serialized_named_tensors": [_pack(reference)] * self._tensor_parallel(), "load_format": LOADER,
-            "weight_version": str(version), "flush_cache": True})
+            "serialized_named_tensors": [pack(prepared.request)] * self.tensor_parallel, "load_format": LOADER,
+            "weight_version": str(version), "flush_cache": self._cfg.pause == "retract"})
         self._call("POST", "/end_weight_update", {})
+        self._call("POST", "/continue_generation", {})
+        # Asked after the pause, to keep it short: until it is answered the record says `applying`.
         seen = self.model_version()
         if seen != version or not self.alive():
             raise EngineFailed(f"the engine reports version {seen} after version {version} was applied")
-        self._call("POST", "/continue_generation", {})
 
-    def _tensor_parallel(self) -> int:
+    @property
+    def tensor_parallel(self) -> int:
+        """Schedulers that share the weights."""
         extra = self._cfg.extra_args
         for flag in ("--tp-size", "--tensor-parallel-size", "--tp"):
             if flag in extra:
@@ -173,6 +209,15 @@ class SGLangServer:
         self._http.close()
 
 
+def _cores_of_ranks(ranks: int) -> dict[str, str]:
+    """SGLang wants a NUMA node for each rank on the CPU, unless it is told which cores a rank has."""
+    name = "SGLANG_CPU_OMP_THREADS_BIND"
+    if ranks == 1 or name in os.environ:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {name: "|".join(",".join(map(str, cores[rank::ranks] or cores)) for rank in range(ranks))}
+
+
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -191,9 +236,9 @@ class _InBand:
         return torch.ByteTensor, (bytearray(self._raw),)
 
 
-def _pack(reference: dict[str, Any]) -> str:
-    """The reference in the form that SGLang's endpoint takes: base64 of a pickle, which *its* restricted unpickler
+def pack(request: dict[str, Any]) -> str:
+    """The request in the form that SGLang's endpoint takes: base64 of a pickle, which *its* restricted unpickler
     reads. We only ever write one, over loopback; nothing of ours reads pickles."""
     buffer = io.BytesIO()
-    pickle.dump([(REFERENCE, _InBand(json.dumps(reference).encode()))], buffer, protocol=4)
+    pickle.dump([(REQUEST, _InBand(json.dumps(request).encode()))], buffer, protocol=4)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -6,7 +6,7 @@ import contextlib
 import getpass
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -205,4 +205,4 @@ class _Counter:
 def tensor_rows(manifest: Manifest) -> Sequence[dict[str, Any]]:
     """A row for each tensor of a manifest, for a listing."""
     return [{"name": t.name, "dtype": t.dtype, "shape": "x".join(map(str, t.shape)) or "scalar", "nbytes": t.nbytes,
-             "slices": [asdict(s) for s in t.slices]} for t in manifest.tensors]
+             "slices": [s._asdict() for s in t.slices]} for t in manifest.tensors]

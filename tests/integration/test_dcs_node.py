@@ -246,6 +246,8 @@ def test_a_corrupt_file_is_never_served_and_another_copy_is_found(hub: Hub) -> N
 def test_more_versions_than_the_arena_holds_are_all_served(hub: Hub) -> None:
     wire = hub.wire(hub.start(arena_bytes=1 * MIB))
     publish(hub.publisher(), range(1, 16))
+    # saved behind everyone's back, so a moment later
+    wait_until(lambda: wire.call(op="stat")["unsaved"] == 0, timeout_s=20, what="all chunks to be on disk")
     stat = wire.call(op="stat")
     assert stat["disk_used_bytes"] > 2 * stat["arena_bytes"] and stat["resident"] < stat["chunks"]
     hub.assert_pulls([*range(1, 16), *range(15, 0, -1)])

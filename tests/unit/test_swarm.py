@@ -283,3 +283,13 @@ def test_the_wrong_token_gets_nothing(nodes: Nodes, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ChunkMissing):
         nodes.fetch("b", DIGESTS[:1]).result(20)
     assert not nodes.table["b"].has(DIGESTS[0])
+
+
+def test_a_node_that_hangs_while_it_is_connected_to_keeps_no_room(nodes: Nodes) -> None:
+    for source in ("a", "b"):
+        nodes.start(source, DATA, bytes_per_s=2 << 20)
+    nodes.start("c")
+    nodes.link["b"].pause()
+    pull = nodes.fetch("c")
+    assert len(pull.result(20)) == COUNT and nodes.link["b"].held
+    wait_until(lambda: not nodes.table["c"].stat()["pending"], timeout_s=10, what="all regions to be given back")

@@ -23,7 +23,7 @@ from elastic_rl.bench.dcs.rig import Cluster, Rig
 from elastic_rl.bench.dcs.silence import Listener, longest
 from elastic_rl.bench.dcs.timing import speedup, with_alternatives
 from elastic_rl.bench.options import Unmeasurable
-from elastic_rl.engine.server import _pack
+from elastic_rl.engine.server import pack
 from elastic_rl.measure import Row
 
 COUNTS = (1, 2)
@@ -171,7 +171,7 @@ def _bare(found: Measured, hub: updates.Hub, engine: BenchEngine, rig: Rig) -> N
         request = {"reference": reference, "times": str(times)}
         for _ in range(rig.samples + 1):
             engine.session(lambda: engine.post("/update_weights_from_tensor", load_format=loaders.BARE,
-                                               serialized_named_tensors=[_pack(request)]))
+                                               serialized_named_tensors=[pack(request)]))
     found.bare = [float(line) for line in Path(times).read_text().split()][1:]
 
 

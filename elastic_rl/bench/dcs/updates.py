@@ -21,7 +21,7 @@ from elastic_rl.bench.dcs import loaders
 from elastic_rl.bench.dcs.engines import BenchEngine, everywhere
 from elastic_rl.bench.dcs.exchanges import save_dcp, save_safetensors
 from elastic_rl.bench.dcs.rig import STREAM, Cluster
-from elastic_rl.engine.server import _pack
+from elastic_rl.engine.server import pack
 from elastic_rl.errors import EngineFailed
 from elastic_rl.processes import free_port
 
@@ -58,7 +58,7 @@ class Hub:
         if version is None:
             raise EngineFailed("no version came")
         with self._pullers[i].pull(STREAM, version.number) as pulled:
-            self._engines[i].apply(pulled.reference(), version.number)
+            self._engines[i].apply(self._engines[i].prepare(pulled.reference()), version.number)
 
     def forget(self) -> None:
         self._sweep()
@@ -99,7 +99,7 @@ def from_dcp(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: boo
         save_dcp(folder, dict(tensors))
         request = {"path": str(folder), "shapes": [[name, list(t.shape)] for name, t in tensors]}
         everywhere(engines, lambda e: e.session(lambda: e.post(
-            "/update_weights_from_tensor", serialized_named_tensors=[_pack(request)], load_format=loaders.DCP)))
+            "/update_weights_from_tensor", serialized_named_tensors=[pack(request)], load_format=loaders.DCP)))
 
     yield update
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,169 @@
+"""A second set of a model's weights: filled and checked while the model serves, then exchanged for the live ones.
+
+A *shadow* of the model shares everything with it but its parameters and persistent buffers, so the model's own
+``load_weights`` (stacking, slicing by tensor-parallel rank, conversion of dtypes) fills it, whatever the architecture,
+and the live model does not notice. On the CPU the exchange swaps pointers; elsewhere addresses must stay (captured
+graphs hold them), so the bytes are copied within the device and compared.
+
+It costs the memory of the parameters once more. It is not possible for a model that keeps other tensors beside its
+parameters (derived from them, such as absorbed projections): its ``load_weights`` would change those under the feet of
+the live model. ``Staging.of`` is None then, and the model is loaded in the pause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from elastic_rl.dcs import failpoints
+from elastic_rl.dcs.digests import digest_of
+from elastic_rl.dcs.tensors import checksum
+from elastic_rl.errors import EngineFailed
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class Staging:
+    """The staged weights of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._live = dict(_own_tensors(model))
+        self._shadow = _shadow(model)
+        self._staged = dict(_own_tensors(self._shadow))
+        self._device = next(iter(self._live.values())).device
+
+    @classmethod
+    def of(cls, model: nn.Module, limit_bytes: int) -> Staging | None:
+        """None when the model's weights are more than ``limit_bytes``, or it has tensors of other kinds."""
+        if sum(t.nbytes for _, t in _own_tensors(model)) > limit_bytes or any(map(_has_loose_tensors, model.modules())):
+            return None
+        return cls(model)
+
+    @torch.no_grad()
+    def fill(self, tensors: Tensors) -> str:
+        """Loads tensors under their HF names and returns the checksum of the result: that of every parameter's bytes,
+        by name, in this rank's layout. The live model is untouched.
+
+        Raises EngineFailed when a parameter is left unset or holds NaN.
+        """
+        with _beside(self._device):
+            poison(self._staged.values())
+            call_load_weights(self._shadow, tensors)
+            require_covered(self._staged.items())
+            return digest_of("\n".join(f"{name} {checksum(t)}" for name, t in sorted(self._staged.items())).encode())
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """The staged weights become the live ones. Raises EngineFailed when a copy differs: the live ones are torn."""
+        for name, live in self._live.items():
+            staged = self._staged[name]
+            if live.shape != staged.shape or live.dtype != staged.dtype:
+                raise EngineFailed(f"{name} changed its layout after it was staged")
+            if live.device.type == "cpu":
+                live.data, staged.data = staged.data, live.data
+            else:
+                live.copy_(staged)
+            failpoints.reach("apply.torn")
+        if self._device.type != "cpu":
+            self._require_same()
+
+    def _require_same(self) -> None:
+        for name, live in self._live.items():
+            if not torch.equal(_raw(live), _raw(self._staged[name])):
+                raise EngineFailed(f"{name} differs from the version after it was written")
+
+
+def call_load_weights(model: nn.Module, tensors: Tensors) -> None:
+    """What every SGLang model has."""
+    model.load_weights(iter(tensors))  # type: ignore[operator]
+
+
+def poison(tensors: Iterable[torch.Tensor]) -> None:
+    """Fills with NaN what can hold one."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+
+
+def require_covered(named: Tensors) -> None:
+    """Raises EngineFailed when NaN is left anywhere."""
+    bare = [name for name, t in named if t.is_floating_point() and _holds_nan(t)]
+    if bare:
+        raise EngineFailed(f"the version leaves {len(bare)} parameters unset or holds NaN, such as {bare[0]}",
+                           hint="the published tensors do not match the engine's model")
+
+
+def _holds_nan(tensor: torch.Tensor) -> bool:
+    """Whether any element is NaN. The maximum is NaN then, and is found many times as fast as a mask of them all."""
+    if tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return bool(tensor.amax().isnan())
+    return bool(torch.isnan(tensor).any())
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers, each once."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _has_loose_tensors(module: nn.Module) -> bool:
+    """Whether a tensor is kept that is neither a parameter nor a buffer."""
+    def holds(value: object) -> bool:
+        if isinstance(value, dict):
+            return any(map(holds, value.values()))
+        if isinstance(value, list | tuple):
+            return any(map(holds, value))
+        return isinstance(value, torch.Tensor)
+
+    return any(holds(v) for name, v in vars(module).items() if name not in ("_parameters", "_buffers", "_modules"))
+
+
+def _shadow(model: nn.Module) -> nn.Module:
+    """The tree of modules with empty tensors of its own. What is shared in the model is shared in the shadow."""
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def module_of(module: nn.Module) -> nn.Module:
+        if id(module) not in modules:
+            twin = modules[id(module)] = copy.copy(module)
+            twin._parameters = {n: p if p is None else tensor_of(p) for n, p in module._parameters.items()}  # type: ignore[assignment,misc]
+            twin._buffers = {n: b if b is None or n in module._non_persistent_buffers_set else tensor_of(b)
+                             for n, b in module._buffers.items()}
+            twin._modules = {n: m if m is None else module_of(m) for n, m in module._modules.items()}
+        return modules[id(module)]
+
+    def tensor_of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in tensors:
+            data = torch.empty_like(tensor.data)
+            if isinstance(tensor, nn.Parameter):
+                # of the same class and with the same attributes: loaders read `weight_loader`, `output_dim` and others
+                data = torch.Tensor._make_subclass(type(tensor), data, False)
+                data.__dict__.update(tensor.__dict__)
+            tensors[id(tensor)] = data
+        return tensors[id(tensor)]
+
+    return module_of(model)
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    with stream:
+        yield
+    stream.synchronize()
+
+
+def _beside(device: torch.device) -> AbstractContextManager[None]:
+    """Work on the device goes to a stream of its own there, and is done at the end."""
+    return contextlib.nullcontext() if device.type == "cpu" else _on(torch.Stream(device))
