@@ -36,7 +36,7 @@ from elastic_rl.coordinator.store import Store
 from elastic_rl.coordinator.waker import Waker
 from elastic_rl.dcs.upkeep import Upkeep
 from elastic_rl.errors import ConfigError, MachineUnfit, StoreUnavailable
-from elastic_rl.processes import require_port_free
+from elastic_rl.processes import freeze_heap, require_port_free
 from elastic_rl.telemetry import logs, traces
 
 log = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
         cleanup.callback(forwarder.close)
         app = make_app(Context(cfg, keys, api_store, election, tokens, stopping, forwarder))
         log.info("replica %s (pid %d) serves %s for job %s", replica, os.getpid(), url, cfg.job)
+        freeze_heap()
         await _listen(app, listener, stopping, election)
     log.info("replica %s has stopped", replica)
     return 0

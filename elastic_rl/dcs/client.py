@@ -124,9 +124,10 @@ class NodeConnection:
 
     def stale(self) -> bool:
         """Whether the connection is of no more use; notices a node that has gone since the last call."""
-        sock = self._sock
-        if sock is None:
-            return True
+        with self._state:
+            sock = self._sock
+            if sock is None or self._in_call:  # what can be read now is the answer that another thread waits for
+                return sock is None
         try:  # nothing is to come between two calls; what can be read is the end, or the rest of a broken answer
             return bool(select.select([sock], [], [], 0)[0])
         except (OSError, ValueError):
@@ -302,7 +303,10 @@ class HubClient:
 
     def _keep(self, connection: NodeConnection, created: int) -> NodeConnection:
         node_id = connection.node.id
-        if (old := self._open.pop(node_id, None)) is not None:
+        if (old := self._open.get(node_id)) is not None:
+            if old.node.arena_path == connection.node.arena_path and not old.stale():
+                connection.close()  # it was asked for under another name; what the old one holds must not be let go
+                return old
             old.close()
         self._open[node_id] = connection
         self._guards[node_id] = Compare.create(self._keys.dcs_node(node_id), "==", created)

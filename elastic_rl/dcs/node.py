@@ -36,6 +36,7 @@ from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.dcs.server import Server
 from elastic_rl.dcs.uploader import Uploader
 from elastic_rl.errors import ElasticRLError, MachineUnfit
+from elastic_rl.processes import freeze_heap
 from elastic_rl.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ def run(cfg: Config, etcd: Sequence[str], node_id: str, stop: threading.Event) -
             stack.callback(uploader.close)
         log.info("node %s serves %s:%d, arena %s of %d bytes", node_id, dcs.host, record.port, memory.path,
                  memory.size)
+        freeze_heap()
         while not stop.wait(_BEAT_S):
             try:
                 registration.beat(table.stat()["used_bytes"])

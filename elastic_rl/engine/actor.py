@@ -6,6 +6,7 @@ from typing import Any
 
 from elastic_rl.context import RunContext
 from elastic_rl.engine.runner import EngineRunner
+from elastic_rl.processes import freeze_heap
 from elastic_rl.telemetry import logs, traces
 
 
@@ -16,6 +17,7 @@ class EngineActor:
         logs.setup(f"engine-{engine_id}", ctx.config.telemetry.log_level)
         traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.engine")
         self._runner = EngineRunner(ctx, engine_id)
+        freeze_heap()
 
     def run(self) -> None:
         """Returns when the engine was drained, stopped or found dead."""

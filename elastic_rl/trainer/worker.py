@@ -21,7 +21,7 @@ from elastic_rl.coordinator.records import Severity
 from elastic_rl.coordinator.store import Store
 from elastic_rl.data.tasks import Addition
 from elastic_rl.errors import ElasticRLError, Fenced
-from elastic_rl.processes import die_with_parent
+from elastic_rl.processes import die_with_parent, freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.trainer import parallel
 from elastic_rl.trainer.batch import TrainBatch
@@ -194,6 +194,7 @@ def _serve(ctx: RunContext, store: Store, rank: int) -> None:
             events.emit(store, ctx.keys, kind, "trainer", f"group of {par.world} ranks, TP={par.tp} DP={par.dp}",
                         severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),
                         incarnation=member.incarnation)
+        freeze_heap()
         worker.run()
     except (ElasticRLError, RuntimeError):
         # No sign-off: the entry runs out with its lease, so that the end of this rank counts as a death.

@@ -250,6 +250,27 @@ def test_members_that_close_are_not_missed_and_an_engine_that_dies_is_told_once(
     assert len(told(store, keys, "engine.dead", "e2")) == 1
 
 
+def test_an_engine_whose_weights_differ_from_most_is_taken_out_and_told_once(start: Start, store: Store, keys: Keys
+                                                                             ) -> None:
+    def put(name: str, checksum: str) -> None:
+        store.put(keys.engine(name), Engine(id=name, pool="rollout", state=EngineState.READY, epoch=1, version=3,
+                                            layout="float32/tp1", checksum=checksum).encode())
+
+    def states() -> dict[str, EngineState]:
+        return {e.id: e.state for kv in store.range(keys.engines_prefix())[0] if (e := Engine.decode(kv.value))}
+
+    put("e1", "aa")
+    put("e2", "bb")
+    start("a")
+    processes.wait_until(lambda: told(store, keys, "leader.elected"), timeout_s=10, what="a leader")
+    put("e3", "aa")
+    processes.wait_until(lambda: told(store, keys, "engine.quarantined"), timeout_s=10, what="the event")
+    assert states() == {"e1": EngineState.READY, "e2": EngineState.QUARANTINED, "e3": EngineState.READY}
+    put("e4", "aa")
+    processes.wait_until(lambda: store.get(keys.event_cursor()), timeout_s=5, what="another look")
+    assert [e.subject for e in told(store, keys, "engine.quarantined")] == ["e2"]
+
+
 def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> list[tuple[int, str]]:
     """The first ``count`` events of a stream as (id, event)."""
     got: list[tuple[int, str]] = []

@@ -267,3 +267,9 @@ def test_a_version_of_a_hundred_thousand_tensors(hub: Hub) -> None:
     found = hub.pull("policy", version.number, "n1")
     assert len(found) == count
     assert torch.equal(torch.stack(list(found.values())), data)
+
+
+def test_a_node_asked_for_by_id_and_as_the_local_one_is_one_connection(hub: Hub) -> None:
+    """What is held for a connection would be let go with it."""
+    client = hub.hub("n0")
+    assert client.connect("n0") is client.local() is client.connect("n0")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from elastic_rl.bench.options import Options
 from elastic_rl.errors import ConfigError
 from elastic_rl.measure import Row
+from elastic_rl.processes import freeze_heap
 
 if TYPE_CHECKING:
     from elastic_rl.bench.dcs.rig import Rig
@@ -66,7 +67,9 @@ def run(options: Options) -> list[Row]:
 def _measure(module: str, rig: Rig) -> list[Row]:
     """The module's rows; when one fails, those that it owes say why."""
     try:
-        rows: list[Row] = list(importlib.import_module(f"{__name__}.{module}").measure(rig))
+        found = importlib.import_module(f"{__name__}.{module}")
+        freeze_heap()
+        rows: list[Row] = list(found.measure(rig))
     except Exception as e:  # whatever it is: it must not cost the other rows
         log.warning("%s could not be measured", module, exc_info=True)
         rows = [Row.unmeasured(row, row, why_of(e)) for row in ROWS[module]]

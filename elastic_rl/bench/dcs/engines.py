@@ -35,7 +35,7 @@ def configure(folder: Path, nbytes: int) -> Config:
     return config.parse({
         "job": "bench", "run_dir": str(folder / "runs"), "device": {"type": "auto", "dtype": "bfloat16"},
         "model": {"hidden_size": _HIDDEN, "intermediate_size": _FFN, "num_heads": _HEADS, "num_kv_heads": _KV_HEADS,
-                  "head_dim": _HEAD_DIM, "num_layers": max(round(nbytes / _LAYER_BYTES), 1)},
+                  "head_dim": _HEAD_DIM, "num_layers": max(round(nbytes / _LAYER_BYTES), 1), "max_positions": 4096},
         "engine": {"start_timeout_s": _START_S, "apply_timeout_s": _CALL_S, "max_total_tokens": 2048,
                    "max_running_requests": 8}})
 

@@ -53,7 +53,7 @@ def _start(cluster: Cluster, nbytes: int) -> tuple[Worker, list[str]]:
         port = free_port()
         link = int(links.call("add", node=name, port=port)["port"])
         # The bytes all differ from those before: a delta would only cost.
-        cluster.start(name, (2 if name == _SOURCE else 1) * nbytes + nbytes // 4, port=port, delta="false",
+        cluster.start(name, 2 * nbytes + nbytes // 4, port=port, delta="false",
                       module="elastic_rl.bench.dcs.linked_node", args=("--link-port", str(link)))
     cluster.await_nodes()
     return links, names

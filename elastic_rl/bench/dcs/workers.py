@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError
-from elastic_rl.processes import die_with_parent, python, stop
+from elastic_rl.processes import die_with_parent, freeze_heap, python, stop
 
 _READ = 1 << 16
 
@@ -107,6 +107,7 @@ Handler = Callable[..., Mapping[str, Any] | None]
 def serve(handlers: Mapping[str, Handler]) -> None:
     """A worker's main: answers until its stdin ends or its parent does. What a handler raises is the answer."""
     die_with_parent()
+    freeze_heap()
     # Libraries print; only answers may go where the parent reads.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
