@@ -8,8 +8,10 @@ chunks.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +29,20 @@ DTYPES: Mapping[str, int] = {
     "float4_e2m1fn_x2": 1,
 }
 """Names of torch dtypes that can be stored, and the bytes of one element."""
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Garbage is not looked for meanwhile: to make 100,000 tuples sets off collections that find nothing, and takes as
+    long again."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def aligned(nbytes: int) -> int:
@@ -68,6 +84,7 @@ class Manifest:
         """Bytes of all tensors, without padding."""
         return sum(t.nbytes for t in self.tensors)
 
+    @uncollected()
     def encode(self) -> bytes:
         """Compact JSON; equal manifests make equal bytes."""
         index = {digest: i for i, digest in enumerate(self.chunks)}
@@ -77,6 +94,7 @@ class Manifest:
                         for name, dtype, shape, slices in self.tensors]})
 
     @classmethod
+    @uncollected()
     def decode(cls, raw: bytes | memoryview) -> Manifest:
         """Reads ``encode``'s bytes and checks that they make sense. Raises ChunkCorrupt."""
         try:
@@ -131,6 +149,7 @@ class Packer:
     sizes: list[int] = field(default_factory=list)
     """Bytes in use of each chunk so far; only the last one still grows."""
     _tensors: list[tuple[str, str, tuple[int, ...], list[Placement]]] = field(default_factory=list)
+    _entries: list[TensorEntry] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -169,9 +188,18 @@ class Packer:
         _, dtype, shape, parts = self._tensors[index]
         self._tensors.append((name, dtype, shape, parts))
 
+    @uncollected()
+    def settle(self, digests: Sequence[str]) -> None:
+        """The digests of the first chunks are known: what lies in these alone is ready for the manifest."""
+        known = len(digests)
+        for i in range(len(self._entries), len(self._tensors)):
+            name, dtype, shape, parts = self._tensors[i]
+            if parts and parts[-1].chunk >= known:
+                return
+            self._entries.append(TensorEntry(name, dtype, shape, tuple(
+                [Slice(digests[chunk], offset, nbytes) for chunk, offset, _, nbytes in parts])))
+
     def manifest(self, digests: Sequence[str]) -> Manifest:
         """The manifest, given the digest of each chunk in order."""
-        entries = tuple(
-            TensorEntry(name, dtype, shape, tuple(Slice(digests[p.chunk], p.offset, p.nbytes) for p in parts))
-            for name, dtype, shape, parts in self._tensors)
-        return Manifest(entries, dict(zip(digests, self.sizes, strict=True)))
+        self.settle(digests)
+        return Manifest(tuple(self._entries), dict(zip(digests, self.sizes, strict=True)))

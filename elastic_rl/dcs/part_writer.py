@@ -113,6 +113,7 @@ class PartWriter:
     def _seal_next(self) -> None:
         i = len(self._digests)
         self._digests.append(self._node.seal(self._regions[i], self._filled[i], digest=self._digest))
+        self._packer.settle(self._digests)
         failpoints.reach("publish.sealed")
 
     def seal(self, deadline: float = float("inf")) -> Part:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.dcs.manifest import Manifest, Slice, TensorEntry
+from elastic_rl.dcs.manifest import Manifest, Slice, TensorEntry, uncollected
 from elastic_rl.errors import ConfigError
 
 
@@ -51,6 +51,7 @@ class Part:
             raise ConfigError(f"a part of a version cannot be read: {e!r}") from e
 
 
+@uncollected()
 def merge(parts: Sequence[Part]) -> Manifest:
     """One manifest of all parts: tensors in the order of publication, each chunk once.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 
@@ -84,10 +85,26 @@ def call_load_weights(model: nn.Module, tensors: Tensors) -> None:
 
 
 def poison(tensors: Iterable[torch.Tensor]) -> None:
-    """Fills with NaN what can hold one."""
+    """Puts NaN where a missing piece would leave one: all over the first row, and in each further one (the last
+    dimension runs along it) at a place that moves on by more than a third, so that none can be left out unseen."""
     for tensor in tensors:
-        if tensor.is_floating_point():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        if tensor.dim() < 2 or not tensor.is_contiguous():
             tensor.fill_(float("nan"))
+            continue
+        rows = tensor.view(-1, tensor.shape[-1])
+        rows[0] = float("nan")
+        at = torch.arange(len(rows), device=tensor.device)
+        rows[at, at * _stride(rows.shape[1]) % rows.shape[1]] = float("nan")
+
+
+def _stride(columns: int) -> int:
+    """About 0.38 of the columns, and coprime to them: places that far apart fill every gap evenly, and visit all."""
+    step = max(round(columns * 0.381966), 1)
+    while math.gcd(step, columns) != 1:
+        step += 1
+    return step
 
 
 def require_covered(named: Tensors) -> None:
@@ -99,9 +116,9 @@ def require_covered(named: Tensors) -> None:
 
 
 def _holds_nan(tensor: torch.Tensor) -> bool:
-    """Whether any element is NaN. The maximum is NaN then, and is found many times as fast as a mask of them all."""
-    if tensor.numel() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        return bool(tensor.amax().isnan())
+    """Whether any element is NaN. Then the sum is, too, which is found many times as fast as a mask of them all."""
+    if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and not tensor.sum().isnan():
+        return False
     return bool(torch.isnan(tensor).any())
 
 

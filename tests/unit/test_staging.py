@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic_rl.dcs.tensors import checksum
-from elastic_rl.engine.staging import Staging
+from elastic_rl.engine.staging import Staging, poison, require_covered
 from elastic_rl.errors import EngineFailed
 
 
@@ -168,3 +168,41 @@ def test_a_model_that_works_while_it_is_staged_computes_the_same_all_the_time():
     stop.set()
     thread.join(10)
     assert seen and all(seen)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
+def test_no_block_of_rows_or_columns_can_be_left_out(shape, data):
+    """What loaders may leave out: a run of rows (of any of the leading dimensions), or a run of columns."""
+    tensor = torch.zeros(shape)
+    poison([tensor])
+    kept = tensor.clone()
+    rows, kept_rows = tensor.view(-1, shape[-1]), kept.view(-1, shape[-1])
+    along = data.draw(st.sampled_from([0, 1]))
+    start = data.draw(st.integers(0, rows.shape[along] - 1))
+    stop = data.draw(st.integers(start + 1, rows.shape[along]))
+    rows.fill_(1.0)
+    require_covered([("all of it", tensor)])
+    rows.narrow(along, start, stop - start).copy_(kept_rows.narrow(along, start, stop - start))
+    with pytest.raises(EngineFailed, match="unset"):
+        require_covered([("a part of it", tensor)])
+
+
+@given(st.integers(1, 400), st.integers(2, 400), st.data())
+def test_few_blocks_within_a_matrix_can_be_left_out(rows, columns, data):
+    """A block of an expert in a stack of them: a run of rows, and of these a run of columns."""
+    tensor = torch.ones(rows, columns)
+    poison([tensor])
+    height, width = data.draw(st.integers(1, rows)), data.draw(st.integers(1, columns))
+    top, left = data.draw(st.integers(0, rows - height)), data.draw(st.integers(0, columns - width))
+    if height * width >= 3 * columns:
+        assert tensor[top:top + height, left:left + width].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bits", ["nan", "-nan"])
+def test_one_nan_is_seen_and_infinities_are_none(dtype, bits):
+    tensor = torch.tensor([1.0, 2.0, -3.0] if dtype is torch.float8_e4m3fn else [1.0, float("inf"), -float("inf")])
+    require_covered([("w", tensor.to(dtype))])
+    tensor[1] = float(bits)
+    with pytest.raises(EngineFailed):
+        require_covered([("w", tensor.to(dtype))])
