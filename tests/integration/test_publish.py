@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -273,3 +274,19 @@ def test_a_node_asked_for_by_id_and_as_the_local_one_is_one_connection(hub: Hub)
     """What is held for a connection would be let go with it."""
     client = hub.hub("n0")
     assert client.connect("n0") is client.local() is client.connect("n0")
+
+
+def test_a_clock_that_jumps_takes_neither_the_head_nor_the_order(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    publishing, real = hub.publisher("policy"), time.time
+    janitor = Janitor(hub.store, hub.keys, Keep(2, age_s=3600))
+    hub.stack.callback(janitor.close)
+    for number, jump_s in ((1, 0.0), (2, -1e7), (3, 1e7), (4, 0.0)):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real() + jump_s)
+        assert publishing.publish([("w0", tensor(number, 0))], meta={}).number == number
+        for _ in range(2):
+            janitor.sweep([])
+        assert torch.equal(hub.pull("policy", number, "n1")["w0"], tensor(number, 0))
+    versions = catalog.list_versions(hub.store, hub.keys, "policy")
+    assert versions[1].committed_at < versions[0].committed_at < versions[2].committed_at > versions[3].committed_at
+    assert catalog.head(hub.store, hub.keys, "policy") == versions[3]
+    assert [v.state for v in versions[:2]] == 2 * [VersionState.GONE]
