@@ -37,6 +37,8 @@ from elastic_rl.dcs.tiers import Chunk, Copy, Tiers
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, ConfigError, DiskFull
 
 _ROTTEN_KEPT = 10_000
+_PLENTY = 32
+"""Regions of a size that must be free for one of them to be given ahead of its need."""
 
 
 @dataclass
@@ -84,6 +86,18 @@ class ChunkTable:
             self._pending[offset] = Pending(conn, nbytes)
             self._open_bytes += nbytes
             return offset
+
+    def alloc_ahead(self, conn: int, nbytes: int, count: int) -> list[int]:
+        """Up to ``count`` regions more, for a writer that will need them soon: none for which anything has to give way,
+        or that would make room scarce."""
+        offsets: list[int] = []
+        space = self._tiers.space
+        with self._lock, contextlib.suppress(ArenaFull):  # enough is free, but not in one piece
+            while len(offsets) < count and space.size - space.used >= _PLENTY * nbytes:
+                offsets.append(space.alloc(nbytes))
+                self._pending[offsets[-1]] = Pending(conn, nbytes)
+                self._open_bytes += nbytes
+        return offsets
 
     def discard(self, conn: int, offset: int) -> None:
         """Gives a region back unsealed."""

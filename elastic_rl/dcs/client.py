@@ -145,9 +145,14 @@ class NodeConnection:
                 sock.close()
 
     # -- the node's operations -----------------------------------------------------------------------------------------
-    def alloc(self, nbytes: int) -> int:
-        """Offset of a region of the arena to write. Raises ArenaFull and DiskFull."""
-        return int(self.call({"op": "alloc", "nbytes": nbytes})[0]["offset"])
+    def alloc(self, nbytes: int, *, ahead: int = 0) -> list[int]:
+        """Offsets of regions of the arena to write: one, and up to ``ahead`` more where there is plenty of room. Raises
+        ArenaFull and DiskFull."""
+        return [int(o) for o in self.call({"op": "alloc", "nbytes": nbytes, "ahead": ahead})[0]["offsets"]]
+
+    def discard(self, offsets: Sequence[int]) -> None:
+        """Gives regions back that were not sealed."""
+        self.call({"op": "discard", "offsets": list(offsets)})
 
     def seal(self, offset: int, nbytes: int, *, digest: str = XXH3) -> str:
         """Makes the first ``nbytes`` of a region a chunk, held for this connection; its digest, of the given kind."""

@@ -21,6 +21,10 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded, NodeUnavailable
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool, int]
 
 
+_AHEAD = 15
+"""Regions that are asked for ahead of their need: the training waits for each question."""
+
+
 class LocalArena:
     """The arena of this host's node as a uint8 tensor; the mapping is kept between publishes."""
 
@@ -70,6 +74,7 @@ class PartWriter:
         self._packer = Packer(chunk_bytes)
         self._digest, self._seal_early = digest, seal_early
         self._regions: list[int] = []
+        self._ahead: list[int] = []  # regions for the next chunks, the next one last
         self._filled: list[int] = []
         self._digests: list[str] = []
         self._orders: list[int] = []
@@ -107,7 +112,9 @@ class PartWriter:
     def _next_region(self) -> None:
         if self._seal_early and self._regions:
             self._seal_next()
-        self._regions.append(self._node.alloc(self._packer.chunk_bytes))
+        if not self._ahead:
+            self._ahead = self._node.alloc(self._packer.chunk_bytes, ahead=_AHEAD)[::-1]
+        self._regions.append(self._ahead.pop())
         self._filled.append(0)
 
     def _seal_next(self) -> None:
@@ -118,6 +125,9 @@ class PartWriter:
 
     def seal(self, deadline: float = float("inf")) -> Part:
         """Has every chunk hashed, and tells what was written. ``deadline``: monotonic time, for DeadlineExceeded."""
+        if self._ahead:
+            self._node.discard(self._ahead)
+            self._ahead = []
         while len(self._digests) < len(self._regions):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"node {self.node_id} hashed only {len(self._digests)} of "

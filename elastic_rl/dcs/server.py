@@ -212,7 +212,13 @@ class Server:
             case "hello":
                 return self._hello
             case "alloc":
-                return {"offset": table.alloc(conn, int(header["nbytes"]))}
+                nbytes = int(header["nbytes"])
+                first = table.alloc(conn, nbytes)
+                return {"offsets": [first, *table.alloc_ahead(conn, nbytes, int(header.get("ahead", 0)))]}
+            case "discard":
+                for offset in header["offsets"]:
+                    table.discard(conn, int(offset))
+                return {}
             case "seal":
                 chunk = table.seal(conn, int(header["offset"]), int(header["nbytes"]), kind=header.get("digest", XXH3))
                 return {"digest": chunk.digest, "offset": chunk.offset}

