@@ -6,7 +6,8 @@ Every message is a JSON header and bytes (``protocol.py``). The first request of
 
 and then come any of
 
-    alloc {nbytes} -> {offset}              a region of the arena to write
+    alloc {nbytes, ahead?} -> {offsets}     a region of the arena to write, and up to ``ahead`` more if there is room
+    discard {offsets} -> {}                 regions that are not needed after all
     seal {offset, nbytes, digest} -> {digest, offset}    its bytes as a chunk that this connection holds
     put {digest} + bytes -> {digest}        the same for bytes that come over the wire; ``digest`` here: which kind
     has {digests} -> {missing, load}        ``load``: sends under way and waiting here
