@@ -177,7 +177,7 @@ def pools(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) 
 def engines(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
     """Engines with their state and the version they serve."""
     _show(_client(ctx, file).items("/v1/engines"),
-          ("id", "state", "version", "pull_apply_s", "updated_at", "reason"), output,
+          ("id", "state", "version", "pull_apply_s", "pause_s", "updated_at", "reason"), output,
           ("pool", "host", "url", "pid", "applying", "epoch", "started_at"))
 
 

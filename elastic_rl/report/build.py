@@ -80,18 +80,22 @@ def version_lags(steps: Sequence[Record]) -> dict[str, dict[int, int]]:
 
 def _engines(steps: Sequence[Record], known: Sequence[str]) -> list[Record]:
     lags = version_lags(steps)
-    pulls: dict[str, dict[int, float]] = {}
     last: dict[str, Record] = {}
     for record in steps:
         for engine in record.get("engines") or []:
             last[engine["id"]] = engine
-            if engine.get("pull_apply_s"):
-                pulls.setdefault(engine["id"], {})[int(engine["version"])] = float(engine["pull_apply_s"])
     return [{"id": e, "steps_served": len(lags.get(e, {})), "last_version": int(last.get(e, {}).get("version") or 0),
              "last_state": str(last.get(e, {}).get("state") or "never ready"),
              "lag_max": max(lags.get(e, {}).values(), default=0),
-             "pull_apply_s_p50": percentile(list(pulls.get(e, {}).values()), 0.5)}
+             "pull_apply_s_p50": percentile(_per_version(steps, "pull_apply_s", e), 0.5),
+             "pause_s_p50": percentile(_per_version(steps, "pause_s", e), 0.5)}
             for e in sorted({*known, *last})]
+
+
+def _per_version(steps: Sequence[Record], what: str, engine_id: str = "") -> list[float]:
+    """What an engine, or each of them, took for each version."""
+    return list({(e["id"], e["version"]): float(e[what]) for r in steps for e in r.get("engines") or []
+                 if e.get(what) and engine_id in ("", e["id"])}.values())
 
 
 def _fault(record: Record) -> Record:
@@ -137,8 +141,6 @@ def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[
     seconds = [r.get("seconds") or {} for r in steps]
     total = [float(s["total"]) for s in seconds if s.get("total") is not None]
     stalls = [float(s["publish_stall"]) for s in seconds if s.get("publish_stall") is not None]
-    pulls = {(e["id"], e["version"]): float(e["pull_apply_s"])
-             for r in steps for e in r.get("engines") or [] if e.get("pull_apply_s")}
     rewards, heldout, at = _numbers(steps, "reward_mean"), _heldout(records), _numbers(list(records), "at")
     done = sum(1 for r in records if r["kind"] == "step")
     return {
@@ -153,7 +155,8 @@ def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[
         "tokens_per_s": sum(_numbers(steps, "tokens")) / sum(total) if sum(total) > 0 else None,
         "step_s_p50": percentile(total, 0.5), "step_s_p95": percentile(total, 0.95),
         "publish_stall_s_p50": percentile(stalls, 0.5),
-        "pull_apply_s_p50": percentile(list(pulls.values()), 0.5),
+        "pull_apply_s_p50": percentile(_per_version(steps, "pull_apply_s"), 0.5),
+        "pause_s_p50": percentile(_per_version(steps, "pause_s"), 0.5),
         "wall_s": wall_s if wall_s is not None else (max(at) - min(at) if at else 0.0),
         "engines": _engines(steps, engines),
         "faults": [_fault(r) for r in records if r["kind"] == "fault"],

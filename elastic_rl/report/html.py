@@ -119,8 +119,9 @@ def _phase_table(steps: Sequence[dict[str, Any]]) -> str:
 
 def _engine_table(engines: Sequence[Mapping[str, Any]]) -> str:
     rows = [[e["id"], e["last_state"], str(e["steps_served"]), str(e["last_version"]), str(e["lag_max"]),
-             _value(e["pull_apply_s_p50"], 3, " s")] for e in engines]
-    head = ["engine", "last state", "steps served", "last version", "largest lag", "pull and apply, median"]
+             _value(e["pull_apply_s_p50"], 3, " s"), _value(e["pause_s_p50"], 3, " s")] for e in engines]
+    head = ["engine", "last state", "steps served", "last version", "largest lag", "pull and apply, median",
+            "of it paused"]
     return _table(head, rows)
 
 

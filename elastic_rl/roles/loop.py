@@ -176,7 +176,8 @@ class TrainingLoop:
             "step", step=self.step, reward_mean=sum(flat) / len(flat), samples=len(flat), groups=ordinals,
             policy_version=self.policy_version, sample_versions=versions, staleness=staleness, seconds=seconds,
             **{k: metrics.get(k) for k in ("loss", "grad_norm", "logprob_diff_max", "clip_fraction", "tokens")},
-            engines=[e.model_dump(mode="json", include={"id", "state", "version", "pull_apply_s"}) for e in pool])
+            engines=[e.model_dump(mode="json", include={"id", "state", "version", "pull_apply_s", "pause_s"})
+                     for e in pool])
         self.status.write("rl", step=self.step, reward=sum(flat) / len(flat), policy_version=self.policy_version,
                           staleness=staleness)
         worst = float(metrics["logprob_diff_max"])

@@ -56,7 +56,7 @@ def _step(rng: random.Random, step: int, steps: int, version: int, at: float, fa
             "groups": list(range((step - 1) * 64, step * 64)), "samples": 512, "tokens": 4600,
             "policy_version": version + 1, "sample_versions": [version], "staleness": 0, "seconds": seconds,
             "engines": [{"id": n, "state": "ready", "version": version - lag[n],
-                         "pull_apply_s": rng.uniform(0.02, 0.05)} for n in names]}
+                         "pull_apply_s": rng.uniform(0.02, 0.05), "pause_s": rng.uniform(0.005, 0.01)} for n in names]}
 
 
 def _faults(out: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from elastic_rl.report import build, charts, html
 CLEAN = Audit([], [])
 KEYS = {"job", "seed", "steps", "reward_first", "reward_last", "heldout_first", "heldout_last", "versions_committed",
         "staleness_max", "logprob_diff_max", "samples_trained", "groups_lost", "groups_duplicated", "tokens_per_s",
-        "step_s_p50", "publish_stall_s_p50", "pull_apply_s_p50", "wall_s", "engines", "faults"}
+        "step_s_p50", "publish_stall_s_p50", "pull_apply_s_p50", "pause_s_p50", "wall_s", "engines", "faults"}
 
 
 def _report(rows: list[dict], **more: object) -> dict:
