@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 ENV = "ELASTIC_RL_STAGER"
 _REQUEST_S = 10.0
 """Longest wait of a stager for a request on a connection that was made."""
+_MAX_REQUEST = 256 << 20
+"""Bytes; the reference of a version of 100,000 tensors has 12 million."""
 _ERRORS: Mapping[str, type[ElasticRLError]] = {e.__name__: e for e in (ChunkCorrupt, NodeUnavailable, StagingFailed)}
 
 Stage = Callable[[dict[str, Any]], str]
@@ -66,7 +68,7 @@ class Stager(threading.Thread):
     def _answer(self, asking: Connection) -> None:
         if not asking.poll(_REQUEST_S):
             return
-        request = json.loads(asking.recv_bytes())
+        request = json.loads(asking.recv_bytes(_MAX_REQUEST))
         if not hmac.compare_digest(str(request.pop("secret", "")), self._secret):
             return
         try:
