@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About ``count`` round values that span [low, high]."""
-    if high <= low:
+    if high - low < 1e-9:  # ticks are rounded to a tenth of that
         high = low + 1
     raw = (high - low) / max(1, count)
     base = 10.0 ** floor(log10(raw))
@@ -114,7 +114,9 @@ def step_seconds(steps: Sequence[tuple[int, Mapping[str, float]]], faults: Seque
     waited for a recovery does not flatten all others; a bar that goes beyond it is marked."""
     totals = sorted(sum(s.get(p, 0.0) for p in PHASE_ORDER) for _, s in steps) or [1.0]
     cap = max(totals[min(len(totals) - 1, int(len(totals) * 0.98))], totals[len(totals) // 2] * 2) * 1.05
-    cap = min(cap, totals[-1] * 1.05) or 1.0
+    cap = min(cap, totals[-1] * 1.05)
+    if cap < 1e-6:  # nothing was measured
+        cap = 1.0
     first, last = (steps[0][0], steps[-1][0]) if steps else (0, 1)
     frame = _Frame((first - 0.5, last + 0.5), (0, cap), 250, "Seconds of each phase of a step")
     frame.axes("RL step", y_ticks=nice_ticks(0, cap, 4), whole_x=True, unit=" s")

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic_run import records
 
@@ -94,6 +94,7 @@ def test_ticks_lie_within_their_range_and_are_few(low: float, span: float, count
 
 
 @given(st.dictionaries(st.integers(1, 60), st.integers(0, 3), max_size=40), st.lists(st.floats(0, 50), max_size=30))
+@example({}, [5e-324])
 def test_charts_draw_whatever_a_run_holds(lags: dict[int, int], spent: list[float]) -> None:
     for svg in (charts.engine_lanes({"e": lags}, sorted(lags), 0),
                 charts.step_seconds([(i, {"train": s}) for i, s in enumerate(spent, 1)], [])):
