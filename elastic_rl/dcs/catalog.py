@@ -66,6 +66,17 @@ def entries(store: Store, keys: Keys, stream: str) -> list[Entry]:
     return [_entry(kv) for kv in kvs]
 
 
+def entries_by_stream(store: Store, keys: Keys) -> dict[str, list[Entry]]:
+    """Every version record of every stream, oldest first, in one reading."""
+    prefix = keys.streams_prefix()
+    out: dict[str, list[Entry]] = {}
+    for kv in store.range(prefix)[0]:
+        stream, _, rest = kv.key.removeprefix(prefix).partition("/")
+        if rest.startswith("versions/"):
+            out.setdefault(stream, []).append(_entry(kv))
+    return out
+
+
 def list_versions(store: Store, keys: Keys, stream: str) -> list[Version]:
     """Every version of a stream that has a record, in any state, oldest first."""
     return [e.version for e in entries(store, keys, stream)]

@@ -82,10 +82,12 @@ class ChunkTable:
         if nbytes <= 0:
             raise ConfigError(f"cannot allocate {nbytes} bytes")
         with self._lock:
-            offset = self._tiers.region(nbytes, self._wait_s, self._open_bytes)
-            self._pending[offset] = Pending(conn, nbytes)
-            self._open_bytes += nbytes
-            return offset
+            return self._open(conn, self._tiers.region(nbytes, self._wait_s, self._open_bytes), nbytes)
+
+    def _open(self, conn: int, offset: int, nbytes: int) -> int:
+        self._pending[offset] = Pending(conn, nbytes)
+        self._open_bytes += nbytes
+        return offset
 
     def alloc_ahead(self, conn: int, nbytes: int, count: int) -> list[int]:
         """Up to ``count`` regions more, for a writer that will need them soon: none for which anything has to give way,
@@ -94,9 +96,7 @@ class ChunkTable:
         space = self._tiers.space
         with self._lock, contextlib.suppress(ArenaFull):  # enough is free, but not in one piece
             while len(offsets) < count and space.size - space.used >= _PLENTY * nbytes:
-                offsets.append(space.alloc(nbytes))
-                self._pending[offsets[-1]] = Pending(conn, nbytes)
-                self._open_bytes += nbytes
+                offsets.append(self._open(conn, space.alloc(nbytes), nbytes))
         return offsets
 
     def discard(self, conn: int, offset: int) -> None:

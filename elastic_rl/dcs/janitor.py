@@ -3,11 +3,12 @@ versions, and has the nodes drop chunks that no version refers to."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
 from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import Version, VersionState
+from elastic_rl.coordinator.records import VersionState
 from elastic_rl.coordinator.store import Compare, Store
 from elastic_rl.dcs import catalog
 from elastic_rl.dcs.catalog import Entry
@@ -35,22 +36,11 @@ class Janitor:
         """One round; a line for each thing that was done or could not be. ``guard``: conditions that hold while the
         caller leads. Raises StoreUnavailable."""
         lines: list[str] = []
-        for stream, entries in self._streams().items():
+        for stream, entries in catalog.entries_by_stream(self._store, self._keys).items():
             lines += self._abort(entries, guard)
             lines += self._release(stream, entries, guard)
             lines += self._forget(entries, guard)
         return lines + self._drop()
-
-    def _streams(self) -> dict[str, list[Entry]]:
-        """Every version record by stream, oldest first."""
-        prefix = self._keys.streams_prefix()
-        kvs, _ = self._store.range(prefix)
-        out: dict[str, list[Entry]] = {}
-        for kv in kvs:
-            stream, _, rest = kv.key.removeprefix(prefix).partition("/")
-            if rest.startswith("versions/"):
-                out.setdefault(stream, []).append(Entry(Version.decode(kv.value), kv.mod_revision))
-        return out
 
     def _abort(self, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
         lines = []
@@ -98,8 +88,8 @@ class Janitor:
             except ElasticRLError as e:
                 lines.append(f"could not sweep node {node.id}: {e.message}")
         reach("gc.marked")
-        live = sorted({e.version.manifest for entries in self._streams().values() for e in entries
-                       if e.version.state in LIVE})
+        live = sorted({e.version.manifest for e in itertools.chain.from_iterable(
+            catalog.entries_by_stream(self._store, self._keys).values()) if e.version.state in LIVE})
         for node_id, mark in marks.items():
             try:
                 chunks, nbytes = self._hub.connect(node_id).drop(live, mark)

@@ -25,7 +25,8 @@ _PIECE = 8 << 20
 _ERRORS: dict[str, type[ElasticRLError]] = {
     cls.__name__: cls for cls in (
         errors.AccessDenied, errors.ArenaFull, errors.ChunkCorrupt, errors.ChunkMissing, errors.ConfigError,
-        errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable, errors.StoreUnavailable)}
+        errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable, errors.StagingFailed,
+        errors.StoreUnavailable)}
 
 
 class ProtocolError(ElasticRLError):

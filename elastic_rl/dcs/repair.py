@@ -50,11 +50,8 @@ class Repairer:
 
     def _committed(self) -> list[Entry]:
         """Heads first: they are what the next failure must not take."""
-        prefix, streams = self._keys.streams_prefix(), set()
-        for kv in self._store.range(prefix)[0]:
-            streams.add(kv.key.removeprefix(prefix).partition("/")[0])
-        entries = [e for stream in sorted(streams) for e in catalog.entries(self._store, self._keys, stream)
-                   if e.version.state is VersionState.COMMITTED]
+        streams = catalog.entries_by_stream(self._store, self._keys).values()
+        entries = [e for stream in streams for e in stream if e.version.state is VersionState.COMMITTED]
         return sorted(entries, key=lambda e: -e.version.number)
 
     def _look(self, entry: Entry, nodes: Sequence[DcsNode], guard: Sequence[Compare]) -> list[str]:

@@ -44,15 +44,15 @@ class Loader:
     """Loads versions into the models of one process: one, and with speculative decoding also its draft."""
 
     def __init__(self) -> None:
-        self._stagings: dict[int, tuple[nn.Module, Staging | None]] = {}  # by id of the model
+        self._stagings: dict[nn.Module, Staging | None] = {}
         self._ticket = ""
 
     def load(self, model: nn.Module, request: dict[str, Any], limit_bytes: int) -> None:
         """Raises ChunkCorrupt before anything changed, and EngineFailed."""
         first = not self._stagings
-        if id(model) not in self._stagings:
-            self._stagings[id(model)] = (model, Staging.of(model, limit_bytes))
-        _, staging = self._stagings[id(model)]
+        if model not in self._stagings:
+            self._stagings[model] = Staging.of(model, limit_bytes)
+        staging = self._stagings[model]
         if staging is None:
             load_in_place(model, _tensors(request))
         elif "ticket" not in request:
@@ -70,7 +70,7 @@ class Loader:
         """Brings the request's reference into the staged weights of every model, under its ticket; their checksum."""
         self._ticket = ""
         checksums = []
-        for model, staging in self._stagings.values():
+        for model, staging in self._stagings.items():
             if staging is None:
                 raise StagingFailed(f"{type(model).__name__} cannot be staged")
             checksums.append(staging.fill(_tensors(request)))

@@ -15,11 +15,12 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
+from elastic_rl.dcs import protocol
 from elastic_rl.dcs.digests import BLAKE3, digest_of
 from elastic_rl.errors import ChunkCorrupt, ElasticRLError, NodeUnavailable, StagingFailed
 
@@ -30,7 +31,6 @@ _REQUEST_S = 10.0
 """Longest wait of a stager for a request on a connection that was made."""
 _MAX_REQUEST = 256 << 20
 """Bytes; the reference of a version of 100,000 tensors has 12 million."""
-_ERRORS: Mapping[str, type[ElasticRLError]] = {e.__name__: e for e in (ChunkCorrupt, NodeUnavailable, StagingFailed)}
 
 Stage = Callable[[dict[str, Any]], str]
 """Stages what a reference describes; the checksum of it."""
@@ -59,24 +59,26 @@ class Stager(threading.Thread):
 
     def run(self) -> None:
         while True:
-            try:
-                with self._listener.accept() as asking:
+            with self._listener.accept() as asking:
+                try:
                     self._answer(asking)
-            except Exception as e:  # a stranger, or one that went: not a reason to stop listening
-                log.warning("stager: %s: %s", type(e).__name__, e)
+                except (OSError, EOFError, ValueError) as e:  # a stranger, or one that went
+                    log.warning("stager: %s: %s", type(e).__name__, e)
 
     def _answer(self, asking: Connection) -> None:
         if not asking.poll(_REQUEST_S):
             return
         request = json.loads(asking.recv_bytes(_MAX_REQUEST))
-        if not hmac.compare_digest(str(request.pop("secret", "")), self._secret):
+        if not isinstance(request, dict) or not hmac.compare_digest(str(request.pop("secret", "")), self._secret):
             return
         try:
             answer = {"checksum": self._context.run(self._stage, request)}
+        except (ChunkCorrupt, NodeUnavailable) as e:
+            answer = protocol.failure(e)
         except ElasticRLError as e:
-            answer = {"error": type(e).__name__, "message": e.message}
+            answer = protocol.failure(StagingFailed(e.message, hint=e.hint))
         except Exception as e:  # whatever a model's loader raises
-            answer = {"error": StagingFailed.__name__, "message": f"{type(e).__name__}: {e}"}
+            answer = protocol.failure(StagingFailed(f"{type(e).__name__}: {e}"))
         asking.send_bytes(json.dumps(answer).encode())
 
 
@@ -95,8 +97,7 @@ def ask(secret: str, ranks: int, request: dict[str, Any], *, timeout_s: float) -
     with ThreadPoolExecutor(ranks, thread_name_prefix="stage") as pool:
         answers = list(pool.map(lambda rank: _ask(_address(secret, rank), body, timeout_s), range(ranks)))
     for answer in answers:
-        if answer and "error" in answer:
-            raise _ERRORS.get(answer["error"], StagingFailed)(answer["message"])
+        protocol.raise_failure(answer or {})
     return None if None in answers else [answer["checksum"] for answer in answers if answer]
 
 

@@ -16,7 +16,7 @@ from statistics import median
 
 import psutil
 
-from elastic_rl.bench.dcs import loaders, updates
+from elastic_rl.bench.dcs import loaders, updates, why_of
 from elastic_rl.bench.dcs.engines import BenchEngine, Model, configure, everywhere, start
 from elastic_rl.bench.dcs.memory import Peak
 from elastic_rl.bench.dcs.rig import Cluster, Rig
@@ -122,7 +122,7 @@ def _count(found: Measured, cluster: Cluster, engines: Sequence[BenchEngine], mo
             _require_same(name, hub, engines, model)
             others[name] = times
         except Exception as e:  # whatever it is: it must not cost the others
-            found.why[name] = f"{type(e).__name__}: {e}"[:300]
+            found.why[name] = why_of(e)
     found.why.setdefault("checkpoint-engine", updates.checkpoint_engine())
 
 
