@@ -7,14 +7,12 @@ Judged by I2 (what is seen is whole), I3 (no committed version is lost while one
 from __future__ import annotations
 
 import random
-import subprocess
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from dcs_nodes import await_node, spawn_node
+from dcs_nodes import Nodes
 from etcd_server import EtcdServers
 from follower import Follower
 from hub_publisher import CHUNK_BYTES, content
@@ -27,36 +25,18 @@ from elastic_rl.dcs import catalog
 from elastic_rl.dcs.arena import SHM
 from elastic_rl.dcs.publisher import Publisher
 from elastic_rl.errors import ElasticRLError
-from elastic_rl.processes import stop, wait_until
+from elastic_rl.processes import wait_until
 
 NODES = ("a", "b", "c")
 PULLERS = 8
 KILLS = 6
 
 
-@dataclass
-class Fleet:
+class Fleet(Nodes):
     """Three nodes on one etcd."""
 
-    etcd: EtcdServers
-    store: Store
-    keys: Keys
-    folder: Path
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-
     def start(self, node: str) -> None:
-        process = self.processes[node] = spawn_node(self.etcd.endpoints, self.keys, node, self.folder / node,
-                                                    disk_bytes=256 << 20, orphan_grace_s=0)
-        await_node(self.store, self.keys, process)
-
-    def kill(self, node: str) -> None:
-        self.processes[node].kill()
-        assert self.processes[node].wait(timeout=10) == -9
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            stop(process.pid)
-            process.wait(timeout=10)
+        self.start_node(node, disk_bytes=256 << 20, orphan_grace_s=0)
 
 
 class Trainer(threading.Thread):
@@ -87,7 +67,7 @@ class Trainer(threading.Thread):
 
 @pytest.fixture
 def fleet(etcd: EtcdServers, store: Store, keys: Keys, tmp_path: Path) -> Iterator[Fleet]:
-    out = Fleet(etcd, store, keys, tmp_path)
+    out = Fleet(etcd=etcd, store=store, keys=keys, folder=tmp_path)
     try:
         for node in NODES:
             out.start(node)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from etcd_server import EtcdServers
 
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import DcsNode
 from elastic_rl.coordinator.store import Store
-from elastic_rl.processes import python, spawn, wait_until
+from elastic_rl.processes import python, spawn, stop, wait_until
 
 
 def spawn_node(etcd: Sequence[str], keys: Keys, node_id: str, folder: Path, **dcs: object) -> subprocess.Popen[bytes]:
@@ -34,3 +38,32 @@ def await_node(store: Store, keys: Keys, process: subprocess.Popen[bytes]) -> Dc
         return next((r for r in records if r.pid == process.pid), None)
 
     return wait_until(registered, timeout_s=30, what="the DCS node", alive=lambda: process.poll() is None)
+
+
+@dataclass(kw_only=True)
+class Nodes:
+    """The node processes of one job; what tests do with them is in classes of their own."""
+
+    etcd: EtcdServers
+    store: Store
+    keys: Keys
+    folder: Path
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def launch(self, node: str, **dcs: object) -> subprocess.Popen[bytes]:
+        """Does not wait until it has registered."""
+        process = self.processes[node] = spawn_node(self.etcd.endpoints, self.keys, node, self.folder, **dcs)
+        return process
+
+    def start_node(self, node: str, **dcs: object) -> DcsNode:
+        return await_node(self.store, self.keys, self.launch(node, **dcs))
+
+    def kill(self, node: str) -> None:
+        self.processes[node].kill()
+        assert self.processes[node].wait(timeout=10) == -signal.SIGKILL
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT)
+            stop(process.pid)
+            process.wait(timeout=10)

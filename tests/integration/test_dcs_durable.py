@@ -6,14 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import fsspec
 import httpx
 import pytest
 import torch
-from dcs_nodes import await_node, spawn_node
+from dcs_nodes import Nodes
 from etcd_server import EtcdServers
 
 from elastic_rl.coordinator import epochs, events
@@ -74,22 +74,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.wait(timeout=10)
 
 
-@dataclass
-class Hub:
+@dataclass(kw_only=True)
+class Hub(Nodes):
     """Nodes that copy to a durable store."""
 
-    etcd: EtcdServers
-    store: Store
-    keys: Keys
-    folder: Path
     epoch: int
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, node: str, url: str, **dcs: object) -> DcsNode:
-        process = self.processes[node] = spawn_node(
-            self.etcd.endpoints, self.keys, node, self.folder, durable_url=url, durable_keep=2,
-            durable_anchor_every=3, **dcs)
-        return await_node(self.store, self.keys, process)
+        return self.start_node(node, durable_url=url, durable_keep=2, durable_anchor_every=3, **dcs)
 
     def publish(self, *seeds: int, node: str = "a", stream: str = "policy") -> None:
         with Publisher(self.store, self.keys, stream, epoch=self.epoch, owner="test", chunk_bytes=CHUNK,
@@ -105,19 +97,10 @@ class Hub:
         wait_until(lambda: self.store.get(self.keys.durable(stream, number)) is not None, timeout_s=60,
                    what=f"the durable copy of {stream} {number}")
 
-    def kill(self, node: str) -> None:
-        self.processes[node].kill()
-        assert self.processes[node].wait(timeout=10) == -9
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            stop(process.pid)
-            process.wait(timeout=10)
-
 
 @pytest.fixture
 def hub(etcd: EtcdServers, store: Store, keys: Keys, tmp_path: Path) -> Iterator[Hub]:
-    out = Hub(etcd, store, keys, tmp_path, epochs.raise_epoch(store, keys, "test").number)
+    out = Hub(etcd=etcd, store=store, keys=keys, folder=tmp_path, epoch=epochs.raise_epoch(store, keys, "test").number)
     try:
         yield out
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from certificates import Authority
-from dcs_nodes import await_node, spawn_node
+from dcs_nodes import Nodes, spawn_node
 from etcd_server import EtcdServers
 
 from elastic_rl.config import DcsConfig
@@ -88,29 +88,21 @@ class Wire:
         self.sock.close()
 
 
-@dataclass
-class Hub:
+@dataclass(kw_only=True)
+class Hub(Nodes):
     """Nodes of one job, and what talks to them."""
 
-    etcd: EtcdServers
-    store: Store
-    keys: Keys
-    folder: Path
     epoch: int
-    nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     closing: list[Callable[[], object]] = field(default_factory=list)
 
-    def launch(self, node_id: str, **dcs: object) -> subprocess.Popen[bytes]:
-        settings = {"arena_bytes": 4 * MIB, "disk_bytes": 64 * MIB, "orphan_grace_s": 0, **dcs}
-        process = self.nodes[node_id] = spawn_node(self.etcd.endpoints, self.keys, node_id, self.folder, **settings)
-        return process
+    def launch(self, node: str, **dcs: object) -> subprocess.Popen[bytes]:
+        return super().launch(node, **{"arena_bytes": 4 * MIB, "disk_bytes": 64 * MIB, "orphan_grace_s": 0, **dcs})
 
-    def start(self, node_id: str = "a", **dcs: object) -> DcsNode:
-        return await_node(self.store, self.keys, self.launch(node_id, **dcs))
+    def start(self, node: str = "a", **dcs: object) -> DcsNode:
+        return self.start_node(node, **dcs)
 
-    def kill(self, node_id: str = "a") -> None:
-        self.nodes[node_id].kill()
-        assert self.nodes[node_id].wait(10) == -signal.SIGKILL
+    def kill(self, node: str = "a") -> None:
+        super().kill(node)
 
     def wire(self, node: DcsNode, *, hello: bool = True, **options: Any) -> Wire:
         wire = Wire(node, **options)
@@ -151,15 +143,12 @@ class Hub:
     def close(self) -> None:
         for close in reversed(self.closing):
             close()
-        for process in self.nodes.values():
-            process.send_signal(signal.SIGCONT)
-            stop(process.pid)
-            process.wait(10)
+        super().close()
 
 
 @pytest.fixture
 def hub(etcd: EtcdServers, store: Store, keys: Keys, tmp_path: Path) -> Iterator[Hub]:
-    out = Hub(etcd, store, keys, tmp_path, epochs.raise_epoch(store, keys, "test").number)
+    out = Hub(etcd=etcd, store=store, keys=keys, folder=tmp_path, epoch=epochs.raise_epoch(store, keys, "test").number)
     try:
         yield out
     finally:
@@ -203,8 +192,8 @@ def test_a_killed_node_serves_its_versions_again_after_its_next_start(hub: Hub) 
 def test_a_node_that_is_stopped_saves_what_is_committed_first(hub: Hub) -> None:
     hub.start()
     publish(hub.publisher(), [1, 2])
-    stop(hub.nodes["a"].pid)
-    assert hub.nodes["a"].wait(10) == 0
+    stop(hub.processes["a"].pid)
+    assert hub.processes["a"].wait(10) == 0
     hub.start()
     hub.assert_pulls([1, 2])
 
@@ -414,7 +403,7 @@ def test_a_long_fetch_tells_that_it_goes_on(hub: Hub) -> None:
     source, node = hub.start("b"), hub.start("a", io_timeout_s=5)
     digest = hub.wire(source).call(b"x" * CHUNK, op="put")["digest"]
     wire = hub.wire(node)
-    hub.nodes["b"].send_signal(signal.SIGSTOP)
+    hub.processes["b"].send_signal(signal.SIGSTOP)
     wire.send(op="fetch", digests=[digest], prefer=["b"], hold=False)
     told = 0
     with pytest.raises(ElasticRLError):

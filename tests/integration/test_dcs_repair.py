@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from dcs_nodes import await_node, spawn_node
+from dcs_nodes import Nodes
 from etcd_server import EtcdServers
 
 from elastic_rl.coordinator import epochs
@@ -28,27 +27,20 @@ def model(seed: int) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.randn(30_000, generator=generator) for i in range(3)}
 
 
-@dataclass
-class Fleet:
+@dataclass(kw_only=True)
+class Fleet(Nodes):
     """Nodes of one job, two copies of each version, and the one who repairs."""
 
-    etcd: EtcdServers
-    store: Store
-    keys: Keys
-    folder: Path
     hub: HubClient
     repairer: Repairer
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, *nodes: str, **dcs: object) -> None:
         for node in nodes:
-            process = self.processes[node] = spawn_node(self.etcd.endpoints, self.keys, node, self.folder / node, **dcs)
-            await_node(self.store, self.keys, process)
+            self.start_node(node, **dcs)
 
     def kill(self, node: str) -> None:
         """Ends a node for good and waits until its registration is over."""
-        self.processes[node].kill()
-        assert self.processes[node].wait(timeout=10) == -9
+        super().kill(node)
         wait_until(lambda: node not in [n.id for n in self.hub.nodes()], timeout_s=20, what=f"the end of node {node}")
 
     def holders(self, number: int) -> list[str]:
@@ -65,15 +57,14 @@ class Fleet:
 
     def close(self) -> None:
         self.hub.close()
-        for process in self.processes.values():
-            stop(process.pid)
-            process.wait(timeout=10)
+        super().close()
 
 
 @pytest.fixture
 def fleet(etcd: EtcdServers, store: Store, keys: Keys, tmp_path: Path) -> Iterator[Fleet]:
     hub = HubClient(store, keys, io_timeout_s=20)
-    out = Fleet(etcd, store, keys, tmp_path, hub, Repairer(store, keys, hub, replicas=2))
+    out = Fleet(etcd=etcd, store=store, keys=keys, folder=tmp_path, hub=hub,
+                repairer=Repairer(store, keys, hub, replicas=2))
     try:
         yield out
     finally:

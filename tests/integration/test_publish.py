@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from dcs_nodes import await_node, spawn_node
+from dcs_nodes import Nodes
 from etcd_server import EtcdServers
 from publish_rank import STREAMS, TENSORS, tensor
 
@@ -34,7 +34,7 @@ from elastic_rl.dcs.publisher import Publisher
 from elastic_rl.dcs.puller import Puller
 from elastic_rl.dcs.retention import Keep
 from elastic_rl.errors import Fenced
-from elastic_rl.processes import free_port, stop, wait_until
+from elastic_rl.processes import free_port, wait_until
 from elastic_rl.trainer.behind import Begun, Behind
 from elastic_rl.trainer.parallel import Parallel
 from elastic_rl.trainer.share_writer import ShareWriter
@@ -43,22 +43,12 @@ CHUNK = 64 << 10
 ALONE = Parallel(0, 1, 1, 0, 1, 0, torch.device("cpu"))
 
 
-@dataclass
-class Hub:
+@dataclass(kw_only=True)
+class Hub(Nodes):
     """Two nodes of one host, and what was opened to them."""
 
-    etcd: EtcdServers
-    store: Store
-    keys: Keys
-    folder: Path
     epoch: int
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def start(self, *nodes: str) -> None:
-        for node in nodes:
-            self.processes[node] = spawn_node(self.etcd.endpoints, self.keys, node, self.folder, chunk_bytes=CHUNK)
-            await_node(self.store, self.keys, self.processes[node])
 
     def publisher(self, stream: str, node: str = "n0") -> Publisher:
         return self.stack.enter_context(Publisher(
@@ -80,17 +70,15 @@ class Hub:
 
     def close(self) -> None:
         self.stack.close()
-        for process in self.processes.values():
-            os.kill(process.pid, signal.SIGCONT)
-            stop(process.pid)
-            process.wait(10)
+        super().close()
 
 
 @pytest.fixture
 def hub(etcd: EtcdServers, store: Store, keys: Keys, tmp_path: Path) -> Iterator[Hub]:
-    out = Hub(etcd, store, keys, tmp_path, epochs.raise_epoch(store, keys, "test").number)
+    out = Hub(etcd=etcd, store=store, keys=keys, folder=tmp_path, epoch=epochs.raise_epoch(store, keys, "test").number)
     try:
-        out.start("n0", "n1")
+        for node in ("n0", "n1"):
+            out.start_node(node, chunk_bytes=CHUNK)
         yield out
     finally:
         out.close()
