@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from etcd_server import EtcdServers
@@ -24,3 +28,16 @@ def store(etcd: EtcdServers) -> Iterator[Store]:
 def keys() -> Keys:
     """The keyspace of a job of this test's own."""
     return Keys(f"t-{secrets.token_hex(6)}")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own, as small as ``size`` says (such as 1M). Skips the test where none can be mounted."""
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder],
+                                      capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here (needs root and CAP_SYS_ADMIN)")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)

@@ -7,14 +7,14 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Self
+
+from elastic_rl.bench.dcs.links import Pace
 
 _PIECE = 64 << 10
 _SOCKET_BYTES = 64 << 10
 """Of kernel buffers at either side: what lies in them has passed the link already."""
-_BURST_S = 0.02
 
 Tamper = Callable[[bytearray], None]
 """Changes a piece of what a server sends, in place."""
@@ -24,17 +24,14 @@ class Bucket:
     """One way of a link, shared by all of its connections."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
+        self._pace = Pace(bytes_per_s)
         self.nbytes = 0
         """That passed."""
-        self._free_at = 0.0
 
     async def pay(self, nbytes: int) -> None:
         """Returns when so many bytes may have passed."""
-        now = time.monotonic()
-        self._free_at = max(self._free_at, now - _BURST_S) + nbytes / self.bytes_per_s
-        if self._free_at > now:
-            await asyncio.sleep(self._free_at - now)
+        if wait := self._pace.pay(nbytes):
+            await asyncio.sleep(wait)
         self.nbytes += nbytes
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import pytest
 import torch
 from dcs_nodes import Nodes
 from etcd_server import EtcdServers
+from fixtures import small_disk
 
 from elastic_rl.coordinator import epochs, events
 from elastic_rl.coordinator.keys import Keys
@@ -188,13 +187,9 @@ def test_a_node_that_dies_in_mid_copy_leaves_no_version_and_the_next_one_ends_th
     assert DurableStore(url, hub.keys.job).numbers("policy") == [2]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system that is too small")
 @pytest.mark.timeout(120)
 def test_a_full_durable_store_is_told_once_and_copying_goes_on_when_there_is_room(hub: Hub, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(small)], check=True)
-    try:
+    with small_disk(tmp_path / "small", "600k") as small:
         filler = small / "filler"
         filler.write_bytes(bytes(500 << 10))
         hub.start("a", f"file://{small}/durable")
@@ -211,7 +206,3 @@ def test_a_full_durable_store_is_told_once_and_copying_goes_on_when_there_is_roo
         hub.await_durable(version.number)
         wait_until(lambda: len(kinds()) > 1, timeout_s=30, what="the report of its recovery")
         assert kinds() == ["dcs.durable_failed", "dcs.durable_recovered"]
-    finally:
-        hub.close()
-        hub.processes.clear()
-        subprocess.run(["umount", str(small)], check=True)

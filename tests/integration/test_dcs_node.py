@@ -19,6 +19,7 @@ import torch
 from certificates import Authority
 from dcs_nodes import Nodes, spawn_node
 from etcd_server import EtcdServers
+from fixtures import small_disk
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.coordinator import epochs
@@ -285,24 +286,11 @@ def test_a_disk_at_its_limit_refuses_the_publisher_and_goes_on_when_there_is_roo
     assert_full_then_room(hub)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", folder],
-                                      capture_output=True).returncode:
-        pytest.skip("a small file system cannot be mounted here (needs root and CAP_SYS_ADMIN)")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def test_a_disk_without_space_refuses_the_publisher_and_goes_on_when_there_is_room(small_disk: Path, hub: Hub) -> None:
-    hub.start(arena_bytes=2 * MIB, disk_dir=small_disk)
-    assert_full_then_room(hub)
-    assert "has no room for a chunk" in hub.log(), "the file system was never full: this test has shown nothing"
+def test_a_disk_without_space_refuses_the_publisher_and_goes_on_when_there_is_room(tmp_path: Path, hub: Hub) -> None:
+    with small_disk(tmp_path / "disk", "1M") as folder:
+        hub.start(arena_bytes=2 * MIB, disk_dir=folder)
+        assert_full_then_room(hub)
+        assert "has no room for a chunk" in hub.log(), "the file system was never full: this test has shown nothing"
 
 
 def assert_full_then_room(hub: Hub) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from fixtures import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,17 +145,11 @@ def test_an_export_that_fails_half_way_leaves_nothing(tmp_path: Path, like: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system that is too small")
 def test_a_full_disk_is_told_and_nothing_is_left_on_it(tmp_path: Path, like: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "none", str(small)], check=True)
-    try:
+    with small_disk(tmp_path / "small", "100k") as small:
         with pytest.raises(DiskFull):
             folder.write(small / "out", [("a", torch.ones(100_000))], like, shard_bytes=1 << 20, force=False)
         assert list(small.iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors", b"\xff" * 100])
