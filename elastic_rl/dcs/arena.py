@@ -54,14 +54,18 @@ class Allocator:
         raise ArenaFull(f"no room for {nbytes} bytes: {self.used} of {self.size} are used, the largest free piece has "
                         f"{self.largest_free}", hint="set a larger dcs.arena_bytes, or a smaller dcs.keep_versions")
 
+    def split(self, offset: int, nbytes: int) -> int:
+        """Makes two regions of one, the first with ``nbytes``; the offset of the second."""
+        have, keep = self._taken[offset], aligned(nbytes)
+        if not 0 < keep < have:
+            raise ValueError(f"cannot split {have} bytes after {nbytes}")
+        self._taken[offset], self._taken[offset + keep] = keep, have - keep
+        return offset + keep
+
     def shrink(self, offset: int, nbytes: int) -> None:
         """Gives the end of a region back, all but its first ``nbytes``."""
-        have, keep = self._taken[offset], aligned(nbytes)
-        if not 0 < keep <= have:
-            raise ValueError(f"cannot shrink {have} bytes to {nbytes}")
-        if keep < have:
-            self._taken[offset] = keep
-            self._insert(offset + keep, have - keep)
+        if aligned(nbytes) != self._taken[offset]:
+            self.free(self.split(offset, nbytes))
 
     def free(self, offset: int) -> None:
         """Gives a region back. Raises KeyError for an offset that is not one's start."""

@@ -31,14 +31,14 @@ from dataclasses import dataclass
 from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.digests import XXH3, digest_of, kind_of, matches
 from elastic_rl.dcs.disk import DiskFolder
-from elastic_rl.dcs.manifest import Manifest
+from elastic_rl.dcs.manifest import Manifest, aligned
 from elastic_rl.dcs.saving import SaveQueue, Saver, require_disk
 from elastic_rl.dcs.tiers import Chunk, Copy, Tiers
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, ConfigError, DiskFull
 
 _ROTTEN_KEPT = 10_000
-_PLENTY = 32
-"""Regions of a size that must be free for one of them to be given ahead of its need."""
+_EXTENT_SHARE = 8
+"""An extent takes at most such a part of what is free."""
 
 
 @dataclass
@@ -89,15 +89,14 @@ class ChunkTable:
         self._open_bytes += nbytes
         return offset
 
-    def alloc_ahead(self, conn: int, nbytes: int, count: int) -> list[int]:
-        """Up to ``count`` regions more, for a writer that will need them soon: none for which anything has to give way,
-        or that would make room scarce."""
-        offsets: list[int] = []
-        space = self._tiers.space
+    def extent(self, conn: int, nbytes: int, upto: int) -> tuple[int, int]:
+        """Offset and bytes of a region, as by ``alloc``, but of up to ``upto`` bytes where there is plenty of room:
+        for a writer of chunks that are to lie one behind the other (see ``seal``)."""
         with self._lock, contextlib.suppress(ArenaFull):  # enough is free, but not in one piece
-            while len(offsets) < count and space.size - space.used >= _PLENTY * nbytes:
-                offsets.append(self._open(conn, space.alloc(nbytes), nbytes))
-        return offsets
+            space = self._tiers.space
+            if (size := min(upto, (space.size - space.used) // _EXTENT_SHARE)) > nbytes:
+                return self._open(conn, space.alloc(size), size), size
+        return self.alloc(conn, nbytes), nbytes
 
     def discard(self, conn: int, offset: int) -> None:
         """Gives a region back unsealed."""
@@ -106,8 +105,9 @@ class ChunkTable:
             self._tiers.free(offset)
 
     def seal(self, conn: int, offset: int, nbytes: int, *, expect: str = "", kind: str = XXH3,
-             hold: bool = True) -> Chunk:
-        """Hashes the first ``nbytes`` of a region and makes them a chunk; the rest of the region is given back.
+             hold: bool = True, keep_rest: bool = False) -> Chunk:
+        """Hashes the first ``nbytes`` of a region and makes them a chunk; the rest of the region is given back, or with
+        ``keep_rest`` stays open as a region of its own, from the next multiple of ``manifest.ALIGN`` on.
 
         A chunk of the same bytes that is there already (and still sound) takes its place. Raises ChunkCorrupt when the
         digest is not the one expected; the region is then given back.
@@ -126,6 +126,8 @@ class ChunkTable:
             self.sound(digest, anew=True)  # gives up a copy that went bad: no version may rest on one
         with self._lock:
             self._take_pending(conn, offset)
+            if keep_rest and (left := pending.nbytes - aligned(nbytes)) > 0:
+                self._open(conn, self._tiers.space.split(offset, nbytes), left)
             chunk = self._chunks.get(digest)
             if chunk is not None and chunk.copy is not None:
                 self._tiers.free(offset)

@@ -25,6 +25,8 @@ Located = tuple[str, int, int]
 """A chunk in a node's arena: digest, offset, bytes."""
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
+Arrivals = Callable[[Sequence[Located]], None]
+"""Called with chunks that are here; quick, as the node waits for it."""
 
 _BATCH = 50_000
 """Chunks in one request, whose header is bounded."""
@@ -79,9 +81,10 @@ class NodeConnection:
             raise
 
     def call(self, header: dict[str, Any], payload: memoryview | bytes = b"",
-             into: protocol.Receiver | None = None, on_progress: Progress | None = None
+             into: protocol.Receiver | None = None, on_progress: Callable[[dict[str, Any]], None] | None = None
              ) -> tuple[dict[str, Any], memoryview]:
-        """Sends a request and returns the answer. Raises what the node raised."""
+        """Sends a request and returns the answer; ``on_progress`` gets what comes before it. Raises what the node
+        raised."""
         with self._lock:
             with self._state:
                 sock = self._sock
@@ -95,8 +98,7 @@ class NodeConnection:
                     if "progress" not in answer:
                         break
                     if on_progress is not None:
-                        done, total = answer["progress"]
-                        on_progress(int(done), int(total))
+                        on_progress(answer)
             except (OSError, protocol.Closed, protocol.ProtocolError) as e:
                 self.close()
                 raise self._gone(e) from e
@@ -145,18 +147,18 @@ class NodeConnection:
                 sock.close()
 
     # -- the node's operations -----------------------------------------------------------------------------------------
-    def alloc(self, nbytes: int, *, ahead: int = 0) -> list[int]:
-        """Offsets of regions of the arena to write: one, and up to ``ahead`` more where there is plenty of room. Raises
-        ArenaFull and DiskFull."""
-        return [int(o) for o in self.call({"op": "alloc", "nbytes": nbytes, "ahead": ahead})[0]["offsets"]]
+    def alloc(self, nbytes: int, *, upto: int = 0) -> tuple[int, int]:
+        """Offset and bytes of a region of the arena to write: ``nbytes``, or up to ``upto`` where there is plenty of
+        room. Raises ArenaFull and DiskFull."""
+        answer, _ = self.call({"op": "alloc", "nbytes": nbytes, "upto": upto})
+        return int(answer["offset"]), int(answer["nbytes"])
 
-    def discard(self, offsets: Sequence[int]) -> None:
-        """Gives regions back that were not sealed."""
-        self.call({"op": "discard", "offsets": list(offsets)})
-
-    def seal(self, offset: int, nbytes: int, *, digest: str = XXH3) -> str:
-        """Makes the first ``nbytes`` of a region a chunk, held for this connection; its digest, of the given kind."""
-        return str(self.call({"op": "seal", "offset": offset, "nbytes": nbytes, "digest": digest})[0]["digest"])
+    def seal(self, offset: int, nbytes: int, *, digest: str = XXH3, keep_rest: bool = False) -> str:
+        """Makes the first ``nbytes`` of a region a chunk, held for this connection; its digest, of the given kind.
+        ``keep_rest``: what is behind them, from a multiple of ``ALIGN`` on, stays open as a region of its own."""
+        answer, _ = self.call({"op": "seal", "offset": offset, "nbytes": nbytes, "digest": digest,
+                               **({"rest": True} if keep_rest else {})})
+        return str(answer["digest"])
 
     def put(self, data: bytes | memoryview, *, digest: str = XXH3) -> str:
         """Stores bytes sent over the connection as a held chunk; its digest, of the given kind. Raises ArenaFull."""
@@ -175,18 +177,19 @@ class NodeConnection:
         return self.ask(digests)[0]
 
     def ask(self, digests: Sequence[str]) -> tuple[list[str], int]:
-        """Which of the chunks the node lacks, and how many sends are under way and waiting there."""
+        """Which of the chunks the node lacks, and how many sends to others are under way and waiting there."""
         answer, _ = self.call({"op": "has", "digests": list(digests)})
         return list(answer["missing"]), int(answer.get("load", 0))
 
     def fetch(self, digests: Sequence[str], *, prefer: Sequence[str] = (), hold: bool = False, use: str = "",
               sizes: Mapping[str, int] | None = None, bases: Mapping[str, str] | None = None,
-              on_progress: Progress | None = None) -> list[Located]:
+              on_progress: Progress | None = None, on_chunks: Arrivals | None = None) -> list[Located]:
         """Makes the node have sound copies of the chunks, from its peers if need be, those in ``prefer`` (ids) first.
 
         ``use``: a token under which the chunks stay where they are until ``release``, or until this closes.
         ``sizes``: bytes of the chunks; those that are missing then lie next to each other in this order where there is
-        room. ``bases``: for a chunk one that is much like it, and may be here already.
+        room. ``bases``: for a chunk one that is much like it, and may be here already. ``on_chunks`` is told of chunks
+        as they come; not of those that come last, which only the result has.
 
         Raises ChunkMissing, ChunkCorrupt (only rotten copies were found), ArenaFull and DiskFull.
         """
@@ -197,9 +200,10 @@ class NodeConnection:
             batch = digests[start:start + _BATCH]
             header = {"op": "fetch", "digests": list(batch), "prefer": list(prefer), "hold": hold,
                       "sizes": {d: sizes[d] for d in batch if d in sizes},
-                      "bases": {d: bases[d] for d in batch if d in bases}, **({"use": use} if use else {})}
-            answer, _ = self.call(header, on_progress=_from(done, total, on_progress))
-            out += [(str(d), int(offset), int(nbytes)) for d, offset, nbytes in answer["chunks"]]
+                      "bases": {d: bases[d] for d in batch if d in bases}, **({"use": use} if use else {}),
+                      **({"tell": True} if on_chunks is not None else {})}
+            answer, _ = self.call(header, on_progress=_teller(done, total, on_progress, on_chunks))
+            out += _located(answer)
             done = sum(n for _, _, n in out)
         if on_progress is not None:
             on_progress(done, done)
@@ -230,11 +234,21 @@ class NodeConnection:
         return dict(self.call({"op": "stat"})[0])
 
 
-def _from(before: int, total: int, on_progress: Progress | None) -> Progress | None:
-    """Progress of one request among several."""
-    if on_progress is None:
-        return None
-    return lambda done, of: on_progress(before + done, total or of)
+def _located(answer: Mapping[str, Any]) -> list[Located]:
+    return [(str(d), int(offset), int(nbytes)) for d, offset, nbytes in answer.get("chunks", ())]
+
+
+def _teller(before: int, total: int, on_progress: Progress | None, on_chunks: Arrivals | None
+            ) -> Callable[[dict[str, Any]], None]:
+    """Passes on what a node tells during one request among several."""
+    def tell(answer: dict[str, Any]) -> None:
+        done, of = answer["progress"]
+        if on_progress is not None:
+            on_progress(before + int(done), total or int(of))
+        if on_chunks is not None and (chunks := _located(answer)):
+            on_chunks(chunks)
+
+    return tell
 
 
 class HubClient:

@@ -14,7 +14,7 @@ class Want:
     digest: str
     look: int
     """Number of the first look that began after it was wanted: without its result nothing is given up."""
-    tie: float = 0.0
+    tie: tuple[int, int] = (0, 0)
     """Its place among equally rare ones."""
     sources: int = 0
     """Bits of the nodes that have it."""
@@ -39,12 +39,12 @@ class Peer:
     """Gets at once from it; grows with each that succeeds, as the load it tells of comes to be known."""
     others: int = 0
     """Sends to other nodes under way there, by its last word."""
-    rush: int = 0
-    """The most of ``others`` seen since chunks were last wanted."""
-    sole: int = 0
-    """Wanted chunks that only it is known to have."""
-    polite_until: float | None = None
-    """When the next of these may be had of it; None: undecided."""
+    contested: bool = False
+    """Whether others were seen to draw on it since chunks were last wanted."""
+    spread_at: float = NEVER
+    """When a chunk that it alone had was last seen elsewhere, too, or since when it is contested."""
+    took_s: float = 0.0
+    """The last get from it."""
     flights: int = 0
     asking_since: float | None = None
     asked_at: float = NEVER
@@ -56,7 +56,7 @@ class Peer:
     slow: int = 0
     """Races in a row that it lost."""
     not_before: float = NEVER
-    heap: list[tuple[int, float, str]] = field(default_factory=list)
+    heap: list[tuple[int, tuple[int, int], str]] = field(default_factory=list)
     """(rarity, tie, digest) of chunks that it has and that are not under way; what is outdated is sorted out when it
     comes to the top."""
 

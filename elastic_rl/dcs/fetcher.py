@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.chunks import ChunkTable
 from elastic_rl.dcs.fetch_steps import Limits
-from elastic_rl.dcs.swarm import ColdStore, Peers, Swarm, Wanted
+from elastic_rl.dcs.swarm import Arrived, ColdStore, Peers, Swarm, Wanted
 from elastic_rl.dcs.tiers import Chunk
 from elastic_rl.errors import ChunkMissing
 
@@ -18,10 +18,6 @@ log = logging.getLogger(__name__)
 
 _ROUNDS = 3
 """How often a chunk may be lost again before the fetch is over."""
-
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all, now and then; cheap, and in the thread that fetches."""
-
 
 @dataclass(frozen=True)
 class FetchSettings:
@@ -47,41 +43,32 @@ class Fetcher:
 
     def fetch(self, digests: Sequence[str], prefer: Sequence[str], holder: int | None,
               sizes: Mapping[str, int] | None = None, bases: Mapping[str, str] | None = None,
-              progress: Progress | None = None) -> list[Chunk]:
+              arrived: Arrived = lambda chunk: None) -> list[Chunk]:
         """Sound local copies of the chunks, marked as used, and held for ``holder`` unless None.
 
         ``sizes``: bytes of the chunks, as far as they are known. Those that are missing then get their places in the
-        arena at once, in order. ``bases``: chunks to get deltas against, for those that are here.
+        arena at once, in order. ``bases``: chunks to get deltas against, for those that are here. ``arrived`` is told
+        of every chunk, in this thread.
 
         Raises ChunkMissing, ChunkCorrupt (only rotten copies were found), ArenaFull and DiskFull.
         """
         sizes, bases = sizes or {}, bases or {}
         missing = list(dict.fromkeys(digests))
-        total = sum(sizes.get(d, 0) for d in missing)
         here: dict[str, Chunk] = {}
-        done = 0
-
-        def tell(more: int) -> None:
-            if progress is not None:
-                progress(done + more, max(done + more, total))
-
         for _ in range(_ROUNDS):
             wanted = []
             for digest in missing:
                 if (chunk := self._own(digest, holder)) is not None:
                     here[digest] = chunk
-                    done += chunk.nbytes
-                    tell(0)
+                    arrived(chunk)
                 else:
                     wanted.append(Wanted(digest, sizes.get(digest, 0), bases.get(digest, "")))
             if not wanted:
                 return [here[d] for d in digests]
-            got = self._swarm.obtain(wanted, prefer, holder, tell)
+            got = self._swarm.obtain(wanted, prefer, holder, arrived)
             here.update(got)
-            done += sum(c.nbytes for c in got.values())
             missing = [w.digest for w in wanted if w.digest not in got]
             if not missing:
-                tell(0)
                 return [here[d] for d in digests]
         raise ChunkMissing(f"chunk {missing[0]} is lost as soon as it is here")
 

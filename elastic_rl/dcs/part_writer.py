@@ -13,7 +13,7 @@ from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.arena import ArenaFile
 from elastic_rl.dcs.client import HubClient, NodeConnection
 from elastic_rl.dcs.digests import XXH3
-from elastic_rl.dcs.manifest import Packer, TensorEntry
+from elastic_rl.dcs.manifest import Packer, TensorEntry, aligned
 from elastic_rl.dcs.parts import Part
 from elastic_rl.dcs.tensors import dtype_name, to_bytes
 from elastic_rl.errors import ConfigError, DeadlineExceeded, NodeUnavailable
@@ -21,8 +21,8 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded, NodeUnavailable
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool, int]
 
 
-_AHEAD = 15
-"""Regions that are asked for ahead of their need: the training waits for each question."""
+_EXTENT_CHUNKS = 16
+"""Chunks that room is asked for at once: the training waits for each question, and they lie one behind the other."""
 
 
 class LocalArena:
@@ -74,8 +74,8 @@ class PartWriter:
         self._packer = Packer(chunk_bytes)
         self._digest, self._seal_early = digest, seal_early
         self._regions: list[int] = []
-        self._ahead: list[int] = []  # regions for the next chunks, the next one last
         self._filled: list[int] = []
+        self._ends: list[int] = []  # of the extent that each region is in
         self._digests: list[str] = []
         self._orders: list[int] = []
         self._views: dict[_View, tuple[StorageWeakRef, int]] = {}
@@ -110,29 +110,33 @@ class PartWriter:
         self.copy_s += time.perf_counter() - start
 
     def _next_region(self) -> None:
+        size = self._packer.chunk_bytes
+        start, end = (self._regions[-1] + aligned(self._filled[-1]), self._ends[-1]) if self._regions else (0, 0)
+        fits = end - start >= size
         if self._seal_early and self._regions:
-            self._seal_next()
-        if not self._ahead:
-            self._ahead = self._node.alloc(self._packer.chunk_bytes, ahead=_AHEAD)[::-1]
-        self._regions.append(self._ahead.pop())
+            self._seal_next(keep_rest=fits)
+        if not fits:
+            start, nbytes = self._node.alloc(size, upto=_EXTENT_CHUNKS * size)
+            end = start + nbytes
+        self._regions.append(start)
         self._filled.append(0)
+        self._ends.append(end)
 
-    def _seal_next(self) -> None:
+    def _seal_next(self, *, keep_rest: bool) -> None:
+        """``keep_rest``: whether the next chunk lies in the same extent."""
         i = len(self._digests)
-        self._digests.append(self._node.seal(self._regions[i], self._filled[i], digest=self._digest))
+        self._digests.append(self._node.seal(self._regions[i], self._filled[i], digest=self._digest,
+                                             keep_rest=keep_rest))
         self._packer.settle(self._digests)
         failpoints.reach("publish.sealed")
 
     def seal(self, deadline: float = float("inf")) -> Part:
         """Has every chunk hashed, and tells what was written. ``deadline``: monotonic time, for DeadlineExceeded."""
-        if self._ahead:
-            self._node.discard(self._ahead)
-            self._ahead = []
-        while len(self._digests) < len(self._regions):
+        while (i := len(self._digests)) < len(self._regions):
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"node {self.node_id} hashed only {len(self._digests)} of "
+                raise DeadlineExceeded(f"node {self.node_id} hashed only {i} of "
                                        f"{len(self._regions)} chunks in time")
-            self._seal_next()
+            self._seal_next(keep_rest=self._ends[i:i + 1] == self._ends[i + 1:i + 2])
         manifest = self._packer.manifest(self._digests)
         if not isinstance(self._registered, int):
             raise ConfigError(f"the registration of node {self.node_id} has no revision")

@@ -19,6 +19,7 @@ MAX_HEADER = 32 << 20
 """Bytes; room for the digests of half a million chunks."""
 MAX_PAYLOAD = 4 << 30
 """Bytes; one chunk or one manifest."""
+_UNSENT_BYTES = 256 << 10
 _PIECE = 8 << 20
 """Bytes; also what TLS, which takes 2 GiB at most, is given at once."""
 
@@ -42,8 +43,13 @@ Receiver = Callable[[dict[str, Any], int], memoryview]
 
 
 def configure(sock: socket.socket, *, io_timeout_s: float) -> None:
-    """Low latency, bounded waits, and a peer whose host vanished is noticed in about ten seconds."""
+    """Low latency, bounded waits, and a peer whose host vanished is noticed in about ten seconds.
+
+    Little that was not sent yet waits in the kernel: a send that counts as done is done but for what is on its way, so
+    that a node's load is what its link still has before it.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -15,11 +18,15 @@ from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import Version
 from elastic_rl.coordinator.store import KeptLease, Store, Watch
 from elastic_rl.dcs import catalog, delta, mapping
+from elastic_rl.dcs.assembly import Assembly, reference
 from elastic_rl.dcs.client import HubClient, Located, NodeConnection, Progress
 from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import Compacted, ElasticRLError, StoreUnavailable
+
+OnPart = Callable[[dict[str, Any]], object]
+"""Gets a reference (``mapping``) to some tensors of a version."""
 
 
 class HeadWatch:
@@ -96,12 +103,8 @@ class Pulled:
 
     def reference(self) -> dict[str, Any]:
         """For ``mapping.load_tensors`` in another process of this host; JSON-able, valid while this is open."""
-        return {
-            "format": mapping.FORMAT, "path": self.arena_path, "stream": self.version.stream,
-            "version": self.version.number,
-            "chunks": [[d, self._at[d], nbytes] for d, nbytes in self.manifest.chunks.items()],
-            "tensors": [[t.name, t.dtype, list(t.shape), [[self._at[s.digest] + s.offset, s.nbytes] for s in t.slices]]
-                        for t in self.manifest.tensors]}
+        return reference(self.version, self.manifest, self.arena_path, self._at, self.manifest.tensors,
+                         self.manifest.chunks)
 
     def close(self) -> None:
         """Ends the pin; views must not be used any more."""
@@ -142,16 +145,18 @@ class Puller:
         """Follows the head; close it when done."""
         return HeadWatch(self._store, self._keys, stream)
 
-    def pull(self, stream: str, number: int | None = None, *, on_progress: Progress | None = None) -> Pulled:
+    def pull(self, stream: str, number: int | None = None, *, on_progress: Progress | None = None,
+             on_part: OnPart | None = None) -> Pulled:
         """Pins a committed version (the head by default) and brings it to this host. A context manager.
 
         What is here already is not fetched again, so a pull that failed half-way goes on where it ended, and of what
         resembles the version pulled before only the difference is. Each chunk is verified as it arrives.
 
-        ``on_progress`` is called about every second with the bytes that are here and the bytes in all.
+        ``on_progress`` is called about every second with the bytes that are here and the bytes in all. ``on_part`` gets
+        the version bit by bit while the rest is under way: references to tensors that are complete, each tensor once.
 
-        Raises VersionNotFound, NodeUnavailable, ChunkMissing, ChunkCorrupt (no sound copy anywhere), ArenaFull and
-        DiskFull.
+        Raises VersionNotFound, NodeUnavailable, ChunkMissing, ChunkCorrupt (no sound copy anywhere), ArenaFull,
+        DiskFull, and what ``on_part`` raises.
         """
         holder = f"{self._holder}.{next(self._ids)}"  # the same version may be pulled twice at once
         version = catalog.pin(self._store, self._keys, stream, number, holder, self._pin_lease())
@@ -159,18 +164,21 @@ class Puller:
         node: NodeConnection | None = None
         try:
             node = self._take()
-            return self._locate(version, holder, node, on_progress)
+            return self._locate(version, holder, node, on_progress, on_part)
         except BaseException:
             self.give_back(version, holder, node)
             raise
 
-    def _locate(self, version: Version, holder: str, node: NodeConnection, on_progress: Progress | None) -> Pulled:
+    def _locate(self, version: Version, holder: str, node: NodeConnection, on_progress: Progress | None,
+                on_part: OnPart | None) -> Pulled:
         [(digest, offset, nbytes)] = node.fetch([version.manifest], prefer=version.nodes, use=holder)
         manifest = Manifest.decode(mapping.read(node.node.arena_path, digest, offset, nbytes))
         reach("pull.manifest")
         last = self._last.get(version.stream)
-        chunks = node.fetch(list(manifest.chunks), prefer=version.nodes, use=holder, sizes=manifest.chunks,
-                            bases=delta.bases(last, manifest) if last is not None else None, on_progress=on_progress)
+        fetch = partial(node.fetch, list(manifest.chunks), prefer=version.nodes, use=holder, sizes=manifest.chunks,
+                        bases=delta.bases(last, manifest) if last is not None else None, on_progress=on_progress)
+        chunks = (fetch() if on_part is None
+                  else _in_parts(fetch, node, Assembly(version, manifest, node.node.arena_path), on_part))
         reach("pull.located")
         self._last[version.stream] = manifest
         return Pulled(self, version, holder, node, manifest, chunks)
@@ -229,3 +237,30 @@ class Puller:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _in_parts(fetch: Callable[..., list[Located]], node: NodeConnection, assembly: Assembly, on_part: OnPart
+              ) -> list[Located]:
+    """Fetches in another thread, and hands out in this one what is complete."""
+    arrived: queue.SimpleQueue[Sequence[Located] | None] = queue.SimpleQueue()  # no longer than the manifest
+
+    def run() -> list[Located]:
+        try:
+            return fetch(on_chunks=arrived.put)
+        finally:
+            arrived.put(None)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="fetch") as pool:
+        fetched = pool.submit(run)
+        try:
+            while (chunks := arrived.get()) is not None:
+                assembly.add(chunks)
+                if arrived.empty() and (part := assembly.part()) is not None:
+                    on_part(part)
+            assembly.add(fetched.result())
+            if (part := assembly.part()) is not None:
+                on_part(part)
+            return fetched.result()
+        except BaseException:
+            node.close()  # ends the fetch
+            raise

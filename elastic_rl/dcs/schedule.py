@@ -5,9 +5,8 @@ it went:
 
 - *Look*: list the registered nodes. *Ask*: which of some chunks has a node, and how busy is it? Nodes that are still
   filling are asked again and again, since they serve what they have; so a fleet of N fills in about log N rounds.
-- *Get* a chunk from a node: the rarest chunk first, so that what only one node has spreads early; among equally rare
-  ones in an order of this node's own, so that a fleet that starts at once asks the publisher's node for different
-  chunks; from the least loaded of the nodes that have it.
+- *Get* a chunk from a node: the rarest chunk first, so that what only one node has spreads early, each node taking its
+  turn with those (``turns.py``); from the least loaded of the nodes that have it.
 - *Recall* a chunk that no node has from the durable store; it is *Lost* when that has it not either.
 
 A get that takes long is *hedged*: another node is asked too, and the first sound answer wins. A node that failed is
@@ -19,16 +18,19 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from elastic_rl.dcs.fetch_state import NEVER, Flight, Peer, Want
 from elastic_rl.dcs.fetch_steps import Action, Ask, Failure, Get, Limits, Look, Lost, Recall
+from elastic_rl.dcs.turns import Turns
 
 _SAMPLES = 32
 """Finished transfers that the median is taken of."""
+_BUSY_PATIENCE = 4
+"""Questions after which a share that nobody came for is taken over while the node that has it is busy with others: what
+they take may have to be seen first. One question where it is idle."""
 
 
 class Schedule:
@@ -36,9 +38,8 @@ class Schedule:
 
     def __init__(self, limits: Limits, own_id: str) -> None:
         self.limits = limits
-        self._own_id = own_id
         self._random = random.Random(own_id)
-        self._place, self._share = 0.0, 1.0
+        self._turns = Turns(own_id)
         self._wants: dict[str, Want] = {}
         self._suspects: dict[str, None] = {}  # wants that may be hopeless: no known source, or tried before
         self._recheck = False
@@ -57,6 +58,7 @@ class Schedule:
     def want(self, digests: Iterable[str], prefer: Sequence[str] = ()) -> None:
         """Adds chunks; ``prefer``: nodes that are likely to have them."""
         added = [d for d in digests if d not in self._wants]
+        self._turns.line_up(added)
         for digest in added:
             self._wants[digest] = Want(digest, self._looks_begun + 1)
             self._suspects[digest] = None
@@ -79,10 +81,8 @@ class Schedule:
         return flights
 
     def _remove(self, digest: str) -> Want | None:
-        want = self._wants.pop(digest, None)
-        if want is not None:
-            self._set_sources(want, 0)
-        return want
+        self._turns.forget(digest)
+        return self._wants.pop(digest, None)
 
     def _tidy(self) -> None:
         if not self._wants:
@@ -91,14 +91,8 @@ class Schedule:
             for peer in self._peers.values():
                 peer.queue.clear()
                 peer.heap.clear()
-                peer.fresh = peer.rush = 0
-                peer.polite_until = None
-
-    def _set_sources(self, want: Want, sources: int) -> None:
-        for mask, change in ((want.sources, -1), (sources, 1)):
-            if (only := self._by_bit.get(mask)) is not None:
-                only.sole += change
-        want.sources = sources
+                peer.fresh = 0
+                peer.contested = False
 
     @staticmethod
     def _enqueue(peer: Peer, digests: Sequence[str]) -> None:
@@ -116,11 +110,10 @@ class Schedule:
         """When ``next`` may have something without anything having been told meanwhile."""
         if not self._wants:
             return float("inf")
-        patience = self._patience()
-        times = [now + self.limits.ask_every_s, self._looked_at + self.limits.look_every_s]
+        patience, ask_every_s = self._patience(), self._ask_every_s()
+        times = [now + ask_every_s, self._looked_at + self.limits.look_every_s]
         times += [p.not_before for p in self._peers.values()]
-        times += [p.polite_until for p in self._peers.values() if p.polite_until is not None]
-        times += [p.asked_at + self.limits.ask_every_s for p in self._peers.values() if p.neighbour]
+        times += [p.asked_at + ask_every_s for p in self._peers.values() if p.neighbour]
         times += [f.start + patience for f in self._flights.values()]
         return min(t for t in times if t > now)
 
@@ -142,8 +135,7 @@ class Schedule:
         for peer in list(self._peers.values()):
             if nodes.get(peer.id) != peer.incarnation:
                 self._forget_peer(peer)
-        self._share = 1 / (len(nodes) + 1)
-        self._place = sum(node_id < self._own_id for node_id in nodes) * self._share
+        self._turns.nodes(nodes)
         new = [node_id for node_id in sorted(nodes) if node_id not in self._peers]
         self._random.shuffle(new)
         for node_id in new:
@@ -157,9 +149,10 @@ class Schedule:
         for want in self._wants.values():
             want.asked &= ~peer.bit
             if want.sources & peer.bit:
-                self._set_sources(want, want.sources & ~peer.bit)
+                want.sources &= ~peer.bit
                 self._suspect(want)
         del self._by_bit[peer.bit]
+        self._turns.complete(peer.id, False)
 
     def _choose_neighbours(self) -> None:
         room = self.limits.neighbours - sum(p.neighbour for p in self._peers.values())
@@ -168,19 +161,26 @@ class Schedule:
                 continue
             room -= 1
             peer.neighbour = True
-            self._enqueue(peer, [w.digest for w in self._wants.values() if not w.asked & peer.bit])
+            peer.queue.clear()  # from now on it is asked again and again, also for what it lacked before
+            peer.fresh = 0
+            self._enqueue(peer, [w.digest for w in self._wants.values() if not w.sources & peer.bit])
 
     # -- asking ------------------------------------------------------------------------------------------------------
     def _ask(self, now: float) -> Ask | None:
         if sum(p.asking_since is not None for p in self._peers.values()) >= 2 * self.limits.neighbours:
             return None
+        ask_every_s = self._ask_every_s()
         for peer in self._peers.values():
             if peer.asking_since is not None or now < peer.not_before:
                 continue
-            if peer.fresh or peer.neighbour and peer.asked_at + self.limits.ask_every_s <= now:
+            if peer.fresh or peer.neighbour and peer.asked_at + ask_every_s <= now:
                 peer.asking_since = peer.asked_at = now
                 return Ask(peer.id, tuple(self._question(peer)))
         return None
+
+    def _ask_every_s(self) -> float:
+        """Where transfers take long there is less to hear."""
+        return max(self.limits.ask_every_s, median(self._durations) / 2 if self._durations else 0.0)
 
     def _question(self, peer: Peer) -> Iterator[str]:
         room = self.limits.ask_most
@@ -195,29 +195,37 @@ class Schedule:
                 yield digest
 
     def heard(self, asked: Ask, missing: Iterable[str], load: int, now: float) -> None:
-        """A node's answer. ``load``: sends under way and waiting there."""
+        """A node's answer. ``load``: sends to other nodes under way and waiting there."""
         peer = self._peers.get(asked.peer)
         if peer is None:
             return
         lacking = set(missing)
         peer.asking_since = None
         peer.failures = min(peer.failures, self.limits.failures - 1)  # not dead, but only a chunk makes up for the rest
-        peer.others = max(load - peer.flights, 0)
-        peer.rush = max(peer.rush, peer.others)
+        peer.others = load
+        if load and not peer.contested:
+            peer.contested, peer.spread_at = True, now
+        if asked.digests:
+            self._turns.complete(peer.id, not lacking)
         for digest in asked.digests:
             if (want := self._wants.get(digest)) is None:
                 continue
             want.asked |= peer.bit
             if digest not in lacking:
-                if want.banned & peer.bit:
-                    continue
-                if not want.sources:
-                    want.tie = self._tie(digest)
-                self._set_sources(want, want.sources | peer.bit)
-                heapq.heappush(peer.heap, (want.sources.bit_count(), want.tie, digest))
+                self._found(want, peer, now)
             elif peer.neighbour:
                 peer.queue.append(digest)
         self._recheck = True
+
+    def _found(self, want: Want, peer: Peer, now: float) -> None:
+        if want.banned & peer.bit:
+            return
+        if not want.sources:
+            want.tie = self._turns.distance(want.digest)
+        elif (only := self._by_bit.get(want.sources)) is not None:
+            only.spread_at = now
+        want.sources |= peer.bit
+        heapq.heappush(peer.heap, (want.sources.bit_count(), want.tie, want.digest))
 
     def unheard(self, asked: Ask, now: float) -> None:
         """The node did not answer."""
@@ -227,39 +235,23 @@ class Schedule:
             self._enqueue(peer, asked.digests)
             self._blame(peer, now)
 
-    def _tie(self, digest: str) -> float:
-        """A chunk's place among equally rare ones. Chunks lie on a circle that is shared out among all nodes; first
-        come those of this node's own share, so that nodes that start at once ask the publisher's node for different
-        ones. The rest comes in random order: another node's share in *its* order would be taken twice."""
-        distance = (zlib.crc32(digest.encode()) / (1 << 32) - self._place) % 1.0
-        return distance if distance < self._share else self._share + self._random.random()
-
     # -- getting -----------------------------------------------------------------------------------------------------
     def _get(self, now: float) -> Get | None:
         if sum(not f.hedge for f in self._flights.values()) >= self.limits.parallel:
             return None
         tops = [(top, peer) for peer in self._peers.values() if self._free(peer, now) and (top := self._top(peer))]
-        rarest = min((top for top, peer in tops if top[0] > 1 or self._polite(peer, now)), default=None)
-        if rarest is None:
-            return None
-        get = self._start(self._wants[rarest[2]], now, hedge=False)
-        if get is not None and rarest[0] == 1:
-            self._peers[get.peer].polite_until = None
-        return get
+        rarest = min((top for top, peer in tops if top[0] > 1 or self._may_take(top[2], peer, now)), default=None)
+        return None if rarest is None else self._start(self._wants[rarest[2]], now, hedge=False)
 
-    def _polite(self, peer: Peer, now: float) -> bool:
-        """Whether a chunk may be had now of the only node that has it.
-
-        When more nodes were seen to draw on it than it has chunks that are new to this one, most of those are on their
-        way to another node already, and soon to be had there. So each waits for a random while before it takes one.
-        """
-        if not 0 < peer.sole <= peer.rush:
-            peer.polite_until = None
+    def _may_take(self, digest: str, peer: Peer, now: float) -> bool:
+        """Whether it is this node's turn to get the chunk of the only node that has it; always where no others were
+        seen to draw on that one."""
+        if not peer.contested:
             return True
-        if peer.polite_until is None:
-            pause = self.limits.ask_every_s * min(0.5 * peer.rush / peer.sole, 4.0)
-            peer.polite_until = now + pause * self._random.random()
-        return now >= peer.polite_until
+        patience = self._ask_every_s()
+        if peer.others:
+            patience = max(_BUSY_PATIENCE * patience, 2 * peer.took_s)
+        return self._turns.may_take(digest, (now - peer.spread_at) / patience)
 
     def _start(self, want: Want, now: float, *, hedge: bool) -> Get | None:
         """A get of the chunk from the least loaded node that has it and is not asked for it yet."""
@@ -283,7 +275,7 @@ class Schedule:
             return False  # it does not even answer a question
         return peer.flights < min(peer.window, max(1, self.limits.parallel - peer.others))
 
-    def _top(self, peer: Peer) -> tuple[int, float, str] | None:
+    def _top(self, peer: Peer) -> tuple[int, tuple[int, int], str] | None:
         """The rarest chunk that can be had of the node."""
         while peer.heap:
             rarity, tie, digest = peer.heap[0]
@@ -323,7 +315,9 @@ class Schedule:
         self._recheck = True
         peer = self._peers.get(flight.peer)
         if peer is not None:
-            self._durations.append(now - flight.start)
+            peer.took_s = now - flight.start
+            self._durations.append(peer.took_s)
+            peer.spread_at = min(peer.spread_at + peer.took_s, now)  # until then it was its own turn
             peer.failures = peer.slow = 0
             peer.window = min(peer.window + 1, self.limits.parallel)
         losers = sorted(want.flights)
@@ -355,7 +349,7 @@ class Schedule:
             if why is Failure.MISSING and peer.neighbour:
                 peer.queue.append(want.digest)
             if why in (Failure.CORRUPT, Failure.MISSING):
-                self._set_sources(want, want.sources & ~peer.bit)
+                want.sources &= ~peer.bit
             if why in (Failure.CORRUPT, Failure.BROKEN):
                 self._blame(peer, now)
         self._replace(want)

@@ -20,11 +20,11 @@ class SendGate:
         self._sending: Counter[str] = Counter()
         self._line: OrderedDict[object, str] = OrderedDict()
 
-    @property
-    def load(self) -> int:
-        """Sends under way and waiting."""
+    def load(self, besides: str = "") -> int:
+        """Sends under way and waiting, but for those to one peer."""
         with self._changed:
-            return self._sending.total() + len(self._line)
+            return sum(n for peer, n in self._sending.items() if peer != besides) + sum(
+                peer != besides for peer in self._line.values())
 
     @contextmanager
     def slot(self, peer: str, timeout_s: float) -> Iterator[None]:

@@ -6,14 +6,15 @@ Every message is a JSON header and bytes (``protocol.py``). The first request of
 
 and then come any of
 
-    alloc {nbytes, ahead?} -> {offsets}     a region of the arena to write, and up to ``ahead`` more if there is room
-    discard {offsets} -> {}                 regions that are not needed after all
-    seal {offset, nbytes, digest} -> {digest, offset}    its bytes as a chunk that this connection holds
+    alloc {nbytes, upto?} -> {offset, nbytes}   a region of the arena to write; of up to ``upto`` bytes if there is room
+    seal {offset, nbytes, digest, rest?} -> {digest, offset}    its bytes as a chunk that this connection holds; with
+        ``rest`` what is behind them stays open
     put {digest} + bytes -> {digest}        the same for bytes that come over the wire; ``digest`` here: which kind
-    has {digests} -> {missing, load}        ``load``: sends under way and waiting here
+    has {digests} -> {missing, load}        ``load``: sends to others under way and waiting here
     get {digest, base?} -> {} + bytes, or {delta: bytes of the chunk} + what differs from chunk ``base``
-    fetch {digests, prefer, hold, use?, sizes?, bases?} -> {progress: [bytes done, in all]} each second, then
-        {chunks: [[digest, offset, bytes], ..]}    sound copies in this arena, which stay in place until
+    fetch {digests, prefer, hold, use?, sizes?, bases?, tell?} -> {progress: [bytes done, in all]} each second, then
+        {chunks: [[digest, offset, bytes], ..]}    sound copies in this arena, which stay in place until ``release``;
+        with ``tell``, progress comes more often, and with it those ``chunks`` that are here since the last one
     release {use} -> {}                     or the connection's end; a fetch that fails releases, too
     persist {digests} -> {}                 once they are on this node's disk
     settle -> {}                            ends the connection's holds
@@ -23,7 +24,6 @@ and then come any of
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import select
@@ -31,17 +31,19 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import delta, failpoints, protocol
+from elastic_rl.dcs.arrivals import Arrivals
 from elastic_rl.dcs.chunks import ChunkTable
 from elastic_rl.dcs.digests import XXH3
 from elastic_rl.dcs.fetcher import Fetcher
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.sends import DeltaCache, SendGate
+from elastic_rl.dcs.tiers import Chunk
 from elastic_rl.errors import AccessDenied, ChunkMissing, ConfigError, ElasticRLError, NodeUnavailable
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,6 @@ MAX_CONNECTIONS = 512
 _STOP_POLL_S = 0.5
 _HELLO_BYTES = 64 << 10
 """Longest header of a connection that was not let in yet."""
-_PROGRESS_S = 1.0
 _DELTA_CACHE_BYTES = 64 << 20
 _TLS_HANDSHAKE = b"\x16"
 """First byte of a TLS connection; never that of a message of ours."""
@@ -213,15 +214,11 @@ class Server:
             case "hello":
                 return self._hello
             case "alloc":
-                nbytes = int(header["nbytes"])
-                first = table.alloc(conn, nbytes)
-                return {"offsets": [first, *table.alloc_ahead(conn, nbytes, int(header.get("ahead", 0)))]}
-            case "discard":
-                for offset in header["offsets"]:
-                    table.discard(conn, int(offset))
-                return {}
+                offset, nbytes = table.extent(conn, int(header["nbytes"]), int(header.get("upto", 0)))
+                return {"offset": offset, "nbytes": nbytes}
             case "seal":
-                chunk = table.seal(conn, int(header["offset"]), int(header["nbytes"]), kind=header.get("digest", XXH3))
+                chunk = table.seal(conn, int(header["offset"]), int(header["nbytes"]), kind=header.get("digest", XXH3),
+                                   keep_rest=bool(header.get("rest")))
                 return {"digest": chunk.digest, "offset": chunk.offset}
             case "put":
                 # Without a region of its own the payload found no room; asking again raises the error to send.
@@ -229,7 +226,8 @@ class Server:
                 chunk = table.seal(conn, region, nbytes, kind=header.get("digest", XXH3))
                 return {"digest": chunk.digest}
             case "has":
-                return {"missing": [d for d in header["digests"] if not table.has(d)], "load": self._gate.load}
+                missing = [d for d in header["digests"] if not table.has(d)]
+                return {"missing": missing, "load": self._gate.load(besides=session.peer)}
             case "fetch":
                 return {"chunks": self._fetch(session, header)}
             case "release":
@@ -247,7 +245,7 @@ class Server:
                 dropped, freed = table.drop(set(header["live"]), int(header["mark"]))
                 return {"chunks": dropped, "nbytes": freed}
             case "stat":
-                return {**table.stat(), "connections": len(self._open), "load": self._gate.load}
+                return {**table.stat(), "connections": len(self._open), "load": self._gate.load()}
             case other:
                 raise ConfigError(f"this node knows no operation {other!r}")
 
@@ -276,37 +274,20 @@ class Server:
 
     def _fetch(self, session: Session, header: dict[str, Any]) -> list[tuple[str, int, int]]:
         digests, token = [str(d) for d in header["digests"]], header.get("use")
+        sizes = header.get("sizes") or {}
+
+        def located(chunks: Iterable[Chunk]) -> list[tuple[str, int, int]]:
+            if token is None:
+                return [(c.digest, c.offset, c.nbytes) for c in chunks]
+            return [(c.digest, *self._table.locate(c.digest, session.conn, str(token))) for c in chunks]
+
         try:
-            with self._telling_progress(session) as report:
+            arrivals = Arrivals(sum(map(int, sizes.values())), located if header.get("tell") else None)
+            with arrivals.told(session.send):
                 chunks = self._fetcher.fetch(digests, header["prefer"], session.conn if header["hold"] else None,
-                                             header.get("sizes"), header.get("bases"), report)
-                if token is None:
-                    return [(c.digest, c.offset, c.nbytes) for c in chunks]
-                return [(d, *self._table.locate(d, session.conn, str(token))) for d in digests]
+                                             sizes, header.get("bases"), arrivals)
+                return located(chunks)
         except ElasticRLError:
             if token is not None:
                 self._table.release(session.conn, str(token))
             raise
-
-    @contextlib.contextmanager
-    def _telling_progress(self, session: Session) -> Iterator[Callable[[int, int], None]]:
-        """Tells the caller of a long request every second how far it is, so that it can tell slow from dead; whoever
-        does the work reports (bytes done, bytes in all) to what this yields."""
-        progress, ended = (0, 0), threading.Event()
-
-        def report(done: int, total: int) -> None:
-            nonlocal progress
-            progress = (done, total)
-
-        def tell() -> None:
-            with contextlib.suppress(OSError):  # the answer, or the next request, will find the same
-                while not ended.wait(_PROGRESS_S):
-                    session.send({"progress": progress})
-
-        thread = threading.Thread(target=tell, name=f"progress-{session.conn}", daemon=True)
-        thread.start()
-        try:
-            yield report
-        finally:
-            ended.set()
-            thread.join()

@@ -41,6 +41,10 @@ _MALFORMED = (KeyError, TypeError, ValueError)
 """What an answer that makes no sense ends in."""
 
 
+Arrived = Callable[[Chunk], None]
+"""Told of each chunk that is here, in the thread that waits; cheap."""
+
+
 class Peers(Protocol):
     """What is needed of a ``HubClient``."""
 
@@ -73,7 +77,7 @@ class _Waiter:
     holder: int | None
     left: set[str]
     chunks: dict[str, Chunk] = field(default_factory=dict)
-    nbytes: int = 0
+    untold: list[Chunk] = field(default_factory=list)
     error: ElasticRLError | None = None
 
 
@@ -127,9 +131,9 @@ class Swarm:
 
     # -- callers -----------------------------------------------------------------------------------------------------
     def obtain(self, wanted: Sequence[Wanted], prefer: Sequence[str], holder: int | None,
-               progress: Callable[[int], None]) -> dict[str, Chunk]:
+               arrived: Arrived) -> dict[str, Chunk]:
         """Gets the chunks; each is marked as used, and held for ``holder`` unless None, the moment it is here. Those
-        that turn out to be here already are left out. ``progress`` gets the bytes that are here, now and then.
+        that turn out to be here already are left out. ``arrived`` is told of each soon after.
 
         Raises ChunkMissing, ChunkCorrupt, ArenaFull, DiskFull, and StoreUnavailable when no node is known and none can
         be found.
@@ -137,8 +141,11 @@ class Swarm:
         waiter = _Waiter(holder, set())
         try:
             self._enlist(wanted, prefer, waiter)
-            while self._wait(waiter):
-                progress(waiter.nbytes)
+            waits = True
+            while waits:
+                waits = self._wait(waiter)
+                for chunk in self._untold(waiter):
+                    arrived(chunk)
         finally:
             with self._changed:
                 self._withdraw(waiter)
@@ -155,6 +162,11 @@ class Swarm:
                 now = self._clock()
                 self._changed.wait(min(self._schedule.wake_at(now) - now, 1.0))
             return bool(waiter.left) and waiter.error is None
+
+    def _untold(self, waiter: _Waiter) -> list[Chunk]:
+        with self._changed:
+            out, waiter.untold = waiter.untold, []
+            return out
 
     def _enlist(self, wanted: Sequence[Wanted], prefer: Sequence[str], waiter: _Waiter) -> None:
         new: list[_Job] = []
@@ -416,7 +428,7 @@ class Swarm:
                     self._schedule.failed(action.number, Failure.OWN, self._clock())
                     return
                 waiter.chunks[digest] = chunk
-                waiter.nbytes += chunk.nbytes
+                waiter.untold.append(chunk)
             for waiter in flight.job.waiters:
                 waiter.left.discard(digest)
             self._cancel(self._schedule.got(action.number, self._clock()))

@@ -64,18 +64,27 @@ class Loader:
             raise EngineFailed("these weights are not staged here")
         failpoints.reach("apply.applied")
         if first and staging is not None:
-            stager.start(self.stage, _rank())
+            stager.start(self, _rank())
 
-    def stage(self, request: dict[str, Any]) -> str:
-        """Brings the request's reference into the staged weights of every model, under its ticket; their checksum."""
+    def begin(self) -> None:
+        """Makes the staged weights of every model ready for a new version. Raises StagingFailed where it cannot."""
         self._ticket = ""
-        checksums = []
         for model, staging in self._stagings.items():
             if staging is None:
                 raise StagingFailed(f"{type(model).__name__} cannot be staged")
-            checksums.append(staging.fill(_tensors(request)))
+            staging.begin()
+
+    def add(self, reference: dict[str, Any]) -> None:
+        """Brings tensors of the version into the staged weights, verified. Raises ChunkCorrupt."""
+        tensors = list(load_tensors(reference))
+        for staging in filter(None, self._stagings.values()):
+            staging.add(tensors)
+
+    def finish(self, ticket: str) -> str:
+        """What is staged is a whole version, known by the ticket from here on; its checksum. Raises EngineFailed."""
+        checksums = [staging.finish() for staging in self._stagings.values() if staging is not None]
         failpoints.reach("apply.staged")
-        self._ticket = str(request["ticket"])
+        self._ticket = ticket
         return " ".join(checksums)
 
 

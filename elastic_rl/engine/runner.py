@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from elastic_rl.context import RunContext
@@ -15,7 +17,7 @@ from elastic_rl.dcs.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.lifecycle import Life
 from elastic_rl.engine.router import RouterClient
-from elastic_rl.engine.server import SGLangServer
+from elastic_rl.engine.server import Prepared, SGLangServer
 from elastic_rl.errors import (
     ArenaFull,
     ChunkCorrupt,
@@ -136,8 +138,7 @@ class EngineRunner:
         began = time.monotonic()
         try:
             with traces.span("engine.sync", parent=traces.extract(wanted.meta.get("trace", {})), engine=self._id,
-                             version=wanted.number), puller.pull(POLICY, wanted.number) as pulled:
-                prepared = self._server.prepare(pulled.reference())
+                             version=wanted.number), self._prepared(puller, wanted) as prepared:
                 begun = self._life.begin(wanted.number)
                 if not self._write(begun):  # before the first byte changes
                     return True             # it is to leave the pool
@@ -165,6 +166,13 @@ class EngineRunner:
                         f"engine {self._id} serves version {wanted.number}", version=wanted.number,
                         start_s=round(time.time() - self._started_at, 3))
         return True
+
+    @contextlib.contextmanager
+    def _prepared(self, puller: Puller, wanted: Version) -> Iterator[Prepared]:
+        """The version in the engine's staged weights; what came of it to this host was staged while the rest came."""
+        with (self._server.preparing() as preparation,
+              puller.pull(POLICY, wanted.number, on_part=preparation.add) as pulled):
+            yield preparation.finish(pulled.reference())
 
     def _cannot_fetch(self, wanted: Version, error: ElasticRLError) -> None:
         """Tells it once an episode, and not of a first failure, which the next try most often mends."""

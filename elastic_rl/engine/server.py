@@ -10,7 +10,8 @@ import pickle
 import secrets
 import subprocess
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,27 @@ class Prepared:
 
     request: dict[str, Any]
     checksums: list[str]
+
+
+class Preparation:
+    """A version on its way to an engine: verified, loaded and checked beside the weights that serve.
+
+    Every call raises ChunkCorrupt, NodeUnavailable and StagingFailed.
+    """
+
+    def __init__(self, stagers: stager.Asking) -> None:
+        self._stagers = stagers
+
+    def add(self, reference: dict[str, Any]) -> None:
+        """Some tensors of the version, as ``Puller.pull`` hands them out."""
+        self._stagers.add(reference)
+
+    def finish(self, reference: dict[str, Any]) -> Prepared:
+        """All tensors were added; ``reference`` is to all of them."""
+        if not self._stagers.possible:
+            return Prepared({"reference": reference}, [])
+        ticket = secrets.token_hex(8)
+        return Prepared({"ticket": ticket}, self._stagers.finish(ticket))
 
 
 class SGLangServer:
@@ -132,15 +154,11 @@ class SGLangServer:
         return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in self._call("GET", "/v1/loads")["loads"])
 
     # -- weights --------------------------------------------------------------------------------------------------
-    def prepare(self, reference: dict[str, Any]) -> Prepared:
-        """Brings what ``reference`` describes (see ``Puller``) as near to the weights as can be while they serve:
-        verified, loaded and checked beside them. Raises ChunkCorrupt, NodeUnavailable and StagingFailed; the engine is
-        as it was.
-        """
-        request = {"ticket": secrets.token_hex(8)}
-        checksums = stager.ask(self._secret, self.tensor_parallel, {**request, "reference": reference},
-                               timeout_s=self._cfg.apply_timeout_s)
-        return Prepared({"reference": reference}, []) if checksums is None else Prepared(request, checksums)
+    @contextmanager
+    def preparing(self) -> Iterator[Preparation]:
+        """Brings a version as near to the weights as can be while they serve; the engine is as it was."""
+        with stager.Asking(self._secret, self.tensor_parallel, timeout_s=self._cfg.apply_timeout_s) as stagers:
+            yield Preparation(stagers)
 
     def apply(self, prepared: Prepared, version: int) -> None:
         """Replaces the weights, verified in the loader; sets ``version``.

@@ -45,16 +45,31 @@ class Staging:
             return None
         return cls(model)
 
-    @torch.no_grad()
     def fill(self, tensors: Tensors) -> str:
-        """Loads tensors under their HF names and returns the checksum of the result: that of every parameter's bytes,
-        by name, in this rank's layout. The live model is untouched.
+        """``begin``, ``add`` and ``finish`` in one."""
+        self.begin()
+        self.add(tensors)
+        return self.finish()
 
-        Raises EngineFailed when a parameter is left unset or holds NaN.
-        """
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Nothing is staged from here on."""
         with _beside(self._device):
             poison(self._staged.values())
+
+    @torch.no_grad()
+    def add(self, tensors: Tensors) -> None:
+        """Loads tensors under their HF names. The live model is untouched."""
+        with _beside(self._device):
             call_load_weights(self._shadow, tensors)
+
+    @torch.no_grad()
+    def finish(self) -> str:
+        """The checksum of what is staged: that of every parameter's bytes, by name, in this rank's layout.
+
+        Raises EngineFailed when a parameter was left unset or holds NaN.
+        """
+        with _beside(self._device):
             require_covered(self._staged.items())
             return digest_of("\n".join(f"{name} {checksum(t)}" for name, t in sorted(self._staged.items())).encode())
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ from elastic_rl.coordinator.records import DcsNode, Version
 from elastic_rl.coordinator.store import Store
 from elastic_rl.dcs.arena import SHM
 from elastic_rl.dcs.client import HubClient
+from elastic_rl.dcs.mapping import load_tensors
 from elastic_rl.dcs.publisher import Publisher
 from elastic_rl.dcs.puller import Pulled, Puller
 from elastic_rl.dcs.tensors import checksum
-from elastic_rl.errors import ChunkMissing, ElasticRLError, NodeUnavailable
+from elastic_rl.errors import ChunkMissing, ElasticRLError, NodeUnavailable, StagingFailed
 from elastic_rl.processes import free_port, python, spawn, stop, wait_until
 
 MIB = 1 << 20
@@ -248,6 +250,47 @@ def test_progress_is_told_while_a_pull_takes_long(fleet: Fleet) -> None:
     assert pull.seen[-1] == (nbytes, nbytes)
     assert any(0 < done < nbytes for done, _ in pull.seen)
     assert [done for done, _ in pull.seen] == sorted(done for done, _ in pull.seen)
+
+
+def test_tensors_are_handed_out_while_the_rest_is_under_way(fleet: Fleet) -> None:
+    fleet.bytes_per_s = 2 * MIB
+    fleet.start(SOURCE, "a")
+    tensors = weights(6)
+    fleet.publish(tensors)
+    parts: list[dict[str, str]] = []
+    lacking: list[int] = []
+    hub = HubClient(fleet.store, fleet.keys, io_timeout_s=10)
+    fleet.closing.append(hub.close)
+    with fleet.puller(SOURCE).pull("policy") as pulled:
+        digests = list(pulled.manifest.chunks)
+
+    def on_part(reference: dict[str, Any]) -> None:
+        parts.append({name: checksum(t) for name, t in load_tensors(reference)})
+        lacking.append(len(hub.connect("a").has(digests)))
+
+    with fleet.puller("a").pull("policy", on_part=on_part) as pulled:
+        assert_same(pulled, tensors)
+    assert lacking[0] > len(digests) // 4, "the first tensor came with the last one: this test has shown nothing"
+    assert [item for part in parts for item in part.items()] == [(n, checksum(t)) for n, t in tensors.items()]
+
+
+def test_who_has_no_use_for_a_part_ends_the_pull_and_the_next_one_goes_on(fleet: Fleet) -> None:
+    fleet.bytes_per_s = 2 * MIB
+    fleet.start(SOURCE, "a")
+    tensors = weights(6)
+    nbytes = fleet.publish(tensors).nbytes
+    puller = fleet.puller("a")
+
+    def refuse(reference: dict[str, Any]) -> None:
+        raise StagingFailed(reference["tensors"][0][0])
+
+    with pytest.raises(StagingFailed, match="w0"):
+        puller.pull("policy", on_part=refuse)
+    assert fleet.sent(SOURCE) < 0.9 * nbytes, "it was refused too late: this test has shown nothing"
+    with puller.pull("policy") as pulled:
+        assert_same(pulled, tensors)
+    assert fleet.sent(SOURCE) < 1.3 * nbytes
+    wait_until(lambda: fleet.stat("a")["located"] == 0, timeout_s=10, what="the end of the reading")
 
 
 def test_tensors_cut_into_several_chunks_lie_in_one_piece_after_a_pull(fleet: Fleet) -> None:

@@ -17,6 +17,7 @@ from elastic_rl.coordinator import events
 from elastic_rl.coordinator.outliers import outliers
 from elastic_rl.coordinator.records import Engine, EngineState
 from elastic_rl.dcs import failpoints
+from elastic_rl.dcs.puller import Puller
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.errors import StagingFailed
 from elastic_rl.processes import wait_until
@@ -172,6 +173,16 @@ def test_engines_of_two_tensor_parallel_ranks_take_versions_too(make_rig, pause:
     engine = rig.wait_ready("e0", second)
     assert_serves(rig, second)
     assert len(set(engine.checksum.split())) == 2, "each rank has a half of its own"
+
+    # Staged bit by bit, as the tensors of a version come to a host one by one, it is the same.
+    server = rig.runners["e0"]._server
+    with (Puller(rig.store, rig.ctx.keys, "test", pin_ttl_s=10, io_timeout_s=30) as puller,
+          puller.pull("policy") as pulled, server.preparing() as preparation):
+        whole = pulled.reference()
+        for tensor in reversed(whole["tensors"]):
+            preparation.add({**whole, "tensors": [tensor]})
+        assert " ".join(preparation.finish(whole).checksums) == engine.checksum
+    assert_serves(rig, second)
 
 
 def test_a_model_that_is_not_staged_is_loaded_in_the_pause(make_rig) -> None:

@@ -32,7 +32,7 @@ def check(space: Allocator, expected: dict[int, int]) -> None:
     assert at == space.size
 
 
-@given(st.lists(st.tuples(st.sampled_from(["alloc", "free", "shrink"]), st.integers(1, 12 * ALIGN),
+@given(st.lists(st.tuples(st.sampled_from(["alloc", "free", "shrink", "split"]), st.integers(1, 12 * ALIGN),
                           st.integers(0, 99))))
 def test_regions_never_overlap_and_free_neighbours_are_joined(steps: list[tuple[str, int, int]]) -> None:
     space, mine = Allocator(SIZE), dict[int, int]()
@@ -47,6 +47,10 @@ def test_regions_never_overlap_and_free_neighbours_are_joined(steps: list[tuple[
             if what == "free":
                 space.free(offset)
                 del mine[offset]
+            elif what == "split":
+                if aligned(nbytes) < mine[offset]:
+                    after = space.split(offset, nbytes)
+                    mine[offset], mine[after] = aligned(nbytes), mine[offset] - aligned(nbytes)
             else:
                 mine[offset] = aligned(min(nbytes, mine[offset]))
                 space.shrink(offset, mine[offset])
@@ -227,11 +231,28 @@ def test_a_rotten_chunk_is_given_up_and_can_come_back() -> None:
     assert chunks.sound(digest) and not chunks.was_rotten(digest)
 
 
-def test_regions_are_given_ahead_only_where_there_is_plenty_of_room() -> None:
-    chunks = ChunkTable(memoryview(bytearray(64 * 40)))
-    assert len(chunks.alloc_ahead(1, 64, 5)) == 5
-    assert len(chunks.alloc_ahead(1, 64, 99)) == 40 - 31 - 5, "as much as 31 of them stays free"
-    assert chunks.alloc_ahead(2, 64, 1) == [] and chunks.alloc_ahead(2, 640, 1) == []
-    assert chunks.stat()["pending"] == 9
+def test_a_region_is_larger_than_asked_for_only_where_there_is_plenty_of_room() -> None:
+    chunks = ChunkTable(memoryview(bytearray(ALIGN * 80)))
+    assert chunks.extent(1, ALIGN, 4 * ALIGN)[1] == 4 * ALIGN
+    assert chunks.extent(1, ALIGN, 99 * ALIGN)[1] == (80 - 4) * ALIGN // 8
+    assert chunks.extent(1, 40 * ALIGN, 99 * ALIGN)[1] == 40 * ALIGN
     chunks.close(1)
     assert chunks.stat()["pending"] == chunks.stat()["used_bytes"] == 0
+
+
+def test_chunks_of_one_extent_lie_one_behind_the_other_and_what_is_left_is_given_back() -> None:
+    chunks = ChunkTable(memoryview(bytearray(ALIGN * 80)))
+    offset, nbytes = chunks.extent(1, 2 * ALIGN, 8 * ALIGN)
+    assert nbytes == 8 * ALIGN
+    chunks.view[:3] = b"abc"
+    chunks.view[ALIGN:ALIGN + 3] = b"abd"  # written before the one in front of it is sealed
+    first = chunks.seal(1, offset, 3, keep_rest=True)
+    assert chunks.stat()["pending"] == 1
+    second = chunks.seal(1, offset + ALIGN, 3, keep_rest=True)
+    chunks.view[2 * ALIGN:2 * ALIGN + 3] = b"abc"
+    again = chunks.seal(1, offset + 2 * ALIGN, 3, keep_rest=True)
+    assert again is first and (first.offset, second.offset) == (0, ALIGN)
+    chunks.view[3 * ALIGN:3 * ALIGN + 3] = b"abe"
+    third = chunks.seal(1, offset + 3 * ALIGN, 3)
+    assert third.offset == 3 * ALIGN
+    assert chunks.stat()["pending"] == 0 and chunks.stat()["used_bytes"] == 3 * ALIGN

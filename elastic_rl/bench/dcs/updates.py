@@ -57,8 +57,9 @@ class Hub:
             version = self._heads[i].get(_HEAD_S)
         if version is None:
             raise EngineFailed("no version came")
-        with self._pullers[i].pull(STREAM, version.number) as pulled:
-            self._engines[i].apply(self._engines[i].prepare(pulled.reference()), version.number)
+        engine, puller = self._engines[i], self._pullers[i]
+        with engine.preparing() as new, puller.pull(STREAM, version.number, on_part=new.add) as pulled:
+            engine.apply(new.finish(pulled.reference()), version.number)
 
     def forget(self) -> None:
         self._sweep()
