@@ -149,7 +149,7 @@ def test_the_link_row_is_a_share_of_the_raw_link() -> None:
 
 
 def test_the_fleet_is_measured_in_single_pulls_and_in_copies_sent() -> None:
-    rows = by_id(fleet.rows(64_000_000, [1.0, 1.1, 1.2], [2.0, 2.2, 2.4], [70e6, 96e6, 100e6]))
+    rows = by_id(fleet.rows("P2-fleet", 64_000_000, 64e6, [1.0, 1.1, 1.2], [2.0, 2.2, 2.4], [70e6, 96e6, 100e6]))
     assert rows["P2-fleet"].value == pytest.approx(2.0) and rows["P2-fleet"].met is True
     assert rows["P2-fleet-sent"].value == pytest.approx(1.5) and rows["P2-fleet-s"].limit == pytest.approx(1.0)
 
@@ -298,6 +298,6 @@ def test_results_are_appended_with_their_command_and_the_machine(tmp_path: Path)
 
 
 def test_rows_survive_json() -> None:
-    shown = json.loads(json.dumps(measure.result("dcs", fleet.rows(64, [1.0], [2.0], [64.0]))))
+    shown = json.loads(json.dumps(measure.result("dcs", fleet.rows("P2-fleet", 64, 64e6, [1.0], [2.0], [64.0]))))
     assert [row["id"] for row in shown["rows"]][:2] == ["P2-fleet", "P2-fleet-sent"]
     assert shown["rows"][0]["op"] == "<=" and shown["rows"][0]["met"] is True

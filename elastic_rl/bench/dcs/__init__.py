@@ -26,7 +26,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "deltas": ("P5-bytes", "P5-encode", "P5-decode"),
     "hold": ("P1",),
     "link": ("P2-link",),
-    "fleet": ("P2-fleet", "P2-fleet-sent"),
+    "fleet": ("P2-fleet", "P2-fleet-sent", "P2-fleet-slow", "P2-fleet-slow-sent"),
     "commit": ("commit-100k",),
     "node_memory": ("memory-node",),
     "stall": ("P3", "memory-trainer"),
