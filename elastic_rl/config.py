@@ -191,6 +191,8 @@ class WarmupConfig(Section):
 
 class TrainerConfig(Section):
     tensor_parallel: Positive = 2
+    pipeline_parallel: Positive = 1
+    """Stages that the layers are divided into, evenly."""
     data_parallel: Positive = 1
     micro_batch_size: Positive = 512
     """Sequences a rank puts through the model at once."""
@@ -201,6 +203,11 @@ class TrainerConfig(Section):
     start_timeout_s: Seconds = 120.0
     step_timeout_s: Seconds = 120.0
     """Longest wait of the controller for one train step."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the trainer group."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
 class EngineConfig(Section):
@@ -305,6 +312,9 @@ class Config(Section):
         for name, n in (("model.num_heads", self.model.num_heads), ("model.num_kv_heads", self.model.num_kv_heads)):
             if n % tp:
                 raise ValueError(f"{name}={n} is not a multiple of trainer.tensor_parallel={tp}")
+        if self.model.num_layers % self.trainer.pipeline_parallel:
+            raise ValueError(f"model.num_layers={self.model.num_layers} is not a multiple of "
+                             f"trainer.pipeline_parallel={self.trainer.pipeline_parallel}")
         if self.train.prompts_per_step % self.trainer.data_parallel:
             raise ValueError("train.prompts_per_step must be a multiple of trainer.data_parallel")
         if any(tls := (self.dcs.tls_cert, self.dcs.tls_key, self.dcs.tls_ca)) and not all(tls):

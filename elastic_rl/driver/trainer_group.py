@@ -75,7 +75,7 @@ class TrainerGroup:
 
     def _start(self) -> None:
         cfg = self.ctx.config
-        world = cfg.trainer.tensor_parallel * cfg.trainer.data_parallel
+        world = cfg.trainer.ranks
         self._placed = Placed("trainer", TrainerHost, str(self.context_file),
                               str((cfg.cluster_dir / "logs" / "trainer.log").resolve()),
                               cpus=float(world), gpus=world if uses_cuda(cfg) else 0,

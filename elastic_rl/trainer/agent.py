@@ -119,7 +119,7 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, _raise_signal)
     return Agent(WorkerSpec(
-        role="trainer", local_world_size=trainer.tensor_parallel * trainer.data_parallel, entrypoint=worker.serve,
+        role="trainer", local_world_size=trainer.ranks, entrypoint=worker.serve,
         args=(context_file,), rdzv_handler=handler, max_restarts=trainer.max_restarts,
         monitor_interval=_MONITOR_INTERVAL_S, master_addr=None), DefaultLogsSpecs(), start_method=method,
         exit_barrier_timeout=5, shutdown_timeout=_RANK_GRACE_S)

@@ -83,6 +83,12 @@ _LAYER = {
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
+def with_layer_offset(megatron_name: str, first: int) -> str:
+    """The name in the whole model of a parameter of a pipeline stage whose layers begin with ``first``."""
+    match = _LAYER_NAME.fullmatch(megatron_name)
+    return f"decoder.layers.{int(match[1]) + first}.{match[2]}" if match else megatron_name
+
+
 def rule_of(megatron_name: str) -> Rule:
     """The rule of a Megatron parameter. Raises ConfigError for one that has no HF counterpart here."""
     if megatron_name in _TOP:

@@ -15,7 +15,7 @@ from elastic_rl.config import Config
 from elastic_rl.errors import ConfigError
 from elastic_rl.trainer import hf_layout
 from elastic_rl.trainer.hf_layout import Geometry
-from elastic_rl.trainer.parallel import Parallel, gather_shards
+from elastic_rl.trainer.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,23 @@ class Policy:
         return self.ddp.module
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """(Megatron name, this rank's shard), in a fixed order."""
-        yield from self.module.named_parameters()
+        """(Megatron name, this rank's shard), in a fixed order. Layers are counted through the whole model."""
+        first = self.par.pp_rank * (self.shape.layers // self.par.pp)
+        for name, param in self.module.named_parameters():
+            yield hf_layout.with_layer_offset(name, first), param
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [N, T] int64, right-padded → this rank's columns of the logits [N, T, padded_vocab / TP].
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [N, T] int64, right-padded → this rank's columns of the logits [N, T, padded_vocab / TP]; on other
+        than the last pipeline stage the hidden states for the next one [T, N, hidden].
 
         Padding columns hold the dtype's minimum, so that they have no probability.
         """
         n, width = tokens.shape
         positions = torch.arange(width, device=tokens.device).expand(n, width)
         mask = torch.ones(width, width, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-        logits = self.ddp(tokens, positions, mask)
+        logits: torch.Tensor = self.ddp(tokens, positions, mask)
+        if not self.par.is_last_stage:
+            return logits
         first = self.par.tp_rank * logits.shape[-1]
         real = self.geometry.vocab - first
         if real < logits.shape[-1]:
@@ -114,17 +119,6 @@ class Policy:
                 tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 (no mapping)
         self.load_hf(tensors)
 
-    def to_hf(self, shards: Mapping[str, torch.Tensor] | None = None, prefix: str = "") -> Iterator[
-            tuple[str, torch.Tensor]]:
-        """Yields (prefix + HF name, full tensor) on every rank of the tensor-parallel group: a collective.
-
-        ``shards`` replaces the parameters by tensors of the same names and layout, such as Adam's moments.
-        """
-        named = [(n, (p if shards is None else shards[n]).detach()) for n, p in self.parameters()]
-        for name, parts in gather_shards(named, self.par):
-            for hf_name, full in hf_layout.merge(hf_layout.rule_of(name), parts, self.geometry).items():
-                yield prefix + hf_name, full
-
 
 def _uses_te(cfg: Config, par: Parallel) -> bool:
     spec = cfg.device.layer_spec
@@ -144,6 +138,8 @@ def _build(shape: Shape, geometry: Geometry, cfg: Config, par: Parallel) -> torc
     config = TransformerConfig(
         num_layers=shape.layers, hidden_size=shape.hidden, ffn_hidden_size=shape.ffn, num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads, kv_channels=shape.head_dim, tensor_model_parallel_size=par.tp,
+        pipeline_model_parallel_size=par.pp, variable_seq_lengths=par.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # none in a dense model; the default does not go with these lengths
         params_dtype=torch.float32, pipeline_dtype=torch.float32, use_cpu_initialization=par.device.type == "cpu",
         perform_initialization=False,  # weights come from the HF folder or from a trainer_state
         normalization="RMSNorm", layernorm_epsilon=shape.norm_eps, qk_layernorm=True, gated_linear_unit=True,
@@ -157,7 +153,7 @@ def _build(shape: Shape, geometry: Geometry, cfg: Config, par: Parallel) -> torc
     model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=geometry.padded_vocab,
                      max_sequence_length=shape.max_positions, parallel_output=True,
                      share_embeddings_and_output_weights=False, position_embedding_type="rope",
-                     rotary_base=shape.rope_theta)
+                     rotary_base=shape.rope_theta, pre_process=par.pp_rank == 0, post_process=par.is_last_stage)
     return model.to(par.device)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +15,8 @@ from elastic_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place in the trainer group. Ranks of one tensor-parallel group are neighbours."""
+    """This rank's place in the trainer group. Ranks of one tensor-parallel group are neighbours, and so are those of
+    one pipeline stage."""
 
     rank: int
     world: int
@@ -25,6 +25,19 @@ class Parallel:
     dp: int
     dp_rank: int
     device: torch.device
+    pp: int = 1
+    pp_rank: int = 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the model's output comes out here."""
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def stage(self) -> range:
+        """The ranks that have the same layers."""
+        size = self.world // self.pp
+        return range(self.pp_rank * size, (self.pp_rank + 1) * size)
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -68,64 +81,21 @@ def init(cfg: Config) -> Parallel:
     timeout = timedelta(seconds=trainer.collective_timeout_s)
     dist.init_process_group(backend, timeout=timeout)
     world = dist.get_world_size()
-    if world != trainer.tensor_parallel * trainer.data_parallel:
+    if world != trainer.ranks:
         raise ConfigError(f"{world} ranks for trainer.tensor_parallel={trainer.tensor_parallel} "
+                          f"x trainer.pipeline_parallel={trainer.pipeline_parallel} "
                           f"x trainer.data_parallel={trainer.data_parallel}")
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tensor_parallel,
+        pipeline_model_parallel_size=trainer.pipeline_parallel,
         distributed_timeout_minutes=max(1, round(trainer.collective_timeout_s / 60)),
         create_gloo_process_groups=False)
     return Parallel(rank=dist.get_rank(), world=world, tp=trainer.tensor_parallel,
                     tp_rank=parallel_state.get_tensor_model_parallel_rank(), dp=trainer.data_parallel,
-                    dp_rank=parallel_state.get_data_parallel_rank(), device=device)
-
-
-def gather_shards(shards: Sequence[tuple[str, torch.Tensor]], par: Parallel, *,
-                  bucket_bytes: int = 64 << 20) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Yields (name, [shard of TP rank 0, 1, …]) on every rank of the tensor-parallel group, in the order given.
-
-    Every rank passes the same names and shapes, all of one dtype. Tensors travel packed in buckets: one broadcast per
-    rank and bucket on gloo (whose all_gather is eight times slower), one all_gather on NCCL.
-    """
-    if par.tp == 1:
-        for name, tensor in shards:
-            yield name, [tensor]
-        return
-    for bucket in _buckets(shards, bucket_bytes):
-        flat = torch.cat([t.detach().reshape(-1) for _, t in bucket])
-        parts = _gather_flat(flat, par)
-        offset = 0
-        for name, tensor in bucket:
-            yield name, [p[offset:offset + tensor.numel()].view(tensor.shape) for p in parts]
-            offset += tensor.numel()
-
-
-def _buckets(shards: Sequence[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for item in shards:
-        if bucket and size + item[1].nbytes > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(item)
-        size += item[1].nbytes
-    if bucket:
-        yield bucket
-
-
-def _gather_flat(flat: torch.Tensor, par: Parallel) -> list[torch.Tensor]:
-    if dist.get_backend(par.tp_group) != "gloo":
-        parts = [torch.empty_like(flat) for _ in range(par.tp)]
-        dist.all_gather(parts, flat, group=par.tp_group)
-        return parts
-    parts = []
-    for source, global_rank in enumerate(dist.get_process_group_ranks(par.tp_group)):
-        part = flat if source == par.tp_rank else torch.empty_like(flat)
-        dist.broadcast(part, src=global_rank, group=par.tp_group)
-        parts.append(part)
-    return parts
+                    dp_rank=parallel_state.get_data_parallel_rank(), device=device, pp=trainer.pipeline_parallel,
+                    pp_rank=parallel_state.get_pipeline_model_parallel_rank())
 
 
 def sum_over_data(values: torch.Tensor, par: Parallel) -> torch.Tensor:
@@ -139,4 +109,14 @@ def max_over_data(values: torch.Tensor, par: Parallel) -> torch.Tensor:
     """Element-wise maximum over the data-parallel group, in place."""
     if par.dp > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=par.dp_group)
+    return values
+
+
+def from_last_stage(values: torch.Tensor, par: Parallel) -> torch.Tensor:
+    """A small tensor of the last pipeline stage on every stage, in place."""
+    if par.pp > 1:
+        from megatron.core import parallel_state
+
+        dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                       group=parallel_state.get_pipeline_model_parallel_group())
     return values

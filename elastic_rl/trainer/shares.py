@@ -40,12 +40,13 @@ def gather_to_owners(shards: Sequence[torch.Tensor], whole: Sequence[bool], par:
                      ) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yields (index, [shard of TP rank 0, 1, …]) of the tensors that this rank owns.
 
-    A collective of the tensor-parallel group; every rank passes tensors of the same shapes and of one dtype. What is
-    ``whole`` on every rank does not travel: its list has one tensor. Beyond its own shards a rank holds one bucket, and
+    A collective of the tensor-parallel group; every rank of a pipeline stage passes tensors of the same shapes and of
+    one dtype, and the stage's ranks divide them among themselves. What is ``whole`` on every rank does not travel: its
+    list has one tensor. Beyond its own shards a rank holds one bucket, and
     whatever the caller makes of the tensors that it was given last.
     """
     full = [t.nbytes * (1 if w else par.tp) for t, w in zip(shards, whole, strict=True)]
-    owners = assign(full, par.world)
+    owners = [par.stage[i] for i in assign(full, len(par.stage))]
     mine = [i for i, owner in enumerate(owners) if owner == par.rank]
     for i in mine:
         if whole[i] or par.tp == 1:

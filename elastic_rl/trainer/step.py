@@ -4,7 +4,7 @@ the tokens of all of them, so the gradient does not depend on how the group is c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from elastic_rl.data.tasks import Problem
 from elastic_rl.trainer.batch import TrainBatch
 from elastic_rl.trainer.model import Policy
 from elastic_rl.trainer.optimizer import Adam
-from elastic_rl.trainer.parallel import Parallel, max_over_data, sum_over_data
+from elastic_rl.trainer.parallel import Parallel, from_last_stage, max_over_data, sum_over_data
+from elastic_rl.trainer.pipeline import Finish, run
 
 _MEANS = ("loss", "logprob_diff_mean", "ratio_mean", "clip_fraction", "kl")
 """Metrics that are means over tokens; a rank adds its part of each."""
@@ -44,15 +45,16 @@ class Window:
         return cls(rows, position - 1, tokens.gather(1, position), mask)
 
 
-def response_logprobs(policy: Policy, tokens: torch.Tensor, window: Window) -> torch.Tensor:
+def response_logprobs(logits: torch.Tensor, window: Window) -> torch.Tensor:
     """log p(token | before) at temperature 1 for the window's tokens: [N, R] fp32, defined where the mask is 1.
 
-    Vocab-parallel: only the maximum, the sum and the picked logit cross the tensor-parallel group.
+    ``logits``: this rank's columns, of all tokens but the last: [N, T - 1, padded_vocab / TP]. Only the maximum, the
+    sum and the picked logit cross the tensor-parallel group.
     """
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    logits = policy.logits(tokens[:, :-1])[window.rows, window.at]  # nothing is predicted from the last token
-    return -vocab_parallel_cross_entropy(logits.float().contiguous(), window.targets)
+    picked = logits[window.rows, window.at]
+    return -vocab_parallel_cross_entropy(picked.float().contiguous(), window.targets)
 
 
 def _micro(count: int, size: int) -> Iterator[slice]:
@@ -93,63 +95,94 @@ class Stepper:
         self.adam.zero_grad()
         total = float(batch.response_len.sum())
         mine = batch.rows(self.par.share(batch.samples))
+        parts = [mine.rows(part) for part in _micro(mine.samples, self.cfg.trainer.micro_batch_size)]
         sums = dict.fromkeys(_MEANS, 0.0)  # also where this rank's share has no row
         worst = 0.0
-        for part in _micro(mine.samples, self.cfg.trainer.micro_batch_size):
-            stats, difference = self._micro_batch(mine.rows(part), total)
+
+        def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
+            nonlocal worst
+            loss, stats, difference = self._loss_of(parts[number], logits, total)
             worst = max(worst, difference)
             for name in _MEANS:
                 sums[name] += stats.get(name, 0.0)
-        summed = sum_over_data(torch.tensor(list(sums.values()), device=self.par.device), self.par).tolist()
-        worst = float(max_over_data(torch.tensor([worst], device=self.par.device), self.par))
+            return loss
+
+        self._run([part.tokens for part in parts], finish, train=True)
+        summed = self._of_all(list(sums.values()))
+        worst = self._of_all([worst], max_over_data)[0]
         return {**dict(zip(sums, summed, strict=True)), "logprob_diff_max": worst, "tokens": total}
 
-    def _micro_batch(self, rows: TrainBatch, total: float) -> tuple[dict[str, float], float]:
+    def _run(self, tokens: Sequence[torch.Tensor], finish: Finish, *, train: bool) -> None:
+        # Nothing is predicted from the last token.
+        run(self.policy, [t[:, :-1].to(self.par.device) for t in tokens], finish, train=train)
+
+    def _of_all(self, values: list[float], over_data: Callable[[torch.Tensor, Parallel], torch.Tensor] = sum_over_data
+                ) -> list[float]:
+        """What the last stage has, over all replicas."""
+        tensor = over_data(torch.tensor(values, device=self.par.device), self.par)
+        return [float(v) for v in from_last_stage(tensor, self.par).tolist()]
+
+    def _loss_of(self, rows: TrainBatch, logits: torch.Tensor, total: float
+                 ) -> tuple[torch.Tensor, dict[str, float], float]:
+        """A micro-batch's part of the loss and of the metrics, and its largest difference of log-probs."""
         dev = self.par.device
-        tokens = rows.tokens.to(dev)
-        window = Window.of(tokens, rows.prompt_len.to(dev), rows.response_len.to(dev), rows.engine_logprobs.shape[1])
+        window = Window.of(rows.tokens.to(dev), rows.prompt_len.to(dev), rows.response_len.to(dev),
+                           rows.engine_logprobs.shape[1])
         old = rows.engine_logprobs.to(dev)
-        logp = response_logprobs(self.policy, tokens, window)
+        logp = response_logprobs(logits, window)
         clip = self.cfg.algorithm
         loss, stats = self._loss(logp, old, rows.advantages.to(dev), window.mask, clip.clip_low, clip.clip_high)
         # The loss is a mean over this micro-batch's tokens; weighted by its share it adds up to the mean over all.
         weight = float(window.mask.sum()) / total
-        (loss * weight).backward()
         difference = ((logp.detach() - old).abs() * window.mask)
         means = {k: float(v) * weight for k, v in stats.items()}
         means |= {"loss": float(loss.detach()) * weight, "logprob_diff_mean": float(difference.sum()) / total}
-        return means, float(difference.max())
+        return loss * weight, means, float(difference.max())
 
     def sft(self, problems: list[Problem], *, pad: int, lr: float) -> float:
         """One supervised update on the problems' answers; returns the mean loss a token, over all ranks."""
         self.adam.zero_grad()
-        tokens, prompt_len, response_len = encode(problems, pad)
-        total = float(response_len.sum())
-        share = self.par.share(len(problems))
-        width, dev = int(response_len.max()), self.par.device
+        tokens, windows, total = self._windows(problems, pad, self.par.share(len(problems)))
         loss_sum = 0.0
-        for part in _micro(share.stop - share.start, self.cfg.trainer.micro_batch_size):
-            rows = slice(share.start + part.start, share.start + part.stop)
-            mine = tokens[rows].to(dev)
-            window = Window.of(mine, prompt_len[rows].to(dev), response_len[rows].to(dev), width)
-            loss = -(response_logprobs(self.policy, mine, window) * window.mask).sum() / total
-            loss.backward()
+
+        def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
+            nonlocal loss_sum
+            window = windows[number]
+            loss = -(response_logprobs(logits, window) * window.mask).sum() / total
             loss_sum += float(loss.detach())
+            return loss
+
+        self._run(tokens, finish, train=True)
         self.adam.reduce_and_step(lr)
-        return float(sum_over_data(torch.tensor([loss_sum], device=dev), self.par))
+        return self._of_all([loss_sum])[0]
 
     @torch.no_grad()
     def exact_match(self, problems: list[Problem], *, pad: int) -> float:
         """Share of the problems whose answer is what greedy decoding gives. One teacher-forced pass is enough: greedy
-        decoding reproduces the answer exactly when every token of it is the argmax after the ones before it."""
-        tokens, prompt_len, response_len = encode(problems, pad)
-        width, dev, right = int(response_len.max()), self.par.device, 0
-        for part in _micro(len(problems), self.cfg.trainer.micro_batch_size):
-            mine = tokens[part].to(dev)
-            window = Window.of(mine, prompt_len[part].to(dev), response_len[part].to(dev), width)
-            best = self._argmax(self.policy.logits(mine[:, :-1])[window.rows, window.at])
+        decoding reproduces the answer exactly when every token of it is the argmax after the ones before it. Every
+        replica takes all of them."""
+        tokens, windows, _ = self._windows(problems, pad, slice(0, len(problems)))
+        right = 0
+
+        def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
+            nonlocal right
+            window = windows[number]
+            best = self._argmax(logits[window.rows, window.at])
             right += int(((best == window.targets) | (window.mask == 0)).all(dim=1).sum())
-        return right / len(problems)
+            return logits.new_zeros(())
+
+        self._run(tokens, finish, train=False)
+        return self._of_all([float(right)], lambda values, _: values)[0] / len(problems)
+
+    def _windows(self, problems: list[Problem], pad: int, share: slice
+                 ) -> tuple[list[torch.Tensor], list[Window], float]:
+        """Micro-batches of this share: their tokens and windows; and the answers' tokens of all problems."""
+        tokens, prompt_len, response_len = encode(problems, pad)
+        width, dev = int(response_len.max()), self.par.device
+        parts = [slice(share.start + part.start, share.start + part.stop)
+                 for part in _micro(share.stop - share.start, self.cfg.trainer.micro_batch_size)]
+        windows = [Window.of(tokens[p].to(dev), prompt_len[p].to(dev), response_len[p].to(dev), width) for p in parts]
+        return [tokens[p] for p in parts], windows, float(response_len.sum())
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region

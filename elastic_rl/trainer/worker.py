@@ -191,7 +191,8 @@ def _serve(ctx: RunContext, store: Store, rank: int) -> None:
         worker = Rank(ctx, store, par, member, desk)
         if rank == 0:
             kind = "trainer.restarted" if restarts() else "trainer.started"
-            events.emit(store, ctx.keys, kind, "trainer", f"group of {par.world} ranks, TP={par.tp} DP={par.dp}",
+            events.emit(store, ctx.keys, kind, "trainer",
+                        f"group of {par.world} ranks, TP={par.tp} PP={par.pp} DP={par.dp}",
                         severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),
                         incarnation=member.incarnation)
         freeze_heap()

@@ -1,4 +1,5 @@
-"""One rank of the Megatron tests: works off FOLDER/plan.json and writes FOLDER/<name>.safetensors for each scenario."""
+"""One rank of the Megatron tests: works off FOLDER/plan.json and writes FOLDER/<name>-<rank>.safetensors, its share of
+the result, for each scenario."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from elastic_rl.trainer import parallel
 from elastic_rl.trainer.batch import TrainBatch
 from elastic_rl.trainer.model import Policy, Shape
 from elastic_rl.trainer.optimizer import Adam
-from elastic_rl.trainer.snapshot import capture, restore
+from elastic_rl.trainer.pipeline import run
+from elastic_rl.trainer.snapshot import extras, restore, share, weights
 from elastic_rl.trainer.step import Stepper
+
+BUCKET = 1 << 16
 
 
 def synthetic(cfg: Config, samples: int) -> TrainBatch:
@@ -35,31 +39,52 @@ def synthetic(cfg: Config, samples: int) -> TrainBatch:
                       policy_versions=torch.ones(samples, dtype=torch.int64))
 
 
+def logits(policy: Policy, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Whole ones, at one rank of those that have them."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+
+    out: dict[str, torch.Tensor] = {}
+
+    def finish(number: int, part: torch.Tensor) -> torch.Tensor:
+        full = gather(part.contiguous())
+        if policy.par.tp_rank == policy.par.dp_rank == 0:
+            out["logits"] = full
+        return part.new_zeros(())
+
+    with torch.no_grad():
+        run(policy, [tokens], finish, train=False)
+    return out
+
+
+def state(policy: Policy, adam: Adam) -> dict[str, torch.Tensor]:
+    """This rank's share of a trainer_state."""
+    return {name: t.clone() for _, name, t in (*weights(policy, BUCKET), *extras(policy, adam, BUCKET))}
+
+
 def perform(scenario: str, model: Path, folder: Path, cfg: Config, par: parallel.Parallel) -> dict[str, torch.Tensor]:
-    """One scenario on a fresh model; what it returns is written by rank 0."""
+    """One scenario on a fresh model; this rank's share of what comes of it."""
     policy = Policy(Shape.read(model), cfg, par)
     adam = Adam(policy, cfg)
     stepper = Stepper(policy, adam, cfg, par)
     if scenario == "restore":
         restore(policy, adam, load_file(folder / "state.safetensors"), updates=2)
-        return capture(policy, adam)
+        return state(policy, adam)
     policy.load_folder(model)
     if scenario == "logits":
-        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
         tokens = load_file(folder / "tokens.safetensors")["tokens"].clamp(max=policy.shape.vocab - 1)
-        with torch.no_grad():
-            return {"logits": gather(policy.logits(tokens).contiguous())} | dict(policy.to_hf())
+        return logits(policy, tokens) | {name: t for _, name, t in weights(policy, BUCKET)}
     if scenario == "gradients":
         from megatron.core.distributed import finalize_model_grads
         metrics = stepper.gradients(synthetic(cfg, 64))
         finalize_model_grads([policy.ddp])
-        loss = {"loss": torch.tensor([metrics["loss"]])}
-        return loss | dict(policy.to_hf({n: p.main_grad for n, p in policy.parameters()}))
+        grads = share(policy, {n: p.main_grad for n, p in policy.parameters()}, BUCKET)
+        loss = {"loss": torch.tensor([metrics["loss"]])} if par.rank == 0 else {}
+        return loss | {name: t for _, name, t in grads}
     if scenario == "train":
         batch = synthetic(cfg, 64)
         metrics_of_steps = [stepper.train(batch, step) for step in (1, 2)]
         (folder / f"metrics-{par.rank}.json").write_text(json.dumps(metrics_of_steps))
-        return capture(policy, adam)
+        return state(policy, adam)
     raise ValueError(scenario)
 
 
@@ -69,8 +94,7 @@ def main(folder: Path) -> None:
     par = parallel.init(cfg)
     for name, scenario, model in plan["scenarios"]:
         out = perform(scenario, Path(model), folder, cfg, par)
-        if par.rank == 0:
-            save_file({k: v.contiguous() for k, v in out.items()}, folder / f"{name}.safetensors")
+        save_file({k: v.contiguous() for k, v in out.items()}, folder / f"{name}-{par.rank}.safetensors")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -1,4 +1,5 @@
-"""A trainer group under torch elastic, with real etcd and a real DCS node: it trains, loses a rank, and goes on."""
+"""A trainer group under torch elastic, with real etcd and a real DCS node: it trains, loses a rank, and goes on. Its
+ranks are two pipeline stages; the main job's (``e2e``) are tensor-parallel."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from dcs_nodes import await_node, spawn_node
 from etcd_server import EtcdServers
+from safetensors import safe_open
 
 from elastic_rl import config
 from elastic_rl.context import RunContext
@@ -26,6 +28,7 @@ from elastic_rl.coordinator.membership import members
 from elastic_rl.coordinator.store import Store
 from elastic_rl.data.tasks import Addition
 from elastic_rl.data.tiny_model import make_model_dir
+from elastic_rl.dcs.puller import Puller
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.processes import python, spawn, stop, wait_until
 from elastic_rl.trainer.batch import TrainBatch
@@ -63,7 +66,8 @@ def group(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "job": job, "seed": 1, "device": {"type": "cpu"}, "run_dir": str(folder / "runs"),
         "etcd": {"call_timeout_s": 2.0}, "dcs": {"arena_bytes": 64 << 20},
         "warmup": {"max_steps": 20, "eval_every_steps": 10, "target_heldout": 1.0},
-        "train": {"state_every_steps": 2, "prompts_per_step": 8}, "trainer": {"tensor_parallel": 2}})
+        "train": {"state_every_steps": 2, "prompts_per_step": 8},
+        "trainer": {"tensor_parallel": 1, "pipeline_parallel": 2}})
     keys = Keys(job)
     with Store(etcd.endpoints, call_timeout_s=2.0) as store:
         epoch = epochs.raise_epoch(store, keys, holder="test").number
@@ -109,6 +113,12 @@ def test_a_group_warms_up_publishes_trains_and_resumes_after_kill_9_of_a_rank(gr
     assert [m["policy_version"] for m in metrics] == [warm.policy_version + s for s in (1, 2, 3)]
     assert [bool(m["state_version"]) for m in metrics] == [False, True, False]
     assert all(m["tokens"] == int(batch.response_len.sum()) and m["grad_norm"] > 0 for m in metrics)
+
+    with (Puller(group.store, group.keys, "test", pin_ttl_s=5, io_timeout_s=10) as puller,
+          puller.pull("policy", warm.policy_version + 3) as pulled):
+        published = [(t.name, t.shape) for t in pulled.manifest.tensors]
+    with safe_open(Path(group.ctx.model_dir) / "model.safetensors", framework="pt") as file:
+        assert sorted(published) == [(n, tuple(file.get_slice(n).get_shape())) for n in sorted(file.keys())]
 
     victim = psutil.Process(group.rank(1))
     killed_at = time.monotonic()
