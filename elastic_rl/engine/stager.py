@@ -134,8 +134,10 @@ class Asking:
             self._all({"do": "begin"})
         except ConnectionRefusedError:
             self.possible = False
-        except BaseException:
+        except BaseException as e:
             self.close()
+            if isinstance(e, OSError):
+                raise StagingFailed(f"a scheduler cannot be asked to stage weights: {e}") from e
             raise
 
     def add(self, reference: dict[str, Any]) -> None:

@@ -81,6 +81,15 @@ def test_what_goes_wrong_is_told_and_the_next_version_is_staged(raised: Exceptio
     assert stage(secret, {"x": 2}) == ["sum"]
 
 
+def test_a_stager_that_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(stager, "Client", fail)
+    with pytest.raises(StagingFailed, match="too many open files"):
+        stager.Asking(stager.new_secret(), 1, timeout_s=5)
+
+
 def test_one_that_takes_too_long_is_told_after_the_time() -> None:
     secret, go = stager.new_secret(), threading.Event()
     start(secret, 0, Loader(on_add=lambda: go.wait(10)))
