@@ -3,11 +3,12 @@ anything is allocated; errors cross the wire by name and come out as the same ty
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 from collections.abc import Callable
 from typing import Any
+
+import orjson
 
 from elastic_rl import errors
 from elastic_rl.errors import ElasticRLError, NodeUnavailable
@@ -59,7 +60,7 @@ def configure(sock: socket.socket, *, io_timeout_s: float) -> None:
 def send(sock: socket.socket, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
     """Sends one message; the payload's bytes are not copied on the way. Raises OSError, also for a timeout: a peer must
     take each ``_PIECE`` of it within one."""
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = orjson.dumps(header)
     if len(text) > MAX_HEADER or len(payload) > MAX_PAYLOAD:
         raise ProtocolError(f"a message of {len(text)} + {len(payload)} bytes is too large")
     sock.sendall(_PREAMBLE.pack(MAGIC, len(text), len(payload)) + text)
@@ -86,7 +87,7 @@ def receive(sock: socket.socket, into: Receiver | None = None, *, max_header: in
     text = bytearray(header_bytes)
     _fill(sock, memoryview(text))
     try:
-        header = json.loads(text)
+        header = orjson.loads(text)
     except ValueError as e:
         raise ProtocolError(f"a message's header is not JSON: {e}") from e
     if not isinstance(header, dict):
