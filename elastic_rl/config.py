@@ -87,6 +87,10 @@ class DcsConfig(Section):
     """Address a DCS node binds."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the node; 0: a free one."""
+    advertise_host: str = ""
+    """Address under which others reach the node where it is not the one that it binds (0.0.0.0, NAT, containers)."""
+    advertise_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """And the port; 0: the one that it binds."""
     io_timeout_s: Seconds = 30.0
     """Longest wait for one answer of a node."""
 
@@ -312,6 +316,8 @@ class Config(Section):
         for name, n in (("model.num_heads", self.model.num_heads), ("model.num_kv_heads", self.model.num_kv_heads)):
             if n % tp:
                 raise ValueError(f"{name}={n} is not a multiple of trainer.tensor_parallel={tp}")
+        if self.dcs.host in ("", "0.0.0.0", "::") and not self.dcs.advertise_host:
+            raise ValueError(f"dcs.host={self.dcs.host!r} is no address to reach a node at: set dcs.advertise_host")
         if self.model.num_layers % self.trainer.pipeline_parallel:
             raise ValueError(f"model.num_layers={self.model.num_layers} is not a multiple of "
                              f"trainer.pipeline_parallel={self.trainer.pipeline_parallel}")

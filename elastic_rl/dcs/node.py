@@ -57,7 +57,8 @@ def run(cfg: Config, etcd: Sequence[str], node_id: str, stop: threading.Event) -
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store.from_config(cfg.etcd, list(etcd)))
         listener = stack.enter_context(_listen(dcs.host, dcs.port))
-        record = DcsNode(id=node_id, host=dcs.host, port=listener.getsockname()[1], pid=os.getpid(), arena_path="",
+        record = DcsNode(id=node_id, host=dcs.advertise_host or dcs.host,
+                         port=dcs.advertise_port or listener.getsockname()[1], pid=os.getpid(), arena_path="",
                          arena_bytes=dcs.arena_bytes)
         Registration(store, keys, record, ttl_s).check_free()
         disk = _disk(cfg, node_id)
@@ -90,7 +91,7 @@ def run(cfg: Config, etcd: Sequence[str], node_id: str, stop: threading.Event) -
             uploader = Uploader(store, keys, dcs, table, node_id, durable)
             uploader.start()
             stack.callback(uploader.close)
-        log.info("node %s serves %s:%d, arena %s of %d bytes", node_id, dcs.host, record.port, memory.path,
+        log.info("node %s serves %s:%d, arena %s of %d bytes", node_id, record.host, record.port, memory.path,
                  memory.size)
         freeze_heap()
         while not stop.wait(_BEAT_S):

@@ -64,10 +64,9 @@ class Fleet:
             self.port[node_id] = free_port()
             self.link[node_id] = self.links.add(self.port[node_id], self.bytes_per_s)
         settings = {"arena_bytes": 32 * MIB, "disk_bytes": 0, "disk_dir": self.folder / "disk", "orphan_grace_s": 0,
-                    "delta": "false", "port": self.port[node_id], **dcs}
+                    "delta": "false", "port": self.port[node_id], "advertise_port": self.link[node_id].port, **dcs}
         self.process[node_id] = spawn(python(
-            "elastic_rl.bench.dcs.linked_node", "--link-port", str(self.link[node_id].port), "--etcd",
-            ",".join(self.etcd.endpoints), "--id", node_id, f"--job={self.keys.job}",
+            "elastic_rl.dcs.node", "--etcd", ",".join(self.etcd.endpoints), "--id", node_id, f"--job={self.keys.job}",
             f"--run_dir={self.folder / 'runs'}", "--coordinator.lease_ttl_s=3", "--etcd.call_timeout_s=2",
             *(f"--dcs.{key}={value}" for key, value in settings.items())), log=self.folder / f"{node_id}.log")
 

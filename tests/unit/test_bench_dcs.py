@@ -20,7 +20,6 @@ from elastic_rl.bench.dcs import (
     fleet,
     hold,
     link,
-    linked_node,
     memory,
     node_memory,
     silence,
@@ -31,11 +30,8 @@ from elastic_rl.bench.dcs.links import Links, Pace
 from elastic_rl.bench.dcs.weights import Weights
 from elastic_rl.bench.dcs.workers import Worker, WorkerFailed
 from elastic_rl.bench.options import DEFAULT_BYTES, QUICK_BYTES, Options, Unmeasurable, parse_size
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import DcsNode
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.digests import digest_of
-from elastic_rl.dcs.registration import Registration
 from elastic_rl.errors import ConfigError, DeadlineExceeded
 from elastic_rl.measure import Row
 from elastic_rl.processes import free_port, wait_until
@@ -223,14 +219,6 @@ def test_bytes_pass_a_link_unchanged_and_count_at_both_ends() -> None:
     counts = links.counts()
     assert counts["server"]["out"] == counts["caller"]["into"] > 1 << 20
     assert counts["server"]["into"] == counts["caller"]["out"] == 0  # the hello itself is free
-
-
-def test_a_node_behind_a_link_registers_the_port_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Registration, "__init__", Registration.__init__)  # put back afterwards
-    linked_node.register_as(4711)
-    record = DcsNode(id="n", host="127.0.0.1", port=1, pid=1, arena_path="", arena_bytes=1)
-    registration = Registration(None, Keys("j"), record, 5)  # type: ignore[arg-type]
-    assert registration._record.port == 4711
 
 
 def test_memory_is_read_as_the_kernel_writes_it() -> None:

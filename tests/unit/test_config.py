@@ -45,7 +45,8 @@ def test_an_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
 @pytest.mark.parametrize(("override", "said"), [
     ("train.steps=many", "train.steps"), ("train.steps=0", "train.steps"), ("job=Not_A_Name", "job"),
     ("trainer.tensor_parallel=3", "multiple of trainer.tensor_parallel=3"),
-    ("coordinator.ports=[1]", "1 ports for 2"),
+    ("trainer.pipeline_parallel=7", "multiple of trainer.pipeline_parallel=7"),
+    ("dcs.host=0.0.0.0", "set dcs.advertise_host"), ("coordinator.ports=[1]", "1 ports for 2"),
     ("train.steps.deeper=1", "train.steps"), ("train.steps=[", "not YAML"),
 ])
 def test_a_wrong_value_is_told_with_its_key(override: str, said: str) -> None:

@@ -61,8 +61,7 @@ def _start(cluster: Cluster, nbytes: int, bytes_per_s: float) -> tuple[Worker, l
         port = free_port()
         link = int(links.call("add", node=name, port=port)["port"])
         # The bytes all differ from those before: a delta would only cost.
-        cluster.start(name, 2 * nbytes + nbytes // 4, port=port, delta="false",
-                      module="elastic_rl.bench.dcs.linked_node", args=("--link-port", str(link)))
+        cluster.start(name, 2 * nbytes + nbytes // 4, port=port, advertise_port=link, delta="false")
     cluster.await_nodes()
     return links, names
 

@@ -1,9 +1,9 @@
 """Slow links: a process through which all traffic between nodes goes, each node with a link of its own whose speed is
 held each way.
 
-A node *registers* the address of its link and not its own (``linked_node``), so whoever talks to it goes through here;
-who that is follows from the first message, which names the calling node. Bytes that node a sends to node b pay at a's
-way out and at b's way in, and are counted at both.
+A node *registers* the address of its link and not its own (``dcs.advertise_port``), so whoever talks to it goes through
+here; who that is follows from the first message, which names the calling node. Bytes that node a sends to node b pay at
+a's way out and at b's way in, and are counted at both.
 """
 
 from __future__ import annotations

@@ -77,13 +77,12 @@ class Cluster:
         self._stack = stack
         self._names = itertools.count(1)
 
-    def start(self, node_id: str, versions_bytes: int, *, module: str = "elastic_rl.dcs.node",
-              args: tuple[str, ...] = (), **dcs: object) -> subprocess.Popen[bytes]:
+    def start(self, node_id: str, versions_bytes: int, **dcs: object) -> subprocess.Popen[bytes]:
         """A node whose arena has room for so many bytes; ``await_nodes`` waits for it."""
         require_memory(SHM, versions_bytes + _SPARE_BYTES)
         settings = {"arena_bytes": versions_bytes + _SPARE_BYTES, "disk_bytes": 0, **dcs}
         process = self.processes[node_id] = spawn(python(
-            module, "--etcd", self.rig.endpoint, "--id", node_id, *args, f"--job={self.keys.job}",
+            "elastic_rl.dcs.node", "--etcd", self.rig.endpoint, "--id", node_id, f"--job={self.keys.job}",
             f"--run_dir={self.rig.folder / 'runs'}", "--coordinator.lease_ttl_s=10", "--etcd.call_timeout_s=5",
             *(f"--dcs.{key}={value}" for key, value in settings.items())),
             log=self._log(node_id))
