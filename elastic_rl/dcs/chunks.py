@@ -224,12 +224,28 @@ class ChunkTable:
         and DiskFull."""
         chunk = self._known(digest)
         with self._tiers.reading(chunk, self._wait_s) as copy, self._lock:
+            return self._locate(chunk, copy, self._located.setdefault(conn, {}).setdefault(token, {}))
+
+    def locate_all(self, digests: Sequence[str], conn: int, token: str) -> list[tuple[str, int, int]] | None:
+        """Digest, offset and bytes of chunks, as by ``locate``, if each is in the arena and was verified less than
+        ``verify_every_s`` ago; None, and nothing is done, otherwise. What most pulls on a publisher's host come down
+        to, under one lock."""
+        with self._lock:
+            chunks: list[tuple[Chunk, Copy]] = []
+            for digest in digests:
+                chunk = self._chunks.get(digest)
+                if chunk is None or chunk.copy is None or not self._tiers.fresh(chunk.copy):
+                    return None
+                chunks.append((chunk, chunk.copy))
             located = self._located.setdefault(conn, {}).setdefault(token, {})
-            if copy.offset not in located:
-                located[copy.offset] = copy
-                copy.users += 1
-            self._use(chunk, None)
-            return copy.offset, chunk.nbytes
+            return [(chunk.digest, *self._locate(chunk, copy, located)) for chunk, copy in chunks]
+
+    def _locate(self, chunk: Chunk, copy: Copy, located: dict[int, Copy]) -> tuple[int, int]:
+        if copy.offset not in located:
+            located[copy.offset] = copy
+            copy.users += 1
+        self._use(chunk, None)
+        return copy.offset, chunk.nbytes
 
     def release(self, conn: int, token: str) -> None:
         """The connection no longer reads what it located under this token."""

@@ -275,6 +275,10 @@ class Server:
     def _fetch(self, session: Session, header: dict[str, Any]) -> list[tuple[str, int, int]]:
         digests, token = [str(d) for d in header["digests"]], header.get("use")
         sizes = header.get("sizes") or {}
+        if token is not None and not header["hold"]:
+            here = self._table.locate_all(digests, session.conn, str(token))
+            if here is not None:
+                return here
 
         def located(chunks: Iterable[Chunk]) -> list[tuple[str, int, int]]:
             if token is None:

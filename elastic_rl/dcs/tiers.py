@@ -242,6 +242,10 @@ class Tiers:
         """How many began so far."""
         return self._verifications
 
+    def fresh(self, copy: Copy) -> bool:
+        """Whether its bytes were verified less than ``verify_every_s`` ago."""
+        return self._clock() - copy.verified_at < self._verify_every_s
+
     def verify(self, chunk: Chunk, copy: Copy, asked: int, *, anew: bool) -> bool:
         """Whether the copy's bytes have the chunk's digest; a rotten copy is given up.
 
@@ -251,7 +255,7 @@ class Tiers:
         with chunk.busy:
             if copy.verification > asked:
                 return True
-            if not anew and self._clock() - copy.verified_at < self._verify_every_s:
+            if not anew and self.fresh(copy):
                 return True
             with self._changed:
                 number, now = self.begin_verification()

@@ -256,3 +256,24 @@ def test_chunks_of_one_extent_lie_one_behind_the_other_and_what_is_left_is_given
     third = chunks.seal(1, offset + 3 * ALIGN, 3)
     assert third.offset == 3 * ALIGN
     assert chunks.stat()["pending"] == 0 and chunks.stat()["used_bytes"] == 3 * ALIGN
+
+
+def test_chunks_are_located_all_at_once_or_not_at_all() -> None:
+    now = [0.0]
+    chunks = ChunkTable(memoryview(bytearray(ALIGN * 80)), orphan_grace_s=0, verify_every_s=60, clock=lambda: now[0])
+    digests = [write(chunks, 1, bytes([i]) * ALIGN) for i in range(3)]
+    chunks.settle(1)
+    assert chunks.locate_all([*digests, "0" * 32], 5, "t") is None
+    assert chunks.stat()["located"] == 0
+    found = chunks.locate_all(digests, 5, "t")
+    assert found == [(d, *chunks.locate(d, 6, "one by one")) for d in digests]
+    chunks.release(6, "one by one")
+    assert chunks.drop(set(), chunks.mark())[0] == 3
+    for i, (_, offset, nbytes) in enumerate(found):
+        assert bytes(chunks.view[offset:offset + nbytes]) == bytes([i]) * ALIGN
+    assert chunks.stat()["used_bytes"] == 3 * ALIGN
+    chunks.release(5, "t")
+    assert chunks.stat()["used_bytes"] == 0
+    old = write(chunks, 1, b"x")
+    now[0] = 60.0
+    assert chunks.locate_all([old], 5, "t") is None, "it is to be verified before it is handed out"
