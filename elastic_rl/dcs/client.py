@@ -25,7 +25,7 @@ Located = tuple[str, int, int]
 """A chunk in a node's arena: digest, offset, bytes."""
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
-Arrivals = Callable[[Sequence[Located]], None]
+OnChunks = Callable[[Sequence[Located]], None]
 """Called with chunks that are here; quick, as the node waits for it."""
 
 _BATCH = 50_000
@@ -183,7 +183,7 @@ class NodeConnection:
 
     def fetch(self, digests: Sequence[str], *, prefer: Sequence[str] = (), hold: bool = False, use: str = "",
               sizes: Mapping[str, int] | None = None, bases: Mapping[str, str] | None = None,
-              on_progress: Progress | None = None, on_chunks: Arrivals | None = None) -> list[Located]:
+              on_progress: Progress | None = None, on_chunks: OnChunks | None = None) -> list[Located]:
         """Makes the node have sound copies of the chunks, from its peers if need be, those in ``prefer`` (ids) first.
 
         ``use``: a token under which the chunks stay where they are until ``release``, or until this closes.
@@ -238,7 +238,7 @@ def _located(answer: Mapping[str, Any]) -> list[Located]:
     return [(str(d), int(offset), int(nbytes)) for d, offset, nbytes in answer.get("chunks", ())]
 
 
-def _teller(before: int, total: int, on_progress: Progress | None, on_chunks: Arrivals | None
+def _teller(before: int, total: int, on_progress: Progress | None, on_chunks: OnChunks | None
             ) -> Callable[[dict[str, Any]], None]:
     """Passes on what a node tells during one request among several."""
     def tell(answer: dict[str, Any]) -> None:

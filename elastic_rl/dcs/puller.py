@@ -257,10 +257,11 @@ def _in_parts(fetch: Callable[..., list[Located]], node: NodeConnection, assembl
                 assembly.add(chunks)
                 if arrived.empty() and (part := assembly.part()) is not None:
                     on_part(part)
-            assembly.add(fetched.result())
+            located = fetched.result()
+            assembly.add(located)
             if (part := assembly.part()) is not None:
                 on_part(part)
-            return fetched.result()
+            return located
         except BaseException:
             node.close()  # ends the fetch
             raise

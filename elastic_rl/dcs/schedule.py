@@ -51,6 +51,7 @@ class Schedule:
         self._flights: dict[int, Flight] = {}
         self._numbers = itertools.count(1)
         self._durations: deque[float] = deque(maxlen=_SAMPLES)
+        self._usual_s = 0.0  # their median
         self._looks_begun = self._looks_done = 0
         self._looked_at = NEVER
 
@@ -180,7 +181,7 @@ class Schedule:
 
     def _ask_every_s(self) -> float:
         """Where transfers take long there is less to hear."""
-        return max(self.limits.ask_every_s, median(self._durations) / 2 if self._durations else 0.0)
+        return max(self.limits.ask_every_s, self._usual_s / 2)
 
     def _question(self, peer: Peer) -> Iterator[str]:
         room = self.limits.ask_most
@@ -302,8 +303,7 @@ class Schedule:
 
     def _patience(self) -> float:
         """Seconds until a get is hedged."""
-        usual = median(self._durations) if self._durations else 0.0
-        return max(self.limits.hedge_after_s, self.limits.hedge_factor * usual)
+        return max(self.limits.hedge_after_s, self.limits.hedge_factor * self._usual_s)
 
     def got(self, number: int, now: float) -> list[int]:
         """The chunk is here: numbers of other gets of it, which are to be cancelled."""
@@ -317,6 +317,7 @@ class Schedule:
         if peer is not None:
             peer.took_s = now - flight.start
             self._durations.append(peer.took_s)
+            self._usual_s = median(self._durations)
             peer.spread_at = min(peer.spread_at + peer.took_s, now)  # until then it was its own turn
             peer.failures = peer.slow = 0
             peer.window = min(peer.window + 1, self.limits.parallel)

@@ -54,9 +54,9 @@ class Loader:
             self._stagings[model] = Staging.of(model, limit_bytes)
         staging = self._stagings[model]
         if staging is None:
-            load_in_place(model, _tensors(request))
+            load_in_place(model, _tensors(request["reference"]))
         elif "ticket" not in request:
-            staging.fill(_tensors(request))
+            staging.fill(_tensors(request["reference"]))
             staging.exchange()
         elif request["ticket"] == self._ticket:
             staging.exchange()
@@ -76,7 +76,7 @@ class Loader:
 
     def add(self, reference: dict[str, Any]) -> None:
         """Brings tensors of the version into the staged weights, verified. Raises ChunkCorrupt."""
-        tensors = list(load_tensors(reference))
+        tensors = _tensors(reference)
         for staging in filter(None, self._stagings.values()):
             staging.add(tensors)
 
@@ -105,9 +105,9 @@ def load(model: nn.Module, named_tensors: Tensors) -> None:
     _loader.load(model, json.loads(packed.cpu().numpy().tobytes()), int(os.environ[LIMIT_ENV]))
 
 
-def _tensors(request: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def _tensors(reference: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     # A list, not the iterator: all digests are checked before the first parameter changes. They are views.
-    return list(load_tensors(request["reference"]))
+    return list(load_tensors(reference))
 
 
 def _rank() -> int:

@@ -9,6 +9,7 @@ untouched, so a failure here costs nothing. Messages are JSON; nothing is unpick
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import hmac
 import json
@@ -125,20 +126,23 @@ class Asking:
         """``timeout_s``: for each request. Where a rank has no stager, since its model cannot be staged, ``possible``
         is false."""
         self._secret, self._timeout_s = secret, timeout_s
-        self._pool = ThreadPoolExecutor(ranks, thread_name_prefix="stage")
         self._ranks: list[Connection] = []
-        self.possible = True
+        with contextlib.ExitStack() as stack:
+            self._pool = stack.enter_context(ThreadPoolExecutor(ranks, thread_name_prefix="stage"))
+            self.possible = self._connect(ranks, stack)
+            if self.possible:
+                self._all({"do": "begin"})
+            self._open = stack.pop_all()
+
+    def _connect(self, ranks: int, stack: contextlib.ExitStack) -> bool:
         try:
             for rank in range(ranks):
-                self._ranks.append(Client(_address(secret, rank), family="AF_UNIX"))
-            self._all({"do": "begin"})
+                self._ranks.append(stack.enter_context(Client(_address(self._secret, rank), family="AF_UNIX")))
         except ConnectionRefusedError:
-            self.possible = False
-        except BaseException as e:
-            self.close()
-            if isinstance(e, OSError):
-                raise StagingFailed(f"a scheduler cannot be asked to stage weights: {e}") from e
-            raise
+            return False
+        except OSError as e:
+            raise StagingFailed(f"a scheduler cannot be asked to stage weights: {e}") from e
+        return True
 
     def add(self, reference: dict[str, Any]) -> None:
         """Stages some tensors."""
@@ -167,9 +171,7 @@ class Asking:
             raise StagingFailed(f"a scheduler went while it staged the weights: {type(e).__name__}") from e
 
     def close(self) -> None:
-        for stager in self._ranks:
-            stager.close()
-        self._pool.shutdown()
+        self._open.close()
 
     def __enter__(self) -> Self:
         return self

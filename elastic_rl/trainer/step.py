@@ -172,7 +172,7 @@ class Stepper:
             return logits.new_zeros(())
 
         self._run(tokens, finish, train=False)
-        return self._of_all([float(right)], lambda values, _: values)[0] / len(problems)
+        return int(from_last_stage(torch.tensor([right], device=self.par.device), self.par)) / len(problems)
 
     def _windows(self, problems: list[Problem], pad: int, share: slice
                  ) -> tuple[list[torch.Tensor], list[Window], float]:
