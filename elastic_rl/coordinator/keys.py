@@ -38,6 +38,13 @@ class Keys:
     def job_status(self) -> str:
         return f"{self.root}job"
 
+    def steps_prefix(self) -> str:
+        """Points of the run's curves."""
+        return f"{self.root}steps/"
+
+    def step_point(self, step: int) -> str:
+        return f"{self.steps_prefix()}{step:09d}"
+
     def members_prefix(self, role: str = "") -> str:
         return f"{self.root}members/" + (f"{role}/" if role else "")
 
@@ -58,6 +65,46 @@ class Keys:
 
     def engine(self, engine_id: str) -> str:
         return self.engines_prefix() + engine_id
+
+    def operations_prefix(self) -> str:
+        return f"{self.root}operations/"
+
+    def operation(self, operation_id: str) -> str:
+        return self.operations_prefix() + operation_id
+
+    def idempotency_prefix(self) -> str:
+        """What each Idempotency-Key led to, for a day."""
+        return f"{self.root}idempotency/"
+
+    def idempotency(self, digest: str) -> str:
+        return self.idempotency_prefix() + digest
+
+    def restarts_prefix(self) -> str:
+        return f"{self.root}restarts/"
+
+    def restart(self, target: str) -> str:
+        """The wish that ``target`` (engines/ID, roles/NAME, trainer, job) is started anew."""
+        return self.restarts_prefix() + target
+
+    def faults_prefix(self) -> str:
+        """What the failure policy remembers of each part: when it failed, and how far the run was then."""
+        return f"{self.root}faults/"
+
+    def fault(self, target: str) -> str:
+        return self.faults_prefix() + target
+
+    def paces_prefix(self) -> str:
+        """How long each role usually takes between two signs of progress."""
+        return f"{self.root}paces/"
+
+    def pace(self, role: str) -> str:
+        return self.paces_prefix() + role
+
+    def silences_prefix(self) -> str:
+        return f"{self.root}silences/"
+
+    def silence(self, silence_id: str) -> str:
+        return self.silences_prefix() + silence_id
 
     def events_prefix(self) -> str:
         return f"{self.root}events/"

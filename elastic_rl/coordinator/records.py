@@ -81,6 +81,24 @@ class JobStatus(Record):
     message: str = ""
 
 
+class StepPoint(Record):
+    """One RL step of the run's curves. The actor writes it with the job's status; the leader thins old ones."""
+
+    step: int
+    at: float
+    reward: float
+    """Mean reward of the step's samples."""
+    heldout: float | None = None
+    """Held-out accuracy, 0 to 1, where it was taken after this step."""
+    staleness: int = 0
+    policy_version: int = 0
+    samples: int = 0
+    tokens: int = 0
+    """Tokens trained on, prompts included."""
+    seconds: dict[str, float] = {}
+    """Wall time by phase of the step: total, sync, generate, reward, advantage, train, publish_stall."""
+
+
 class PoolSpec(Record):
     """What the operator wants; changed through the API."""
 
@@ -150,6 +168,70 @@ class Event(Record):
     message: str
     severity: Severity = Severity.INFO
     data: dict[str, Any] = {}
+
+
+class OperationKind(StrEnum):
+    SCALE = "scale"
+    """Bring a pool to a number of engines."""
+    DRAIN = "drain"
+    """Let an engine finish its requests and leave; with or without a replacement."""
+    RESTART = "restart"
+    """Start an engine, the trainer, a role or the whole compute plane anew."""
+
+
+class OperationState(StrEnum):
+    RUNNING = "running"
+    CANCELLING = "cancelling"
+    """Somebody asked to cancel it; what it began is being left in order."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in (OperationState.SUCCEEDED, OperationState.FAILED, OperationState.CANCELLED)
+
+
+class Operation(Record):
+    """Something that takes longer than a request. Times are unix seconds."""
+
+    id: str
+    """Sorts by the time of its beginning."""
+    kind: OperationKind
+    target: str
+    """What it is done to: pools/NAME, engines/ID, roles/NAME, trainer or job."""
+    params: dict[str, Any] = {}
+    state: OperationState = OperationState.RUNNING
+    phase: str = "accepted"
+    """The step of its kind that it is in."""
+    done: int = 0
+    total: int = 0
+    """How far it is, such as 2 of 3 engines; 0 where there is nothing to count."""
+    message: str = ""
+    by: str = ""
+    """Name of the token that asked for it, or policy."""
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    deadline_at: float = 0.0
+    """When it fails, if it is not done by then."""
+    ended_at: float = 0.0
+    result: dict[str, Any] = {}
+    error: str = ""
+
+
+class Restart(Record):
+    """A wish that a part of the compute plane is started anew. Whoever runs the part compares ``wanted`` with what it
+    has done, so a wish is carried out once, whoever dies in between."""
+
+    target: str
+    """engines/ID, roles/NAME, trainer or job."""
+    wanted: int
+    """Number of the newest wish; each one is one higher."""
+    done: int = 0
+    """Number of the wish that was carried out last."""
+    reason: str = ""
+    by: str = ""
+    at: float = 0.0
 
 
 class VersionState(StrEnum):
