@@ -59,6 +59,14 @@ def check_desired(desired: int, max_engines: int) -> int:
     return desired
 
 
+def check_revision(spec: KeyValue, if_revision: int | None) -> None:
+    """Raises a 412 problem unless the pool's spec is the one of ``if_revision`` still; None accepts any."""
+    if if_revision is not None and spec.mod_revision != if_revision:
+        raise Problem(412, "precondition-failed", "The pool has changed",
+                      f"its ETag is {etag(spec.mod_revision)} now, not {etag(if_revision)}",
+                      headers={"ETag": etag(spec.mod_revision)})
+
+
 def view(spec: KeyValue, status: KeyValue | None) -> PoolView:
     wanted = PoolSpec.decode(spec.value)
     actual = PoolStatus.decode(status.value).model_dump(exclude={"name"}) if status else {}
@@ -94,10 +102,7 @@ def set_desired(store: Store, keys: Keys, election: Election, name: str, desired
         spec = store.get(key)
         if spec is None:
             raise not_found("pool", name)
-        if if_revision is not None and spec.mod_revision != if_revision:
-            raise Problem(412, "precondition-failed", "The pool has changed",
-                          f"its ETag is {etag(spec.mod_revision)} now, not {etag(if_revision)}",
-                          headers={"ETag": etag(spec.mod_revision)})
+        check_revision(spec, if_revision)
         old = PoolSpec.decode(spec.value)
         if old.desired == desired:
             return view(spec, store.get(keys.pool_status(name)))

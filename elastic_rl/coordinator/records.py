@@ -181,8 +181,6 @@ class OperationKind(StrEnum):
 
 class OperationState(StrEnum):
     RUNNING = "running"
-    CANCELLING = "cancelling"
-    """Somebody asked to cancel it; what it began is being left in order."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"

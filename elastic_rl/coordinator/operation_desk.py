@@ -1,0 +1,265 @@
+"""Where operations begin and are cancelled: each in one transaction with the wish that it stands for, under the
+leader's fencing token. From there on the leader's loop follows them (``operations.settle``)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from elastic_rl.config import Config
+from elastic_rl.coordinator import events, operations, pools
+from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.membership import members
+from elastic_rl.coordinator.problems import Problem, no_leader, not_found
+from elastic_rl.coordinator.records import (
+    Engine,
+    EngineState,
+    Event,
+    Operation,
+    OperationKind,
+    PoolSpec,
+    Record,
+    Restart,
+)
+from elastic_rl.coordinator.store import Compare, KeyValue, Op, Store
+from elastic_rl.errors import OutcomeUnknown
+
+_TRIES = 8
+_TURN = {OperationKind.SCALE: "pool.scaled", OperationKind.DRAIN: "engine.draining",
+         OperationKind.RESTART: "restart.wanted"}
+
+
+class Once(Protocol):
+    """What makes a request count once: conditions and writes of the transaction that carries it out."""
+
+    @property
+    def compares(self) -> list[Compare]: ...
+
+    def ops(self, location: str) -> list[Op]: ...
+
+
+class _Wish:
+    """Conditions and writes of an operation's beginning."""
+
+    def __init__(self) -> None:
+        self.compares: list[Compare] = []
+        self.ops: list[Op] = []
+
+    def put(self, key: str, found: KeyValue | None, record: Record) -> None:
+        """Writes a record if its key is still as it was read."""
+        self.compares.append(Compare.mod(key, "==", found.mod_revision if found else 0))
+        self.ops.append(Op.put(key, record.encode()))
+
+
+class OperationDesk:
+    """Begins and cancels operations. Every method but ``get`` needs the leadership: it raises a 503 problem without."""
+
+    def __init__(self, store: Store, keys: Keys, election: Election, cfg: Config, *,
+                 clock: Callable[[], float] = time.time) -> None:
+        self._store, self._keys, self._election, self._cfg, self._clock = store, keys, election, cfg, clock
+
+    def get(self, operation_id: str) -> Operation:
+        """Raises a 404 problem."""
+        found = self._store.get(self._keys.operation(operation_id))
+        if found is None:
+            raise not_found("operation", operation_id)
+        return Operation.decode(found.value)
+
+    # -- beginning ----------------------------------------------------------------------------------------------
+    def scale(self, pool: str, desired: int, *, by: str, if_revision: int | None = None, dry_run: bool = False,
+              once: Once | None = None) -> Operation:
+        """Brings a pool to ``desired`` engines. Raises problems: 404; 422 for a number that makes no sense; 412 when
+        the pool is not the one of ``if_revision`` any more; and those of every beginning (409, 503, 504)."""
+        pools.check_desired(desired, self._cfg.coordinator.max_engines)
+
+        def wish() -> tuple[Operation, _Wish, Event]:
+            key, made = self._keys.pool_spec(pool), _Wish()
+            found = self._store.get(key)
+            if found is None:
+                raise not_found("pool", pool)
+            pools.check_revision(found, if_revision)
+            old = PoolSpec.decode(found.value)
+            if old.desired == desired:
+                made.compares.append(Compare.mod(key, "==", found.mod_revision))  # its ETag stays as it is
+            else:
+                made.put(key, found, old.but(desired=desired))
+            engine = self._cfg.engine
+            op = self._operation(OperationKind.SCALE, operations.pool_target(pool), by,
+                                 engine.start_timeout_s + engine.drain_timeout_s, desired=desired,
+                                 previous=old.desired)
+            return op.but(total=desired), made, self._event(
+                op, pool, f"{pool}: {old.desired} → {desired} engines, by {by}", previous=old.desired, desired=desired)
+
+        return self._begin(wish, dry_run, once)
+
+    def drain(self, engine_id: str, *, replace: bool = True, by: str, dry_run: bool = False,
+              once: Once | None = None) -> Operation:
+        """Lets an engine finish its requests and leave. Without ``replace`` the pool is wanted one smaller from then
+        on. Raises problems: 404; 409 for an engine that is leaving or has ended, or that is its pool's last."""
+
+        def wish() -> tuple[Operation, _Wish, Event]:
+            made = _Wish()
+            found, engine = self._engine(engine_id)
+            if engine.state not in (EngineState.STARTING, EngineState.SYNCING, EngineState.READY):
+                raise Problem(409, "conflict", "The engine cannot be drained",
+                              f"engine {engine_id} is {engine.state} already")
+            made.put(found.key, found, engine.but(state=EngineState.DRAINING, updated_at=self._clock()))
+            if not replace:
+                self._shrink(made, engine.pool)
+            cfg = self._cfg.engine
+            op = self._operation(OperationKind.DRAIN, operations.engine_target(engine_id), by, cfg.drain_timeout_s +
+                                 (cfg.start_timeout_s if replace else 30.0), pool=engine.pool, replace=replace)
+            return op, made, self._event(op, engine_id, f"engine {engine_id} leaves pool {engine.pool}, by {by}" +
+                                         ("" if replace else "; it is not replaced"))
+
+        return self._begin(wish, dry_run, once)
+
+    def restart(self, target: str, *, reason: str = "", by: str, dry_run: bool = False,
+                once: Once | None = None) -> Operation:
+        """Starts ``engines/ID``, ``roles/NAME``, ``trainer`` or ``job`` (the whole compute plane) anew. Raises
+        problems: 404 for an engine or role that is not there; 422 for another target."""
+
+        def wish() -> tuple[Operation, _Wish, Event]:
+            made, facts, timeout_s = _Wish(), *self._facts(target)
+            key = self._keys.restart(target)
+            found = self._store.get(key)
+            before = Restart.decode(found.value) if found else Restart(target=target, wanted=0)
+            number = before.wanted + 1
+            made.put(key, found, before.but(wanted=number, reason=reason, by=by, at=self._clock()))
+            op = self._operation(OperationKind.RESTART, target, by, timeout_s, number=number, reason=reason, **facts)
+            because = f": {reason}" if reason else ""
+            return op, made, self._event(op, target, f"{target} is to start anew, by {by}{because}", reason=reason)
+
+        return self._begin(wish, dry_run, once)
+
+    def _facts(self, target: str) -> tuple[dict[str, object], float]:
+        """What tells later that a restarted part is back, and the longest time for it."""
+        kind, _, name = target.partition("/")
+        engine, trainer = self._cfg.engine, self._cfg.trainer
+        incarnations = {m.incarnation: m.role for m in members(self._store, self._keys)}
+        if kind == "engines" and name:
+            return {"pool": self._engine(name)[1].pool}, engine.start_timeout_s + 30.0
+        if kind == "roles" and name:
+            before = [i for i, role in incarnations.items() if role == name]
+            if not before:
+                raise not_found("role", name)
+            return {"before": before}, 120.0
+        ranks = [i for i, role in incarnations.items() if role == operations.TRAINER]
+        if target == operations.TRAINER:
+            return {"before": ranks}, trainer.start_timeout_s + 60.0
+        if target == operations.JOB:
+            epoch = self._store.get(self._keys.epoch())
+            return ({"before": ranks, "epoch": epoch.version if epoch else 0},
+                    trainer.start_timeout_s + engine.start_timeout_s + 60.0)
+        raise Problem(422, "invalid", "The request is not valid",
+                      f"target must be engines/ID, roles/NAME, trainer or job, not {target!r}",
+                      errors=[{"pointer": "/target", "detail": "engines/ID, roles/NAME, trainer or job"}])
+
+    def _engine(self, engine_id: str) -> tuple[KeyValue, Engine]:
+        found = self._store.get(self._keys.engine(engine_id))
+        if found is None:
+            raise not_found("engine", engine_id)
+        return found, Engine.decode(found.value)
+
+    def _shrink(self, made: _Wish, pool: str) -> None:
+        key = self._keys.pool_spec(pool)
+        found = self._store.get(key)
+        spec = PoolSpec.decode(found.value) if found else None
+        if spec is None or spec.desired <= 1:
+            raise Problem(409, "conflict", "The pool would be empty",
+                          f"it is the last engine of pool {pool}; drain it with a replacement")
+        made.put(key, found, spec.but(desired=spec.desired - 1))
+
+    # -- cancelling ---------------------------------------------------------------------------------------------
+    def cancel(self, operation_id: str, *, by: str) -> Operation:
+        """Takes an operation's wish back. One that has ended is returned as it is. Raises problems: 404; 409 for one
+        that cannot be taken back any more (an engine that drains; a restart that has begun)."""
+        for _ in range(_TRIES):
+            found = self._store.get(self._keys.operation(operation_id))
+            if found is None:
+                raise not_found("operation", operation_id)
+            op = Operation.decode(found.value)
+            if op.state.ended:
+                return op
+            made = self._undo(op, by)
+            over = operations.cancelled(op, self._clock(), f"cancelled by {by}")
+            made.put(found.key, found, over)
+            event = events.build("operation.cancelled", op.target, f"{op.kind} of {op.target} cancelled by {by}",
+                                 operation=op.id, by=by)
+            if self._commit(made, event, None, ""):
+                return over
+        raise _busy()
+
+    def _undo(self, op: Operation, by: str) -> _Wish:
+        made = _Wish()
+        match op.kind:
+            case OperationKind.SCALE:
+                found = self._store.get(self._keys.pool_spec(operations.name_of(op.target)))
+                spec = PoolSpec.decode(found.value) if found else None
+                if spec is not None and spec.desired == op.params["desired"]:
+                    made.put(self._keys.pool_spec(spec.name), found, spec.but(desired=int(op.params["previous"])))
+            case OperationKind.RESTART:
+                key = self._keys.restart(op.target)
+                found = self._store.get(key)
+                wish = Restart.decode(found.value) if found else None
+                if wish is None or wish.done >= op.params["number"] or wish.wanted != op.params["number"]:
+                    raise Problem(409, "conflict", "It is too late to cancel", f"{op.target} is being started anew")
+                made.put(key, found, wish.but(wanted=wish.wanted - 1, by=by, at=self._clock()))
+            case OperationKind.DRAIN:
+                raise Problem(409, "conflict", "It is too late to cancel",
+                              "an engine that drains has been taken out of the router; scale the pool instead")
+        return made
+
+    # -- transactions -------------------------------------------------------------------------------------------
+    def _operation(self, kind: OperationKind, target: str, by: str, timeout_s: float, **params: object) -> Operation:
+        now = self._clock()
+        return Operation(id=f"op-{int(now * 1000):013d}-{secrets.token_hex(3)}", kind=kind, target=target, by=by,
+                         params=params, created_at=now, updated_at=now, deadline_at=now + timeout_s)
+
+    def _event(self, op: Operation, subject: str, message: str, **data: Any) -> Event:
+        return events.build(_TURN[op.kind], subject, message, operation=op.id, by=op.by,
+                            replica=self._election.replica, **data)
+
+    def _begin(self, wish: Callable[[], tuple[Operation, _Wish, Event]], dry_run: bool,
+               once: Once | None) -> Operation:
+        for _ in range(_TRIES):
+            op, made, event = wish()
+            if dry_run:
+                return op.but(message=event.message)
+            key = self._keys.operation(op.id)
+            made.compares.append(Compare.absent(key))
+            made.ops.append(Op.put(key, op.encode()))
+            if self._commit(made, event, once, f"/v1/operations/{op.id}"):
+                return op
+        raise _busy()
+
+    def _commit(self, made: _Wish, event: Event, once: Once | None, location: str) -> bool:
+        """Whether the transaction went through; false when a record changed under it. Raises problems: 503 when this
+        replica does not lead; 409 when ``once`` says that the same request is carried out already; 504 when nobody can
+        tell whether it was applied."""
+        if not self._election.is_leader:
+            raise no_leader(f"{self._election.replica} does not lead")
+        guard: Sequence[Compare] = self._election.guard
+        compares, ops = [*guard, *made.compares], [*made.ops, events.put_op(self._keys, event)]
+        if once is not None:
+            compares, ops = [*compares, *once.compares], [*ops, *once.ops(location)]
+        try:
+            if self._store.txn(compares, ops).succeeded:
+                return True
+        except OutcomeUnknown:
+            if self._store.get(self._keys.event(event.id)) is not None:  # the event is the token of this change
+                return True
+            raise
+        if not self._store.txn(guard, []).succeeded:
+            raise no_leader(f"{self._election.replica} no longer leads")
+        if once is not None and not self._store.txn(once.compares, []).succeeded:
+            raise Problem(409, "conflict", "The same request is being carried out",
+                          "a request with this Idempotency-Key was faster; send it again to get its answer")
+        return False
+
+
+def _busy() -> Problem:
+    return Problem(409, "conflict", "Somebody else changes the same thing all the time", "try again")
