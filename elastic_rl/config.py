@@ -58,6 +58,12 @@ class CoordinatorConfig(Section):
     """One port a replica; empty: free ports are chosen."""
     lease_ttl_s: Annotated[int, Field(ge=2)] = 3
     """Time to live of leader and member leases; a dead process is noticed within it."""
+    hang_factor: Annotated[float, Field(gt=1)] = 10.0
+    """A member counts as hung when it was silent for so many times as long as is usual in what it does ..."""
+    hang_floor_s: Seconds = 30.0
+    """... but not sooner than this ..."""
+    hang_ceiling_s: Seconds = 600.0
+    """... and not later; the only limit of a phase that was not seen three times yet. Longer than any bounded wait."""
     reconcile_interval_s: Seconds = 0.5
     """Longest pause between two looks at desired against actual."""
     events_keep: Positive = 2000
@@ -66,6 +72,23 @@ class CoordinatorConfig(Section):
     """Largest number of engines that the API accepts for a pool."""
     require_token: bool | None = None
     """Bearer tokens needed; unset: only off on loopback."""
+
+
+class PolicyConfig(Section):
+    """Budgets of the failure policy (coordinator/policy.py)."""
+
+    budget: Positive = 5
+    """Faults of one part (the trainer group, a role) within ``window_s`` that are mended in place; one more is a global
+    restart."""
+    window_s: Seconds = 600.0
+    backoff_s: Seconds = 2.0
+    """Pause before the second restart of a part; it doubles with each further one ..."""
+    backoff_max_s: Seconds = 300.0
+    """... up to this."""
+    settle_s: Seconds = 10.0
+    """Faults of one part that come within this time of each other are one."""
+    stop_after: Annotated[int, Field(ge=2)] = 4
+    """Global restarts without progress in between after which the run is stopped."""
 
 
 class AlertConfig(Section):
@@ -298,6 +321,7 @@ class Config(Section):
     device: DeviceConfig = DeviceConfig()
     etcd: EtcdConfig = EtcdConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
+    policy: PolicyConfig = PolicyConfig()
     alerts: AlertConfig = AlertConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     dcs: DcsConfig = DcsConfig()

@@ -6,6 +6,7 @@ it goes on from the last committed state.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import subprocess
@@ -22,13 +23,17 @@ from elastic_rl.cluster import ClusterInfo
 from elastic_rl.config import Config
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import events
-from elastic_rl.coordinator.records import JobStatus, Severity
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.operations import JOB
+from elastic_rl.coordinator.policy import progress_of
+from elastic_rl.coordinator.records import JobStatus, Restart, Severity
 from elastic_rl.coordinator.store import Store
 from elastic_rl.data.ledger import Ledger
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.dcs.catalog import list_versions
 from elastic_rl.drill import Drill, FaultPlan, Scene, standard_faults
-from elastic_rl.errors import ConfigError
+from elastic_rl.driver.wishes import carried_out, open_wishes
+from elastic_rl.errors import ConfigError, StoreUnavailable
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
 from elastic_rl.roles.run_log import RunLog
@@ -36,7 +41,11 @@ from elastic_rl.roles.run_log import RunLog
 log = logging.getLogger(__name__)
 
 _DRIVER_RESTARTS = 3
+"""Times that a driver which ends by itself is started again without progress in between."""
 _TICK_S = 0.25
+_LOOK_S = 1.0
+_GRACE_S = 30.0
+"""For a driver to take the compute plane down in order."""
 # Ray reads these when it is imported. Its GCS binds every interface, so a token is asked for, on purpose. Its workers
 # are nice by default, and so would be the trainer ranks below them, whose collectives wait for the slowest rank.
 _RAY_ENV = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -125,37 +134,50 @@ def _keep_driver(ctx: RunContext, store: Store, on_tick: Callable[[], None]) -> 
     context_file = ctx.config.cluster_dir / "run.json"
     ctx.save(context_file)
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
-    for start in range(1 + _DRIVER_RESTARTS):
-        if start:
-            events.emit(store, ctx.keys, "run.global_restart", ctx.job, f"the driver ended; global restart {start}",
-                        severity=Severity.ERROR)
+    if (wish := open_wishes(store, ctx.keys).get(JOB)) is not None:
+        carried_out(store, ctx.keys, wish)  # wanted while nothing ran: this start is what was wanted
+    starts, reached = 0, -1
+    while starts <= _DRIVER_RESTARTS:
         driver = processes.spawn(command, log=ctx.config.cluster_dir / "logs" / "driver.log",
                                  env={processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV})
         try:
-            _wait_for(driver, on_tick)
+            wish = _wait_for(driver, store, ctx.keys, on_tick)
         finally:
-            processes.stop(driver.pid, grace_s=30.0)
-        phase = _phase(store, ctx)
-        if phase in ("finished", "failed"):
-            return 0 if phase == "finished" else 1
-    log.error("the driver ended %d times; giving up: see %s/logs/driver.log", start + 1, ctx.config.cluster_dir)
+            processes.stop(driver.pid, grace_s=_GRACE_S)
+        job = _status(store, ctx.keys)
+        if job.phase in ("finished", "failed"):
+            return 0 if job.phase == "finished" else 1
+        if wish is not None:  # the leader counts these, and stops a crash loop
+            carried_out(store, ctx.keys, wish)
+            continue
+        # The leader counts these too, but it may be away: the same guard, in short.
+        starts, reached = (starts + 1 if progress_of(job) <= reached else 1), max(reached, progress_of(job))
+        events.emit(store, ctx.keys, "run.global_restart", ctx.job, f"the driver ended; global restart {starts}",
+                    severity=Severity.ERROR)
+    log.error("the driver ended %d times without progress; giving up: see %s/logs/driver.log", starts,
+              ctx.config.cluster_dir)
     return 1
 
 
-def _wait_for(driver: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> None:
-    while True:
+def _wait_for(driver: subprocess.Popen[bytes], store: Store, keys: Keys, on_tick: Callable[[], None]) -> Restart | None:
+    """Returns when the driver ended, or somebody wants the job started anew: then the wish."""
+    look_at = 0.0
+    while driver.poll() is None:
         on_tick()
-        try:
+        if time.monotonic() >= look_at:
+            with contextlib.suppress(StoreUnavailable):  # running work goes on without etcd
+                if (wish := open_wishes(store, keys).get(JOB)) is not None:
+                    return wish
+            look_at = time.monotonic() + _LOOK_S
+        with contextlib.suppress(subprocess.TimeoutExpired):
             driver.wait(timeout=_TICK_S)
-            on_tick()
-            return
-        except subprocess.TimeoutExpired:
-            continue
+    on_tick()
+    return None
 
 
-def _phase(store: Store, ctx: RunContext) -> str:
-    found = store.get(ctx.keys.job_status())
-    return JobStatus.decode(found.value).phase if found else ""
+def _status(store: Store, keys: Keys) -> JobStatus:
+    found = store.get(keys.job_status())
+    return JobStatus.decode(found.value) if found else JobStatus(phase="")
 
 
 def _start_drill(ctx: RunContext, store: Store, info: ClusterInfo, fault_plan: FaultPlan) -> Drill:
@@ -172,5 +194,6 @@ def write_report(ctx: RunContext, store: Store, *, wall_s: float) -> Path:
     last_step = max((r["step"] for r in records if r["kind"] == "step"), default=0)
     audit = Ledger(store, ctx.keys).audit(last_step, cfg.train.prompts_per_step)
     report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=audit, wall_s=wall_s,
-                                status=_phase(store, ctx), versions=list_versions(store, ctx.keys, "policy"))
+                                status=_status(store, ctx.keys).phase,
+                                versions=list_versions(store, ctx.keys, "policy"))
     return report_html.write(report, records, cfg.job_dir)

@@ -22,14 +22,20 @@ def raise_epoch(store: Store, keys: Keys, holder: str) -> Epoch:
     key = keys.epoch()
     version = current_epoch(store, keys)
     for _ in range(_TRIES):
-        epoch = Epoch(number=version + 1, holder=holder, started_at=time.time())
         # Guarded, although a lower number could never win: two drivers that start at once get two epochs.
-        outcome = store.txn([Compare.version(key, "==", version)], [Op.put(key, epoch.encode())], [Op.get(key)])
+        guard, put = ending(keys, version, holder)
+        outcome = store.txn([guard], [put], [Op.get(key)])
         if outcome.succeeded:
-            return epoch
+            return Epoch.decode(put.data)
         found = outcome.get(key)
         version = found.version if found else 0
     raise Conflict(f"{key} was raised by others during each of {_TRIES} tries")
+
+
+def ending(keys: Keys, number: int, holder: str) -> tuple[Compare, Op]:
+    """Condition and write that end epoch ``number`` and begin the next one, for a transaction of the caller's."""
+    epoch = Epoch(number=number + 1, holder=holder, started_at=time.time())
+    return epoch_guard(keys, number), Op.put(keys.epoch(), epoch.encode())
 
 
 def current_epoch(store: Store, keys: Keys) -> int:

@@ -1,6 +1,7 @@
 """Members: processes that do work and say so from the inside, under a lease, with their progress.
 
-Whoever reads them can tell a dead process (the key is gone) from one that hangs (``progress_at`` stands still).
+Whoever reads them can tell a dead process (the key is gone) from one that hangs (it beats, and ``progress_at`` stands
+still): see ``progress``.
 """
 
 from __future__ import annotations
@@ -66,13 +67,15 @@ class Membership:
         return self
 
     def progress(self, step: int, phase: str, **info: Any) -> None:
-        """Says how far the work is; ``info`` (JSON-able) is merged into the entry's. Never waits for etcd."""
+        """A sign of life of the thread that works, and how far it is; ``info`` (JSON-able) is merged into the entry's.
+        Never waits for etcd; a sign that changes nothing else goes with the next beat."""
         with self._lock:
             now = self._member
-            moved = (step, phase) != (now.step, now.phase)
-            self._member = now.but(step=step, phase=phase, info={**now.info, **info},
-                                   progress_at=time.time() if moved else now.progress_at)
-        self._news.set()
+            new = now.but(step=step, phase=phase, info={**now.info, **info})
+            moved = new != now
+            self._member = new.but(progress_at=time.time())
+        if moved:
+            self._news.set()
 
     def close(self) -> None:
         """Leaves cleanly: the entry, and the leader's memory of it, go at once. Without etcd it runs out by itself."""
@@ -100,16 +103,21 @@ class Membership:
         self.close()
 
     def _beat_on(self) -> None:
+        beaten_at = time.monotonic()
         while not self._done.is_set() and not self.replaced.is_set():
-            self._news.wait(self._ttl_s / 3)
+            moved = self._news.wait(self._ttl_s / 3)
             self._news.clear()
             if self._done.is_set():
                 return
+            alive = self._lease is not None and self._lease.alive
+            if alive and not moved and time.monotonic() - beaten_at < self._ttl_s:
+                continue  # the lease has its own thread; a beat without news is a write to etcd, and may be rarer
             try:
-                if self._lease is None or not self._lease.alive:
-                    self._register()
-                else:
+                if alive:
                     self._beat()
+                else:
+                    self._register()
+                beaten_at = time.monotonic()
             except LeaseLost:
                 if self._lease is not None:
                     self._lease.lost.set()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator import events, operations, pools
+from elastic_rl.coordinator import epochs, events, operations, pools
 from elastic_rl.coordinator.election import Election
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.membership import members
@@ -123,20 +123,23 @@ class OperationDesk:
         problems: 404 for an engine or role that is not there; 422 for another target."""
 
         def wish() -> tuple[Operation, _Wish, Event]:
-            made, facts, timeout_s = _Wish(), *self._facts(target)
+            made = _Wish()
+            facts, timeout_s = self._facts(target, made)
             key = self._keys.restart(target)
             found = self._store.get(key)
             before = Restart.decode(found.value) if found else Restart(target=target, wanted=0)
             number = before.wanted + 1
-            made.put(key, found, before.but(wanted=number, reason=reason, by=by, at=self._clock()))
+            made.put(key, found, before.but(wanted=number, reason=reason, by=by, at=self._clock(),
+                                            epoch=int(facts.get("ended", before.epoch))))
             op = self._operation(OperationKind.RESTART, target, by, timeout_s, number=number, reason=reason, **facts)
             because = f": {reason}" if reason else ""
             return op, made, self._event(op, target, f"{target} is to start anew, by {by}{because}", reason=reason)
 
         return self._begin(wish, dry_run, once)
 
-    def _facts(self, target: str) -> tuple[dict[str, object], float]:
-        """What tells later that a restarted part is back, and the longest time for it."""
+    def _facts(self, target: str, made: _Wish) -> tuple[dict[str, Any], float]:
+        """What tells later that a restarted part is back, and the longest time for it. To start the job anew ends its
+        epoch in the same transaction: from then on nothing of the old one can write."""
         kind, _, name = target.partition("/")
         engine, trainer = self._cfg.engine, self._cfg.trainer
         incarnations = {m.incarnation: m.role for m in members(self._store, self._keys)}
@@ -151,8 +154,11 @@ class OperationDesk:
         if target == operations.TRAINER:
             return {"before": ranks}, trainer.start_timeout_s + 60.0
         if target == operations.JOB:
-            epoch = self._store.get(self._keys.epoch())
-            return ({"before": ranks, "epoch": epoch.version if epoch else 0},
+            epoch = epochs.current_epoch(self._store, self._keys)
+            guard, put = epochs.ending(self._keys, epoch, holder="global restart")
+            made.compares.append(guard)
+            made.ops.append(put)
+            return ({"before": ranks, "ended": epoch},
                     trainer.start_timeout_s + engine.start_timeout_s + 60.0)
         raise Problem(422, "invalid", "The request is not valid",
                       f"target must be engines/ID, roles/NAME, trainer or job, not {target!r}",

@@ -165,7 +165,7 @@ def _not_back(op: Operation, view: View) -> str:
         case "trainer":
             return _trainer_not_back(view, before)
         case _:
-            if view.epoch <= int(op.params["epoch"]):
+            if view.epoch <= int(op.params["ended"]) + 1:  # the wish itself began one; the new driver's is a later one
                 return f"the run is still in epoch {view.epoch}"
             if view.job is None or view.job.phase not in _WORKING or view.job.updated_at <= op.created_at:
                 return "the training loop has not begun again"

@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator import alert_rules, alerts, events, roster
+from elastic_rl.coordinator import alert_rules, alerts, events, progress, roster
 from elastic_rl.coordinator.alerts import Alert
 from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.failure_keeper import FailureKeeper, Writes
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.notify import Notifier
+from elastic_rl.coordinator.operation_desk import OperationDesk
+from elastic_rl.coordinator.operation_keeper import OperationKeeper
+from elastic_rl.coordinator.operations import JOB, View
 from elastic_rl.coordinator.outliers import outliers
+from elastic_rl.coordinator.policy import Fault, FaultLog
+from elastic_rl.coordinator.progress import Learner, Limits, Pace
 from elastic_rl.coordinator.records import (
     DcsNode,
     Engine,
@@ -33,9 +39,11 @@ from elastic_rl.coordinator.records import (
     JobStatus,
     Leader,
     Member,
+    Operation,
     PoolSpec,
     PoolStatus,
     Record,
+    Restart,
     Severity,
 )
 from elastic_rl.coordinator.roster import Change, Living, Sighting
@@ -53,6 +61,11 @@ _NEWEST = 64
 
 _LOOK_S = metrics.histogram("reconcile_seconds", "Duration of one look of the leader")
 _FAILED = metrics.counter("reconcile_failures", "Looks that ended with an error", ("error",))
+
+_FAULTS = {Change.DIED: Fault.DEAD, Change.HUNG: Fault.HUNG}
+_TOLD = {Change.DIED: ("dead", "died"), Change.HUNG: ("hung", "beats but does not work"),
+         Change.RESUMED: ("resumed", "works again")}
+"""Kind of the event and words of its message."""
 
 Sweep = Callable[[Sequence[Compare]], list[str]]
 
@@ -85,6 +98,15 @@ class Look:
     alerts: dict[str, tuple[Alert, int]]
     engines: dict[str, tuple[Engine, int]]
     epoch: int
+    members: list[Member]
+    faults: dict[str, tuple[FaultLog, int]]
+    restarts: dict[str, Restart]
+    operations: dict[str, tuple[Operation, int]]
+
+    @property
+    def ended_epoch(self) -> int:
+        """Epochs up to this one were ended by a global restart."""
+        return self.restarts[JOB].epoch if JOB in self.restarts else 0
 
 
 class Reconciler:
@@ -96,6 +118,10 @@ class Reconciler:
         self._notifier, self._sweep, self._clock = notifier, sweep, clock
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._due: dict[str, float] = {}
+        desk = OperationDesk(store, keys, election, cfg, clock=clock)
+        self._operations = OperationKeeper(keys, self._guarded)
+        self._failures = FailureKeeper(store, keys, cfg.policy, desk, self._guarded)
+        self._limits, self._learner, self._term = Limits.of(cfg.coordinator), Learner({}), 0
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
         self.last_look = 0.0
         """Unix seconds of the last look that ended well."""
@@ -144,7 +170,10 @@ class Reconciler:
         look = self._read()
         self._update_roster(look)
         self._expel_outliers(look)
-        self._update_alerts(self._read(), reports, over)
+        look = self._read()
+        self._failures.act(look.faults, look.now, look.world.status)
+        self._follow_operations(look)
+        self._update_alerts(look, reports, over)
         self._deliver()
         if self._is_due("trim", _TRIM_EVERY_S):
             self._trim()
@@ -158,11 +187,15 @@ class Reconciler:
 
     def _read(self) -> Look:
         keys, store = self._keys, self._store
+        # Operations are read before what they are about: their wishes, written with them, are then seen too.
+        operations = [(Operation.decode(kv.value), kv.mod_revision) for kv in self._range(keys.operations_prefix())]
         # The roster is read before the members: a member that closes in between is missing in the newer reading, and
         # the compare on its (deleted) roster key then fails instead of making a death of it.
         sightings = [(Sighting.decode(kv.value), kv.mod_revision) for kv in self._range(keys.roster_prefix())]
-        living = [roster.of_member(Member.decode(kv.value), kv.key, kv.create_revision)
-                  for kv in self._range(keys.members_prefix())]
+        members = [(Member.decode(kv.value), kv) for kv in self._range(keys.members_prefix())]
+        self._learn([m for m, _ in members])
+        living = [roster.of_member(m, kv.key, kv.create_revision,
+                                   hung=progress.hung(m, self._learner.paces, self._limits)) for m, kv in members]
         nodes = [roster.of_node(DcsNode.decode(kv.value), kv.key, kv.create_revision)
                  for kv in self._range(keys.dcs_nodes_prefix())]
         engines = [(Engine.decode(kv.value), kv.mod_revision) for kv in self._range(keys.engines_prefix())]
@@ -172,13 +205,22 @@ class Reconciler:
         job, epoch = store.get(keys.job_status()), store.get(keys.epoch())
         heads = {s: kv.mod_revision for s in ("policy", "trainer_state") if (kv := store.get(keys.stream_head(s)))}
         known = [(Alert.decode(kv.value), kv.mod_revision) for kv in self._range(keys.alerts_prefix())]
+        faults = [(FaultLog.decode(kv.value), kv.mod_revision) for kv in self._range(keys.faults_prefix())]
+        wishes = [Restart.decode(kv.value) for kv in self._range(keys.restarts_prefix())]
         world = alert_rules.World(
             job=keys.job, engines=[e for e, _ in engines], specs={s.name: s for s in specs},
             statuses={s.name: s for s in statuses}, status=JobStatus.decode(job.value) if job else None,
             roster=[s for s, _ in sightings], heads=heads, pool_hold_s=self._cfg.engine.start_timeout_s)
         return Look(self._clock(), world, {s.name: (s, rev) for s, rev in sightings},
                     {m.name: m for m in (*nodes, *living)}, {a.id: (a, rev) for a, rev in known},
-                    {e.id: (e, rev) for e, rev in engines}, Epoch.decode(epoch.value).number if epoch else 0)
+                    {e.id: (e, rev) for e, rev in engines}, Epoch.decode(epoch.value).number if epoch else 0,
+                    [m for m, _ in members], {f.target: (f, rev) for f, rev in faults},
+                    {w.target: w for w in wishes}, {o.id: (o, rev) for o, rev in operations})
+
+    def _learn(self, members: Sequence[Member]) -> None:
+        """What the members' pace teaches; what is worth it is kept, unguarded: it is no decision, only experience."""
+        for pace in self._learner.see({(m.role, m.id): m for m in members}):
+            self._store.put(self._keys.pace(pace.role), pace.encode())
 
     # -- writing ------------------------------------------------------------------------------------------------
     def _guarded(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
@@ -200,6 +242,10 @@ class Reconciler:
             raise Fenced(f"{self._election.replica} has no candidate key")
         found = self._store.get(self._keys.leadership())
         before = Leadership.decode(found.value) if found else None
+        if self._term != mine.create_revision:  # others may have learned meanwhile
+            self._term = mine.create_revision
+            self._learner = Learner({p.role: p for p in (
+                Pace.decode(kv.value) for kv in self._range(self._keys.paces_prefix()))})
         if before and before.term == mine.create_revision:
             return
         leader = Leader.decode(mine.value)
@@ -213,7 +259,7 @@ class Reconciler:
 
     def _update_roster(self, look: Look) -> None:
         steps = roster.step(look.now, {name: s for name, (s, _) in look.roster.items()}, look.living,
-                            epoch=look.epoch, run_over=look.world.run_over,
+                            epoch=look.epoch, run_over=look.world.run_over, ended_epoch=look.ended_epoch,
                             coordinators=self._cfg.coordinator.replicas)
         for step in steps:
             key = self._keys.roster(*step.sighting.name)
@@ -230,25 +276,49 @@ class Reconciler:
                     compares.append(Compare.create(step.living.key, "==", step.living.create_revision))
                     if step.change is Change.RETURNED:
                         ops.append(events.put_op(self._keys, _returned(step.sighting)))
-                case Change.DIED:
-                    died = self._died_ops(look, step.sighting)
-                    compares += died[0]
-                    ops += died[1]
-            if self._guarded(compares, ops) and step.change is Change.DIED:
-                log.warning("%s %s died", *step.sighting.name)
+                case Change.DIED | Change.HUNG | Change.RESUMED:
+                    told = self._fault_ops(look, step)
+                    compares += told[0]
+                    ops += told[1]
+            if self._guarded(compares, ops) and step.change in _FAULTS:
+                log.warning("%s %s is %s", *step.sighting.name, step.change)
 
-    def _died_ops(self, look: Look, dead: Sighting) -> tuple[list[Compare], list[Op]]:
-        """What goes with a death: its event and, for an engine, the end of its record; its driver then replaces it."""
-        message = f"{dead.role} {dead.id} (pid {dead.pid} on {dead.host}) died"
-        event = events.build(f"{dead.role}.dead", dead.id, message, severity=Severity.ERROR,
-                             by=alert_rules.BY_LEADER, pid=dead.pid, incarnation=dead.incarnation)
-        compares, ops = [], [events.put_op(self._keys, event)]
+    def _fault_ops(self, look: Look, step: roster.Step) -> Writes:
+        """What goes with a fault or its end: the event, what the policy notes of it and, for an engine that died, the
+        end of its record."""
+        who = step.sighting
+        kind, words = _TOLD[step.change]
+        doing = f" in {step.living.doing}" if step.living and step.change is Change.HUNG else ""
+        event = events.build(f"{who.role}.{kind}", who.id, f"{who.role} {who.id} (pid {who.pid} on {who.host}) {words}"
+                             f"{doing}", severity=Severity.INFO if step.change is Change.RESUMED else Severity.ERROR,
+                             by=alert_rules.BY_LEADER, pid=who.pid, incarnation=who.incarnation)
+        compares: list[Compare] = []
+        ops = [events.put_op(self._keys, event)]
+        if step.change in _FAULTS:
+            noted = self._failures.note(who, _FAULTS[step.change], look.now, look.world.status)
+            compares, ops = [*compares, *noted[0]], [*ops, *noted[1]]
+        if step.change is Change.DIED:
+            ended = self._ended_engine(look, who)
+            compares, ops = [*compares, *ended[0]], [*ops, *ended[1]]
+        return compares, ops
+
+    def _ended_engine(self, look: Look, dead: Sighting) -> Writes:
+        """The end of a dead engine's record; its driver then replaces it."""
+        compares: list[Compare] = []
+        ops: list[Op] = []
         engine, revision = look.engines.get(dead.id, (None, 0)) if dead.role == roster.ENGINE else (None, 0)
         if engine is not None and engine.state is not EngineState.DEAD:
             gone = engine.but(state=EngineState.DEAD, reason="its process died", updated_at=look.now)
             compares.append(_unchanged(self._keys.engine(engine.id), revision))
             ops.append(Op.put(self._keys.engine(engine.id), gone.encode()))
         return compares, ops
+
+    def _follow_operations(self, look: Look) -> None:
+        self._operations.follow(look.operations, View(
+            now=look.now, specs=look.world.specs, statuses=look.world.statuses,
+            engines={i: e for i, (e, _) in look.engines.items()}, restarts=look.restarts, members=look.members,
+            job=look.world.status, epoch=look.epoch, trainer_ranks=self._cfg.trainer.ranks))
+        self._operations.trim(look.operations)
 
     def _expel_outliers(self, look: Look) -> None:
         """Takes engines out whose weights differ from those of the others; their runners obey the record."""

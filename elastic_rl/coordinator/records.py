@@ -56,8 +56,9 @@ class Member(Record):
     step: int = 0
     phase: str = ""
     progress_at: float = 0.0
-    """Unix seconds of the last change of step or phase."""
+    """Unix seconds, by the member's clock, of the last sign of life from the thread that works."""
     beat_at: float = 0.0
+    """Unix seconds, by the same clock, of the last beat; beats come from a thread that does nothing else."""
     info: dict[str, Any] = {}
 
 
@@ -230,6 +231,8 @@ class Restart(Record):
     reason: str = ""
     by: str = ""
     at: float = 0.0
+    epoch: int = 0
+    """Of the job: the epoch that the newest wish ended."""
 
 
 class VersionState(StrEnum):

@@ -34,6 +34,8 @@ class Sighting(Record):
     host: str = ""
     first_seen: float
     dead_at: float = 0.0
+    hung_at: float = 0.0
+    """Unix seconds at which it was found to beat without working; 0 while it works."""
     reported: bool = False
     """Somebody else's event told of the death before the lease ended."""
 
@@ -59,6 +61,9 @@ class Living:
     key: str
     create_revision: int
     closed: bool = False
+    hung: bool = False
+    doing: str = ""
+    """Step and phase, for people."""
 
     @property
     def name(self) -> tuple[str, str]:
@@ -70,6 +75,10 @@ class Change(StrEnum):
     """A member is new."""
     DIED = "died"
     RETURNED = "returned"
+    HUNG = "hung"
+    """It beats and does not work."""
+    RESUMED = "resumed"
+    """It was hung and works again."""
     FORGET = "forget"
     """Its death is no news: a replacement works, it said good-bye, or its run is over."""
 
@@ -82,9 +91,10 @@ class Step:
     living: Living | None = None
 
 
-def of_member(member: Member, key: str, create_revision: int) -> Living:
+def of_member(member: Member, key: str, create_revision: int, *, hung: bool = False) -> Living:
     return Living(member.role, member.id, member.incarnation or str(member.pid), member.epoch, member.pid, member.host,
-                  key, create_revision, closed=member.phase == CLOSED)
+                  key, create_revision, closed=member.phase == CLOSED, hung=hung,
+                  doing=f"step {member.step}, {member.phase}")
 
 
 def of_node(node: DcsNode, key: str, create_revision: int) -> Living:
@@ -92,12 +102,12 @@ def of_node(node: DcsNode, key: str, create_revision: int) -> Living:
 
 
 def step(now: float, roster: Mapping[tuple[str, str], Sighting], living: Mapping[tuple[str, str], Living], *,
-         epoch: int, run_over: bool, coordinators: int) -> list[Step]:
+         epoch: int, run_over: bool, coordinators: int, ended_epoch: int = 0) -> list[Step]:
     """Compares the roster with who is registered.
 
     ``epoch``: the run's; members of an older one were ended on purpose. ``run_over``: the job finished or failed, so
     the compute plane goes away on purpose. ``coordinators``: replicas that are wanted; with that many alive a dead one
-    is no longer missed.
+    is no longer missed. ``ended_epoch``: epochs up to this one were ended by a global restart, drivers and all.
     """
     steps = []
     for name, member in living.items():
@@ -113,11 +123,16 @@ def step(now: float, roster: Mapping[tuple[str, str], Sighting], living: Mapping
                 steps.append(Step(Change.RETURNED, _seen(now, member), member))
         elif known.incarnation != member.incarnation:
             steps.append(Step(Change.DIED, known.but(dead_at=now), member))
+        elif member.hung and not known.hung_at:
+            steps.append(Step(Change.HUNG, known.but(hung_at=now), member))
+        elif known.hung_at and not member.hung:
+            steps.append(Step(Change.RESUMED, known.but(hung_at=0.0), member))
     alive = {name: s for name, s in roster.items() if not s.dead and name in living}
     for name, known in roster.items():
         if name in living:
             continue
-        if _expected(known, epoch=epoch, run_over=run_over) or (known.dead and _replaced(known, alive, coordinators)):
+        if _expected(known, epoch=epoch, run_over=run_over, ended_epoch=ended_epoch) or (
+                known.dead and _replaced(known, alive, coordinators)):
             steps.append(Step(Change.FORGET, known))
         elif not known.dead:
             steps.append(Step(Change.DIED, known.but(dead_at=now)))
@@ -129,11 +144,12 @@ def _seen(now: float, m: Living) -> Sighting:
                     first_seen=now)
 
 
-def _expected(known: Sighting, *, epoch: int, run_over: bool) -> bool:
+def _expected(known: Sighting, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:
     if known.role in DURABLE:
         return False
-    # The driver of an old epoch is replaced *because* it died, so its death stays news.
-    return run_over or (known.role != "driver" and 0 < known.epoch < epoch)
+    # The driver of an old epoch is replaced *because* it died, so its death stays news, unless it was ended on purpose.
+    over = ended_epoch + 1 if known.role == "driver" else epoch
+    return run_over or 0 < known.epoch < over
 
 
 def _replaced(known: Sighting, alive: Mapping[tuple[str, str], Sighting], coordinators: int) -> bool:

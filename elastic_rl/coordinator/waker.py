@@ -22,7 +22,8 @@ class Waker:
     def __init__(self, store: Store, keys: Keys, wake: Callable[[], None]) -> None:
         self._store, self._keys, self._wake = store, keys, wake
         self._prefixes = (keys.members_prefix(), keys.dcs_nodes_prefix(), keys.engines_prefix(), keys.events_prefix(),
-                          keys.pools_prefix(), keys.leader_prefix())
+                          keys.pools_prefix(), keys.leader_prefix(), keys.operations_prefix(),
+                          keys.restarts_prefix())
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="waker", daemon=True)
 

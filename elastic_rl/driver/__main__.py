@@ -52,7 +52,7 @@ def drive(ctx: RunContext, stop: threading.Event) -> int:
     ctx = ctx.model_copy(update={"epoch": epoch.number})
     member = Membership(store, ctx.keys, "driver", f"driver-{os.getpid()}", ttl_s=ctx.config.coordinator.lease_ttl_s,
                         epoch=ctx.epoch).start()
-    plane = ComputePlane(ctx, store)
+    plane = ComputePlane(ctx, store, lambda phase: member.progress(0, phase))
     try:
         plane.start()
         while not stop.wait(ctx.config.coordinator.reconcile_interval_s):

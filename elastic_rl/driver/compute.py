@@ -3,18 +3,22 @@ start, reconcile and close. Every process in it is a descendant of the driver an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
+from collections.abc import Callable
 
 import ray
 from ray import serve
 
 from elastic_rl.context import RunContext
-from elastic_rl.coordinator import events
-from elastic_rl.coordinator.records import Engine, EngineState, Severity
-from elastic_rl.coordinator.store import Store
+from elastic_rl.coordinator import epochs, events
+from elastic_rl.coordinator.operations import JOB, TRAINER, role_target
+from elastic_rl.coordinator.records import Engine, EngineState, Restart, Severity
+from elastic_rl.coordinator.store import Compare, Store
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.trainer_group import TrainerGroup
+from elastic_rl.driver.wishes import carried_out, open_wishes
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import TrainerFailed
 from elastic_rl.roles.registry import ROLES
@@ -27,8 +31,9 @@ _OBJECT_STORE_BYTES = 80 << 20
 
 
 class ComputePlane:
-    def __init__(self, ctx: RunContext, store: Store) -> None:
-        self.ctx, self.store = ctx, store
+    def __init__(self, ctx: RunContext, store: Store, sign: Callable[[str], None]) -> None:
+        """``sign`` takes a phase: a sign of life before something that may take long."""
+        self.ctx, self.store, self._sign = ctx, store, sign
         self.router = RouterProcess(host=ctx.host, log=ctx.config.cluster_dir / "logs" / "router.log")
         self.pool: EnginePool | None = None
         self.trainer: TrainerGroup | None = None
@@ -43,9 +48,12 @@ class ComputePlane:
         self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
         context_file = cfg.cluster_dir / "context.json"
         self.ctx.save(context_file)
-        self.trainer = TrainerGroup(self.ctx, self.store, context_file)
-        self.pool = EnginePool(self.ctx, self.store)
+        self.trainer = TrainerGroup(self.ctx, self.store, context_file, self._sign)
+        self.pool = EnginePool(self.ctx, self.store, self._sign)
         self.pool.adopt()
+        for wish in open_wishes(self.store, self.ctx.keys).values():
+            if wish.target != JOB:  # all of it starts anew with this driver
+                carried_out(self.store, self.ctx.keys, wish, self._guard)
         self.reconcile()
         self._deploy_roles()
 
@@ -60,12 +68,31 @@ class ComputePlane:
 
     def reconcile(self) -> None:
         assert self.pool and self.trainer
+        wishes = open_wishes(self.store, self.ctx.keys)
         self._keep_router()
+        if (wish := wishes.get(TRAINER)) is not None:
+            self.trainer.restart(wish)
         self.trainer.reconcile()
-        self.pool.reconcile()
+        self.pool.reconcile(wishes)
+        for name in ROLES:
+            if (wish := wishes.get(role_target(name))) is not None:
+                self._restart_role(name, wish)
         if self.trainer.failures > self.ctx.config.trainer.max_restarts:
             raise TrainerFailed(f"the trainer agent ended {self.trainer.failures} times",
                                 hint=f"see {self.ctx.config.cluster_dir}/logs/trainer.log")
+
+    def _restart_role(self, name: str, wish: Restart) -> None:
+        """Ends every replica of a role, hung or not; Ray Serve starts new ones, under the handles that others hold."""
+        log.warning("starting role %s anew: %s", name, wish.reason)
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+        carried_out(self.store, self.ctx.keys, wish, self._guard)
+
+    @property
+    def _guard(self) -> Compare:
+        return epochs.epoch_guard(self.ctx.keys, self.ctx.epoch)
 
     def _keep_router(self) -> None:
         """Starts a router that died again on the same port, and tells it the workers that etcd knows."""

@@ -15,6 +15,9 @@ from elastic_rl.errors import MachineUnfit
 class Placed:
     """A placement group of one bundle with one Ray actor in it; both go together."""
 
+    WAITING = "waiting for room"
+    """Phase of a driver that makes one: where the cluster is full, it may take long."""
+
     def __init__(self, name: str, cls: type, *args: Any, cpus: float, gpus: int, timeout_s: float) -> None:
         bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
         self.group: PlacementGroup = placement_group([bundle], name=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import ray
@@ -12,10 +13,12 @@ from ray.exceptions import RayError
 
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import epochs, events
-from elastic_rl.coordinator.records import Engine, EngineState, PoolSpec, PoolStatus, Severity
+from elastic_rl.coordinator.operations import engine_target
+from elastic_rl.coordinator.records import Engine, EngineState, PoolSpec, PoolStatus, Restart, Severity
 from elastic_rl.coordinator.store import Compare, Op, Store
 from elastic_rl.driver.placement import Placed, gpus_per_engine
 from elastic_rl.driver.plan import Running, StartBudget, plan
+from elastic_rl.driver.wishes import carried_out
 from elastic_rl.engine.actor import EngineActor
 
 log = logging.getLogger(__name__)
@@ -29,13 +32,16 @@ class _Slot:
     done: ray.ObjectRef
     started_at: float
     was_ready: bool = False
+    told_to_drain: bool = False
+    ended_for: str = ""
+    """Why this driver ended it, where it did."""
 
 
 class EnginePool:
     """Level-triggered: each ``reconcile`` looks at etcd and at Ray anew, and keeps only handles in memory."""
 
-    def __init__(self, ctx: RunContext, store: Store, name: str = "rollout") -> None:
-        self.ctx, self.store, self.keys, self.name = ctx, store, ctx.keys, name
+    def __init__(self, ctx: RunContext, store: Store, sign: Callable[[str], None], name: str = "rollout") -> None:
+        self.ctx, self.store, self.keys, self.name, self._sign = ctx, store, ctx.keys, name, sign
         self._slots: dict[str, _Slot] = {}
         self._budget = StartBudget()
         self._status: PoolStatus | None = None
@@ -50,14 +56,22 @@ class EnginePool:
             if engine.epoch < self.ctx.epoch:
                 self._write(Op.delete(self.keys.engine(engine.id)))
 
-    def reconcile(self) -> None:
+    def reconcile(self, wishes: Mapping[str, Restart]) -> None:
+        """One look; ``wishes`` are the open restarts, by target."""
+        for engine_id, slot in self._slots.items():
+            if (wish := wishes.get(engine_target(engine_id))) is not None:
+                self._end(slot, engine_id, wish)
         self._reap()
         records = self._records()
         running = [self._as_running(i, records.get(i)) for i in self._slots]
         for engine_id, slot in self._slots.items():
-            if records.get(engine_id) and records[engine_id].state is EngineState.READY and not slot.was_ready:
+            state = records[engine_id].state if engine_id in records else None
+            if state is EngineState.READY and not slot.was_ready:
                 slot.was_ready = True
                 self._budget = self._budget.after_success()
+            if state is EngineState.DRAINING and not slot.told_to_drain:
+                slot.told_to_drain = True  # somebody wrote it into the record; a server that starts does not look there
+                slot.placed.actor.drain.remote()
         todo = plan(self._desired(), running, may_start=self.ctx.config.coordinator.max_engines
                     if self._budget.open(time.time()) else 0)
         for _ in range(todo.start):
@@ -78,6 +92,7 @@ class EnginePool:
     # -- one engine ---------------------------------------------------------------------------------------------
     def _start(self) -> None:
         engine_id = f"{self.name}-{uuid.uuid4().hex[:6]}"
+        self._sign(Placed.WAITING)
         placed = Placed(engine_id, EngineActor, self.ctx, engine_id, cpus=1.0, gpus=gpus_per_engine(self.ctx.config),
                         timeout_s=self.ctx.config.engine.start_timeout_s)
         self._slots[engine_id] = _Slot(placed, placed.actor.run.remote(), time.time())
@@ -85,9 +100,20 @@ class EnginePool:
 
     def _drain(self, engine_id: str, record: Engine | None) -> None:
         events.emit(self.store, self.keys, "engine.draining", engine_id, f"engine {engine_id} leaves the pool")
-        self._slots[engine_id].placed.actor.drain.remote()
+        slot = self._slots[engine_id]
+        slot.told_to_drain = True
+        slot.placed.actor.drain.remote()
         if record:
             self._set_state(record, EngineState.DRAINING)
+
+    def _end(self, slot: _Slot, engine_id: str, wish: Restart) -> None:
+        """Ends an engine that may hang: it is not asked. Its server dies with it, and the router's other workers take
+        its requests."""
+        slot.ended_for = wish.reason or f"restart wanted by {wish.by}"
+        log.warning("ending engine %s: %s", engine_id, slot.ended_for)
+        ray.kill(slot.placed.actor)
+        ray.wait([slot.done], timeout=10.0)
+        carried_out(self.store, self.keys, wish, epochs.epoch_guard(self.keys, self.ctx.epoch))
 
     def _set_state(self, record: Engine, state: EngineState) -> None:
         def change(raw: bytes | None) -> bytes | None:
@@ -113,10 +139,10 @@ class EnginePool:
             drained = record is None or record.state is EngineState.DRAINING
             if not drained:
                 log.warning("engine %s ended: %s %s", engine_id, record and record.reason, reason)
-                why = (record and record.reason) or reason or "unknown"
+                why = slot.ended_for or (record and record.reason) or reason or "unknown"
                 events.emit(self.store, self.keys, "engine.replaced", engine_id, severity=Severity.WARNING,
                             message=f"engine {engine_id} ended ({why}); replacing it")
-                if not slot.was_ready:
+                if not slot.was_ready and not slot.ended_for:
                     self._budget = self._budget.after_failure(time.time())
             slot.placed.remove()
             self._write(Op.delete(self.keys.engine(engine_id)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import ray
@@ -12,11 +13,12 @@ from ray.exceptions import RayError
 
 from elastic_rl import processes
 from elastic_rl.context import RunContext
-from elastic_rl.coordinator import events
-from elastic_rl.coordinator.records import Severity
+from elastic_rl.coordinator import epochs, events
+from elastic_rl.coordinator.records import Restart, Severity
 from elastic_rl.coordinator.store import Store
 from elastic_rl.driver.placement import Placed, uses_cuda
 from elastic_rl.driver.plan import StartBudget
+from elastic_rl.driver.wishes import carried_out
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +46,8 @@ class TrainerHost:
 class TrainerGroup:
     """Starts the agent and starts it again when it ended, until the restart budget is spent."""
 
-    def __init__(self, ctx: RunContext, store: Store, context_file: Path) -> None:
-        self.ctx, self.store, self.context_file = ctx, store, context_file
+    def __init__(self, ctx: RunContext, store: Store, context_file: Path, sign: Callable[[str], None]) -> None:
+        self.ctx, self.store, self.context_file, self._sign = ctx, store, context_file, sign
         self._placed: Placed | None = None
         self._done: ray.ObjectRef | None = None
         self._budget = StartBudget()
@@ -73,9 +75,18 @@ class TrainerGroup:
     def failures(self) -> int:
         return self._budget.failures
 
+    def restart(self, wish: Restart) -> None:
+        """Ends the agent and its ranks, hung or not, and starts them again."""
+        log.warning("starting the trainer group anew: %s", wish.reason)
+        self.close()
+        self._budget = StartBudget()
+        carried_out(self.store, self.ctx.keys, wish, epochs.epoch_guard(self.ctx.keys, self.ctx.epoch))
+        self._start()
+
     def _start(self) -> None:
         cfg = self.ctx.config
         world = cfg.trainer.ranks
+        self._sign(Placed.WAITING)
         self._placed = Placed("trainer", TrainerHost, str(self.context_file),
                               str((cfg.cluster_dir / "logs" / "trainer.log").resolve()),
                               cpus=float(world), gpus=world if uses_cuda(cfg) else 0,

@@ -12,7 +12,9 @@ from typing import Any
 
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import epochs, events
+from elastic_rl.coordinator.membership import Membership
 from elastic_rl.coordinator.records import Engine, EngineState, Severity, Version
+from elastic_rl.coordinator.roster import ENGINE
 from elastic_rl.dcs.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.lifecycle import Life
@@ -57,6 +59,8 @@ class EngineRunner:
         self._drain = threading.Event()
         self._stop = threading.Event()
         self._store = ctx.store()
+        self._member = Membership(self._store, ctx.keys, ENGINE, engine_id, ttl_s=ctx.config.coordinator.lease_ttl_s,
+                                  epoch=ctx.epoch)
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0
         self._checksum = ""
@@ -89,6 +93,7 @@ class EngineRunner:
         """Blocks until the engine's life is over. An engine's failure is told in etcd, not raised."""
         try:
             self._write()
+            self._member.start()
             self._server.start(keep_waiting=lambda: not self._leaving)
             self._life = self._life.up()
             self._write()
@@ -98,6 +103,7 @@ class EngineRunner:
             self._end(e.message)
         finally:
             self._server.close()
+            self._member.close()
             self._store.close()
 
     @property
@@ -114,6 +120,7 @@ class EngineRunner:
         try:
             while not self._leaving:
                 self._tick_at = time.time()
+                self._member.progress(self._life.version, "follow")
                 if not self._server.alive():
                     raise EngineFailed("a process of the SGLang server ended")
                 try:
@@ -143,6 +150,7 @@ class EngineRunner:
                 if not self._write(begun):  # before the first byte changes
                     return True             # it is to leave the pool
                 self._life = begun
+                self._member.progress(self._life.version, "apply")
                 paused_at = time.monotonic()
                 self._server.apply(prepared, wanted.number)
                 self._pause_s = time.monotonic() - paused_at
@@ -170,9 +178,17 @@ class EngineRunner:
     @contextlib.contextmanager
     def _prepared(self, puller: Puller, wanted: Version) -> Iterator[Prepared]:
         """The version in the engine's staged weights; what came of it to this host was staged while the rest came."""
-        with (self._server.preparing() as preparation,
-              puller.pull(POLICY, wanted.number, on_part=preparation.add) as pulled):
-            yield preparation.finish(pulled.reference())
+        # A first pull is a whole one, and may take much longer than those that follow.
+        phase = "pull" if self._life.version else "waiting for the first version"
+        self._member.progress(self._life.version, phase)
+        with self._server.preparing() as preparation:
+
+            def stage(part: dict[str, Any]) -> None:
+                self._member.progress(self._life.version, phase)
+                preparation.add(part)
+
+            with puller.pull(POLICY, wanted.number, on_part=stage) as pulled:
+                yield preparation.finish(pulled.reference())
 
     def _cannot_fetch(self, wanted: Version, error: ElasticRLError) -> None:
         """Tells it once an episode, and not of a first failure, which the next try most often mends."""
@@ -190,6 +206,7 @@ class EngineRunner:
             self._life = self._life.drain()
             self._write()
             self._unroute()
+            self._member.progress(self._life.version, "waiting for the last request")
             try:
                 wait_until(lambda: self._stop.is_set() or self._server.in_flight() == 0,
                            timeout_s=self._cfg.drain_timeout_s, what="the last request of the engine", poll_s=0.1)

@@ -120,7 +120,6 @@ class TrainingLoop:
         ordinals = list(range((step - 1) * self.cfg.train.prompts_per_step, step * self.cfg.train.prompts_per_step))
         problems = [self.task.train[i] for i in self.order.groups(ordinals[0], len(ordinals))]
         with traces.span("train_step", step=step), watch.phase("total"):
-            self.member.progress(step, "sync")
             with watch.phase("sync"):
                 pool = self._in_sync()
             self.member.progress(step, "generate")
@@ -148,8 +147,8 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         """Greedy exact match on every held-out problem, answered by the engines at the head."""
-        self.member.progress(self.step, "evaluate")
         self._in_sync()
+        self.member.progress(self.step, "evaluate")
         groups = self._sample(self.task.heldout, 1, temperature=0.0)
         right = sum(self.reward(p, g[0].token_ids) for p, g in zip(self.task.heldout, groups, strict=True))
         heldout = right / len(groups)
@@ -160,7 +159,8 @@ class TrainingLoop:
     # -- parts of a step ----------------------------------------------------------------------------------------
     def _in_sync(self) -> list[Engine]:
         return wait_in_sync(self.store, self.keys, self.policy_version - self.cfg.train.max_staleness,
-                            timeout_s=self.cfg.rollout.ready_timeout_s)
+                            timeout_s=self.cfg.rollout.ready_timeout_s,
+                            sign=lambda: self.member.progress(self.step, "sync"))
 
     def _sample(self, problems: list[Problem], n: int, temperature: float) -> list[Any]:
         return self.peers.generate(GenerationRequest(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import Engine, EngineState
 from elastic_rl.coordinator.store import Store
@@ -26,14 +28,16 @@ def in_sync(found: list[Engine], version: int) -> bool:
     return bool(ready) and not updating and all(e.version >= version and not e.applying for e in ready)
 
 
-def wait_in_sync(store: Store, keys: Keys, version: int, *, timeout_s: float) -> list[Engine]:
-    """Waits until the pool serves ``version``; returns its engines.
+def wait_in_sync(store: Store, keys: Keys, version: int, *, timeout_s: float,
+                 sign: Callable[[], None] = lambda: None) -> list[Engine]:
+    """Waits until the pool serves ``version``; returns its engines. Calls ``sign`` at each look.
 
     Should an engine lag for ``timeout_s`` while others are ready, raises DeadlineExceeded naming the laggards.
     """
     found: list[Engine] = []
 
     def ready() -> bool:
+        sign()
         found[:] = engines(store, keys)
         return in_sync(found, version)
 

@@ -72,6 +72,8 @@ class Rank:
                 self._train(TrainBatch.from_bytes(command.payload))
             elif command.kind is Kind.PUBLISH:
                 self.checkpoints.publish(self.progress, policy=False)  # only what is owed
+            else:
+                self.member.progress(self.progress.step, self.progress.phase)  # idle, and not hung
                 self._report()
 
     def _take_up(self) -> None:

@@ -99,7 +99,7 @@ def test_a_restart_waits_until_it_was_carried_out_and_the_part_works_again() -> 
 
 def test_a_global_restart_is_over_in_a_later_epoch_when_the_loop_and_the_trainer_work() -> None:
     rank = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="new", phase="rl")
-    op = restart("job", before=["old"], epoch=3)
+    op = restart("job", before=["old"], ended=2)
     done = {"job": Restart(target="job", wanted=1, done=1)}
     job = JobStatus(phase="rl", updated_at=20.0)
     assert settle(op, View(now=21.0, restarts=done, members=[rank], job=job, epoch=3)).state is OperationState.RUNNING
