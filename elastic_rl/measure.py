@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from rich.table import Table
 
 _PACKAGES = ("elastic-rl", "torch", "sglang", "megatron-core", "ray", "sglang-router", "safetensors",
-             "checkpoint-engine")
+             "checkpoint-engine", "torchft")
 
 
 class Row(BaseModel):

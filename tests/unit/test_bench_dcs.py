@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_rl import measure
-from elastic_rl.bench import dcs
+from elastic_rl.bench import dcs, timing
 from elastic_rl.bench.dcs import (
     applied,
     commit,
@@ -24,12 +24,11 @@ from elastic_rl.bench.dcs import (
     node_memory,
     silence,
     stall,
-    timing,
 )
 from elastic_rl.bench.dcs.links import Links, Pace
 from elastic_rl.bench.dcs.weights import Weights
-from elastic_rl.bench.dcs.workers import Worker, WorkerFailed
 from elastic_rl.bench.options import DEFAULT_BYTES, QUICK_BYTES, Options, Unmeasurable, parse_size
+from elastic_rl.bench.workers import Worker, WorkerFailed
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.digests import digest_of
 from elastic_rl.errors import ConfigError, DeadlineExceeded
@@ -65,16 +64,16 @@ def test_the_command_that_measures_the_same_is_told() -> None:
 
 # -- which rows -------------------------------------------------------------------------------------------------------
 def test_every_row_of_the_issue_belongs_to_a_module() -> None:
-    assert set() == ISSUED - {row for rows in dcs.ROWS.values() for row in rows}
+    assert set() == ISSUED - {row for rows in dcs.SUITE.rows.values() for row in rows}
 
 
 def test_a_row_is_asked_for_by_its_id_or_by_the_part_before_a_dash() -> None:
-    assert dcs.wanted([]) == list(dcs.ROWS)
-    assert dcs.wanted(["P2-link"]) == ["link"]
-    assert dcs.wanted(["P5", "P3"]) == ["deltas", "stall"]
-    assert dcs.wanted(["P1"]) == ["hold", "applied"]
+    assert dcs.SUITE.wanted([]) == list(dcs.SUITE.rows)
+    assert dcs.SUITE.wanted(["P2-link"]) == ["link"]
+    assert dcs.SUITE.wanted(["P5", "P3"]) == ["deltas", "stall"]
+    assert dcs.SUITE.wanted(["P1"]) == ["hold", "applied"]
     with pytest.raises(ConfigError, match="no row 'P6'"):
-        dcs.wanted(["P6"])
+        dcs.SUITE.wanted(["P6"])
 
 
 def test_a_module_that_fails_leaves_rows_that_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +81,14 @@ def test_a_module_that_fails_leaves_rows_that_say_why(monkeypatch: pytest.Monkey
         raise Unmeasurable("no memory for it")
 
     monkeypatch.setattr(link, "measure", refuse)
-    [row] = dcs._measure("link", None)  # type: ignore[arg-type]
+    [row] = dcs.SUITE.measure("link", None)  # type: ignore[arg-type]
     assert (row.id, row.value, row.met) == ("P2-link", None, None)
     assert row.why and "no memory for it" in row.why
 
 
 def test_a_row_that_a_module_owes_and_does_not_give_is_there_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "measure", lambda rig: [Row(id="P2-fleet", name="fleet", value=1.0)])
-    found = {row.id: row for row in dcs._measure("fleet", None)}  # type: ignore[arg-type]
+    found = {row.id: row for row in dcs.SUITE.measure("fleet", None)}  # type: ignore[arg-type]
     assert found["P2-fleet"].value == 1.0
     assert found["P2-fleet-sent"].value is None and found["P2-fleet-sent"].why
 
@@ -237,7 +236,7 @@ def test_a_peak_is_seen_though_the_memory_is_given_back() -> None:
 
 
 WORKER = """
-from elastic_rl.bench.dcs.workers import serve
+from elastic_rl.bench.workers import serve
 def fail():
     raise ValueError("as asked")
 def talk():

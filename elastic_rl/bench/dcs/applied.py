@@ -16,13 +16,14 @@ from statistics import median
 
 import psutil
 
-from elastic_rl.bench.dcs import loaders, updates, why_of
+from elastic_rl.bench.dcs import loaders, updates
 from elastic_rl.bench.dcs.engines import BenchEngine, Model, configure, everywhere, start
 from elastic_rl.bench.dcs.memory import Peak
 from elastic_rl.bench.dcs.rig import Cluster, Rig
 from elastic_rl.bench.dcs.silence import Listener, longest
-from elastic_rl.bench.dcs.timing import speedup, with_alternatives
 from elastic_rl.bench.options import Unmeasurable
+from elastic_rl.bench.suite import why_of
+from elastic_rl.bench.timing import speedup, with_alternatives
 from elastic_rl.engine.server import pack
 from elastic_rl.measure import Row
 

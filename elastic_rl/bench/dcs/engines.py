@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from elastic_rl import config
 from elastic_rl.bench.dcs import loaders
 from elastic_rl.bench.dcs.rig import Cluster
-from elastic_rl.bench.dcs.workers import last_line
 from elastic_rl.bench.options import Unmeasurable
+from elastic_rl.bench.workers import last_line
 from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.engine.loader import LOADER

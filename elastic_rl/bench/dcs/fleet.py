@@ -15,7 +15,7 @@ from statistics import median
 
 from elastic_rl.bench.dcs.rig import Cluster, Rig
 from elastic_rl.bench.dcs.weights import Weights
-from elastic_rl.bench.dcs.workers import Worker
+from elastic_rl.bench.workers import Worker
 from elastic_rl.dcs.puller import Puller
 from elastic_rl.measure import Row
 from elastic_rl.processes import free_port

@@ -14,8 +14,8 @@ from statistics import median
 
 from elastic_rl.bench.dcs.exchanges import EXCHANGES, Exchange, Holder
 from elastic_rl.bench.dcs.rig import STREAM, Cluster, Rig, require_memory
-from elastic_rl.bench.dcs.timing import with_alternatives
 from elastic_rl.bench.dcs.weights import Weights
+from elastic_rl.bench.timing import with_alternatives
 from elastic_rl.measure import Row
 
 COUNTS = (1, 2, 4, 8)

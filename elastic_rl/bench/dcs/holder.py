@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elastic_rl.bench.dcs.exchanges import READERS
-from elastic_rl.bench.dcs.workers import WorkerFailed, serve
+from elastic_rl.bench.workers import WorkerFailed, serve
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.store import Store
 from elastic_rl.dcs import mapping

@@ -13,8 +13,8 @@ from statistics import median
 import torch
 
 from elastic_rl.bench.dcs.rig import Rig
-from elastic_rl.bench.dcs.timing import gbps, seconds
-from elastic_rl.bench.dcs.workers import Worker, serve
+from elastic_rl.bench.timing import gbps, seconds
+from elastic_rl.bench.workers import Worker, serve
 from elastic_rl.measure import Row
 
 _PIECE = 4 << 20

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_rl.bench.dcs.workers import serve
+from elastic_rl.bench.workers import serve
 
 _PIECE = 64 << 10
 _SOCKET_BYTES = 128 << 10

@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import psutil
 
-from elastic_rl import etcd_server
-from elastic_rl.bench.dcs.workers import Worker, last_line
+from elastic_rl.bench.etcd import end, start_etcd
 from elastic_rl.bench.options import Options, Unmeasurable
+from elastic_rl.bench.workers import Worker, last_line
 from elastic_rl.config import DcsConfig
 from elastic_rl.coordinator import epochs
 from elastic_rl.coordinator.keys import Keys
@@ -29,7 +29,7 @@ from elastic_rl.dcs.publisher import Publisher
 from elastic_rl.dcs.puller import Puller
 from elastic_rl.dcs.retention import Keep
 from elastic_rl.errors import DeadlineExceeded
-from elastic_rl.processes import free_port, python, spawn, stop, wait_until
+from elastic_rl.processes import python, spawn, wait_until
 
 SHM = Path("/dev/shm")
 STREAM = "policy"
@@ -86,7 +86,7 @@ class Cluster:
             f"--run_dir={self.rig.folder / 'runs'}", "--coordinator.lease_ttl_s=10", "--etcd.call_timeout_s=5",
             *(f"--dcs.{key}={value}" for key, value in settings.items())),
             log=self._log(node_id))
-        self._stack.callback(_end, process)
+        self._stack.callback(end, process)
         return process
 
     def _log(self, node_id: str) -> Path:
@@ -155,7 +155,7 @@ class Rig:
         self._stack = stack
         self.folder = self._temporary(None)
         self.shm = self._temporary(SHM)
-        self.endpoint = self._start_etcd()
+        self.endpoint, _ = start_etcd(self.folder, stack)
         self.store = stack.enter_context(Store([self.endpoint], call_timeout_s=5.0))
 
     @classmethod
@@ -192,19 +192,3 @@ class Rig:
         folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder
-
-    def _start_etcd(self) -> str:
-        client, peer = free_port(), free_port()
-        process = spawn(etcd_server.command(etcd_server.find_binary(), self.folder / "etcd", client, peer),
-                        log=self.folder / "etcd.log")
-        self._stack.callback(_end, process)
-        endpoint = f"127.0.0.1:{client}"
-        wait_until(lambda: etcd_server.healthy(endpoint), timeout_s=_START_S, what="etcd",
-                   alive=lambda: process.poll() is None)
-        return endpoint
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    stop(process.pid)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10)

@@ -13,7 +13,7 @@ from statistics import median
 from elastic_rl import config
 from elastic_rl.bench.dcs.memory import Peak
 from elastic_rl.bench.dcs.rig import DCS, STREAM, Cluster, Rig
-from elastic_rl.bench.dcs.workers import Worker
+from elastic_rl.bench.workers import Worker
 from elastic_rl.config import Config
 from elastic_rl.context import RunContext
 from elastic_rl.data.tiny_model import hf_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from elastic_rl.bench.dcs.workers import serve
+from elastic_rl.bench.workers import serve
 from elastic_rl.context import RunContext
 from elastic_rl.trainer import parallel, snapshot
 from elastic_rl.trainer.model import Policy, Shape

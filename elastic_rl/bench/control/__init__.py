@@ -1,0 +1,22 @@
+"""The control plane measured: how soon another leads, what a thousand members cost, how quick the API and its streams
+are; beside torchft's lighthouse where both do the same."""
+
+from __future__ import annotations
+
+from elastic_rl.bench.options import Options
+from elastic_rl.bench.suite import Suite
+from elastic_rl.measure import Row
+
+SUITE = Suite(__name__, {
+    "failover": ("failover-kill", "failover-stop", "failover-term"),
+    "crowd": ("api-p99", "cpu-1000", "memory-1000", "etcd-writes"),
+    "delay": ("watch-delay",),
+    "listing": ("list-10k",),
+    "heartbeat": ("heartbeat", "heartbeat-cpu"),
+})
+
+
+def run(options: Options) -> list[Row]:
+    """Measures the wanted rows on processes of their own that all end here."""
+    from elastic_rl.bench.control.rig import Rig
+    return SUITE.run(options, lambda: Rig.start(options))

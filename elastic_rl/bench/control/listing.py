@@ -1,0 +1,70 @@
+"""list-10k: how long a listing takes in a job of ten thousand versions and ten thousand events."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import httpx
+
+from elastic_rl.bench.control.rig import Rig
+from elastic_rl.bench.timing import seconds
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import Version, VersionState
+from elastic_rl.coordinator.store import Op
+from elastic_rl.measure import Row
+
+COUNT = 10_000
+_BATCH = 100
+
+
+def measure(rig: Rig) -> list[Row]:
+    samples = 10 if rig.options.quick else 50
+    rows = []
+    with rig.replicas("a", coordinator={"events_keep": COUNT + 1000}) as replicas:
+        _fill(rig, replicas.keys)
+        ranges = {"versions": replicas.keys.versions_prefix("policy"), "events": replicas.keys.events_prefix()}
+        with httpx.Client(base_url=replicas.urls["a"], timeout=60.0) as client:
+            pages: list[float] = []
+            for what, prefix in ranges.items():
+                page = seconds(partial(_page, client, what), samples)
+                bare = seconds(partial(rig.store.range, prefix, limit=100, newest_first=True), samples)
+                whole = seconds(partial(_walk, client, what), 3)
+                everything = seconds(partial(rig.store.range, prefix), 3)
+                pages += page
+                rows += [Row.of(f"list-10k-{what}", f"a page of 100 of {COUNT:,} {what}", [t * 1e3 for t in page], "ms",
+                                limit=sorted(bare)[len(bare) // 2] * 1e3),
+                         Row.of(f"list-10k-{what}-all", f"… all {COUNT:,}, page by page", whole, "s",
+                                limit=sorted(everything)[len(everything) // 2])]
+    return [Row.of("list-10k", f"a page of 100 of {COUNT:,} versions or events", [t * 1e3 for t in pages], "ms",
+                   goal=50.0), *rows]
+
+
+def _page(client: httpx.Client, what: str) -> None:
+    client.get(f"/v1/{what}?limit=100").raise_for_status()
+
+
+def _walk(client: httpx.Client, what: str) -> None:
+    """Every page. Raises RuntimeError unless all came."""
+    seen, after = 0, ""
+    while True:
+        page = client.get(f"/v1/{what}", params={"limit": 1000, **({"after": after} if after else {})})
+        body = page.raise_for_status().json()
+        seen, after = seen + len(body["items"]), body["next"]
+        if not after:
+            break
+    if seen < COUNT:
+        raise RuntimeError(f"{seen} of {COUNT} {what} came")
+
+
+def _fill(rig: Rig, keys: Keys) -> None:
+    now = time.time()
+    for start in range(0, COUNT, _BATCH):
+        numbers = range(start + 1, start + _BATCH + 1)
+        rig.store.txn([], [Op.put(keys.version("policy", n), Version(
+            stream="policy", number=n, state=VersionState.COMMITTED, epoch=1, manifest=f"{n:032x}", nbytes=1 << 30,
+            nodes=["node-0"], created_at=now + n, committed_at=now + n, meta={"step": n}).encode()) for n in numbers])
+        rig.store.txn([], [events.put_op(keys, events.make(
+            "version.committed", "policy", f"version {n} is committed", at=now - COUNT + n, salt=f"{n:04x}"))
+            for n in numbers])
