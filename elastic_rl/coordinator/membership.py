@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any, Self
 
 from elastic_rl.coordinator.keys import Keys
@@ -156,6 +157,16 @@ class Membership:
         with self._lock:
             self._member = self._member.but(beat_at=time.time())
             return self._member
+
+
+def sign_off(store: Store, keys: Keys, ended: Iterable[Member]) -> None:
+    """Takes members off whose processes the caller has ended on purpose, so that nobody takes it for a death."""
+    for member in ended:
+        key = keys.member(member.role, member.id)
+        found = store.get(key)
+        if found is not None and Member.decode(found.value).incarnation == member.incarnation:
+            store.txn([Compare.mod(key, "==", found.mod_revision)],
+                      [Op.delete(key), Op.delete(keys.roster(member.role, member.id))])
 
 
 def members(store: Store, keys: Keys, role: str = "") -> list[Member]:

@@ -13,6 +13,7 @@ from ray import serve
 
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import epochs, events
+from elastic_rl.coordinator.membership import members, sign_off
 from elastic_rl.coordinator.operations import JOB, TRAINER, role_target
 from elastic_rl.coordinator.records import Engine, EngineState, Restart, Severity
 from elastic_rl.coordinator.store import Compare, Store
@@ -84,10 +85,12 @@ class ComputePlane:
     def _restart_role(self, name: str, wish: Restart) -> None:
         """Ends every replica of a role, hung or not; Ray Serve starts new ones, under the handles that others hold."""
         log.warning("starting role %s anew: %s", name, wish.reason)
+        there = members(self.store, self.ctx.keys, name)
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+        sign_off(self.store, self.ctx.keys, there)
         carried_out(self.store, self.ctx.keys, wish, self._guard)
 
     @property

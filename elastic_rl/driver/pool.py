@@ -13,8 +13,10 @@ from ray.exceptions import RayError
 
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import epochs, events
+from elastic_rl.coordinator.membership import members, sign_off
 from elastic_rl.coordinator.operations import engine_target
 from elastic_rl.coordinator.records import Engine, EngineState, PoolSpec, PoolStatus, Restart, Severity
+from elastic_rl.coordinator.roster import ENGINE
 from elastic_rl.coordinator.store import Compare, Op, Store
 from elastic_rl.driver.placement import Placed, gpus_per_engine
 from elastic_rl.driver.plan import Running, StartBudget, plan
@@ -113,6 +115,7 @@ class EnginePool:
         log.warning("ending engine %s: %s", engine_id, slot.ended_for)
         ray.kill(slot.placed.actor)
         ray.wait([slot.done], timeout=10.0)
+        sign_off(self.store, self.keys, [m for m in members(self.store, self.keys, ENGINE) if m.id == engine_id])
         carried_out(self.store, self.keys, wish, epochs.epoch_guard(self.keys, self.ctx.epoch))
 
     def _set_state(self, record: Engine, state: EngineState) -> None:

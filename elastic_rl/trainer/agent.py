@@ -18,8 +18,7 @@ from typing import Any
 
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import epochs, events
-from elastic_rl.coordinator.membership import members
-from elastic_rl.coordinator.ops import Compare, Op
+from elastic_rl.coordinator.membership import members, sign_off
 from elastic_rl.coordinator.records import Severity
 from elastic_rl.coordinator.store import Store
 from elastic_rl.errors import ConfigError, StoreUnavailable
@@ -75,18 +74,10 @@ def _run(ctx: RunContext, store: Store, context_file: str) -> int:
         return 1
     except SignalException as e:
         log.info("stopped by %s", e.sigval.name)
-        _sign_off(ctx, store)
+        sign_off(store, ctx.keys, [m for m in members(store, ctx.keys, "trainer") if m.epoch == ctx.epoch])
         return 0
     finally:
         store.delete_prefix(ctx.keys.rendezvous_prefix() + run_id)
-
-
-def _sign_off(ctx: RunContext, store: Store) -> None:
-    """Takes the ended ranks from the members, so that a stop on purpose is not seen as deaths."""
-    for member in members(store, ctx.keys, "trainer"):
-        if member.epoch == ctx.epoch:
-            key = ctx.keys.member("trainer", member.id)
-            store.txn([Compare.exists(key)], [Op.delete(key), Op.delete(ctx.keys.roster("trainer", member.id))])
 
 
 def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
