@@ -68,6 +68,8 @@ class CoordinatorConfig(Section):
     """Longest pause between two looks at desired against actual."""
     events_keep: Positive = 2000
     """Events kept in etcd; older ones are trimmed by the leader."""
+    steps_keep: Annotated[int, Field(ge=100)] = 2000
+    """Points of the run's curves kept in etcd; the leader thins out old ones, evenly."""
     max_engines: Positive = 64
     """Largest number of engines that the API accepts for a pool."""
     require_token: bool | None = None
@@ -103,6 +105,9 @@ class TelemetryConfig(Section):
     """OTLP/HTTP endpoint for traces, such as http://collector:4318; empty: tracing is off."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Level of every process's log."""
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Who else is told the metrics of training, in folders of these names in the job's folder; W&B offline. Needs the
+    extra ``track``."""
 
 
 class DcsConfig(Section):

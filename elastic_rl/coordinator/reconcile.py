@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from elastic_rl.config import Config
 from elastic_rl.coordinator import alert_rules, alerts, events, progress, roster
 from elastic_rl.coordinator.alerts import Alert
+from elastic_rl.coordinator.curve import to_thin
 from elastic_rl.coordinator.election import Election
 from elastic_rl.coordinator.failure_keeper import FailureKeeper, Writes
 from elastic_rl.coordinator.keys import Keys
@@ -402,6 +403,14 @@ class Reconciler:
         for start in range(0, max(0, len(items) - kept), _TXN_OPS):
             batch = items[start:min(start + _TXN_OPS, len(items) - kept)]
             self._guarded([], [Op.delete(kv.key) for kv in batch])
+        self._thin_curve()
+
+    def _thin_curve(self) -> None:
+        prefix, limit = self._keys.steps_prefix(), self._cfg.coordinator.steps_keep
+        if self._store.count(prefix) > limit:
+            gone = to_thin([int(kv.key.removeprefix(prefix)) for kv in self._range(prefix)], limit)
+            for start in range(0, len(gone), _TXN_OPS):
+                self._guarded([], [Op.delete(self._keys.step_point(n)) for n in gone[start:start + _TXN_OPS]])
 
     def _is_due(self, what: str, every_s: float) -> bool:
         now = time.monotonic()

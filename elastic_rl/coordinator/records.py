@@ -79,6 +79,8 @@ class JobStatus(Record):
     policy_version: int = 0
     staleness: int = 0
     """Versions that the oldest sample of the last step lay behind the trainer."""
+    productive_s: float = 0.0
+    """Wall seconds of the warm-up, and of the steps of RL that were not undone by a recovery."""
     message: str = ""
 
 
@@ -151,6 +153,10 @@ class Engine(Record):
     """How its weights lie in memory; two engines of one layout and version have the same checksum."""
     checksum: str = ""
     """Of the weights of ``version``, all ranks; empty where it is not known."""
+    running: int = 0
+    """Requests that it works on; looked at every few seconds."""
+    waiting: int = 0
+    """Requests that wait in it for their turn."""
     reason: str = ""
 
 
@@ -270,6 +276,13 @@ class DcsNode(Record):
     """File of the shared-memory arena; only processes of the same host can map it."""
     arena_bytes: int
     used_bytes: int = 0
+    """Of the arena."""
+    disk_bytes: int = 0
+    """What it may fill of its disk; 0: it keeps nothing there."""
+    disk_used_bytes: int = 0
+    chunks: int = 0
+    unsaved: int = 0
+    """Chunks that are still to be copied to its disk."""
 
 
 class LedgerEntry(Record):

@@ -8,13 +8,14 @@ group is lost the loop waits until it re-formed, takes the step it resumed at as
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import events
 from elastic_rl.coordinator.membership import Membership
-from elastic_rl.coordinator.records import Engine, LedgerEntry, Severity
+from elastic_rl.coordinator.records import Engine, LedgerEntry, Severity, StepPoint
 from elastic_rl.coordinator.store import Store
 from elastic_rl.data.ledger import Ledger
 from elastic_rl.data.order import PromptOrder
@@ -87,7 +88,7 @@ class TrainingLoop:
         self._phase, self._incarnation = status.phase, status.incarnation
         self.step, self.policy_version = (status.step if status.phase == "rl" else 0), status.policy_version
         self.ledger.rewind(self.step, epoch=self.ctx.epoch)
-        self.status.write(self._phase, step=self.step, policy_version=self.policy_version)
+        self.status.resume(self._phase, self.step, policy_version=self.policy_version)
 
     def _recover(self, failure: TrainerFailed) -> None:
         was = self.step
@@ -110,9 +111,11 @@ class TrainingLoop:
             self.member.progress(int(seen["step"]), "warmup")
             self.status.write("warmup", step=int(seen["step"]), heldout=float(seen["heldout"]))
 
+        began = time.monotonic()
         self.trainer.warmup(on_progress)
         status = self.trainer.wait_ready()
         self._take_up(status)
+        self.status.write(self._phase, productive_s=self.status.latest.productive_s + time.monotonic() - began)
         self._evaluate()
 
     def _train_step(self, step: int) -> None:
@@ -143,7 +146,8 @@ class TrainingLoop:
         # A publish that was repeated has a newer number than the trainer told of.
         staleness = max(0, self.policy_version - versions[0])
         self.step, self.policy_version = step, int(metrics["policy_version"])
-        self._report_step(watch, metrics, pool, rewards, ordinals, versions, staleness)
+        tokens = sum(len(p.prompt_ids) + len(s.token_ids) for p, g in zip(problems, groups, strict=True) for s in g)
+        self._report_step(watch, metrics, pool, rewards, ordinals, versions, staleness, tokens)
 
     def _evaluate(self) -> None:
         """Greedy exact match on every held-out problem, answered by the engines at the head."""
@@ -154,7 +158,7 @@ class TrainingLoop:
         heldout = right / len(groups)
         self._heldout.append(heldout)
         self.run_log.write("eval", step=self.step, heldout=heldout, policy_version=self.policy_version)
-        self.status.write(self._phase, heldout=heldout)
+        self.status.evaluated(self._phase, self.step, heldout)
 
     # -- parts of a step ----------------------------------------------------------------------------------------
     def _in_sync(self) -> list[Engine]:
@@ -169,7 +173,7 @@ class TrainingLoop:
             min_version=self.policy_version - self.cfg.train.max_staleness))
 
     def _report_step(self, watch: Stopwatch, metrics: dict[str, Any], pool: list[Engine], rewards: list[list[float]],
-                     ordinals: list[int], versions: list[int], staleness: int) -> None:
+                     ordinals: list[int], versions: list[int], staleness: int, tokens: int) -> None:
         flat = [r for row in rewards for r in row]
         seconds = watch.seconds(inside={"publish_stall": ("train", float(metrics["publish_stall_s"]))})
         self.run_log.write(
@@ -178,7 +182,9 @@ class TrainingLoop:
             **{k: metrics.get(k) for k in ("loss", "grad_norm", "logprob_diff_max", "clip_fraction", "tokens")},
             engines=[e.model_dump(mode="json", include={"id", "state", "version", "pull_apply_s", "pause_s"})
                      for e in pool])
-        self.status.write("rl", step=self.step, reward=sum(flat) / len(flat), policy_version=self.policy_version,
+        point = StepPoint(step=self.step, at=time.time(), reward=sum(flat) / len(flat), staleness=staleness,
+                          policy_version=self.policy_version, samples=len(flat), tokens=tokens, seconds=seconds)
+        self.status.write("rl", point=point, step=self.step, reward=point.reward, policy_version=self.policy_version,
                           staleness=staleness)
         worst = float(metrics["logprob_diff_max"])
         if worst > self.cfg.train.logprob_tolerance:
