@@ -76,7 +76,7 @@ get_etcd() {
     fi
     if command -v apt-get >/dev/null 2>&1 && command -v dpkg >/dev/null 2>&1; then
         say "getting etcd: Debian's package, unpacked in .venv/etcd"
-        if unpack_debian_etcd >>"$LOG" 2>&1 && "$VENV/etcd/usr/bin/etcd" --version >>"$LOG" 2>&1; then
+        if unpack_debian etcd-server "$VENV/etcd" . >>"$LOG" 2>&1 && "$VENV/etcd/usr/bin/etcd" --version >>"$LOG" 2>&1; then
             return
         fi
         rm -rf "$VENV/etcd"
@@ -86,21 +86,37 @@ get_etcd() {
     say "warning: fine for trying things; install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH for anything else."
 }
 
-unpack_debian_etcd() (
+# promtool checks the alert rules in ops/monitoring; only a test needs it, so doing without is no failure.
+get_promtool() {
+    if command -v promtool >/dev/null 2>&1 || [ -x "$VENV/prometheus/usr/bin/promtool" ]; then
+        return
+    fi
+    command -v apt-get >/dev/null 2>&1 && command -v dpkg >/dev/null 2>&1 || return 0
+    say "getting promtool: Debian's package, unpacked in .venv/prometheus"
+    if ! { unpack_debian prometheus "$VENV/prometheus" ./usr/bin/promtool &&
+        "$VENV/prometheus/usr/bin/promtool" --version; } >>"$LOG" 2>&1; then
+        rm -rf "$VENV/prometheus"
+        say "there is none to be had; the test of the alert rules will be skipped"
+    fi
+}
+
+# Unpacks a file or folder of a Debian package, without root.
+unpack_debian() (
     set -e
+    package=$1 folder=$2 what=$3
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
     cd "$work"
-    if ! apt-get download etcd-server; then
+    if ! apt-get download "$package"; then
         # No package lists, or none that we may refresh: lists and cache of our own need no root.
         mkdir -p lists/partial cache/archives/partial
         apt_own=(-o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache" -o Debug::NoLocking=1
             -o APT::Sandbox::User=)
         apt-get "${apt_own[@]}" update
-        apt-get "${apt_own[@]}" download etcd-server
+        apt-get "${apt_own[@]}" download "$package"
     fi
-    mkdir -p "$VENV/etcd"
-    dpkg -x etcd-server_*.deb "$VENV/etcd"
+    mkdir -p "$folder"
+    dpkg --fsys-tarfile "$package"_*.deb | tar -x -C "$folder" "$what"
 )
 
 fingerprint() {
@@ -111,6 +127,7 @@ want=$(fingerprint)
 if [ ! -x "$VENV/bin/elastic-rl" ] || [ "$(cat "$STAMP" 2>/dev/null)" != "$want" ]; then
     make_environment
     get_etcd
+    get_promtool  # not below: where there is none, every run would ask for it again
     printf '%s\n' "$want" >"$STAMP"
     say "done"
 else

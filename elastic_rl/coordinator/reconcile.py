@@ -49,6 +49,7 @@ from elastic_rl.coordinator.records import (
 )
 from elastic_rl.coordinator.roster import Change, Living, Sighting
 from elastic_rl.coordinator.store import Compare, KeyValue, Op, Store
+from elastic_rl.coordinator.tally import Cursor, count
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.telemetry import metrics, traces
 
@@ -59,6 +60,8 @@ _SWEEP_EVERY_S = 2.0
 _TXN_OPS = 50
 """etcd takes at most 128 operations in a transaction; the client adds its own."""
 _NEWEST = 64
+_TELL_THEMSELVES = (roster.ENGINE, roster.TRAINER)
+"""Roles whose own events say that a replacement works."""
 
 _LOOK_S = metrics.histogram("reconcile_seconds", "Duration of one look of the leader")
 _FAILED = metrics.counter("reconcile_failures", "Looks that ended with an error", ("error",))
@@ -79,12 +82,6 @@ class Leadership(Record):
     pid: int
     term: int
     since: float
-
-
-class Cursor(Record):
-    """Events up to this revision have been turned into alerts."""
-
-    revision: int
 
 
 @dataclass(frozen=True)
@@ -123,6 +120,7 @@ class Reconciler:
         self._operations = OperationKeeper(keys, self._guarded)
         self._failures = FailureKeeper(store, keys, cfg.policy, desk, self._guarded)
         self._limits, self._learner, self._term = Limits.of(cfg.coordinator), Learner({}), 0
+        self._beats: dict[tuple[str, str, str], float] = {}  # heartbeats that this leader saw; only to measure by
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
         self.last_look = 0.0
         """Unix seconds of the last look that ended well."""
@@ -199,6 +197,9 @@ class Reconciler:
                                    hung=progress.hung(m, self._learner.paces, self._limits)) for m, kv in members]
         nodes = [roster.of_node(DcsNode.decode(kv.value), kv.key, kv.create_revision)
                  for kv in self._range(keys.dcs_nodes_prefix())]
+        seen = {(s.role, s.id, s.incarnation) for s, _ in sightings}
+        self._beats = {who: at for who, at in self._beats.items() if who in seen}
+        self._beats |= {(m.role, m.id, m.incarnation): m.beat_at for m, _ in members if m.beat_at}
         engines = [(Engine.decode(kv.value), kv.mod_revision) for kv in self._range(keys.engines_prefix())]
         pools = self._range(keys.pools_prefix())
         specs = [PoolSpec.decode(kv.value) for kv in pools if kv.key.endswith("/spec")]
@@ -267,10 +268,12 @@ class Reconciler:
             compares = [_unchanged(key, look.roster[step.sighting.name][1] if step.sighting.name in look.roster else 0)]
             ops = [Op.put(key, step.sighting.encode())]
             match step.change:
-                case Change.FORGET:
+                case Change.FORGET | Change.REPLACED:
                     ops = [Op.delete(key)]
                     if step.living is not None:
                         ops.append(Op.delete(step.living.key))
+                    if step.change is Change.REPLACED and step.sighting.role not in _TELL_THEMSELVES:
+                        ops.append(events.put_op(self._keys, _recovered(step.sighting)))
                 case Change.SEEN | Change.RETURNED:
                     assert step.living is not None
                     # A member that closed since it was read must not come back into the roster.
@@ -292,7 +295,8 @@ class Reconciler:
         doing = f" in {step.living.doing}" if step.living and step.change is Change.HUNG else ""
         event = events.build(f"{who.role}.{kind}", who.id, f"{who.role} {who.id} (pid {who.pid} on {who.host}) {words}"
                              f"{doing}", severity=Severity.INFO if step.change is Change.RESUMED else Severity.ERROR,
-                             by=alert_rules.BY_LEADER, pid=who.pid, incarnation=who.incarnation)
+                             by=alert_rules.BY_LEADER, pid=who.pid, incarnation=who.incarnation,
+                             **self._noticed(look, step))
         compares: list[Compare] = []
         ops = [events.put_op(self._keys, event)]
         if step.change in _FAULTS:
@@ -302,6 +306,15 @@ class Reconciler:
             ended = self._ended_engine(look, who)
             compares, ops = [*compares, *ended[0]], [*ops, *ended[1]]
         return compares, ops
+
+    def _noticed(self, look: Look, step: roster.Step) -> dict[str, float]:
+        """Seconds since a part's last sign of life, for the measurement of faults; nothing where it is not known."""
+        who = step.sighting
+        if step.change is Change.HUNG:
+            last = next((m.progress_at for m in look.members if (m.role, m.id) == who.name), None)
+        else:
+            last = self._beats.get((who.role, who.id, who.incarnation)) if step.change is Change.DIED else None
+        return {"detect_s": round(max(0.0, look.now - last), 3)} if last else {}
 
     def _ended_engine(self, look: Look, dead: Sighting) -> Writes:
         """The end of a dead engine's record; its driver then replaces it."""
@@ -336,12 +349,14 @@ class Reconciler:
         """Events since the cursor: the alerts they ask for, and keys of those they end. The cursor moves together with
         the alerts, in ``_update_alerts``; a death that somebody reported is marked, so that it is told once."""
         found = self._store.get(self._keys.event_cursor())
-        self._cursor = (Cursor.decode(found.value).revision if found else 0, found.mod_revision if found else 0)
+        cursor = Cursor.decode(found.value) if found else Cursor(revision=0)
+        self._cursor = (cursor.revision, found.mod_revision if found else 0)
         newest, _ = self._store.range(self._keys.events_prefix(), limit=_NEWEST, newest_first=True)
         if len(newest) == _NEWEST and min(kv.mod_revision for kv in newest) > self._cursor[0]:
             newest = self._range(self._keys.events_prefix())
         fresh = sorted((kv for kv in newest if kv.mod_revision > self._cursor[0]), key=lambda kv: kv.mod_revision)
         self._cursor_next = fresh[-1].mod_revision if fresh else self._cursor[0]
+        self._tally = count(cursor.tally, (Event.decode(kv.value) for kv in fresh))
         reports, over = [], set()
         for kv in fresh:
             event = Event.decode(kv.value)
@@ -376,8 +391,9 @@ class Reconciler:
             writes.append((_unchanged(key, look.alerts[alert.id][1] if alert.id in look.alerts else 0),
                            Op.delete(key) if over_now else Op.put(key, alert.encode())))
         if moved:  # last: an alert that was written without the cursor is found open when its report is read again
+            cursor = Cursor(revision=self._cursor_next, tally=self._tally)
             writes.append((_unchanged(self._keys.event_cursor(), self._cursor[1]),
-                           Op.put(self._keys.event_cursor(), Cursor(revision=self._cursor_next).encode())))
+                           Op.put(self._keys.event_cursor(), cursor.encode())))
         batches = [writes[i:i + _TXN_OPS] for i in range(0, len(writes), _TXN_OPS)]
         if all(self._guarded([c for c, _ in batch], [op for _, op in batch]) for batch in batches):
             for alert in todo.put:
@@ -422,6 +438,11 @@ class Reconciler:
 
 def _unchanged(key: str, revision: int) -> Compare:
     return Compare.mod(key, "==", revision) if revision else Compare.absent(key)
+
+
+def _recovered(s: Sighting) -> Event:
+    return events.build(f"{s.role}.recovered", s.id, f"another {s.role} does the work of {s.id}",
+                        by=alert_rules.BY_LEADER)
 
 
 def _returned(s: Sighting) -> Event:

@@ -79,15 +79,17 @@ class Change(StrEnum):
     """It beats and does not work."""
     RESUMED = "resumed"
     """It was hung and works again."""
+    REPLACED = "replaced"
+    """It had died, and another one does its work now."""
     FORGET = "forget"
-    """Its death is no news: a replacement works, it said good-bye, or its run is over."""
+    """Its death is no news: it said good-bye, or its run is over."""
 
 
 @dataclass(frozen=True)
 class Step:
     change: Change
     sighting: Sighting
-    """The record as it shall be (for FORGET: as it is)."""
+    """The record as it shall be (for REPLACED and FORGET: as it is)."""
     living: Living | None = None
 
 
@@ -131,9 +133,10 @@ def step(now: float, roster: Mapping[tuple[str, str], Sighting], living: Mapping
     for name, known in roster.items():
         if name in living:
             continue
-        if _expected(known, epoch=epoch, run_over=run_over, ended_epoch=ended_epoch) or (
-                known.dead and _replaced(known, alive, coordinators)):
+        if _expected(known, epoch=epoch, run_over=run_over, ended_epoch=ended_epoch):
             steps.append(Step(Change.FORGET, known))
+        elif known.dead and _replaced(known, alive, coordinators):
+            steps.append(Step(Change.REPLACED, known))
         elif not known.dead:
             steps.append(Step(Change.DIED, known.but(dead_at=now)))
     return steps

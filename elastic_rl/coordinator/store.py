@@ -12,7 +12,7 @@ import grpc
 
 from elastic_rl.config import EtcdConfig
 from elastic_rl.coordinator import tokens
-from elastic_rl.coordinator.channels import COMPACT, RANGE, STATUS, TXN, Channels
+from elastic_rl.coordinator.channels import COMPACT, RANGE, STATUS, TIME_TO_LIVE, TXN, Channels
 from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
 from elastic_rl.coordinator.leases import KeptLease
 from elastic_rl.coordinator.ops import Compare, KeyValue, Op, TxnResult, range_end, result
@@ -140,6 +140,10 @@ class Store:
         """A new lease that a background thread keeps alive until it is closed or lost."""
         granted_at = time.monotonic()
         return KeptLease(self._channels, tokens.grant(self._channels, ttl_s), ttl_s, granted_at=granted_at)
+
+    def lease_left(self, lease: int) -> int:
+        """Whole seconds until a lease ends if nobody keeps it alive; 0 when it has ended."""
+        return max(0, int(self._channels.call(TIME_TO_LIVE, pb.LeaseTimeToLiveRequest(ID=lease)).TTL))
 
     def watch(self, prefix: str, *, start_revision: int) -> Watch:
         """Changes under a prefix from ``start_revision`` on, each once and in order, over failures of members."""

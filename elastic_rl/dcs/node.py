@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
 """Pause between two looks at the registration."""
+_TOLD = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved")
+"""Of the table's numbers, those that the registration tells."""
 _FLUSH_S = 2.0
 """How long a node that is stopped goes on copying chunks to disk; well within the grace it is given."""
 
@@ -96,7 +98,8 @@ def run(cfg: Config, etcd: Sequence[str], node_id: str, stop: threading.Event) -
         freeze_heap()
         while not stop.wait(_BEAT_S):
             try:
-                registration.beat(table.stat()["used_bytes"])
+                stat = table.stat()
+                registration.beat(**{name: stat[name] for name in _TOLD})
             except ElasticRLError as e:  # etcd is away: chunks are served on, and the next beat tries again
                 log.warning("cannot keep the registration: %s", e)
     log.info("node %s ended", node_id)

@@ -40,14 +40,14 @@ class Registration:
         self._store.delete(self._key)
         self._created = self._store.put(self._key, self._record.encode(), lease=self._lease.id)
 
-    def beat(self, used_bytes: int) -> None:
-        """Registers again if that was lost, and brings the record up to date."""
+    def beat(self, **usage: int) -> None:
+        """Registers again if that was lost, and brings the record up to date: ``usage`` are fields of it."""
         if self._lease is None or self._lease.lost.is_set():
             log.warning("the registration was lost; registering again")
             self.put()
-        if used_bytes == self._record.used_bytes:
+        record = self._record.but(**usage)
+        if record == self._record:
             return
-        record = self._record.but(used_bytes=used_bytes)
         assert self._lease is not None
         if self._store.txn([Compare.create(self._key, "==", self._created)],
                            [Op.put(self._key, record.encode(), self._lease.id)]).succeeded:

@@ -41,6 +41,8 @@ POLICY = "policy"
 # A look at the processes, the drain flag and the head at least this often; the head itself comes by a watch.
 _TICK_S = 0.1
 _RECORD_LOOK_S = 0.5
+_LOAD_LOOK_S = 5.0
+_LOAD_TIMEOUT_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
 _TELL_AFTER = 5
 """Failures to fetch in a row that make an event."""
@@ -64,9 +66,10 @@ class EngineRunner:
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0
         self._checksum = ""
-        self._tick_at = time.time()
+        self._tick_at = self._alive_at = time.time()
         self._fetch_failures = 0  # in a row
-        self._next_look = 0.0
+        self._next_look = self._next_load = 0.0
+        self._load = (0, 0)
         self._unwritten = False  # the last write failed: what etcd says is older than the truth
         self._server = SGLangServer(
             ctx.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
@@ -123,6 +126,7 @@ class EngineRunner:
                 self._member.progress(self._life.version, "follow")
                 if not self._server.alive():
                     raise EngineFailed("a process of the SGLang server ended")
+                self._alive_at = time.time()
                 try:
                     self._obey_record()
                     if wanted is None:
@@ -225,6 +229,7 @@ class EngineRunner:
             self._unroute()
             self._store.delete(self._ctx.keys.engine(self._id))  # it was asked to go: nothing failed
             return
+        detect_s = round(max(0.0, time.time() - self._alive_at), 3)
         alive = self._server.alive()
         self._life = self._life.torn(reason) if self._life.applying and alive else self._life.died(reason)
         self._server.stop()  # first: from here on no token of it can come
@@ -232,7 +237,7 @@ class EngineRunner:
             self._write()
             events.emit(self._store, self._ctx.keys, f"engine.{self._life.state}", self._id, severity=Severity.ERROR,
                         message=f"engine {self._id}: {reason}", version=self._life.version,
-                        applying=self._life.applying)
+                        applying=self._life.applying, detect_s=detect_s)
         finally:
             self._unroute()
 
@@ -260,6 +265,7 @@ class EngineRunner:
         if now < self._next_look:
             return
         self._next_look = now + _RECORD_LOOK_S
+        self._look_at_load(now)
         found = self._store.get(self._ctx.keys.engine(self._id))
         if found is None:
             self._stop.set()
@@ -269,6 +275,16 @@ class EngineRunner:
             self._drain.set()
         elif record.state is EngineState.QUARANTINED:
             raise EngineFailed(record.reason)
+
+    def _look_at_load(self, now: float) -> None:
+        """Every few seconds: how many requests the engine has, for those who look at it. It decides nothing."""
+        if now < self._next_load or self._life.state is not EngineState.READY:
+            return
+        self._next_load = now + _LOAD_LOOK_S
+        load = self._server.load(timeout_s=_LOAD_TIMEOUT_S)
+        if load is not None and load != self._load:
+            self._load = load
+            self._write()
 
     def _write(self, life: Life | None = None) -> bool:
         """Writes the record. The driver's wish to drain, or the leader's that it goes, stands in the same record and is
@@ -300,5 +316,6 @@ class EngineRunner:
                       url=server.url if server.pid else "", pid=server.pid, version=life.version,
                       applying=life.applying, started_at=self._started_at, updated_at=time.time(),
                       pull_apply_s=self._pull_apply_s, pause_s=self._pause_s, layout=server.layout,
-                      checksum=self._checksum, reason=life.reason).encode()
+                      checksum=self._checksum, running=self._load[0], waiting=self._load[1],
+                      reason=life.reason).encode()
 

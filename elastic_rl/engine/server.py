@@ -153,6 +153,14 @@ class SGLangServer:
         """Requests that run or wait in the engine. Raises EngineFailed."""
         return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in self._call("GET", "/v1/loads")["loads"])
 
+    def load(self, *, timeout_s: float) -> tuple[int, int] | None:
+        """Requests that run and that wait in the engine; None when it does not say so in time."""
+        try:
+            loads = self._http.get(f"{self.url}/v1/loads", timeout=timeout_s).json()["loads"]
+            return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None
+
     # -- weights --------------------------------------------------------------------------------------------------
     @contextmanager
     def preparing(self) -> Iterator[Preparation]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_rl.context import RunContext
 from elastic_rl.coordinator import events
-from elastic_rl.coordinator.membership import Membership
+from elastic_rl.coordinator.membership import Membership, members
 from elastic_rl.coordinator.records import Engine, LedgerEntry, Severity, StepPoint
 from elastic_rl.coordinator.store import Store
 from elastic_rl.data.ledger import Ledger
@@ -93,8 +93,10 @@ class TrainingLoop:
     def _recover(self, failure: TrainerFailed) -> None:
         was = self.step
         log.warning("trainer failed at step %d: %s", was, failure)
+        beats = [m.beat_at for m in members(self.store, self.keys, "trainer")]  # a dead rank's until its lease ends
         events.emit(self.store, self.keys, "trainer.failed", "trainer", str(failure), severity=Severity.ERROR,
-                    step=was, incarnation=self._incarnation)
+                    step=was, incarnation=self._incarnation,
+                    **({"detect_s": round(max(0.0, time.time() - min(beats)), 3)} if beats else {}))
         self.member.progress(self.step, "waiting for the trainer")
         self._take_up(self.trainer.wait_ready(not_incarnation=self._incarnation))
         self.run_log.write("rewind", from_step=was, to_step=self.step, reason=str(failure))

@@ -34,10 +34,23 @@ class RolloutRole(Role):
         super().__init__(ctx)
         self.client = GenerateClient(ctx.router_url, timeout_s=ctx.config.engine.request_timeout_s,
                                      retries=ctx.config.rollout.retries)
+        self._answered = self._in_flight = 0  # prompt groups
 
     async def generate(self, request: GenerationRequest) -> list[list[Sample]]:
         """One list of samples a prompt, in the prompts' order. Raises EngineFailed when the budget is spent."""
-        return list(await asyncio.gather(*(self._group(p, request) for p in request.prompts)))
+        asked = len(request.prompts)
+        self._in_flight += asked
+        self._tell()
+        try:
+            answers = list(await asyncio.gather(*(self._group(p, request) for p in request.prompts)))
+            self._answered += asked
+            return answers
+        finally:
+            self._in_flight -= asked
+            self._tell()
+
+    def _tell(self) -> None:
+        self.member.progress(self._answered, "generate" if self._in_flight else "idle", in_flight=self._in_flight)
 
     async def _group(self, prompt: list[int], request: GenerationRequest) -> list[Sample]:
         for attempt in range(self.ctx.config.rollout.retries):

@@ -26,7 +26,7 @@ class House:
         steps = roster.step(self.now, self.roster, {m.name: m for m in there}, epoch=epoch, run_over=run_over,
                             coordinators=2)
         for s in steps:
-            if s.change is Change.FORGET:
+            if s.change in (Change.FORGET, Change.REPLACED):
                 del self.roster[s.sighting.name]
             else:
                 self.roster[s.sighting.name] = s.sighting
@@ -62,7 +62,7 @@ def test_a_replacement_under_another_name_ends_the_search_for_a_role_but_not_for
     h.look(living("rollout", "r1"), living("dcs", "n0"))
     h.look()
     h.look(living("rollout", "r2"), living("dcs", "n1"))
-    h.look(living("rollout", "r2"), living("dcs", "n1"))
+    assert h.look(living("rollout", "r2"), living("dcs", "n1")) == [Change.REPLACED]
     assert [s.id for s in roster.missing(h.roster.values())] == ["n0"]
 
 
@@ -115,4 +115,4 @@ def test_deaths_and_returns_of_a_member_alternate(story) -> None:
         for before, after in zip(told, told[1:], strict=False):
             assert (before, after) in {
                 (Change.SEEN, Change.DIED), (Change.DIED, Change.RETURNED), (Change.RETURNED, Change.DIED),
-                (Change.DIED, Change.FORGET), (Change.FORGET, Change.SEEN)}
+                (Change.DIED, Change.REPLACED), (Change.REPLACED, Change.SEEN)}
