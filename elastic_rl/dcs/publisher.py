@@ -37,6 +37,7 @@ from elastic_rl.errors import (
     NodeUnavailable,
     OutcomeUnknown,
 )
+from elastic_rl.telemetry import traces
 
 _COPIERS = 8
 """Nodes whose chunks are replicated at once."""
@@ -84,7 +85,7 @@ class Publisher:
         ``tensors`` raises; then nothing is visible, and the number is not used again.
         Raises OutcomeUnknown when etcd went away during the commit: look at the catalog before you go on.
         """
-        with self._lock:
+        with self._lock, traces.span("dcs.publish", stream=self.stream):
             staged: Staged | None = None
             try:
                 staged = self.begin(meta)
@@ -104,11 +105,14 @@ class Publisher:
 
     # -- step by step ------------------------------------------------------------------------------------------------
     def begin(self, meta: Mapping[str, Any]) -> Staged:
-        """Takes the stream's next number. Raises Fenced, StoreUnavailable and LeaseLost."""
+        """Takes the stream's next number. The current trace goes with the version, in ``meta["trace"]``, so that what
+        follows from it is seen as its consequence. Raises Fenced, StoreUnavailable and LeaseLost."""
         if self._lease is None or not self._lease.alive:
             self.drop_lease()
             self._lease = self._store.keepalive(self._staging_ttl_s)
-        staged = self._writer.begin(owner=self._owner, lease=self._lease.id, meta=meta)
+        carrier = traces.inject()
+        staged = self._writer.begin(owner=self._owner, lease=self._lease.id,
+                                    meta={**({"trace": carrier} if carrier else {}), **meta})
         failpoints.reach("publish.begun")
         return staged
 
@@ -119,6 +123,10 @@ class Publisher:
         ``hold``: hold the parts' chunks for this publisher, too, since whoever wrote them may die before the commit.
         ``deadline``: monotonic time. Raises DeadlineExceeded, NodeUnavailable, ChunkMissing, ArenaFull and DiskFull.
         """
+        with traces.span("dcs.store", stream=self.stream, version=staged.version.number):
+            return self._store_parts(staged, of, hold, deadline)
+
+    def _store_parts(self, staged: Staged, of: Sequence[Part], hold: bool, deadline: float) -> Stored:
         manifest = parts.merge(of)
         for part in of if hold else ():
             self._hub.connect(part.node).fetch(list(part.chunks), hold=True, on_progress=_within(deadline))
@@ -229,6 +237,8 @@ def _within(deadline: float) -> Progress:
 def commit(stored: Sequence[Stored], *, also: Sequence[Op] = ()) -> list[Version]:
     """Makes versions of several streams visible in one transaction, or none. Raises as ``commit_together`` does."""
     guards = tuple({guard for s in stored for guard in s.guards})
-    versions = catalog.commit_together([s.draft for s in stored], guards=guards, also=also)
+    what = ", ".join(f"{s.draft.writer.stream} {s.draft.staged.version.number}" for s in stored)
+    with traces.span("dcs.commit", versions=what):
+        versions = catalog.commit_together([s.draft for s in stored], guards=guards, also=also)
     failpoints.reach("publish.committed")
     return versions

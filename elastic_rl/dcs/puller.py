@@ -24,6 +24,7 @@ from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import Compacted, ElasticRLError, StoreUnavailable
+from elastic_rl.telemetry import traces
 
 OnPart = Callable[[dict[str, Any]], object]
 """Gets a reference (``mapping``) to some tensors of a version."""
@@ -164,7 +165,9 @@ class Puller:
         node: NodeConnection | None = None
         try:
             node = self._take()
-            return self._locate(version, holder, node, on_progress, on_part)
+            with traces.span("dcs.pull", parent=traces.current_or(version.meta.get("trace", {})), stream=stream,
+                             version=version.number, nbytes=version.nbytes, holder=holder):
+                return self._locate(version, holder, node, on_progress, on_part)
         except BaseException:
             self.give_back(version, holder, node)
             raise

@@ -149,14 +149,17 @@ class EngineRunner:
         began = time.monotonic()
         try:
             with traces.span("engine.sync", parent=traces.extract(wanted.meta.get("trace", {})), engine=self._id,
-                             version=wanted.number), self._prepared(puller, wanted) as prepared:
+                             version=wanted.number), contextlib.ExitStack() as held:
+                with traces.span("engine.pull", engine=self._id, version=wanted.number):
+                    prepared = held.enter_context(self._prepared(puller, wanted))
                 begun = self._life.begin(wanted.number)
                 if not self._write(begun):  # before the first byte changes
                     return True             # it is to leave the pool
                 self._life = begun
                 self._member.progress(self._life.version, "apply")
                 paused_at = time.monotonic()
-                self._server.apply(prepared, wanted.number)
+                with traces.span("engine.apply", engine=self._id, version=wanted.number):
+                    self._server.apply(prepared, wanted.number)
                 self._pause_s = time.monotonic() - paused_at
                 self._checksum = " ".join(prepared.checksums)
         except _PULL_FAILED as e:

@@ -7,12 +7,14 @@ accepts is generated again (an engine that just joined, or one that had not seen
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from elastic_rl.context import RunContext
 from elastic_rl.engine.client import GenerateClient, Sample
 from elastic_rl.errors import EngineFailed
 from elastic_rl.roles.contract import Role
+from elastic_rl.roles.first_tokens import FirstTokens
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class RolloutRole(Role):
         self.client = GenerateClient(ctx.router_url, timeout_s=ctx.config.engine.request_timeout_s,
                                      retries=ctx.config.rollout.retries)
         self._answered = self._in_flight = 0  # prompt groups
+        self._first_tokens = FirstTokens(self.store, ctx.keys)
 
     async def generate(self, request: GenerationRequest) -> list[list[Sample]]:
         """One list of samples a prompt, in the prompts' order. Raises EngineFailed when the budget is spent."""
@@ -54,9 +57,12 @@ class RolloutRole(Role):
 
     async def _group(self, prompt: list[int], request: GenerationRequest) -> list[Sample]:
         for attempt in range(self.ctx.config.rollout.retries):
+            asked_at = time.time()
             samples = await self.client.generate(
                 prompt, n=request.samples_per_prompt, temperature=request.temperature,
                 max_new_tokens=request.max_new_tokens, stop_token_ids=request.stop_token_ids)
+            if version := self._first_tokens.fresh(samples):
+                await asyncio.to_thread(self._first_tokens.tell, version, asked_at, time.time())
             if all(s.version >= request.min_version for s in samples):
                 return samples
             await asyncio.sleep(min(0.05 * 2**attempt, 1.0))  # the engine is about to be updated or taken out

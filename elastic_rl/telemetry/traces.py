@@ -1,4 +1,8 @@
-"""OpenTelemetry spans. Without an endpoint every call here costs next to nothing and sends nothing."""
+"""OpenTelemetry spans. Without an endpoint every call here costs next to nothing and sends nothing.
+
+A context travels as a *carrier*: a small dict of W3C headers, fit for JSON and for HTTP. The record of a version
+carries that of its publish, so that whatever follows from the version, in whichever process, belongs to one trace.
+"""
 
 from __future__ import annotations
 
@@ -6,50 +10,82 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 _SCOPE = "elastic_rl"
+_SEND_EVERY_S = 1.0
+"""A process that is killed takes at most so much of its spans along."""
+_provider: TracerProvider | None = None
+"""Our own and not OpenTelemetry's global one, which a library may set, and which cannot be taken back."""
 
 
 def setup(endpoint: str, service: str, *, timeout_s: float = 2.0) -> None:
     """Exports spans of this process to an OTLP/HTTP collector such as ``http://collector:4318``; empty: does nothing.
 
-    Spans are sent by a background thread in batches; a collector that is away costs dropped spans and nothing else.
-    The first call of a process counts, later ones are ignored (OpenTelemetry has one provider a process).
+    Spans are sent by a background thread in batches, the last ones when the process ends in order; a collector that is
+    away costs dropped spans and nothing else. The first call counts, later ones are ignored until ``shutdown``.
     """
-    if not endpoint:
+    global _provider
+    if not endpoint or _provider is not None:
         return
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    if isinstance(trace.get_tracer_provider(), TracerProvider):
-        return
     resource = Resource.create({"service.name": service, "service.namespace": "elastic-rl",
                                 "host.name": socket.gethostname(), "process.pid": os.getpid()})
     provider = TracerProvider(resource=resource)
     exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=timeout_s)
-    provider.add_span_processor(
-        BatchSpanProcessor(exporter, max_queue_size=2048, export_timeout_millis=timeout_s * 1e3))
-    trace.set_tracer_provider(provider)
+    provider.add_span_processor(BatchSpanProcessor(
+        exporter, max_queue_size=2048, schedule_delay_millis=_SEND_EVERY_S * 1e3,
+        export_timeout_millis=timeout_s * 1e3))
+    _provider = provider
+
+
+def shutdown() -> None:
+    """Sends what is left, within the time-out of the export, and ends the export."""
+    global _provider
+    ended, _provider = _provider, None
+    if ended is not None:
+        ended.shutdown()
+
+
+def enabled() -> bool:
+    """Whether spans go anywhere."""
+    return _provider is not None
+
+
+def _tracer() -> trace.Tracer:
+    return _provider.get_tracer(_SCOPE) if _provider is not None else trace.NoOpTracer()
 
 
 @contextmanager
 def span(name: str, *, parent: Context | None = None, **attrs: str | int | float | bool) -> Iterator[trace.Span]:
     """A span around a block. ``parent`` is what ``extract`` gave for a request from elsewhere; without it the current
     span is the parent. An exception that leaves the block is recorded and marks the span as failed."""
-    with trace.get_tracer(_SCOPE).start_as_current_span(name, context=parent, attributes=attrs) as current:
+    with _tracer().start_as_current_span(name, context=parent, attributes=attrs) as current:
         yield current
 
 
+def record(name: str, began_at: float, ended_at: float, *, parent: Context | None = None,
+           **attrs: str | int | float | bool) -> None:
+    """A span of something that is over. Times are unix seconds."""
+    done = _tracer().start_span(name, context=parent, attributes=attrs, start_time=int(began_at * 1e9))
+    done.end(int(ended_at * 1e9))
+
+
 def inject() -> dict[str, str]:
-    """The current trace context as headers (W3C ``traceparent``); empty without a span. Fit for JSON and for HTTP."""
+    """The current trace context as a carrier; empty without a span."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
     return carrier
@@ -58,3 +94,8 @@ def inject() -> dict[str, str]:
 def extract(carrier: Mapping[str, str]) -> Context:
     """The context that ``inject`` wrote elsewhere; give it to ``span(parent=…)``."""
     return _PROPAGATOR.extract(dict(carrier), context=otel_context.get_current())
+
+
+def current_or(carrier: Mapping[str, str]) -> Context | None:
+    """The parent for work on something that carries a context: the current span if there is one, else that context."""
+    return None if trace.get_current_span().get_span_context().is_valid else extract(carrier)

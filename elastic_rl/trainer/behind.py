@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,7 @@ from elastic_rl.dcs.catalog import Staged
 from elastic_rl.dcs.parts import Part
 from elastic_rl.dcs.publisher import Publisher
 from elastic_rl.errors import ElasticRLError, Fenced, NodeUnavailable, OutcomeUnknown, TrainerFailed
+from elastic_rl.telemetry import traces
 from elastic_rl.trainer.parallel import Parallel
 from elastic_rl.trainer.share_writer import ShareWriter
 
@@ -50,6 +51,8 @@ class Begun:
     parts: Mapping[str, tuple[str, ...]]
     """Stream → names of the parts that it is made of, of every rank."""
     step: int
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Carrier of the publish's trace."""
 
 
 class Behind:
@@ -105,7 +108,8 @@ class Behind:
                 self._send(message, 0)
                 committed = bool(self._receive(0)["committed"])
             else:
-                committed = self._lead(message, begun, deadline)
+                with traces.span("trainer.commit", parent=traces.extract(begun.trace), step=begun.step):
+                    committed = self._lead(message, begun, deadline)
             return committed
         except RuntimeError as e:  # a gloo peer is gone
             raise TrainerFailed(f"a rank was lost in the middle of a publish: {e}") from e

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,11 @@ class Checkpoints:
         if self._behind.join():
             self._failures = 0
         waited = time.perf_counter() - start
+        # On rank 0 alone: each of the others would begin a trace of its own.
+        with traces.span("trainer.publish", step=progress.step) if self.par.rank == 0 else nullcontext():
+            return self._publish(progress, policy, state, start, waited)
+
+    def _publish(self, progress: Progress, policy: bool, state: bool, start: float, waited: float) -> Published:
         begun = self._begin(progress, policy, state) if self.par.rank == 0 else None
         numbers = [begun.staged[s].version.number if s in begun.staged else 0
                    for s in (POLICY, STATE)] if begun is not None else [0, 0]
@@ -123,17 +129,14 @@ class Checkpoints:
         self._owed = set()
         staged = {}
         number = self.policy_version
-        with traces.span("trainer.publish", step=progress.step):
-            if POLICY in wanted:
-                # The trace goes with the version, so that an engine's sync is seen as the publish's consequence.
-                staged[POLICY] = self._publishers[POLICY].begin({
-                    "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation,
-                    "trace": traces.inject()})
-                number = staged[POLICY].version.number
-            if STATE in wanted:
-                meta: dict[str, Any] = {**progress.but(updates=self.adam.updates).meta(), "policy_version": number}
-                staged[STATE] = self._publishers[STATE].begin(meta)
-        return Begun(staged, {stream: _PARTS[stream] for stream in staged}, progress.step)
+        if POLICY in wanted:
+            staged[POLICY] = self._publishers[POLICY].begin({
+                "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation})
+            number = staged[POLICY].version.number
+        if STATE in wanted:
+            meta: dict[str, Any] = {**progress.but(updates=self.adam.updates).meta(), "policy_version": number}
+            staged[STATE] = self._publishers[STATE].begin(meta)
+        return Begun(staged, {stream: _PARTS[stream] for stream in staged}, progress.step, traces.inject())
 
     def _note_outcome(self) -> None:
         dropped = self._behind.take_dropped()

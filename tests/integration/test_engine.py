@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from engine_rig import PROMPT, Rig
+from otlp_collector import Collector, Span, collecting
 
 from elastic_rl.coordinator import events
 from elastic_rl.coordinator.records import EngineState
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.processes import wait_until
+from elastic_rl.telemetry import traces
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -26,6 +32,52 @@ def rig(etcd, tmp_path_factory):
         yield rig
     finally:
         rig.close()
+
+
+@contextmanager
+def tracing(rig: Rig) -> Iterator[Collector]:
+    """The engine, whose runner is in this process, traces, and so does what is started with ``traced.json``."""
+    with collecting() as collector:
+        telemetry = rig.ctx.config.telemetry.model_copy(update={"otlp_endpoint": collector.endpoint})
+        config = rig.ctx.config.model_copy(update={"telemetry": telemetry})
+        rig.ctx.model_copy(update={"config": config}).save(config.job_dir / "traced.json")
+        traces.setup(collector.endpoint, "elastic-rl.engine")
+        try:
+            yield collector
+        finally:
+            traces.shutdown()
+
+
+def run_traced(rig: Rig, what: str) -> str:
+    done = subprocess.run([sys.executable, Path(__file__).with_name("traced.py"), what,
+                           rig.ctx.config.job_dir / "traced.json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_one_trace_to_the_first_token(rig: Rig, collector: Collector, engine_id: str) -> None:
+    """Publishes in one process, applies in another one, asks for samples in a third."""
+    version = int(run_traced(rig, "publish"))
+    rig.wait_ready(engine_id, version)
+    run_traced(rig, "ask")
+    wanted = {"dcs.publish", "dcs.store", "dcs.commit", "engine.sync", "engine.pull", "dcs.pull", "engine.apply",
+              "rollout.first_token"}
+
+    def whole() -> dict[str, Span]:
+        found = {s.name: s for s in collector.trace_with("dcs.publish")}
+        return found if wanted <= set(found) else {}
+
+    spans = wait_until(whole, timeout_s=20, what="every span of the trace")
+    parents = {name: next((other for other, s in spans.items() if s.id == spans[name].parent), "") for name in wanted}
+    assert parents == {"dcs.publish": "", "dcs.store": "dcs.publish", "dcs.commit": "dcs.publish",
+                       "engine.sync": "dcs.publish", "engine.pull": "engine.sync", "dcs.pull": "engine.pull",
+                       "engine.apply": "engine.sync", "rollout.first_token": "dcs.publish"}
+    assert len({spans[n].pid for n in ("dcs.commit", "engine.apply", "rollout.first_token")}) == 3
+    assert [s.name for s in collector.spans()].count("rollout.first_token") == 1, "one, of the first sample"
+    assert (spans["engine.apply"].attrs["version"], spans["rollout.first_token"].attrs["version"]) == (version, version)
+    order = [spans[n].ended_at for n in ("dcs.store", "dcs.commit", "engine.pull", "engine.apply",
+                                         "rollout.first_token")]
+    assert order == sorted(order)
 
 
 def test_what_is_published_is_what_is_served_and_a_killed_engine_is_taken_out(rig):
@@ -50,6 +102,10 @@ def test_what_is_published_is_what_is_served_and_a_killed_engine_is_taken_out(ri
     [greedy] = rig.ask()
     assert (greedy.token_ids, greedy.version) == (rig.expected(), second)
     print("pull+apply s:", ready.pull_apply_s, updated.pull_apply_s)
+
+    with tracing(rig) as collector:
+        assert_one_trace_to_the_first_token(rig, collector, "e0")
+        updated = rig.record("e0")
 
     # Witness of the fault: the process is gone; then the record says so and the router forgets it.
     os.kill(updated.pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from dcs_nodes import await_node, spawn_node
 from etcd_server import EtcdServers
+from otlp_collector import Collector, Span, collecting
 from safetensors import safe_open
 
 from elastic_rl import config
@@ -28,6 +29,7 @@ from elastic_rl.coordinator.membership import members
 from elastic_rl.coordinator.store import Store
 from elastic_rl.data.tasks import Addition
 from elastic_rl.data.tiny_model import make_model_dir
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.puller import Puller
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.processes import python, spawn, stop, wait_until
@@ -45,6 +47,7 @@ class Group:
     client: TrainerClient
     agent: subprocess.Popen[bytes]
     folder: Path
+    spans: Collector
 
     def start_agent(self) -> None:
         self.agent = spawn(python("elastic_rl.trainer.agent", "--context", str(self.folder / "context.json")),
@@ -69,7 +72,9 @@ def group(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "train": {"state_every_steps": 2, "prompts_per_step": 8},
         "trainer": {"tensor_parallel": 1, "pipeline_parallel": 2}})
     keys = Keys(job)
-    with Store(etcd.endpoints, call_timeout_s=2.0) as store:
+    with Store(etcd.endpoints, call_timeout_s=2.0) as store, collecting() as collector:
+        telemetry = cfg.telemetry.model_copy(update={"otlp_endpoint": collector.endpoint})
+        cfg = cfg.model_copy(update={"telemetry": telemetry})
         epoch = epochs.raise_epoch(store, keys, holder="test").number
         ctx = RunContext(config=cfg, etcd=etcd.endpoints, job=job, epoch=epoch,
                          model_dir=str(make_model_dir(folder / "model", cfg)))
@@ -79,7 +84,7 @@ def group(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         try:
             await_node(store, keys, node)
             client = TrainerClient(store, keys, step_timeout_s=60, start_timeout_s=START_S)
-            group = Group(ctx, store, keys, client, node, folder)
+            group = Group(ctx, store, keys, client, node, folder, collector)
             group.start_agent()
             yield group
         finally:
@@ -98,6 +103,24 @@ def batch_for(group: Group) -> TrainBatch:
                       policy_versions=torch.ones(n, dtype=torch.int64), groups=torch.arange(8))
 
 
+def assert_traced(group: Group, version: int) -> None:
+    """The publish and its commit, behind the training's back, are one trace, and the version carries it."""
+    wanted = {"trainer.publish", "trainer.commit", "dcs.store", "dcs.commit"}
+
+    def whole() -> dict[str, Span]:
+        found = {s.name: s for s in group.spans.trace_with("dcs.store", stream="policy", version=version)}
+        return found if wanted <= set(found) else {}
+
+    spans = wait_until(whole, timeout_s=30, what="every span of the publish")
+    root = spans["trainer.publish"]
+    assert root.parent == "" and spans["trainer.commit"].parent == root.id
+    assert spans["dcs.commit"].parent == spans["trainer.commit"].id
+    assert {s.pid for s in spans.values()} == {group.rank(0)}
+    carried = [catalog.get_version(group.store, group.keys, stream, number).meta["trace"]["traceparent"]
+               for stream, number in (("policy", version), ("trainer_state", group.client.wait_ready().state_version))]
+    assert all(root.trace in carrier and root.id in carrier for carrier in carried)
+
+
 def test_a_group_warms_up_publishes_trains_and_resumes_after_kill_9_of_a_rank(group: Group) -> None:
     first = group.client.wait_ready()
     assert (first.phase, first.step, first.restarts) == ("warmup", 0, 0)
@@ -107,6 +130,7 @@ def test_a_group_warms_up_publishes_trains_and_resumes_after_kill_9_of_a_rank(gr
     assert result["steps"] == 20 and result["loss"] < 3
     warm = group.client.wait_ready()
     assert (warm.phase, warm.step) == ("rl", 0) and warm.policy_version and warm.state_version
+    assert_traced(group, warm.policy_version)
 
     batch = batch_for(group)
     metrics = [group.client.train(step, batch, cursor={"next": step}) for step in (1, 2, 3)]
