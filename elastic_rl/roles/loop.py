@@ -7,6 +7,7 @@ group is lost the loop waits until it re-formed, takes the step it resumed at as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from elastic_rl.coordinator.store import Store
 from elastic_rl.data.ledger import Ledger
 from elastic_rl.data.order import PromptOrder
 from elastic_rl.data.tasks import Addition, Problem
-from elastic_rl.errors import TrainerFailed
+from elastic_rl.errors import ElasticRLError, TrainerFailed
 from elastic_rl.rewards.registry import REWARDS
 from elastic_rl.roles.batching import make_batch
 from elastic_rl.roles.peers import Peers
@@ -29,6 +30,7 @@ from elastic_rl.roles.rollout import GenerationRequest
 from elastic_rl.roles.run_log import JobStatusWriter, RunLog
 from elastic_rl.roles.stopwatch import Stopwatch
 from elastic_rl.telemetry import traces
+from elastic_rl.telemetry.trackers import Trackers
 from elastic_rl.trainer.client import TrainerClient, TrainerStatus
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,8 @@ class TrainingLoop:
         self.order = PromptOrder(len(self.task.train), self.cfg.seed)
         self.reward = REWARDS["exact_match"]
         self.ledger = Ledger(store, self.keys)
-        self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl")
+        self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl", Trackers.of(
+            self.cfg.telemetry.trackers, self.cfg.job_dir, self.cfg.job, self._tracker_failed))
         self.status = JobStatusWriter(store, self.keys, epoch=ctx.epoch, steps=self.cfg.train.steps,
                                       seed=self.cfg.seed)
         self.max_response = max(len(p.answer_ids) for p in self.task.train + self.task.heldout)
@@ -63,12 +66,20 @@ class TrainingLoop:
 
     # -- the run ------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        self._take_up(self.trainer.wait_ready())
-        while not self.finished:
-            try:
-                self._advance()
-            except TrainerFailed as e:
-                self._recover(e)
+        try:
+            self._take_up(self.trainer.wait_ready())
+            while not self.finished:
+                try:
+                    self._advance()
+                except TrainerFailed as e:
+                    self._recover(e)
+        finally:
+            self.run_log.close()
+
+    def _tracker_failed(self, name: str, why: str) -> None:
+        with contextlib.suppress(ElasticRLError):  # the log has it
+            events.emit(self.store, self.keys, "tracker.failed", name, severity=Severity.WARNING,
+                        message=f"the metrics of training go no longer to {name}: {why}")
 
     def _advance(self) -> None:
         if self._phase == "warmup":

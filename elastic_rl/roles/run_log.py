@@ -12,22 +12,30 @@ from elastic_rl.coordinator import epochs
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import JobStatus, StepPoint
 from elastic_rl.coordinator.store import Op, Store
+from elastic_rl.telemetry.trackers import Trackers
 
 _TXN_OPS = 100
 """etcd takes at most 128 operations in a transaction; the client adds its own."""
 
 
 class RunLog:
-    """Appends whole lines, flushed, so that a reader never sees half a record and a killed writer loses at most one."""
+    """Appends whole lines, flushed, so that a reader never sees half a record and a killed writer loses at most one.
+    ``trackers`` are told the same."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trackers: Trackers | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
+        self.path, self._trackers = path, trackers
 
     def write(self, kind: str, **fields: Any) -> None:
         line = json.dumps({"kind": kind, "at": time.time(), **fields}) + "\n"
         with self.path.open("a") as f:
             f.write(line)
+        if self._trackers is not None:
+            self._trackers.offer(kind, fields)
+
+    def close(self) -> None:
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 class JobStatusWriter:

@@ -1,2 +1,2 @@
-"""What a process says about itself: logs (JSON lines), traces (OpenTelemetry) and metrics (Prometheus). Imports nothing
-of the project but this package, so that every other part may use it."""
+"""What a process says about itself: logs (JSON lines), traces (OpenTelemetry), metrics (Prometheus), and the metrics of
+training for other programs. Imports nothing of the project but this package, so that every other part may use it."""

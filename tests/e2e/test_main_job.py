@@ -13,9 +13,14 @@ from typing import Any
 
 import psutil
 import pytest
+from otlp_collector import Collector, collecting
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from elastic_rl import config, processes, train
-from elastic_rl.cluster import Cluster
+from elastic_rl.cluster import Cluster, ClusterInfo
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import JobStatus, StepPoint
+from elastic_rl.coordinator.store import Store
 from elastic_rl.drill import CoordinatorKilled, EngineKilled, FaultPlan, PoolScaled, TrainerRankKilled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -24,9 +29,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 class Job:
     """One job on a cluster of its own, in a folder of its own."""
 
-    def __init__(self, run_dir: Path, settings: dict[str, int]) -> None:
+    def __init__(self, run_dir: Path, settings: dict[str, Any], spans: Collector) -> None:
+        self.spans = spans
         self.cfg = config.load(overrides=[
             f"--job=e2e-{secrets.token_hex(4)}", f"--run_dir={run_dir}", "--train.eval_every_steps=1000",
+            f"--telemetry.otlp_endpoint={spans.endpoint}",
             *(f"--{key}={value}" for key, value in settings.items())])
         self.cluster = Cluster(self.cfg)
 
@@ -49,12 +56,13 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
-    job = Job(tmp_path, request.param)
-    try:
-        yield job
-    finally:
-        job.cluster.down()
-        processes.sweep(str(job.cluster.cfg.cluster_dir))
+    with collecting() as spans:
+        job = Job(tmp_path, request.param, spans)
+        try:
+            yield job
+        finally:
+            job.cluster.down()
+            processes.sweep(str(job.cluster.cfg.cluster_dir))
 
 
 def assert_sound(report: dict[str, Any], steps: int) -> None:
@@ -66,14 +74,36 @@ def assert_sound(report: dict[str, Any], steps: int) -> None:
     assert report["versions_committed"] > steps
 
 
-@pytest.mark.parametrize("job", [{"train.steps": 60}], indirect=True)
-def test_a_short_run_learns_and_leaves_nothing_behind(job: Job) -> None:
+def assert_told(job: Job, report: dict[str, Any], steps: int) -> None:
+    """What others are told of a run: a point of the curve for each step, the same to TensorBoard and W&B, and of each
+    version one trace from its publish to the first sample that it made."""
+    with Store(ClusterInfo.load(job.cluster.cfg.cluster_dir).etcd, call_timeout_s=2.0) as store:
+        points = [StepPoint.decode(kv.value) for kv in store.range(Keys(job.cfg.job).steps_prefix())[0]]
+        status = JobStatus.decode(store.get(Keys(job.cfg.job).job_status()).value)
+    assert [p.step for p in points] == list(range(1, steps + 1))
+    assert points[-1].heldout == status.heldout == report["heldout_last"] and points[-1].tokens > points[-1].samples
+    assert sum(p.seconds["total"] for p in points) < status.productive_s < status.updated_at - status.started_at
+
+    shown = EventAccumulator(str(job.cluster.cfg.job_dir / "tensorboard" / "rl")).Reload()
+    assert [e.value for e in shown.Scalars("reward_mean")] == pytest.approx([p.reward for p in points])
+    assert list((job.cluster.cfg.job_dir / "wandb").glob("offline-run-*/*.wandb"))
+
+    trace = job.spans.trace_with("rollout.first_token", version=points[-1].policy_version - 1)
+    pids = {s.name: s.pid for s in trace}
+    assert {"trainer.publish", "trainer.commit", "dcs.commit", "engine.pull", "engine.apply"} <= set(pids)
+    assert len({pids[name] for name in ("trainer.publish", "engine.apply", "rollout.first_token")}) == 3
+    assert len({s.attrs["engine"] for s in trace if s.name == "engine.apply"}) == job.cfg.rollout.engines
+
+
+@pytest.mark.parametrize("job", [{"train.steps": 60, "telemetry.trackers": "[tensorboard, wandb]"}], indirect=True)
+def test_a_short_run_learns_tells_of_it_and_leaves_nothing_behind(job: Job) -> None:
     report = job.run()
     assert_sound(report, 60)
     assert 0.2 <= report["heldout_first"] <= 0.6
     assert report["heldout_last"] >= report["heldout_first"] + 0.1
     assert report["reward_last"] > report["reward_first"]
     assert (job.cluster.cfg.job_dir / "report.html").read_text().startswith("<!doctype html>")
+    assert_told(job, report, 60)
     job.cluster.down()
     assert job.leftovers() == []
 
