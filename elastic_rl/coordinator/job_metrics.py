@@ -17,6 +17,7 @@ from elastic_rl.coordinator.alerts import Alert
 from elastic_rl.coordinator.election import leading
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.pools import PoolView, all_pools
+from elastic_rl.coordinator.progress import at_rest, silence_s
 from elastic_rl.coordinator.records import (
     DcsNode,
     Engine,
@@ -151,17 +152,18 @@ def _control(r: Reading) -> list[Metric]:
 
 def _members(r: Reading) -> list[Metric]:
     beats: dict[str, float] = {}
-    moves: dict[str, float] = {}
+    silences: dict[str, float] = {}
     for m in r.members:
         beats[m.role] = max(beats.get(m.role, 0.0), r.now - m.beat_at)
-        moves[m.role] = max(moves.get(m.role, 0.0), r.now - m.progress_at)
+        if not at_rest(m.phase):
+            silences[m.role] = max(silences.get(m.role, 0.0), silence_s(m))
     waiting = [float(m.info["in_flight"]) for m in r.members if "in_flight" in m.info]
     return [
         _gauge("members", "Registered processes", "role", Counter(m.role for m in r.members)),
         _gauge("member_heartbeat_age_seconds", "Age of the oldest last heartbeat among a role's members", "role",
                beats),
-        _gauge("member_progress_age_seconds", "Longest time that a member of a role stands at its step and phase",
-               "role", moves),
+        _gauge("member_silence_seconds", "Longest time that the working thread of a role's member gave no sign", "role",
+               silences),
         _gauge("member_lease_left_seconds",
                "Time that the lease of a role's member with the oldest heartbeat has left if it is not renewed",
                "role", r.lease_s),

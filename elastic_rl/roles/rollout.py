@@ -53,7 +53,9 @@ class RolloutRole(Role):
             self._tell()
 
     def _tell(self) -> None:
-        self.member.progress(self._answered, "generate" if self._in_flight else "idle", in_flight=self._in_flight)
+        # At rest in both: engines that do not answer are no fault of this role, and each wait for them has its end.
+        phase = "waiting for the engines" if self._in_flight else "idle"
+        self.member.progress(self._answered, phase, in_flight=self._in_flight)
 
     async def _group(self, prompt: list[int], request: GenerationRequest) -> list[Sample]:
         for attempt in range(self.ctx.config.rollout.retries):

@@ -72,12 +72,12 @@ def test_an_engine_says_how_far_it_lies_behind_and_what_its_last_update_cost() -
 def test_of_a_role_the_member_that_is_worst_off_is_shown() -> None:
     def member(name: str, beat_at: float, in_flight: int) -> Member:
         return Member(role="rollout", id=name, pid=1, host="h", beat_at=beat_at, progress_at=beat_at - 5,
-                      info={"in_flight": in_flight})
+                      phase="generate" if name == "a" else "idle", info={"in_flight": in_flight})
 
     found = samples(Reading(job="j", now=100.0, members=[member("a", 99.0, 3), member("b", 96.0, 4)],
                             lease_s={"rollout": 2}))
     assert found["members{role=rollout}"] == 2 and found["member_heartbeat_age_seconds{role=rollout}"] == 4.0
-    assert found["member_progress_age_seconds{role=rollout}"] == 9.0 and found["rollout_groups_in_flight"] == 7
+    assert found["member_silence_seconds{role=rollout}"] == 5.0 and found["rollout_groups_in_flight"] == 7
     assert found["member_lease_left_seconds{role=rollout}"] == 2
 
 
