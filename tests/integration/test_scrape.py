@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from elastic_rl.coordinator.store import Op, Store
 from elastic_rl.processes import wait_until
 
 OF_A_REPLICA = ("api_", "reconcile_", "is_leader", "scrape_store", "alert_deliveries", "store_up")
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "control.md"
 AGES = ("_age_seconds", "_left_seconds", "_effective_time_ratio")
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -96,6 +98,8 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_exported_and_well_named(
         there = exported(text)
         missing = {where: gone for where, expr in expressions().items() if (gone := metrics_of(expr) - there)}
         assert missing == {}
+        ours = {re.sub("_(bucket|sum|count)$", "", name) for name in there if name.startswith("elastic_rl_")}
+        assert metrics_of(DOCS.read_text()) == ours, "the table in docs/control.md is not complete, or has too many"
         checked = promtool("check", "metrics", stdin=text)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
