@@ -240,6 +240,13 @@ def test_more_versions_than_the_arena_holds_are_all_served(hub: Hub) -> None:
     wait_until(lambda: wire.call(op="stat")["unsaved"] == 0, timeout_s=20, what="all chunks to be on disk")
     stat = wire.call(op="stat")
     assert stat["disk_used_bytes"] > 2 * stat["arena_bytes"] and stat["resident"] < stat["chunks"]
+    told = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved")
+
+    def record() -> DcsNode:
+        return DcsNode.decode(hub.store.range(hub.keys.dcs_nodes_prefix())[0][0].value)
+
+    wait_until(lambda: [getattr(record(), name) for name in told] == [stat[name] for name in told], timeout_s=20,
+               what="the node's record to tell the same")
     hub.assert_pulls([*range(1, 16), *range(15, 0, -1)])
 
 

@@ -99,8 +99,11 @@ def test_recent_events_come_back_newest_last(store: Store, keys: Keys) -> None:
 def test_a_key_goes_with_its_lease_unless_that_is_kept_alive(store: Store, keys: Keys) -> None:
     with store.keepalive(2) as kept:
         store.put(keys.root + "kept", b"", lease=kept.id)
-        store.put(keys.root + "left", b"", lease=store.grant(2))
+        left = store.grant(2)
+        store.put(keys.root + "left", b"", lease=left)
+        assert store.lease_left(left) <= 2
         wait_until(lambda: store.get(keys.root + "left") is None, timeout_s=6, what="the end of the lease")
+        assert store.lease_left(left) == 0
         assert store.get(keys.root + "kept") is not None and kept.alive and not kept.lost.is_set()
     assert store.get(keys.root + "kept") is None
 
