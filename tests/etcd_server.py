@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -27,8 +28,8 @@ def binary() -> str:
 class EtcdServers:
     """An etcd cluster on loopback, in ``folder``. Its processes die with this one."""
 
-    def __init__(self, folder: Path, members: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, members: int, flags: Sequence[str] = ()) -> None:
+        self.folder, self._flags = folder, flags
         self._client = [free_port() for _ in range(members)]
         self._peer = [free_port() for _ in range(members)]
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -49,7 +50,7 @@ class EtcdServers:
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peers[i], "--initial-advertise-peer-urls", peers[i],
             "--initial-cluster", ",".join(f"m{k}={url}" for k, url in enumerate(peers)),
-            "--heartbeat-interval", "100", "--election-timeout", "1000",
+            "--heartbeat-interval", "100", "--election-timeout", "1000", *self._flags,
         ], log=self.folder / f"m{i}.log")
 
     def wait(self) -> EtcdServers:

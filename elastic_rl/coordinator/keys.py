@@ -118,6 +118,17 @@ class Keys:
     def alert(self, condition: str) -> str:
         return self.alerts_prefix() + condition
 
+    def receivers_prefix(self) -> str:
+        """A mailbox for each receiver of alerts: what is on its way to it, and how fast it was sent to."""
+        return f"{self.root}receivers/"
+
+    def receiver(self, name: str) -> str:
+        return self.receivers_prefix() + name
+
+    def leader_alive(self) -> str:
+        """The last leader's sign of life, by which the next one sees how long there was none."""
+        return f"{self.root}leader_alive"
+
     def roster_prefix(self) -> str:
         """Members that the leader has seen. A member that is here and no longer under ``members`` has died; one that
         closes cleanly deletes both keys in one transaction."""

@@ -1,145 +1,150 @@
-"""Sends notices through Apprise from one worker thread with a bounded queue, so that a notification service that is
-slow, dead or hanging delays nothing but notices."""
+"""Sends messages through Apprise from one worker thread a receiver, so that a notification service that is slow, dead
+or hanging delays nothing but its own messages."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import queue
-import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import apprise
-from apprise import NotifyType
+from apprise import AppriseResultStatus, NotifyType
 from apprise.exception import AppriseImproperlyConfigured
 
-from elastic_rl.coordinator.alerts import Notice, Phase
+from elastic_rl.config import AlertConfig
+from elastic_rl.coordinator import alert_text, receivers
+from elastic_rl.coordinator.alerts import Alert, Phase
+from elastic_rl.coordinator.delivery import Outcome, Parcel
+from elastic_rl.coordinator.receivers import Receiver
 from elastic_rl.coordinator.records import Severity
-from elastic_rl.errors import ConfigError
 from elastic_rl.telemetry import metrics
 
 log = logging.getLogger(__name__)
 
-_QUEUE = 64
-_BACKOFF_S = (2.0, 60.0)
-_DELIVERED = metrics.counter("alert_deliveries", "Notices given to a notification service", ("result",))
+_DELIVERED = metrics.counter("alert_deliveries", "Messages given to a notification service", ("result",))
+_TYPES = {Severity.INFO: NotifyType.INFO, Severity.WARNING: NotifyType.WARNING, Severity.ERROR: NotifyType.FAILURE}
+NOT_LEADING = "not sent: another replica leads"
 
 
-def receiver_name(url: str) -> str:
-    """A short stable name for an Apprise URL; the URL itself holds secrets and is never stored or logged."""
-    return hashlib.blake2s(url.encode(), digest_size=4).hexdigest()
+@dataclass(frozen=True)
+class Letter:
+    """A message as it is sent. ``may_send`` is asked right before: a replica that was paused and leads no more must not
+    tell what is long over."""
+
+    parcel: str
+    attempt: int
+    title: str
+    body: str
+    type: NotifyType
+    may_send: Callable[[], bool] = lambda: True
+
+
+def letter(job: str, parcel: Parcel, alerts: Sequence[Alert], may_send: Callable[[], bool]) -> Letter:
+    """The words of a parcel, with the state that its alerts have now."""
+    title, body = alert_text.compose(job, parcel, alerts)
+    kind = NotifyType.SUCCESS if parcel.phase is Phase.RESOLVED else _TYPES[alert_text.worst(alerts)]
+    return Letter(parcel.id, parcel.attempts, title, body, kind, may_send)
+
+
+class _Worker:
+    """Sends to one receiver, one letter at a time."""
+
+    def __init__(self, receiver: Receiver, service: apprise.Apprise, timeout_s: float,
+                 done: Callable[[], None]) -> None:
+        self.receiver, self._service, self._timeout_s, self._done = receiver, service, timeout_s, done
+        self._lock = threading.Lock()
+        self._given = threading.Event()
+        self._letter: Letter | None = None
+        self.outcome: Outcome | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"notify-{receiver.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        with self._lock:
+            return self._letter is not None
+
+    def give(self, letter: Letter) -> bool:
+        with self._lock:
+            if self._letter is not None or self._stopping.is_set():
+                return False
+            self._letter, self.outcome = letter, None
+        self._given.set()
+        return True
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._given.set()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            self._given.wait()
+            self._given.clear()
+            letter = self._letter
+            if self._stopping.is_set() or letter is None:
+                return
+            error = self._send(letter) if letter.may_send() else NOT_LEADING
+            _DELIVERED.labels("failed" if error else "ok").inc()
+            if error:
+                log.warning("receiver %s did not take message %s: %s", self.receiver.name, letter.parcel, error)
+            with self._lock:
+                self._letter, self.outcome = None, Outcome(letter.parcel, letter.attempt, not error, error)
+            self._done()
+
+    def _send(self, letter: Letter) -> str:
+        """Empty when the service took the letter, else why not, without anything secret."""
+        try:
+            result = self._service.notify(body=letter.body, title=letter.title, notify_type=letter.type,
+                                          timeout=self._timeout_s)
+        except (AppriseImproperlyConfigured, OSError, ValueError, TypeError) as e:
+            return type(e).__name__
+        if result:  # falsy for everything but success; `is False` would never match
+            return ""
+        timed_out = result.status == AppriseResultStatus.TIMEOUT
+        return f"no answer within {self._timeout_s:g} s" if timed_out else "the service refused it or cannot be reached"
 
 
 class Notifier:
-    """Delivers notices at least once. The caller offers the same notice again and again until ``delivered`` has it.
+    """Gives letters to the receivers. The caller keeps what must not be lost; here is only what is being sent.
 
     Raises ConfigError at once for a URL that Apprise does not understand.
     """
 
-    def __init__(self, job: str, urls: Sequence[str], *, timeout_s: float) -> None:
-        self._job, self._timeout_s = job, timeout_s
-        self._services: dict[str, apprise.Apprise] = {}
-        for n, url in enumerate(urls):
-            service = apprise.Apprise(asset=apprise.AppriseAsset(app_id="elastic-rl", async_mode=False))
-            if not service.add(url):
-                raise ConfigError(f"alerts.urls[{n}] is not a URL that Apprise knows ({url.partition(':')[0]}://…)",
-                                  hint="see the list of services at https://github.com/caronc/apprise")
-            self._services[receiver_name(url)] = service
-        self._queue: queue.Queue[Notice | None] = queue.Queue(_QUEUE)
-        self._lock = threading.Lock()
-        self._waiting: set[tuple[str, str]] = set()
-        self._done: set[tuple[str, str]] = set()
-        self._failures: dict[str, int] = {}
-        self._not_before: dict[str, float] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="notifier", daemon=True)
-        self._thread.start()
+    def __init__(self, job: str, cfg: AlertConfig) -> None:
+        self.job, self._timeout_s = job, cfg.timeout_s
+        self._on_outcome: Callable[[], None] = lambda: None
+        self._workers = {r.name: _Worker(r, service, cfg.timeout_s, lambda: self._on_outcome())
+                         for r, service in receivers.load(cfg).items()}
 
     @property
-    def receivers(self) -> list[str]:
-        return list(self._services)
+    def receivers(self) -> list[Receiver]:
+        return [w.receiver for w in self._workers.values()]
 
-    def offer(self, notice: Notice) -> None:
-        """Queues a notice unless it is queued, was delivered, its receiver is in a pause after a failure, or the queue
-        is full. Never blocks."""
-        item = (notice.alert.id, notice.mark)
-        with self._lock:
-            if item in self._waiting or item in self._done or notice.receiver not in self._services:
-                return
-            if time.monotonic() < self._not_before.get(notice.receiver, 0.0):
-                return
-            try:
-                self._queue.put_nowait(notice)
-            except queue.Full:
-                return
-            self._waiting.add(item)
+    def on_outcome(self, call: Callable[[], None]) -> None:
+        """``call`` is called, from a worker's thread, whenever an attempt has ended."""
+        self._on_outcome = call
 
-    def delivered(self) -> dict[str, set[str]]:
-        """Marks of delivered notices by alert id, until ``forget``."""
-        with self._lock:
-            found: dict[str, set[str]] = {}
-            for alert_id, mark in self._done:
-                found.setdefault(alert_id, set()).add(mark)
-            return found
+    def send(self, receiver: str, letter: Letter) -> bool:
+        """Begins to send; False when the receiver is still being sent something. Never blocks."""
+        return self._workers[receiver].give(letter)
 
-    def forget(self, alert_id: str) -> None:
-        """The alert is over and its record is gone."""
-        with self._lock:
-            self._done = {item for item in self._done if item[0] != alert_id}
+    def busy(self, receiver: str) -> bool:
+        return self._workers[receiver].busy
+
+    def outcome(self, receiver: str) -> Outcome | None:
+        """How the last attempt ended, until the next one begins."""
+        return self._workers[receiver].outcome
 
     def close(self) -> None:
-        """Stops the worker. Waits for the notice it is sending, not for the queued ones: the next leader sends them."""
-        self._stopping.set()
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            pass  # the worker looks at the flag after each notice
-        self._thread.join(self._timeout_s + 1.0)
-
-    def _work(self) -> None:
-        while not self._stopping.is_set():
-            notice = self._queue.get()
-            if notice is None:
-                return
-            ok = self._send(notice)
-            _DELIVERED.labels("ok" if ok else "failed").inc()
-            item = (notice.alert.id, notice.mark)
-            with self._lock:
-                self._waiting.discard(item)
-                if ok:
-                    self._done.add(item)
-                    self._failures[notice.receiver] = 0
-                else:
-                    failures = self._failures[notice.receiver] = self._failures.get(notice.receiver, 0) + 1
-                    pause = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2.0 ** min(failures - 1, 8))
-                    self._not_before[notice.receiver] = time.monotonic() + pause
-
-    def _send(self, notice: Notice) -> bool:
-        title, body = text(self._job, notice)
-        kind = {Severity.INFO: NotifyType.INFO, Severity.WARNING: NotifyType.WARNING,
-                Severity.ERROR: NotifyType.FAILURE}[notice.alert.severity]
-        if notice.phase is Phase.RESOLVED:
-            kind = NotifyType.SUCCESS
-        try:
-            # The result object is falsy for everything but success; `is False` would never match.
-            ok = bool(self._services[notice.receiver].notify(body=body, title=title, notify_type=kind,
-                                                             timeout=self._timeout_s))
-        except (AppriseImproperlyConfigured, OSError, ValueError, TypeError) as e:
-            log.warning("receiver %s: %s", notice.receiver, type(e).__name__)
-            return False
-        if not ok:
-            log.warning("receiver %s did not take alert %s (%s)", notice.receiver, notice.alert.id, notice.phase)
-        return ok
-
-
-def text(job: str, notice: Notice) -> tuple[str, str]:
-    """Title and body of a notice. Delivery is at least once; the id in the body tells a repetition from a new alert."""
-    alert = notice.alert
-    title = f"[{notice.phase.upper()}] {job}: {alert.kind} {alert.subject}"
-    lines = [alert.message]
-    if notice.phase is Phase.RESOLVED:
-        lines.append(f"over after {max(0.0, alert.resolved_at - alert.since):.1f} s")
-    lines.append(f"id={alert.id} phase={notice.phase} severity={alert.severity} job={job} host={socket.gethostname()}")
-    return title, "\n".join(lines)
+        """Stops the workers. Waits for what is being sent, within one service's time."""
+        for worker in self._workers.values():
+            worker.stop()
+        end = time.monotonic() + self._timeout_s + 1.0
+        for worker in self._workers.values():
+            worker.join(max(0.0, end - time.monotonic()))

@@ -19,15 +19,18 @@ from pydantic import ValidationError
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator import alert_rules, alerts, events, progress, roster
-from elastic_rl.coordinator.alerts import Alert
+from elastic_rl.coordinator.absence import Absence
+from elastic_rl.coordinator.alerting import Alerting
 from elastic_rl.coordinator.curve import to_thin
 from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.etcd_health import EtcdProbe
 from elastic_rl.coordinator.failure_keeper import FailureKeeper, Writes
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.notify import Notifier
 from elastic_rl.coordinator.operation_desk import OperationDesk
 from elastic_rl.coordinator.operation_keeper import OperationKeeper
 from elastic_rl.coordinator.operations import JOB, View
+from elastic_rl.coordinator.outcry import Outcry
 from elastic_rl.coordinator.outliers import outliers
 from elastic_rl.coordinator.policy import Fault, FaultLog
 from elastic_rl.coordinator.progress import Learner, Limits, Pace
@@ -50,7 +53,7 @@ from elastic_rl.coordinator.records import (
 from elastic_rl.coordinator.roster import Change, Living, Sighting
 from elastic_rl.coordinator.store import Compare, KeyValue, Op, Store
 from elastic_rl.coordinator.tally import Cursor, count
-from elastic_rl.errors import ElasticRLError, Fenced
+from elastic_rl.errors import ElasticRLError, Fenced, StoreRefused
 from elastic_rl.telemetry import metrics, traces
 
 log = logging.getLogger(__name__)
@@ -93,7 +96,6 @@ class Look:
     roster: dict[tuple[str, str], tuple[Sighting, int]]
     """Sightings with their mod revision."""
     living: dict[tuple[str, str], Living]
-    alerts: dict[str, tuple[Alert, int]]
     engines: dict[str, tuple[Engine, int]]
     epoch: int
     members: list[Member]
@@ -113,7 +115,7 @@ class Reconciler:
     def __init__(self, store: Store, keys: Keys, cfg: Config, election: Election, notifier: Notifier, *,
                  sweep: Sweep | None = None, clock: Callable[[], float] = time.time) -> None:
         self._store, self._keys, self._cfg, self._election = store, keys, cfg, election
-        self._notifier, self._sweep, self._clock = notifier, sweep, clock
+        self._sweep, self._clock = sweep, clock
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._due: dict[str, float] = {}
         desk = OperationDesk(store, keys, election, cfg, clock=clock)
@@ -121,6 +123,11 @@ class Reconciler:
         self._failures = FailureKeeper(store, keys, cfg.policy, desk, self._guarded)
         self._limits, self._learner, self._term = Limits.of(cfg.coordinator), Learner({}), 0
         self._beats: dict[tuple[str, str, str], float] = {}  # heartbeats that this leader saw; only to measure by
+        self._probe, self._outcry = EtcdProbe(store, keys), Outcry(notifier)
+        self._alerting = Alerting(store, keys, cfg, notifier, self._guarded, leads=lambda: election.is_leader,
+                                  clock=clock, probe=self._probe)
+        self._absence = Absence(store, keys, election, cfg.alerts.leaderless_s, self._guarded, clock)
+        notifier.on_outcome(self.wake)
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
         self.last_look = 0.0
         """Unix seconds of the last look that ended well."""
@@ -135,6 +142,7 @@ class Reconciler:
         self._stopping.set()
         self._wake.set()
         self._thread.join(timeout_s)
+        self._probe.close()
 
     def _run(self) -> None:
         try:
@@ -154,6 +162,11 @@ class Reconciler:
                 with _LOOK_S.time(), traces.span("coordinator.reconcile"):
                     self.look()
                 self.last_look = self._clock()
+                self._outcry.over()
+            except StoreRefused as e:
+                _FAILED.labels(type(e).__name__).inc()
+                log.error("look ended early: %s", e)
+                self._outcry.tell(str(e))
             except ElasticRLError as e:  # the next look reads everything anew
                 _FAILED.labels(type(e).__name__).inc()
                 log.warning("look ended early: %s: %s", type(e).__name__, e)
@@ -165,6 +178,7 @@ class Reconciler:
     def look(self) -> None:
         """One look. Raises Fenced when the leadership is over, StoreUnavailable when etcd does not answer."""
         self._announce()
+        self._absence.look()
         reports, over = self._read_events()
         look = self._read()
         self._update_roster(look)
@@ -172,8 +186,8 @@ class Reconciler:
         look = self._read()
         self._failures.act(look.faults, look.now, look.world.status)
         self._follow_operations(look)
-        self._update_alerts(look, reports, over)
-        self._deliver()
+        self._alerting.update(look.world, reports, over, self._cursor_write())
+        self._alerting.deliver()
         if self._is_due("trim", _TRIM_EVERY_S):
             self._trim()
         if self._sweep is not None and self._is_due("sweep", _SWEEP_EVERY_S):
@@ -206,7 +220,6 @@ class Reconciler:
         statuses = [PoolStatus.decode(kv.value) for kv in pools if kv.key.endswith("/status")]
         job, epoch = store.get(keys.job_status()), store.get(keys.epoch())
         heads = {s: kv.mod_revision for s in ("policy", "trainer_state") if (kv := store.get(keys.stream_head(s)))}
-        known = [(Alert.decode(kv.value), kv.mod_revision) for kv in self._range(keys.alerts_prefix())]
         faults = [(FaultLog.decode(kv.value), kv.mod_revision) for kv in self._range(keys.faults_prefix())]
         wishes = [Restart.decode(kv.value) for kv in self._range(keys.restarts_prefix())]
         world = alert_rules.World(
@@ -214,7 +227,7 @@ class Reconciler:
             statuses={s.name: s for s in statuses}, status=JobStatus.decode(job.value) if job else None,
             roster=[s for s, _ in sightings], heads=heads, pool_hold_s=self._cfg.engine.start_timeout_s)
         return Look(self._clock(), world, {s.name: (s, rev) for s, rev in sightings},
-                    {m.name: m for m in (*nodes, *living)}, {a.id: (a, rev) for a, rev in known},
+                    {m.name: m for m in (*nodes, *living)},
                     {e.id: (e, rev) for e, rev in engines}, Epoch.decode(epoch.value).number if epoch else 0,
                     [m for m, _ in members], {f.target: (f, rev) for f, rev in faults},
                     {w.target: w for w in wishes}, {o.id: (o, rev) for o, rev in operations})
@@ -347,7 +360,7 @@ class Reconciler:
 
     def _read_events(self) -> tuple[list[alerts.Condition], set[str]]:
         """Events since the cursor: the alerts they ask for, and keys of those they end. The cursor moves together with
-        the alerts, in ``_update_alerts``; a death that somebody reported is marked, so that it is told once."""
+        the alerts, in ``Alerting.update``; a death that somebody reported is marked, so that it is told once."""
         found = self._store.get(self._keys.event_cursor())
         cursor = Cursor.decode(found.value) if found else Cursor(revision=0)
         self._cursor = (cursor.revision, found.mod_revision if found else 0)
@@ -365,7 +378,7 @@ class Reconciler:
             if (condition := alert_rules.report(event, kv.mod_revision, self._keys.job)) is not None:
                 reports.append(condition)
                 over.discard(condition.key)
-            if (key := alert_rules.ends(event)) is not None:
+            if (key := alert_rules.ends(event, self._keys.job)) is not None:
                 over.add(key)
         return reports, over
 
@@ -377,41 +390,11 @@ class Reconciler:
             self._guarded([_unchanged(key, found.mod_revision)],
                           [Op.put(key, known.but(dead_at=self._clock(), reported=True).encode())])
 
-    def _update_alerts(self, look: Look, reports: Sequence[alerts.Condition], over: set[str]) -> None:
-        todo = alerts.step(
-            look.now, [a for a, _ in look.alerts.values()], alert_rules.conditions(look.world), reports,
-            lambda alert: alert.key in over or alert_rules.released(alert, look.world, look.now),
-            self._notifier.receivers)
-        moved = self._cursor_next != self._cursor[0]
-        if not (todo.put or todo.drop or moved):
-            return
-        writes: list[tuple[Compare, Op]] = []
-        for alert, over_now in [(a, False) for a in todo.put] + [(a, True) for a in todo.drop]:
-            key = self._keys.alert(f"{alert.key}/{alert.id}")
-            writes.append((_unchanged(key, look.alerts[alert.id][1] if alert.id in look.alerts else 0),
-                           Op.delete(key) if over_now else Op.put(key, alert.encode())))
-        if moved:  # last: an alert that was written without the cursor is found open when its report is read again
-            cursor = Cursor(revision=self._cursor_next, tally=self._tally)
-            writes.append((_unchanged(self._keys.event_cursor(), self._cursor[1]),
-                           Op.put(self._keys.event_cursor(), cursor.encode())))
-        batches = [writes[i:i + _TXN_OPS] for i in range(0, len(writes), _TXN_OPS)]
-        if all(self._guarded([c for c, _ in batch], [op for _, op in batch]) for batch in batches):
-            for alert in todo.put:
-                log.warning("alert %s %s %s: %s", alert.id, alert.phase, alert.key, alert.message)
-            for alert in todo.drop:
-                self._notifier.forget(alert.id)
-
-    def _deliver(self) -> None:
-        """Writes down what was delivered, then offers what is still due."""
-        delivered = self._notifier.delivered()
-        for kv in self._range(self._keys.alerts_prefix()):
-            alert = Alert.decode(kv.value)
-            if fresh := delivered.get(alert.id, set()) - set(alert.told):
-                alert = alerts.was_told(alert, fresh)
-                if not self._guarded([_unchanged(kv.key, kv.mod_revision)], [Op.put(kv.key, alert.encode())]):
-                    continue
-            for notice in alerts.untold(alert, self._notifier.receivers):
-                self._notifier.offer(notice)
+    def _cursor_write(self) -> list[tuple[Compare, Op]]:
+        if self._cursor_next == self._cursor[0]:
+            return []
+        return [(_unchanged(self._keys.event_cursor(), self._cursor[1]),
+                 Op.put(self._keys.event_cursor(), Cursor(revision=self._cursor_next, tally=self._tally).encode()))]
 
     def _trim(self) -> None:
         kept = self._cfg.coordinator.events_keep

@@ -3,6 +3,7 @@ replicas of two releases can run side by side during an upgrade."""
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any, Self
 
@@ -177,6 +178,28 @@ class Event(Record):
     data: dict[str, Any] = {}
 
 
+class Silence(Record):
+    """Alerts that are not told for a while. ``kind`` and ``subject`` are patterns, in which ``*`` stands for anything;
+    times are unix seconds."""
+
+    id: str
+    kind: str = "*"
+    subject: str = "*"
+    created_at: float
+    until: float
+    by: str = ""
+    comment: str = ""
+
+    def matches(self, kind: str, subject: str, now: float) -> bool:
+        """Whether it silences an alert at this time."""
+        return now < self.until and _like(self.kind, kind) and _like(self.subject, subject)
+
+
+def _like(pattern: str, text: str) -> bool:
+    # Not fnmatch: a subject may hold brackets, such as an IPv6 address.
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text, re.DOTALL) is not None
+
+
 class OperationKind(StrEnum):
     SCALE = "scale"
     """Bring a pool to a number of engines."""
@@ -280,6 +303,8 @@ class DcsNode(Record):
     disk_bytes: int = 0
     """What it may fill of its disk; 0: it keeps nothing there."""
     disk_used_bytes: int = 0
+    disk_room_bytes: int = 0
+    """What it could still add there, by its limit and by the file system."""
     chunks: int = 0
     unsaved: int = 0
     """Chunks that are still to be copied to its disk."""

@@ -121,7 +121,7 @@ async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
         api_store = Store(etcd, call_timeout_s=cfg.etcd.call_timeout_s,
                           retry_budget_s=min(_API_RETRY_BUDGET_S, cfg.etcd.retry_budget_s))
         cleanup.callback(api_store.close)
-        notifier = Notifier(cfg.job, cfg.alerts.urls, timeout_s=cfg.alerts.timeout_s)
+        notifier = Notifier(cfg.job, cfg.alerts)
         cleanup.callback(notifier.close)
         election = Election(store, keys, replica, url, cfg.coordinator.lease_ttl_s)
         member = Membership(store, keys, COORDINATOR, replica, ttl_s=cfg.coordinator.lease_ttl_s, url=url).start()

@@ -33,6 +33,8 @@ class MemberStatus:
     is_leader: bool = False
     db_bytes: int = 0
     error: str = ""
+    alarms: Sequence[str] = ()
+    """What it complains of, such as NOSPACE: then etcd takes no writes."""
 
 
 class Store:
@@ -161,7 +163,8 @@ class Store:
         for i, endpoint in enumerate(self._channels.endpoints):
             try:
                 s = self._channels.once(STATUS, pb.StatusRequest(), i)
-                out.append(MemberStatus(endpoint, s.version, s.leader == s.header.member_id, s.dbSize))
+                out.append(MemberStatus(endpoint, s.version, s.leader == s.header.member_id, s.dbSize,
+                                        alarms=_alarms(s.errors)))
             except grpc.RpcError as e:
                 out.append(MemberStatus(endpoint, error=f"{e.details()} [{e.code().name}]"))  # type: ignore[attr-defined]
         return out
@@ -177,3 +180,8 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _alarms(errors: Sequence[str]) -> tuple[str, ...]:
+    """Names of the alarms in a member's complaints, each of which is ``memberID:… alarm:NAME``."""
+    return tuple(e.rpartition("alarm:")[2].strip() or e for e in errors)

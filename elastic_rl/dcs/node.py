@@ -99,7 +99,7 @@ def run(cfg: Config, etcd: Sequence[str], node_id: str, stop: threading.Event) -
         while not stop.wait(_BEAT_S):
             try:
                 stat = table.stat()
-                registration.beat(**{name: stat[name] for name in _TOLD})
+                registration.beat(**{name: stat[name] for name in _TOLD}, disk_room_bytes=_disk_room(disk))
             except ElasticRLError as e:  # etcd is away: chunks are served on, and the next beat tries again
                 log.warning("cannot keep the registration: %s", e)
     log.info("node %s ended", node_id)
@@ -110,6 +110,15 @@ def _disk(cfg: Config, node_id: str) -> DiskFolder | None:
         return None
     root = Path(cfg.dcs.disk_dir).expanduser() if cfg.dcs.disk_dir else cfg.cluster_dir / "disk"
     return DiskFolder(root / node_id, cfg.dcs.disk_bytes, cfg.job)
+
+
+def _disk_room(disk: DiskFolder | None) -> int:
+    """Bytes that the node could still add to its disk, in steps of a 64th of what it may fill: others use the file
+    system too, and not each of their bytes is worth a write to etcd."""
+    if disk is None:
+        return 0
+    step = max(1, disk.limit_bytes // 64)
+    return -(-disk.room() // step) * step
 
 
 def _durable(cfg: Config) -> DurableStore | None:

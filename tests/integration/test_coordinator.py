@@ -214,7 +214,8 @@ def test_a_death_while_nobody_led_is_told_once_and_its_end_once(start: Start, st
                          timeout_s=15, what="the end")
     about = [g for g in receiver.got if "dcs.dead" in g["title"]]
     assert [g["title"].split()[0] for g in about] == ["[FIRING]", "[RESOLVED]"]
-    assert len({re.search(r"id=(\w+)", g["message"])[1] for g in about}) == 1
+    told_of = [re.search(r"dcs\.dead n0.*?id=(\w+)", f"{g['title']}\n{g['message']}", re.DOTALL) for g in about]
+    assert len({m[1] for m in told_of}) == 1
     hanging.close()
 
 
