@@ -20,6 +20,7 @@ from elastic_rl.coordinator.records import Severity
 
 SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "40"))
 _LEADERLESS_S = 3.0
+_LONGEST_SILENCE_S = 60.0
 _EPISODE_S = 14.0
 """A fault lasts longer than any time without a leader and its clock's error, and so does the time between two."""
 
@@ -58,7 +59,7 @@ def story(house: House, seconds: float, *, crashes: bool = True, sickness: bool 
         if sickness and rng.random() < 0.03:
             house.sick[rng.choice(house.receivers).name] = rng.choice(["dead", "mute", "well", "well"])
         if silences and rng.random() < 0.01:
-            house.silence(rng.choice(house.faults).subject, rng.uniform(5, 60))
+            house.silence(rng.choice(house.faults).subject, rng.uniform(5, _LONGEST_SILENCE_S))
         house.tick()
     house.sick.clear()
     house.store.die_at = 0
@@ -120,6 +121,7 @@ def test_a_silence_keeps_quiet_while_it_lasts_and_loses_no_end_of_what_was_told(
     house = make(20_000 + seed)
     story(house, 200, silences=True)
     check_order_and_rate(house)
+    house.run(_LONGEST_SILENCE_S + 2 * SKEW_S)
     house.run_until_quiet(3600)
     assert house.quiet and not house.store.range(KEYS.silences_prefix())[0]
     told = {(i, h.receiver, h.phase) for h in house.heard for i in h.alerts}
