@@ -43,7 +43,7 @@ class Leader:
     """The deciding part of a replica, in this process."""
 
     def __init__(self, store: Store, keys: Keys, cfg: Config, name: str) -> None:
-        self.notifier = Notifier(keys.job, [], timeout_s=1.0)
+        self.notifier = Notifier(keys.job, cfg.alerts)
         self.election = Election(store, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s).start()
         wait_until(lambda: self.election.is_leader, timeout_s=20, what=f"leadership of {name}")
         self.desk = OperationDesk(store, keys, self.election, cfg)
