@@ -185,7 +185,7 @@ def engines(ctx: typer.Context, file: File = None, output: Output = Format.TABLE
 def events(ctx: typer.Context, file: File = None, output: Output = Format.TABLE,
            limit: Annotated[int, typer.Option(min=1, help="Newest so many.")] = 50) -> None:
     """What happened, newest last."""
-    _show(_client(ctx, file).items("/v1/events")[-limit:], ("at", "severity", "kind", "message"), output,
+    _show(_client(ctx, file).items("/v1/events", most=limit)[::-1], ("at", "severity", "kind", "message"), output,
           ("subject", "data"))
 
 

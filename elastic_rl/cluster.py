@@ -21,7 +21,7 @@ import yaml
 
 from elastic_rl import etcd_server, processes
 from elastic_rl.config import Config
-from elastic_rl.coordinator import auth
+from elastic_rl.coordinator import auth, tls
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.store import Store
 from elastic_rl.dcs.security import TOKEN_FILE, new_token
@@ -51,6 +51,8 @@ class ClusterInfo:
     """JSON file, readable by its owner only: role (viewer, operator) → bearer token of the API."""
     config_file: str
     cluster_dir: str
+    ca_file: str = ""
+    """PEM file of the authority of the admin API's certificates; empty: the system's, or no TLS."""
 
     def token(self, role: str) -> str:
         """Bearer token of a role, viewer or operator; empty where there is none (loopback needs none)."""
@@ -111,7 +113,9 @@ class Cluster:
         config.write_text(yaml.safe_dump(self.cfg.model_dump(mode="json"), sort_keys=False))
         coordinators = self._coordinators(running, etcd, config)
         self._dcs_node(running, etcd, config)
-        info = ClusterInfo(self.cfg.job, etcd, coordinators, str(tokens), str(config), str(self.dir))
+        ca = self.cfg.coordinator.tls_ca
+        info = ClusterInfo(self.cfg.job, etcd, coordinators, str(tokens), str(config), str(self.dir),
+                           str(Path(ca).resolve()) if ca else "")
         info.save()
         return info
 
@@ -187,19 +191,20 @@ class Cluster:
         raise AssertionError("unreachable")
 
     def _coordinators(self, running: set[str], etcd: list[str], config: Path) -> list[str]:
-        host, urls = self.cfg.coordinator.host, {r.name: r.url for r in self.book.alive()}
+        cfg, urls = self.cfg.coordinator, {r.name: r.url for r in self.book.alive()}
+        host = cfg.advertise_host or ("127.0.0.1" if cfg.host == "0.0.0.0" else cfg.host)
         for i in range(self.cfg.coordinator.replicas):
             name = f"coordinator-{i}"
             if name in running:
                 continue
-            port = self.cfg.coordinator.ports[i] if self.cfg.coordinator.ports else processes.free_port(host)
-            urls[name] = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+            port = cfg.ports[i] if cfg.ports else processes.free_port(cfg.host)
+            urls[name] = f"{cfg.scheme}://{host}:{port}"
             self._spawn(name, processes.python(
                 "elastic_rl.coordinator.service", "--config", str(config), "--etcd", ",".join(etcd),
                 "--replica", name, "--port", str(port)), url=urls[name])
         names = [f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas)]
         for name in names:
-            self._await(name, name, partial(_answers, urls[name]), _START_TIMEOUT_S)
+            self._await(name, name, partial(_answers, urls[name], cfg.tls_ca), _START_TIMEOUT_S)
         return [urls[n] for n in names]
 
     def _dcs_node(self, running: set[str], etcd: list[str], config: Path) -> None:
@@ -309,9 +314,9 @@ def _write_private(path: Path, text: str) -> None:
         f.write(text)
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, ca_file: str) -> bool:
     try:
-        return httpx.get(f"{url}/healthz", timeout=1.0).status_code == 200
+        return httpx.get(f"{url}/healthz", timeout=1.0, verify=tls.trust(ca_file)).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -74,6 +74,27 @@ class CoordinatorConfig(Section):
     """Largest number of engines that the API accepts for a pool."""
     require_token: bool | None = None
     """Bearer tokens needed; unset: only off on loopback."""
+    advertise_host: str = ""
+    """Name or address under which others reach the admin API where it is not the one that it binds; with TLS, one that
+    its certificate is for."""
+    tls_cert: str = ""
+    """PEM certificate (chain) of the admin API; with ``tls_key`` it speaks TLS only."""
+    tls_key: str = ""
+    tls_ca: str = ""
+    """PEM file of the authority by which replicas and our own clients check it; empty: the system's authorities."""
+    max_requests: Positive = 128
+    """Requests that a replica works on at once; it refuses further ones until there is room."""
+    max_streams: Positive = 64
+    """Event streams that a replica keeps open."""
+    max_body_bytes: Positive = 65536
+    """Largest body of a request."""
+    request_timeout_s: Seconds = 10.0
+    """A request whose headers or body take longer to arrive is given up."""
+
+    @property
+    def scheme(self) -> str:
+        """Of the admin API's URLs."""
+        return "https" if self.tls_cert else "http"
 
 
 class PolicyConfig(Section):
@@ -393,6 +414,10 @@ class Config(Section):
             raise ValueError("train.prompts_per_step must be a multiple of trainer.data_parallel")
         if any(tls := (self.dcs.tls_cert, self.dcs.tls_key, self.dcs.tls_ca)) and not all(tls):
             raise ValueError("dcs.tls_cert, dcs.tls_key and dcs.tls_ca belong together: set all three or none")
+        if bool(self.coordinator.tls_cert) != bool(self.coordinator.tls_key):
+            raise ValueError("coordinator.tls_cert and coordinator.tls_key belong together: set both or none")
+        if self.coordinator.tls_ca and not self.coordinator.tls_cert:
+            raise ValueError("coordinator.tls_ca is of no use without coordinator.tls_cert and coordinator.tls_key")
         ports = self.coordinator.ports
         if ports and len(ports) != self.coordinator.replicas:
             raise ValueError(f"coordinator.ports names {len(ports)} ports for {self.coordinator.replicas} replicas")

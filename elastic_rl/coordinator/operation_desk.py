@@ -180,7 +180,7 @@ class OperationDesk:
         made.put(key, found, spec.but(desired=spec.desired - 1))
 
     # -- cancelling ---------------------------------------------------------------------------------------------
-    def cancel(self, operation_id: str, *, by: str) -> Operation:
+    def cancel(self, operation_id: str, *, by: str, dry_run: bool = False) -> Operation:
         """Takes an operation's wish back. One that has ended is returned as it is. Raises problems: 404; 409 for one
         that cannot be taken back any more (an engine that drains; a restart that has begun)."""
         for _ in range(_TRIES):
@@ -192,6 +192,8 @@ class OperationDesk:
                 return op
             made = self._undo(op, by)
             over = operations.cancelled(op, self._clock(), f"cancelled by {by}")
+            if dry_run:
+                return over
             made.put(found.key, found, over)
             event = events.build("operation.cancelled", op.target, f"{op.kind} of {op.target} cancelled by {by}",
                                  operation=op.id, by=by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from pydantic import BaseModel
@@ -43,7 +44,7 @@ def parse_if_match(header: str | None) -> int | None:
     if tag == "*":
         return None
     tag = tag.removeprefix("W/").strip('"')
-    if not tag.isdecimal():
+    if not (tag.isascii() and tag.isdecimal() and len(tag) < 19):
         raise Problem(412, "precondition-failed", "The pool has changed", f"{header!r} is not the pool's ETag")
     return int(tag)
 
@@ -74,11 +75,24 @@ def view(spec: KeyValue, status: KeyValue | None) -> PoolView:
                     **actual)
 
 
-def all_pools(store: Store, keys: Keys) -> list[PoolView]:
-    items, _ = store.range(keys.pools_prefix())
-    found = {kv.key: kv for kv in items}
-    names = sorted(k.removeprefix(keys.pools_prefix()).removesuffix("/spec") for k in found if k.endswith("/spec"))
+def views(keys: Keys, kvs: Iterable[KeyValue]) -> list[PoolView]:
+    """The pools of which these are the keys, in key order; one without a spec is none."""
+    found = {kv.key: kv for kv in kvs}
+    names = [k.removeprefix(keys.pools_prefix()).removesuffix("/spec") for k in found if k.endswith("/spec")]
     return [view(found[keys.pool_spec(n)], found.get(keys.pool_status(n))) for n in names]
+
+
+def all_pools(store: Store, keys: Keys) -> list[PoolView]:
+    return sorted(views(keys, store.range(keys.pools_prefix())[0]), key=lambda pool: pool.name)
+
+
+def page(store: Store, keys: Keys, limit: int, after: str = "") -> tuple[list[PoolView], bool]:
+    """At most ``limit`` pools behind the one named ``after``, in key order, and whether there are more."""
+    prefix = keys.pools_prefix()
+    # A pool has two keys, so these hold one pool more than is asked for, where there is one.
+    found = store.page(prefix, limit=2 * limit + 2, after=f"{prefix}{after}/\x7f" if after else "")
+    there = views(keys, found.kvs)
+    return there[:limit], len(there) > limit or found.more
 
 
 def get_pool(store: Store, keys: Keys, name: str) -> PoolView:
@@ -90,9 +104,9 @@ def get_pool(store: Store, keys: Keys, name: str) -> PoolView:
 
 
 def set_desired(store: Store, keys: Keys, election: Election, name: str, desired: int, *, by: str,
-                if_revision: int | None = None) -> PoolView:
+                if_revision: int | None = None, dry_run: bool = False) -> PoolView:
     """Changes what the operator wants, together with its event, in one transaction that only the leader's guard lets
-    through. ``if_revision``: the spec's revision that the change was made from.
+    through. ``if_revision``: the spec's revision that the change was made from. ``dry_run``: only says what would be.
 
     Raises problems: 404; 412 when the pool has changed; 503 when this replica lost the leadership meanwhile; 504 when
     the answer was lost.
@@ -106,6 +120,8 @@ def set_desired(store: Store, keys: Keys, election: Election, name: str, desired
         old = PoolSpec.decode(spec.value)
         if old.desired == desired:
             return view(spec, store.get(keys.pool_status(name)))
+        if dry_run:
+            return view(replace(spec, value=old.but(desired=desired).encode()), store.get(keys.pool_status(name)))
         event = events.build("pool.scaled", name, f"{name}: {old.desired} → {desired} engines, by {by}",
                              previous=old.desired, desired=desired, by=by, replica=election.replica)
         guard, new = list(election.guard), old.but(desired=desired)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from enum import StrEnum
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from elastic_rl.errors import Conflict, ElasticRLError, Fenced, OutcomeUnknown, StoreUnavailable
 
@@ -18,72 +20,136 @@ MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:elastic-rl:problem:"
 
 
+class Kind(StrEnum):
+    """The last part of a problem's ``type``. None is ever renamed or used for something else."""
+
+    MALFORMED = "malformed"
+    UNAUTHORIZED = "unauthorized"
+    UNKNOWN_TOKEN = "unknown-token"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not-found"
+    METHOD_NOT_ALLOWED = "method-not-allowed"
+    REQUEST_TIMEOUT = "request-timeout"
+    CONFLICT = "conflict"
+    GONE = "gone"
+    PRECONDITION_FAILED = "precondition-failed"
+    BODY_TOO_LARGE = "body-too-large"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported-media-type"
+    INVALID = "invalid"
+    UNKNOWN_PARAMETER = "unknown-parameter"
+    IDEMPOTENCY_KEY_REUSED = "idempotency-key-reused"
+    PRECONDITION_REQUIRED = "precondition-required"
+    HTTP = "http"
+    INTERNAL = "internal"
+    NO_LEADER = "no-leader"
+    STORE_UNAVAILABLE = "store-unavailable"
+    STOPPING = "stopping"
+    TOKEN_TABLE = "token-table"
+    OVERLOADED = "overloaded"
+    TOO_MANY_STREAMS = "too-many-streams"
+    OUTCOME_UNKNOWN = "outcome-unknown"
+
+
 class Problem(Exception):
     """An answer that is an error. ``kind`` is the last part of the problem's ``type``."""
 
     def __init__(self, status: int, kind: str, title: str, detail: str = "", *,
                  headers: dict[str, str] | None = None, **members: Any) -> None:
         super().__init__(f"{status} {kind}: {detail or title}")
-        self.status, self.kind, self.title, self.detail = status, kind, title, detail
+        self.status, self.kind, self.title, self.detail = status, Kind(kind), title, detail
         self.headers, self.members = headers or {}, members
 
     def body(self, instance: str) -> dict[str, Any]:
         return {"type": TYPE_PREFIX + self.kind, "title": self.title, "status": self.status,
                 "detail": self.detail or self.title, "instance": instance, **self.members}
 
+    def response(self, instance: str) -> Response:
+        """The answer. ASCII only: a client's own text, which may not even be valid Unicode, comes back in it."""
+        return Response(json.dumps(self.body(instance)), self.status, self.headers, MEDIA_TYPE)
+
 
 def not_found(what: str, name: str) -> Problem:
-    return Problem(404, "not-found", "Not found", f"there is no {what} {name!r}")
+    return Problem(404, Kind.NOT_FOUND, "Not found", f"there is no {what} {name!r}")
 
 
 def no_leader(detail: str) -> Problem:
-    return Problem(503, "no-leader", "No leader takes writes at the moment", detail, headers={"Retry-After": "1"})
+    return Problem(503, Kind.NO_LEADER, "No leader takes writes at the moment", detail, headers={"Retry-After": "1"})
 
 
 def of_error(error: ElasticRLError) -> Problem:
     """The problem that tells a client of one of the project's own errors."""
     match error:
         case OutcomeUnknown():
-            return Problem(504, "outcome-unknown", "The outcome of the write is unknown", str(error))
+            return Problem(504, Kind.OUTCOME_UNKNOWN, "The outcome of the write is unknown", str(error))
         case StoreUnavailable():
-            return Problem(503, "store-unavailable", "The store does not answer", str(error),
+            return Problem(503, Kind.STORE_UNAVAILABLE, "The store does not answer", str(error),
                            headers={"Retry-After": "2"})
         case Fenced():
             return no_leader(str(error))
         case Conflict():
-            return Problem(409, "conflict", "Somebody else changed it at the same time", str(error))
+            return Problem(409, Kind.CONFLICT, "Somebody else changed it at the same time", str(error))
         case _:
-            return Problem(500, "internal", "Internal error", str(error))
+            return Problem(500, Kind.INTERNAL, "Internal error", str(error))
+
+
+def of_validation(error: RequestValidationError) -> Problem:
+    """400 for a body that is not JSON, 422 for one that is and has faults, with a pointer to each."""
+    errors = [{"pointer": "/" + "/".join(str(p) for p in err["loc"][1:]), "detail": err["msg"]}
+              for err in error.errors()]
+    if any(err["type"] == "json_invalid" for err in error.errors()):
+        return Problem(400, Kind.MALFORMED, "The body is not JSON", errors[0]["detail"])
+    detail = "; ".join(f"{err['pointer']}: {err['detail']}" for err in errors)
+    return Problem(422, Kind.INVALID, "The request is not valid", detail, errors=errors)
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """Methods that the routes of this path take, in order; empty when there is no such path."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(dict(request.scope))[0] is not Match.NONE:
+            methods |= set(getattr(route, "methods", None) or ())
+    if not methods:
+        return []
+    return sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set()))
 
 
 def install(app: FastAPI) -> None:
     """Makes every error of the app a problem."""
 
-    def answer(request: Request, problem: Problem) -> JSONResponse:
-        return JSONResponse(problem.body(request.url.path), problem.status, problem.headers, MEDIA_TYPE)
-
     @app.exception_handler(Problem)
-    async def _problem(request: Request, e: Problem) -> JSONResponse:
-        return answer(request, e)
+    async def _problem(request: Request, e: Problem) -> Response:
+        return e.response(request.url.path)
 
     @app.exception_handler(ElasticRLError)
-    async def _own(request: Request, e: ElasticRLError) -> JSONResponse:
+    async def _own(request: Request, e: ElasticRLError) -> Response:
         problem = of_error(e)
         log.log(logging.ERROR if problem.status == 500 else logging.WARNING, "%s %s: %s", request.method,
                 request.url.path, e)
-        return answer(request, problem)
+        return problem.response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(request: Request, e: RequestValidationError) -> JSONResponse:
-        errors = [{"pointer": "/" + "/".join(str(p) for p in err["loc"][1:]), "detail": err["msg"]}
-                  for err in e.errors()]
-        if any(err["type"] == "json_invalid" for err in e.errors()):
-            return answer(request, Problem(400, "malformed", "The body is not JSON", errors[0]["detail"]))
-        detail = "; ".join(f"{err['pointer']}: {err['detail']}" for err in errors)
-        return answer(request, Problem(422, "invalid", "The request is not valid", detail, errors=errors))
+    async def _invalid(request: Request, e: RequestValidationError) -> Response:
+        return of_validation(e).response(request.url.path)
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, e: HTTPException) -> JSONResponse:
-        kinds = {404: "not-found", 405: "method-not-allowed"}
-        return answer(request, Problem(e.status_code, kinds.get(e.status_code, "http"), str(e.detail),
-                                       headers=dict(e.headers or {})))
+    async def _http(request: Request, e: HTTPException) -> Response:
+        headers, path = dict(e.headers or {}), request.url.path
+        match e.status_code:
+            case 404:
+                problem = Problem(404, Kind.NOT_FOUND, "Not found", f"there is nothing at {path}", headers=headers)
+            case 405:
+                allow = ", ".join(allowed_methods(request))
+                if request.method == "OPTIONS":
+                    return Response(status_code=204, headers={"Allow": allow})
+                problem = Problem(405, Kind.METHOD_NOT_ALLOWED, "Method not allowed",
+                                  f"{path} takes {allow}, not {request.method}", headers={"Allow": allow})
+            case 400:
+                problem = Problem(400, Kind.MALFORMED, "The body is not JSON", str(e.detail), headers=headers)
+            case _:
+                problem = Problem(e.status_code, Kind.HTTP, str(e.detail), headers=headers)
+        return problem.response(path)
+
+    @app.exception_handler(Exception)
+    async def _bug(request: Request, e: Exception) -> Response:
+        detail = "this is a bug; the traceback is in the replica's log"
+        return Problem(500, Kind.INTERNAL, "Internal error", detail).response(request.url.path)

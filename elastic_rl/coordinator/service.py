@@ -15,28 +15,31 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from elastic_rl import config
 from elastic_rl.config import Config
 from elastic_rl.coordinator import auth
-from elastic_rl.coordinator.api import Context, make_app
+from elastic_rl.coordinator.api.app import make_app
+from elastic_rl.coordinator.api.context import Context
+from elastic_rl.coordinator.api.server import Server, advertised, bind, make_server
 from elastic_rl.coordinator.auth import TokenTable
 from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.feed import Feed
 from elastic_rl.coordinator.forward import Forwarder
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.membership import Membership
 from elastic_rl.coordinator.notify import Notifier
+from elastic_rl.coordinator.operation_desk import OperationDesk
 from elastic_rl.coordinator.reconcile import Reconciler
 from elastic_rl.coordinator.roster import COORDINATOR
 from elastic_rl.coordinator.store import Store
 from elastic_rl.coordinator.waker import Waker
 from elastic_rl.dcs.upkeep import Upkeep
 from elastic_rl.errors import ConfigError, MachineUnfit, StoreUnavailable
-from elastic_rl.processes import freeze_heap, require_port_free
+from elastic_rl.processes import freeze_heap
 from elastic_rl.telemetry import logs, traces
 
 log = logging.getLogger(__name__)
@@ -45,7 +48,6 @@ EXIT_UNFIT = 2
 EXIT_NO_STORE = 3
 _API_RETRY_BUDGET_S = 2.0
 _FORWARD_TIMEOUT_S = 5.0
-_SHUTDOWN_S = 3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,44 +75,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """The listening socket, held from here on, so that nobody takes the port between the check and the use."""
-    require_port_free(host, port, setting="coordinator.ports")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(256)
-    except OSError as e:
-        listener.close()
-        raise MachineUnfit(f"port {port} on {host} cannot be bound (coordinator.ports): {e.strerror}",
-                           hint="stop what listens there, or set another port") from e
-    return listener
-
-
-def _advertised(host: str, port: int) -> str:
-    """URL under which the other replicas reach this one."""
-    if host in ("0.0.0.0", "::"):
-        try:
-            host = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: a replica resigns before it stops to answer."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
     """Runs one replica until it is told to stop. Raises MachineUnfit, ConfigError or StoreUnavailable at the start."""
-    listener = _bind(cfg.coordinator.host, port)
-    url = _advertised(cfg.coordinator.host, listener.getsockname()[1])
+    listener = bind(cfg.coordinator.host, port)
+    url = advertised(cfg.coordinator, listener.getsockname()[1])
     keys, stopping = Keys(cfg.job), threading.Event()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(listener.close)
@@ -136,19 +104,28 @@ async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
         cleanup.callback(reconciler.stop)
         waker.start()
         cleanup.callback(waker.stop)
-        forwarder = Forwarder(replica, timeout_s=_FORWARD_TIMEOUT_S)
+        forwarder = Forwarder(replica, timeout_s=_FORWARD_TIMEOUT_S, tls_ca=cfg.coordinator.tls_ca)
         cleanup.callback(forwarder.close)
-        app = make_app(Context(cfg, keys, api_store, election, tokens, stopping, forwarder))
+        desk = OperationDesk(api_store, keys, election, cfg)
+        feed = Feed(api_store, keys, replica, most=cfg.coordinator.max_streams)
+        server = _server(make_app(Context(cfg, keys, api_store, election, tokens, stopping, forwarder, desk, feed)),
+                         cfg)
         log.info("replica %s (pid %d) serves %s for job %s", replica, os.getpid(), url, cfg.job)
         freeze_heap()
-        await _listen(app, listener, stopping, election)
+        await _listen(server, listener, stopping, election)
     log.info("replica %s has stopped", replica)
     return 0
 
 
-async def _listen(app: object, listener: socket.socket, stopping: threading.Event, election: Election) -> None:
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off",  # type: ignore[arg-type]
-                                    timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=30))
+def _server(app: ASGIApp, cfg: Config) -> Server:
+    try:
+        return make_server(app, cfg.coordinator)
+    except OSError as e:  # ssl.SSLError is one
+        raise ConfigError(f"the certificate {cfg.coordinator.tls_cert} cannot be used: {e}",
+                          hint="set coordinator.tls_cert and coordinator.tls_key to PEM files that fit together") from e
+
+
+async def _listen(server: Server, listener: socket.socket, stopping: threading.Event, election: Election) -> None:
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -19,9 +19,20 @@ from elastic_rl.coordinator.ops import Compare, KeyValue, Op, TxnResult, range_e
 from elastic_rl.coordinator.watch import Watch, WatchEvent
 from elastic_rl.errors import Compacted, Conflict, Fenced
 
-__all__ = ["Compare", "KeptLease", "KeyValue", "MemberStatus", "Op", "Store", "TxnResult", "Watch", "WatchEvent"]
+__all__ = ["Compare", "KeptLease", "KeyValue", "MemberStatus", "Op", "Page", "Store", "TxnResult", "Watch",
+           "WatchEvent"]
 
 _UPDATE_TRIES = 64
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a range, as it was at ``revision``."""
+
+    kvs: list[KeyValue]
+    revision: int
+    more: bool
+    """Whether there are keys beyond the last one."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,22 @@ class Store:
             request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.CREATE
         response = self._channels.call(RANGE, request)
         return [KeyValue.of(kv) for kv in response.kvs], response.header.revision
+
+    def page(self, prefix: str, *, limit: int, after: str = "", newest_first: bool = False, revision: int = 0) -> Page:
+        """At most ``limit`` keys under a prefix in key order (or against it), from behind the key ``after`` on.
+
+        ``revision`` 0 is the present. Raises Compacted for one that is no longer kept.
+        """
+        start, end = prefix.encode() or b"\0", range_end(prefix)
+        if after and newest_first:
+            end = after.encode()
+        elif after:
+            start = after.encode() + b"\0"
+        request = pb.RangeRequest(key=start, range_end=end, limit=limit, revision=revision)
+        if newest_first:
+            request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.KEY
+        response = self._channels.call(RANGE, request)
+        return Page([KeyValue.of(kv) for kv in response.kvs], revision or response.header.revision, response.more)
 
     def count(self, prefix: str) -> int:
         """Number of keys under a prefix."""

@@ -101,7 +101,8 @@ def _api(monkeypatch: pytest.MonkeyPatch, answers: dict[str, httpx.Response | ht
 
 
 def test_the_next_replica_is_asked_when_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = _api(monkeypatch, {"http://a": httpx.ConnectError("gone"), "http://b": httpx.Response(200, json=[{"id": 1}])})
+    api = _api(monkeypatch, {"http://a": httpx.ConnectError("gone"), "http://b": httpx.Response(
+        200, json={"items": [{"id": 1}], "next": None})})
     assert api.items("/v1/engines") == [{"id": 1}]
 
 

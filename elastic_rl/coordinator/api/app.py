@@ -1,0 +1,50 @@
+"""The ASGI application of one replica."""
+
+from __future__ import annotations
+
+from fastapi import Depends, FastAPI, Request
+from starlette.types import ASGIApp
+
+import elastic_rl
+from elastic_rl.coordinator import problems
+from elastic_rl.coordinator.api import changes, openapi, reads, streams
+from elastic_rl.coordinator.api.context import Context
+from elastic_rl.coordinator.api.gate import Gate
+from elastic_rl.coordinator.problems import Kind, Problem
+
+_ABOUT = """Admin API of an elastic-rl job. Every replica answers; changes go through the leader.
+
+Listings come in pages: `{"items": […], "next": "…"}`, with `limit` and `after`. Errors are RFC 9457 problems with a
+stable `type`. Query parameters that a route does not have are refused."""
+
+
+def routes() -> FastAPI:
+    """The application without a replica behind it: enough for the OpenAPI document."""
+    app = FastAPI(title="elastic-rl", version=elastic_rl.__version__, docs_url=None, redoc_url=None,
+                  description=_ABOUT, separate_input_output_schemas=False, redirect_slashes=False,
+                  dependencies=[Depends(_known_parameters)])
+    problems.install(app)
+    reads.install(app)
+    streams.install(app)
+    changes.install(app)
+    openapi.install(app)
+    return app
+
+
+def make_app(context: Context) -> ASGIApp:
+    app = routes()
+    app.state.context = context
+    return Gate(app, context)
+
+
+async def _known_parameters(request: Request) -> None:
+    """Refuses query parameters that the route does not have: a misspelt one must not be taken for the default."""
+    route = getattr(request.scope.get("route"), "path", "")
+    if not route.startswith("/v1/"):
+        return
+    known = openapi.parameters(request.app, route, request.method)
+    for name in request.query_params:
+        if name not in known:
+            raise Problem(422, Kind.UNKNOWN_PARAMETER, "There is no such parameter",
+                          f"{request.method} {route} has " + (", ".join(sorted(known)) or "no parameters"),
+                          errors=[{"pointer": f"/{name}", "detail": "unknown"}])

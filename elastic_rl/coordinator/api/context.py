@@ -1,0 +1,53 @@
+"""What the handlers of the admin API work with."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from elastic_rl.config import Config
+from elastic_rl.coordinator.auth import Token, TokenTable
+from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.feed import Feed
+from elastic_rl.coordinator.forward import Forwarder
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.operation_desk import OperationDesk
+from elastic_rl.coordinator.store import Store
+
+
+@dataclass(frozen=True)
+class Context:
+    """One replica's parts. ``store`` has a short retry budget: a client must not wait for an etcd that is away."""
+
+    cfg: Config
+    keys: Keys
+    store: Store
+    election: Election
+    tokens: TokenTable
+    stopping: threading.Event
+    forwarder: Forwarder
+    desk: OperationDesk
+    feed: Feed
+
+
+async def _of(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context
+
+
+Ctx = Annotated[Context, Depends(_of)]
+
+
+def token_of(request: Request) -> Token | None:
+    """The token that the gate let the request in with; None where none is needed."""
+    found: Token | None = request.state.token
+    return found
+
+
+def asker(request: Request) -> str:
+    """Name of the token, for events and records."""
+    token = token_of(request)
+    return token.name if token else "operator"

@@ -1,0 +1,61 @@
+"""``python -m elastic_rl.coordinator.api.openapi > docs/openapi.json``: the OpenAPI document of the admin API."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from elastic_rl.coordinator.api.describe import PROBLEMS
+from elastic_rl.coordinator.api.models import ProblemBody
+from elastic_rl.coordinator.problems import TYPE_PREFIX
+
+_SCHEMA = "#/components/schemas/{model}"
+
+
+def install(app: FastAPI) -> None:
+    """Makes the app's document this one; it is made once."""
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes,
+                       separate_input_output_schemas=False)
+    components = made.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    problem = ProblemBody.model_json_schema(ref_template=_SCHEMA)
+    schemas.update(problem.pop("$defs", {}))
+    problem["properties"]["type"] |= {"enum": [TYPE_PREFIX + kind for kind in PROBLEMS]}
+    schemas["Problem"] = problem
+    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer", "description": (
+        "A viewer's token reads; an operator's changes things too. On loopback none is needed, unless configured.")}}
+    for path, methods in made["paths"].items():
+        if path.startswith("/v1/") or path == "/metrics":
+            for operation in methods.values():
+                operation["security"] = [{"token": []}]
+    return made
+
+
+def parameters(app: FastAPI, path: str, method: str) -> frozenset[str]:
+    """Names of the query parameters of a route."""
+    described = app.openapi()["paths"].get(path, {}).get(method.lower(), {})
+    return frozenset(p["name"] for p in described.get("parameters", ()) if p["in"] == "query")
+
+
+def text(app: FastAPI) -> str:
+    """The document as it is checked in."""
+    return json.dumps(app.openapi(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    from elastic_rl.coordinator.api.app import routes
+
+    sys.stdout.write(text(routes()))

@@ -1,0 +1,199 @@
+"""Routes that only look."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import orjson
+from fastapi import FastAPI, Path, Query, Response
+
+from elastic_rl.coordinator import jobs, metrics, pools, problems
+from elastic_rl.coordinator.api import describe, listing
+from elastic_rl.coordinator.api.context import Ctx
+from elastic_rl.coordinator.api.describe import described
+from elastic_rl.coordinator.api.listing import After, Limit
+from elastic_rl.coordinator.api.models import (
+    AlertPage,
+    EnginePage,
+    Health,
+    MemberPage,
+    OperationPage,
+    PoolPage,
+    Readiness,
+    StepPage,
+    VersionPage,
+)
+from elastic_rl.coordinator.api.snapshot import STREAMS
+from elastic_rl.coordinator.jobs import JobView
+from elastic_rl.coordinator.pools import PoolView
+from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.coordinator.records import Engine, Operation, OperationState
+from elastic_rl.telemetry import metrics as registry
+
+Name = Annotated[str, Path(max_length=200)]
+_SCANNED = 2_000
+"""Records that a filtered listing looks at for one page; the page may then be short, and still have a ``next``."""
+
+
+def install(app: FastAPI) -> None:
+    """Adds the routes."""
+    for path, answer, handler, route in (
+            ("/healthz", Health, healthz, describe.HEALTH), ("/readyz", Readiness, readyz, describe.READY),
+            ("/v1/job", JobView, job, describe.JOB),
+            ("/v1/pools", PoolPage, list_pools, describe.POOLS),
+            ("/v1/pools/{name}", PoolView, one_pool, describe.POOL),
+            ("/v1/engines", EnginePage, list_engines, describe.ENGINES),
+            ("/v1/engines/{engine_id}", Engine, one_engine, describe.ENGINE),
+            ("/v1/operations", OperationPage, list_operations, describe.OPERATIONS),
+            ("/v1/operations/{operation_id}", Operation, one_operation, describe.OPERATION),
+            ("/v1/versions", VersionPage, list_versions, describe.VERSIONS),
+            ("/v1/members", MemberPage, list_members, describe.MEMBERS),
+            ("/v1/alerts", AlertPage, list_alerts, describe.ALERTS),
+            ("/v1/steps", StepPage, list_steps, describe.STEPS)):
+        app.get(path, response_model=answer, **described(route))(handler)
+    app.get("/metrics", response_model=None, response_class=_Text, **described(describe.METRICS))(prometheus)
+
+
+class _Text(Response):
+    media_type = "text/plain"
+
+
+# -- probes ------------------------------------------------------------------------------------------------------------
+async def healthz(ctx: Ctx) -> Health:
+    """Says nothing about etcd."""
+    return Health(status="ok", replica=ctx.election.replica)
+
+
+def readyz(ctx: Ctx) -> Readiness:
+    """503 while etcd does not answer or the replica stops."""
+    if ctx.stopping.is_set():
+        raise Problem(503, Kind.STOPPING, "The replica is stopping")
+    leader = ctx.election.current()
+    return Readiness(status="ready", replica=ctx.election.replica, leader=leader.replica if leader else None)
+
+
+def prometheus(ctx: Ctx) -> Response:
+    """In the text format. While etcd is away the job's numbers are those of the last scrape."""
+    return Response(metrics.scrape(ctx.store, ctx.keys, ctx.election), media_type=registry.CONTENT_TYPE)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+def job(ctx: Ctx) -> Response:
+    """All as of one moment."""
+    return _json(jobs.read(ctx.store, ctx.keys, ctx.election.replica).model_dump_json().encode())
+
+
+def list_pools(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """By name."""
+    found, more = pools.page(ctx.store, ctx.keys, limit, listing.place(after) if after else "")
+    return listing.page([p.model_dump_json().encode() for p in found], found[-1].name if more and found else None)
+
+
+def one_pool(ctx: Ctx, name: Name) -> Response:
+    """With its ETag, which a change of what is wanted changes (and what is there does not)."""
+    found = pools.get_pool(ctx.store, ctx.keys, name)
+    return _json(found.model_dump_json().encode(), {"ETag": found.etag})
+
+
+def list_engines(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """By id."""
+    return listing.stored(ctx.store, ctx.keys.engines_prefix(), limit, after)
+
+
+def one_engine(ctx: Ctx, engine_id: Name) -> Response:
+    """The engine's record."""
+    return _record(ctx, ctx.keys.engine(engine_id), "engine", engine_id)
+
+
+def list_operations(ctx: Ctx, state: Annotated[OperationState | None, Query(description="Only those in it.")] = None,
+                    limit: Limit = 100, after: After = "") -> Response:
+    """The newest first; with ``state`` a page may be short and still have a ``next``."""
+    prefix = ctx.keys.operations_prefix()
+    if state is None:
+        return listing.stored(ctx.store, prefix, limit, after, newest_first=True)
+    found = ctx.store.page(prefix, limit=_SCANNED, after=prefix + listing.place(after) if after else "",
+                           newest_first=True)
+    items: list[bytes] = []
+    last = ""
+    for kv in found.kvs:
+        if len(items) == limit:
+            return listing.page(items, last)
+        last = kv.key.removeprefix(prefix)
+        if orjson.loads(kv.value)["state"] == state:
+            items.append(kv.value)
+    return listing.page(items, last if found.more else None)
+
+
+def one_operation(ctx: Ctx, operation_id: Name) -> Response:
+    """How far it is."""
+    return _record(ctx, ctx.keys.operation(operation_id), "operation", operation_id)
+
+
+def list_versions(ctx: Ctx, stream: Annotated[str | None, Query(max_length=100, description="Only this one.")] = None,
+                  limit: Limit = 100, after: After = "") -> Response:
+    """The newest first, of one stream or of both."""
+    if stream is not None:
+        return listing.stored(ctx.store, ctx.keys.versions_prefix(stream), limit, after, newest_first=True)
+    places = _places(after) if after else {}
+    heads = []  # (created, stream, number, record) of each stream's page
+    for name in STREAMS:
+        prefix = ctx.keys.versions_prefix(name)
+        found = ctx.store.page(prefix, limit=limit + 1, after=prefix + places[name] if name in places else "",
+                               newest_first=True)
+        heads += [(float(orjson.loads(kv.value).get("created_at", 0.0)), name, kv.key.removeprefix(prefix), kv.value)
+                  for kv in found.kvs]
+    # Within a stream by number, whatever its clocks said: a version is as old as the youngest one behind it.
+    heads = _in_order(heads)
+    for _, name, number, _ in heads[:limit]:
+        places[name] = number
+    rest = ",".join(f"{name}:{number}" for name, number in sorted(places.items()))
+    return listing.page([raw for *_, raw in heads[:limit]], rest if len(heads) > limit else None)
+
+
+def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, description="Only of this role.")] = "",
+                 limit: Limit = 100, after: After = "") -> Response:
+    """By role and id."""
+    return listing.stored(ctx.store, ctx.keys.members_prefix(role), limit, after)
+
+
+def list_alerts(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """By what they are about."""
+    return listing.stored(ctx.store, ctx.keys.alerts_prefix(), limit, after)
+
+
+def list_steps(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """One point a step; old ones are thinned out."""
+    return listing.stored(ctx.store, ctx.keys.steps_prefix(), limit, after, newest_first=True)
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+_Head = tuple[float, str, str, bytes]
+
+
+def _in_order(heads: list[_Head]) -> list[_Head]:
+    """Versions of several streams, merged by age; those of one stream stay in their order."""
+    streams = [[h for h in heads if h[1] == name] for name in STREAMS]
+    merged: list[_Head] = []
+    while any(streams):
+        youngest = max((s for s in streams if s), key=lambda s: s[0][0])
+        merged.append(youngest.pop(0))
+    return merged
+
+
+def _places(after: str) -> dict[str, str]:
+    """Where each stream's listing stands. Raises a 422 problem for what is no cursor of this listing."""
+    places = dict(part.partition(":")[::2] for part in listing.place(after).split(","))
+    if not places.keys() <= set(STREAMS) or not all(n.isascii() and n.isdecimal() for n in places.values()):
+        raise listing.bad_cursor(after)
+    return places
+
+
+def _record(ctx: Ctx, key: str, what: str, name: str) -> Response:
+    found = ctx.store.get(key)
+    if found is None:
+        raise problems.not_found(what, name)
+    return _json(found.value)
+
+
+def _json(content: bytes, headers: dict[str, str] | None = None) -> Response:
+    return Response(content, headers=headers, media_type=listing.JSON)
