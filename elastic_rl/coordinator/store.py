@@ -89,25 +89,26 @@ class Store:
         response = self._channels.call(RANGE, request)
         return [KeyValue.of(kv) for kv in response.kvs], response.header.revision
 
-    def page(self, prefix: str, *, limit: int, after: str = "", newest_first: bool = False, revision: int = 0) -> Page:
-        """At most ``limit`` keys under a prefix in key order (or against it), from behind the key ``after`` on.
+    def page(self, prefix: str, *, limit: int, after: str = "", before: str = "", newest_first: bool = False,
+             revision: int = 0) -> Page:
+        """At most ``limit`` keys under a prefix in key order, or against it, between the keys ``after`` and ``before``.
 
-        ``revision`` 0 is the present. Raises Compacted for one that is no longer kept.
+        Against the order etcd looks at every key between them. ``revision`` 0 is the present. Raises Compacted for one
+        that is no longer kept.
         """
-        start, end = prefix.encode() or b"\0", range_end(prefix)
-        if after and newest_first:
-            end = after.encode()
-        elif after:
-            start = after.encode() + b"\0"
+        start = after.encode() + b"\0" if after else prefix.encode() or b"\0"
+        end = before.encode() if before else range_end(prefix)
         request = pb.RangeRequest(key=start, range_end=end, limit=limit, revision=revision)
         if newest_first:
             request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.KEY
         response = self._channels.call(RANGE, request)
         return Page([KeyValue.of(kv) for kv in response.kvs], revision or response.header.revision, response.more)
 
-    def count(self, prefix: str) -> int:
-        """Number of keys under a prefix."""
-        request = pb.RangeRequest(key=prefix.encode() or b"\0", range_end=range_end(prefix), count_only=True)
+    def count(self, prefix: str, *, after: str = "", before: str = "") -> int:
+        """Number of keys under a prefix, between two of them."""
+        start = after.encode() + b"\0" if after else prefix.encode() or b"\0"
+        request = pb.RangeRequest(key=start, range_end=before.encode() if before else range_end(prefix),
+                                  count_only=True)
         return int(self._channels.call(RANGE, request).count)
 
     # -- writes ----------------------------------------------------------------------------------------------------

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import base64
 import binascii
+import time
 from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import Query, Response
 
+from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.problems import Kind, Problem
-from elastic_rl.coordinator.store import KeyValue, Store
+from elastic_rl.coordinator.store import KeyValue, Page, Store
 
 JSON = "application/json"
 MOST = 1000
+_WINDOWS, _WIDEST = 6, 2000
+_SORTED = 1000
+"""Keys that may be sorted without much thought."""
+_SPANS, _SPAN_MS = 8, 60_000
 _LONGEST = 512
 
 Limit = Annotated[int, Query(ge=1, le=MOST, description="Most items of the answer.")]
@@ -49,8 +55,60 @@ def page(items: Sequence[bytes], next_place: str | None) -> Response:
 
 def stored(store: Store, prefix: str, limit: int, after: str, *, newest_first: bool = False) -> Response:
     """One page of the records under a prefix, in the order of their keys or against it."""
-    found = store.page(prefix, limit=limit, after=prefix + place(after) if after else "", newest_first=newest_first)
+    bound = prefix + place(after) if after else ""
+    found = store.page(prefix, limit=limit, after="" if newest_first else bound, before=bound if newest_first else "",
+                       newest_first=newest_first)
     return page([kv.value for kv in found.kvs], _rest(found.kvs, prefix) if found.more else None)
+
+
+def newest_events(store: Store, keys: Keys, limit: int, *, before: str = "", revision: int = 0) -> Page:
+    """The newest ``limit`` events, the newest first; ``before``: only those with smaller ids.
+
+    etcd sorts all that it looks at to give the last ones, so where there are many it is asked about as short a time as
+    holds enough.
+    """
+    prefix, bound = keys.events_prefix(), keys.event(before) if before else ""
+    after = ""
+    if store.count(prefix, before=bound) > _SORTED:
+        until = float(before[:15]) if before[:15].isdecimal() else time.time() * 1000
+        for n in range(_SPANS):
+            since = keys.event(f"{max(0, int(until - _SPAN_MS * 8 ** n)):015d}")
+            if store.count(prefix, after=since, before=bound) > limit:
+                after = since
+                break
+    return store.page(prefix, limit=limit, after=after, before=bound, newest_first=True, revision=revision)
+
+
+def events(store: Store, keys: Keys, limit: int, after: str) -> Response:
+    """One page of the events, the newest first."""
+    found = newest_events(store, keys, limit, before=place(after) if after else "")
+    return page([kv.value for kv in found.kvs], _rest(found.kvs, keys.events_prefix()) if found.more else None)
+
+
+def newest_versions(store: Store, keys: Keys, stream: str, limit: int, *, below: int = 0, revision: int = 0
+                    ) -> list[KeyValue]:
+    """The newest ``limit`` versions of a stream, the newest first; ``below``: only of smaller numbers, 0: all.
+
+    A run of weeks leaves very many records, and etcd sorts all of them to give the last ones. So they are taken in
+    windows of numbers, and sorted only where there are large gaps.
+    """
+    prefix = keys.versions_prefix(stream)
+    if not below:
+        following = store.page(keys.stream_next(stream), limit=1, revision=revision).kvs
+        below = int(following[0].value) + 1 if following else 0
+    found: list[KeyValue] = []
+    width = limit
+    for _ in range(_WINDOWS):
+        if below <= 1 or len(found) >= limit:
+            break
+        low = max(0, below - width - 1)
+        found += store.page(prefix, limit=width, after=keys.version(stream, low), before=keys.version(stream, below),
+                            revision=revision).kvs[::-1]
+        below, width = low + 1, min(2 * width, _WIDEST)
+    if below != 1 and len(found) < limit:
+        found += store.page(prefix, limit=limit - len(found), before=keys.version(stream, below) if below else "",
+                            newest_first=True, revision=revision).kvs
+    return found[:limit]
 
 
 def _rest(kvs: Sequence[KeyValue], prefix: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import orjson
 from fastapi import FastAPI, Path, Query, Response
@@ -111,7 +111,7 @@ def list_operations(ctx: Ctx, state: Annotated[OperationState | None, Query(desc
     prefix = ctx.keys.operations_prefix()
     if state is None:
         return listing.stored(ctx.store, prefix, limit, after, newest_first=True)
-    found = ctx.store.page(prefix, limit=_SCANNED, after=prefix + listing.place(after) if after else "",
+    found = ctx.store.page(prefix, limit=_SCANNED, before=prefix + listing.place(after) if after else "",
                            newest_first=True)
     items: list[bytes] = []
     last = ""
@@ -132,22 +132,18 @@ def one_operation(ctx: Ctx, operation_id: Name) -> Response:
 def list_versions(ctx: Ctx, stream: Annotated[str | None, Query(max_length=100, description="Only this one.")] = None,
                   limit: Limit = 100, after: After = "") -> Response:
     """The newest first, of one stream or of both."""
-    if stream is not None:
-        return listing.stored(ctx.store, ctx.keys.versions_prefix(stream), limit, after, newest_first=True)
     places = _places(after) if after else {}
-    heads = []  # (created, stream, number, record) of each stream's page
-    for name in STREAMS:
-        prefix = ctx.keys.versions_prefix(name)
-        found = ctx.store.page(prefix, limit=limit + 1, after=prefix + places[name] if name in places else "",
-                               newest_first=True)
-        heads += [(float(orjson.loads(kv.value).get("created_at", 0.0)), name, kv.key.removeprefix(prefix), kv.value)
-                  for kv in found.kvs]
-    # Within a stream by number, whatever its clocks said: a version is as old as the youngest one behind it.
-    heads = _in_order(heads)
-    for _, name, number, _ in heads[:limit]:
-        places[name] = number
+    heads = []
+    for name in STREAMS if stream is None else (stream,):
+        if places.get(name) != 1:
+            found = listing.newest_versions(ctx.store, ctx.keys, name, limit + 1, below=places.get(name, 0))
+            heads.append([_Head(float(orjson.loads(kv.value).get("created_at", 0.0)), name,
+                                int(kv.key.rpartition("/")[2]), kv.value) for kv in found])
+    merged = _merge(heads)
+    for head in merged[:limit]:
+        places[head.stream] = head.number
     rest = ",".join(f"{name}:{number}" for name, number in sorted(places.items()))
-    return listing.page([raw for *_, raw in heads[:limit]], rest if len(heads) > limit else None)
+    return listing.page([head.record for head in merged[:limit]], rest if len(merged) > limit else None)
 
 
 def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, description="Only of this role.")] = "",
@@ -167,25 +163,29 @@ def list_steps(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
-_Head = tuple[float, str, str, bytes]
+class _Head(NamedTuple):
+    """A version in a listing of several streams."""
+
+    created_at: float
+    stream: str
+    number: int
+    record: bytes
 
 
-def _in_order(heads: list[_Head]) -> list[_Head]:
-    """Versions of several streams, merged by age; those of one stream stay in their order."""
-    streams = [[h for h in heads if h[1] == name] for name in STREAMS]
+def _merge(streams: list[list[_Head]]) -> list[_Head]:
+    """By age, the youngest first; those of one stream stay in their order."""
     merged: list[_Head] = []
-    while any(streams):
-        youngest = max((s for s in streams if s), key=lambda s: s[0][0])
-        merged.append(youngest.pop(0))
+    while left := [s for s in streams if s]:
+        merged.append(max(left, key=lambda s: s[0].created_at).pop(0))
     return merged
 
 
-def _places(after: str) -> dict[str, str]:
-    """Where each stream's listing stands. Raises a 422 problem for what is no cursor of this listing."""
-    places = dict(part.partition(":")[::2] for part in listing.place(after).split(","))
-    if not places.keys() <= set(STREAMS) or not all(n.isascii() and n.isdecimal() for n in places.values()):
+def _places(after: str) -> dict[str, int]:
+    """The last number given of each stream. Raises a 422 problem for what is no cursor of this listing."""
+    places = dict(part.rpartition(":")[::2] for part in listing.place(after).split(","))
+    if not all(n.isascii() and n.isdecimal() and 0 < len(n) < 13 and int(n) for n in places.values()):
         raise listing.bad_cursor(after)
-    return places
+    return {name: int(number) for name, number in places.items()}
 
 
 def _record(ctx: Ctx, key: str, what: str, name: str) -> Response:

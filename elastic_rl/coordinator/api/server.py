@@ -49,7 +49,8 @@ def bind(host: str, port: int) -> socket.socket:
     """The listening socket, held from here on, so that nobody takes the port between the check and the use."""
     require_port_free(host, port, setting="coordinator.ports")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # With the protocol said, asyncio sets TCP_NODELAY: else an answer's body waits 40 ms for the ACK of its headers.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # A client that is there and takes nothing would keep what was sent to it in our memory for ever.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import orjson
 
 from elastic_rl.coordinator import jobs, pools
+from elastic_rl.coordinator.api import listing
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.records import OperationState
 from elastic_rl.coordinator.store import KeyValue
@@ -39,14 +40,14 @@ def take(ctx: Context) -> tuple[bytes, int]:
     job = jobs.view(keys, ctx.election.replica, one(keys.job_status()), one(keys.epoch()), some(keys.leader_prefix()))
     shown = [p.model_dump_json().encode() for p in pools.views(keys, some(keys.pools_prefix()))]
     versions = [kv.value for stream in STREAMS
-                for kv in some(keys.versions_prefix(stream), VERSIONS, newest_first=True)]
+                for kv in listing.newest_versions(store, keys, stream, VERSIONS, revision=revision)]
     versions.sort(key=lambda raw: float(orjson.loads(raw).get("created_at", 0.0)), reverse=True)
     operations = [kv.value for kv in some(keys.operations_prefix(), 10 * OPERATIONS, newest_first=True)]
     parts = {
         "pools": shown, "engines": _values(some(keys.engines_prefix())), "versions": versions[:VERSIONS],
         "operations": [raw for n, raw in enumerate(operations) if n < OPERATIONS or _active(raw)],
         "alerts": _values(some(keys.alerts_prefix())),
-        "events": _values(some(keys.events_prefix(), EVENTS, newest_first=True)),
+        "events": _values(listing.newest_events(store, keys, EVENTS, revision=revision).kvs),
         "members": _values(some(keys.members_prefix())),
         "steps": _values(thinned(some(keys.steps_prefix(), _MOST, newest_first=True)[::-1], STEPS)),
     }

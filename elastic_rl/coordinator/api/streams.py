@@ -48,8 +48,7 @@ async def list_events(request: Request, ctx: Ctx, limit: Limit = 100, after: Aft
     new one. A stream resumes behind the revision in ``Last-Event-ID`` (or in ``after``).
     """
     if MEDIA_TYPE not in request.headers.get("accept", ""):
-        return await run_in_threadpool(listing.stored, ctx.store, ctx.keys.events_prefix(), limit, after,
-                                       newest_first=True)
+        return await run_in_threadpool(listing.events, ctx.store, ctx.keys, limit, after)
     since = _revision(last_event_id or after)
     reader = await ctx.feed.subscribe(frozenset({"event"}))
     try:
@@ -113,15 +112,14 @@ def _snapshot_frame(ctx: Context) -> tuple[bytes, int]:
 def _kept(ctx: Context, limit: int, since: int | None) -> tuple[list[KeyValue], int]:
     """Events that a stream begins with, in the order of their revisions, and the revision at which they were read."""
     found: list[KeyValue] = []
-    after, revision, more = "", 0, True
+    before, revision, more = "", 0, True
     while more and len(found) < (limit if since is None else _MOST_EVENTS):
-        page = ctx.store.page(ctx.keys.events_prefix(), limit=limit if since is None else listing.MOST, after=after,
-                              newest_first=True)
+        page = listing.newest_events(ctx.store, ctx.keys, limit if since is None else listing.MOST, before=before)
         revision = revision or page.revision
         fresh = [kv for kv in page.kvs if since is None or kv.mod_revision > since]
         found += fresh
         more = page.more and bool(fresh)
-        after = page.kvs[-1].key if page.kvs else ""
+        before = page.kvs[-1].key.removeprefix(ctx.keys.events_prefix()) if page.kvs else ""
     return sorted((kv for kv in found if kv.mod_revision <= revision), key=lambda kv: kv.mod_revision), revision
 
 
