@@ -81,6 +81,8 @@ def newest_events(store: Store, keys: Keys, limit: int, *, before: str = "", rev
 
 def events(store: Store, keys: Keys, limit: int, after: str) -> Response:
     """One page of the events, the newest first."""
+    if not limit:
+        return page([], None)
     found = newest_events(store, keys, limit, before=place(after) if after else "")
     return page([kv.value for kv in found.kvs], _rest(found.kvs, keys.events_prefix()) if found.more else None)
 

@@ -7,14 +7,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, Request, Response
+from fastapi import FastAPI, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from elastic_rl.coordinator.api import listing, snapshot
 from elastic_rl.coordinator.api.context import Context, Ctx, token_of
 from elastic_rl.coordinator.api.describe import CHANGES, EVENTS, described
-from elastic_rl.coordinator.api.listing import After, Limit
+from elastic_rl.coordinator.api.listing import After
 from elastic_rl.coordinator.api.models import EventPage
 from elastic_rl.coordinator.feed import Subscription
 from elastic_rl.coordinator.problems import Kind, Problem
@@ -31,6 +31,7 @@ _FARTHEST = 50_000
 """Revisions that a client may lie behind and still get every change; beyond that a snapshot is less work."""
 _MOST_EVENTS = 10_000
 
+EventLimit = Annotated[int, Query(ge=0, le=listing.MOST, description="Most events to begin with.")]
 LastEventId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=32,
                                            description="Revision to go on from: the ``id`` of the last frame.")]
 
@@ -40,7 +41,7 @@ def install(app: FastAPI) -> None:
     app.get("/v1/changes", response_model=None, **described(CHANGES))(follow_changes)
 
 
-async def list_events(request: Request, ctx: Ctx, limit: Limit = 100, after: After = "",
+async def list_events(request: Request, ctx: Ctx, limit: EventLimit = 100, after: After = "",
                       last_event_id: LastEventId = None) -> Response:
     """The newest events first, in pages.
 
