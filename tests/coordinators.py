@@ -12,6 +12,7 @@ import httpx
 import yaml
 
 from elastic_rl import processes
+from elastic_rl.coordinator import tls
 from elastic_rl.coordinator.keys import Keys
 
 
@@ -25,6 +26,13 @@ class Replicas:
     settings: dict[str, Any] = field(default_factory=dict)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def _tls(self) -> dict[str, Any]:
+        return dict(self.settings.get("coordinator", {}))
+
+    def _ask(self, name: str) -> httpx.Response:
+        return httpx.get(f"{self.urls[name]}/readyz", timeout=3.0, verify=tls.trust(self._tls.get("tls_ca", "")))
 
     @property
     def config_file(self) -> Path:
@@ -46,7 +54,8 @@ class Replicas:
         """Starts replicas and returns at once."""
         for name in names:
             port = processes.free_port()
-            self.urls[name] = f"http://127.0.0.1:{port}"
+            scheme = "https" if self._tls.get("tls_cert") else "http"
+            self.urls[name] = f"{scheme}://127.0.0.1:{port}"
             self.running[name] = processes.spawn(self.command(name, port), log=self.log(name))
 
     def start(self, *names: str) -> None:
@@ -60,7 +69,7 @@ class Replicas:
 
     def ready(self, name: str) -> bool:
         try:
-            return httpx.get(f"{self.urls[name]}/readyz", timeout=3.0).status_code == 200
+            return self._ask(name).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -72,7 +81,7 @@ class Replicas:
                 if name == not_ or process.poll() is not None:
                     continue
                 try:
-                    found = httpx.get(f"{self.urls[name]}/readyz", timeout=3.0).json().get("leader") or ""
+                    found = self._ask(name).json().get("leader") or ""
                 except httpx.HTTPError:
                     continue
                 if found and found != not_:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pydantic import ValidationError
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator import alert_rules, alerts, events, roster
+from elastic_rl.coordinator import alert_rules, alerts, events, idempotency, roster
 from elastic_rl.coordinator.absence import Absence
 from elastic_rl.coordinator.alerting import Alerting
 from elastic_rl.coordinator.curve import to_thin
@@ -41,6 +41,7 @@ from elastic_rl.telemetry import metrics, traces
 log = logging.getLogger(__name__)
 
 _TRIM_EVERY_S = 15.0
+_FORGET_EVERY_S = 600.0
 _SWEEP_EVERY_S = 2.0
 _TXN_OPS = 50
 """etcd takes at most 128 operations in a transaction; the client adds its own."""
@@ -143,6 +144,8 @@ class Reconciler:
         self._alerting.deliver()
         if self._is_due("trim", _TRIM_EVERY_S):
             self._trim()
+        if self._is_due("forget", _FORGET_EVERY_S):
+            idempotency.trim(self._store, self._keys, self._clock(), self._guarded)
         if self._sweep is not None and self._is_due("sweep", _SWEEP_EVERY_S):
             for line in self._sweep(self._election.guard):
                 log.info("janitor: %s", line)

@@ -25,6 +25,8 @@ from elastic_rl.errors import Compacted, ConfigError
 MEDIA_TYPE = "text/event-stream"
 _POLL_S = 0.5
 _KEEPALIVE_S = 10.0
+_CHECK_S = 2.0
+"""How often it is seen whether a stream's token was withdrawn."""
 _SEND_S = 15.0
 """A client that takes nothing for so long is given up."""
 _FARTHEST = 50_000
@@ -134,7 +136,7 @@ async def _frames(ctx: Context, reader: Subscription, request: Request, first: b
     """``first``, then the changes of later revisions than ``revision`` until the reader is cut, the replica stops, or
     the token is withdrawn."""
     token, header = token_of(request), request.headers.get("authorization", "").partition(" ")[2].strip()
-    sent_at = time.monotonic()
+    sent_at = checked_at = time.monotonic()
     try:
         yield b"retry: 1000\n\n" + first
         while not ctx.stopping.is_set():
@@ -146,9 +148,11 @@ async def _frames(ctx: Context, reader: Subscription, request: Request, first: b
                 return
             else:
                 yield b""  # whoever sends it looks whether the client is still there
-            if time.monotonic() - sent_at > _KEEPALIVE_S:
-                if token is not None and not _still_known(ctx, header):
+            if token is not None and time.monotonic() - checked_at > _CHECK_S:
+                if not _still_known(ctx, header):
                     return
+                checked_at = time.monotonic()
+            if time.monotonic() - sent_at > _KEEPALIVE_S:
                 yield b": still here\n\n"
                 sent_at = time.monotonic()
     finally:
