@@ -23,7 +23,8 @@ MOST = 10_000
 LONGEST = 200
 _PAGE = 500
 _TXN_OPS = 50
-_KEY = re.compile(rf"[\x21-\x7e]{{1,{LONGEST}}}")
+PATTERN = rf"^[!-~]{{1,{LONGEST}}}$"
+"""Of a key: printable ASCII without spaces."""
 
 
 class Done(Record):
@@ -63,7 +64,7 @@ def claim(keys: Keys, token: str, header: str, request: str, now: float) -> Clai
 
     Raises a 422 problem for a key that is empty, too long, or not of printable ASCII.
     """
-    if not _KEY.fullmatch(header):
+    if not re.fullmatch(PATTERN, header):
         raise Problem(422, "invalid", "The request is not valid",
                       f"Idempotency-Key must be 1 to {LONGEST} printable ASCII characters without spaces",
                       errors=[{"pointer": "/Idempotency-Key", "detail": "1 to 200 printable ASCII characters"}])

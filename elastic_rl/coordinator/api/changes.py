@@ -26,7 +26,7 @@ REPLAYED = "Idempotency-Replayed"
 
 DryRun = Annotated[bool, Query(description="Only say what would be done, and change nothing.")]
 IfMatch = Annotated[str | None, Header(alias="If-Match", max_length=100, description="The pool's ETag, or *.")]
-Key = Annotated[str | None, Header(alias="Idempotency-Key", description=(
+Key = Annotated[str | None, Header(alias="Idempotency-Key", pattern=idempotency.PATTERN, description=(
     "Chosen by the client, at most 200 printable characters. The same request with the same key counts once, for a "
     "day: it gets the operation of the first one again."))]
 _Begin = Callable[[Claim | None], Operation]
@@ -57,7 +57,7 @@ def patch_pool(request: Request, ctx: Ctx, name: Name, body: Annotated[Scale, Bo
 def scale_pool(request: Request, ctx: Ctx, name: Name, body: Annotated[Scale, Body()], dry_run: DryRun = False,
                if_match: IfMatch = None, idempotency_key: Key = None) -> Response:
     """Whatever the pool is now, unless ``If-Match`` is given. Engines that are too many finish their requests first."""
-    revision = pools.parse_if_match(if_match) if if_match is not None else None
+    revision = pools.parse_if_match(if_match) if (if_match or "").strip() else None
     return _begin(request, ctx, body, dry_run, idempotency_key, lambda once: ctx.desk.scale(
         name, body.desired, by=asker(request), if_revision=revision, dry_run=dry_run, once=once))
 

@@ -75,8 +75,9 @@ class Gate:
 
     def _token(self, headers: Headers, needed: Role) -> Token | None:
         """The token of a request. Raises 401 and 403 problems, and 503 when the table cannot be read."""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        if not token:
+        given = headers.get("authorization", "")
+        scheme, _, token = given.partition(" ")
+        if not given:
             if not self._required:
                 return None
             raise Problem(401, Kind.UNAUTHORIZED, "A token is required", "send Authorization: Bearer <token>",
