@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Annotated
 
 from fastapi import FastAPI, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -16,9 +16,10 @@ from elastic_rl.coordinator.api.context import Context, Ctx, token_of
 from elastic_rl.coordinator.api.describe import CHANGES, EVENTS, described
 from elastic_rl.coordinator.api.listing import After
 from elastic_rl.coordinator.api.models import EventPage
-from elastic_rl.coordinator.feed import Subscription
+from elastic_rl.coordinator.feed import Feed, Subscription
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.coordinator.records import Event
+from elastic_rl.coordinator.scene import Change
 from elastic_rl.coordinator.store import KeyValue
 from elastic_rl.errors import Compacted, ConfigError
 
@@ -60,8 +61,8 @@ async def list_events(request: Request, ctx: Ctx, limit: EventLimit = 100, after
         ctx.feed.leave(reader)
         raise
     first = [_event_frame(kv.mod_revision, kv.value) for kv in kept]
-    return _Stream(_frames(ctx, reader, request, b"".join(first), revision, lambda revision, change: _event_frame(
-        revision, change.object)))
+    return _Stream(ctx.feed, reader, _frames(ctx, reader, request, b"".join(first), revision, lambda change:
+                                             _event_frame(change.revision, change.object)))
 
 
 async def follow_changes(request: Request, ctx: Ctx, last_event_id: LastEventId = None) -> Response:
@@ -83,7 +84,7 @@ async def follow_changes(request: Request, ctx: Ctx, last_event_id: LastEventId 
         except BaseException:
             ctx.feed.leave(reader)
             raise
-    return _Stream(_frames(ctx, reader, request, first, revision, lambda _, change: change.frame))
+    return _Stream(ctx.feed, reader, _frames(ctx, reader, request, first, revision, lambda change: change.frame))
 
 
 def _revision(text: str) -> int | None:
@@ -132,31 +133,28 @@ def _event_frame(revision: int, raw: bytes | None) -> bytes:
 
 
 async def _frames(ctx: Context, reader: Subscription, request: Request, first: bytes, revision: int,
-                  encode: Callable[[int, Any], bytes]) -> AsyncIterator[bytes]:
+                  encode: Callable[[Change], bytes]) -> AsyncGenerator[bytes, None]:
     """``first``, then the changes of later revisions than ``revision`` until the reader is cut, the replica stops, or
-    the token is withdrawn."""
+    the token is withdrawn. Now and then nothing, so that whoever sends it looks whether the client is still there."""
     token, header = token_of(request), request.headers.get("authorization", "").partition(" ")[2].strip()
     sent_at = checked_at = time.monotonic()
-    try:
-        yield b"retry: 1000\n\n" + first
-        while not ctx.stopping.is_set():
-            changes = await reader.take(_POLL_S)
-            if frames := [encode(c.revision, c) for c in changes if c.revision > revision]:
-                yield b"".join(frames)
-                sent_at = time.monotonic()
-            elif reader.over:
+    yield b"retry: 1000\n\n" + first
+    while not ctx.stopping.is_set():
+        changes = await reader.take(_POLL_S)
+        if frames := [encode(c) for c in changes if c.revision > revision]:
+            yield b"".join(frames)
+            sent_at = time.monotonic()
+        elif reader.over:
+            return
+        else:
+            yield b""
+        if token is not None and time.monotonic() - checked_at > _CHECK_S:
+            if not _still_known(ctx, header):
                 return
-            else:
-                yield b""  # whoever sends it looks whether the client is still there
-            if token is not None and time.monotonic() - checked_at > _CHECK_S:
-                if not _still_known(ctx, header):
-                    return
-                checked_at = time.monotonic()
-            if time.monotonic() - sent_at > _KEEPALIVE_S:
-                yield b": still here\n\n"
-                sent_at = time.monotonic()
-    finally:
-        ctx.feed.leave(reader)
+            checked_at = time.monotonic()
+        if time.monotonic() - sent_at > _KEEPALIVE_S:
+            yield b": still here\n\n"
+            sent_at = time.monotonic()
 
 
 def _still_known(ctx: Context, token: str) -> bool:
@@ -171,10 +169,10 @@ class _Stream(Response):
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, frames: AsyncIterator[bytes]) -> None:
+    def __init__(self, feed: Feed, reader: Subscription, frames: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._frames = frames
+        self._feed, self._reader, self._frames = feed, reader, frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(_disconnected(receive))
@@ -190,8 +188,9 @@ class _Stream(Response):
         except TimeoutError:
             pass  # the server closes the connection, since the answer is not complete
         finally:
+            self._feed.leave(self._reader)
             gone.cancel()
-            await self._frames.aclose()  # type: ignore[attr-defined]
+            await self._frames.aclose()
 
 
 async def _disconnected(receive: Receive) -> None:
