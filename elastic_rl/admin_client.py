@@ -129,6 +129,15 @@ class AdminClient:
     def operation(self, operation_id: str) -> dict[str, Any]:
         return dict(self.get(f"/v1/operations/{quote(operation_id, safe='')}"))
 
+    def test_alerts(self, timeout_s: float) -> dict[str, Any]:
+        """Sends a test to every receiver of alerts, and what became of it: of each ``delivered``, ``failed`` with a
+        ``detail``, or ``waiting`` if that is not known after ``timeout_s``."""
+        end, test = time.monotonic() + timeout_s, dict(self.post("/v1/alerts/test", {}))
+        while any(r["fate"] == "waiting" for r in test["receivers"]) and time.monotonic() + _POLL_S < end:
+            time.sleep(_POLL_S)
+            test = dict(self.get(f"/v1/alerts/tests/{test['id']}"))
+        return test
+
     def wait(self, operation: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The operation once it has succeeded. Raises OperationFailed when it ends otherwise, DeadlineExceeded when it
         does not end in time; a replica that is away in between is waited for."""

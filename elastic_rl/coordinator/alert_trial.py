@@ -19,6 +19,7 @@ from elastic_rl.coordinator.alerts import Alert, Phase
 from elastic_rl.coordinator.delivery import Mailbox
 from elastic_rl.coordinator.election import Election
 from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.operation_desk import Once
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
 from elastic_rl.coordinator.store import Op, Store
 
@@ -58,19 +59,28 @@ class TestResult(BaseModel):
         return all(r.fate is Fate.DELIVERED for r in self.receivers)
 
 
-def begin(store: Store, keys: Keys, election: Election, *, by: str = "operator") -> str:
+def begin(store: Store, keys: Keys, election: Election, *, by: str = "operator", once: Once | None = None) -> str:
     """Writes a test down and returns its id. Needs the leadership. Raises problems: 409 when too many tests are under
-    way, 503 without leadership."""
+    way, or when ``once`` says that the same request is carried out already; 503 without leadership."""
     if not election.is_leader:
         raise no_leader(f"{election.replica} does not lead")
     prefix = f"{keys.alerts_prefix()}{alerts.TEST}/"
     if store.count(prefix) >= _MOST:
         raise Problem(409, "conflict", "Too many tests are under way", f"{_MOST} at most; wait some minutes")
     test = alerts.trial(time.time(), secrets.token_hex(6), by)
-    guard = election.guard
-    if not store.txn(guard, [Op.put(keys.alert(f"{test.key}/{test.id}"), test.encode())]).succeeded:
-        raise no_leader(f"{election.replica} no longer leads")
+    guard, ops = election.guard, [Op.put(keys.alert(f"{test.key}/{test.id}"), test.encode())]
+    compares = [*guard, *once.compares] if once else guard
+    if not store.txn(compares, [*ops, *once.ops(f"/v1/alerts/tests/{test.id}")] if once else ops).succeeded:
+        if not store.txn(guard, []).succeeded:
+            raise no_leader(f"{election.replica} no longer leads")
+        raise Problem(409, "conflict", "The same request is being carried out",
+                      "a request with this Idempotency-Key was faster; send it again to get its answer")
     return test.id
+
+
+def planned(names: Sequence[str]) -> TestResult:
+    """The result of a test that was not begun."""
+    return TestResult(id="", receivers=[ReceiverResult(receiver=name, fate=Fate.WAITING) for name in names])
 
 
 def result(store: Store, keys: Keys, names: Sequence[str], test_id: str) -> TestResult:

@@ -108,8 +108,9 @@ async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
         cleanup.callback(forwarder.close)
         desk = OperationDesk(api_store, keys, election, cfg)
         feed = Feed(api_store, keys, replica, most=cfg.coordinator.max_streams)
-        server = _server(make_app(Context(cfg, keys, api_store, election, tokens, stopping, forwarder, desk, feed)),
-                         cfg)
+        told = [receiver.name for receiver in notifier.receivers]
+        context = Context(cfg, keys, api_store, election, tokens, stopping, forwarder, desk, feed, told)
+        server = _server(make_app(context), cfg)
         log.info("replica %s (pid %d) serves %s for job %s", replica, os.getpid(), url, cfg.job)
         freeze_heap()
         await _listen(server, listener, stopping, election)

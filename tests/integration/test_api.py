@@ -35,7 +35,8 @@ LIMITS: dict[str, Any] = {"max_body_bytes": 2000, "request_timeout_s": 1.0, "max
 
 @pytest.fixture(scope="module")
 def house(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    made = House(etcd, tmp_path_factory.mktemp("api"), coordinator=LIMITS)
+    made = House(etcd, tmp_path_factory.mktemp("api"), coordinator=LIMITS,
+                 alerts={"urls": [f"json://127.0.0.1:{processes.free_port()}"]})
     try:
         made.start("a")
         yield made
@@ -203,6 +204,35 @@ def test_of_the_same_request_many_times_at_once_one_is_carried_out(house: House,
         answers = list(threads.map(scale, range(16)))
     assert {a.status_code for a in answers} == {202}, [a.text for a in answers]
     assert len({a.headers["location"] for a in answers}) == 1 and len(house.operations(pool)) == 1
+
+
+def test_a_silence_is_made_once_and_ended_and_a_dry_run_makes_none(house: House, api: httpx.Client) -> None:
+    body = {"duration_s": 3600, "kind": "engine.*", "comment": "new kernel"}
+    assert api.post("/v1/silences?dry_run=true", json=body).json()["kind"] == "engine.*"
+    assert items(api, "silences") == []
+    made, again = (api.post("/v1/silences", json=body, headers={"Idempotency-Key": "hush"}) for _ in range(2))
+    assert made.status_code == again.status_code == 201 and made.headers["location"] == again.headers["location"]
+    assert items(api, "silences") == [made.json()] and made.json()["by"] == "operator"
+    assert api.delete(f"{made.headers['location']}?dry_run=true").json() == made.json() == items(api, "silences")[0]
+    assert api.delete(made.headers["location"]).json() == made.json()
+    problem(api.delete(made.headers["location"]), 404, "not-found")
+    for wrong in ({}, {"duration_s": 0}, {"duration_s": "60"}, {"duration_s": 1e9}, {"duration_s": 1, "kind": ""}):
+        problem(api.post("/v1/silences", json=wrong), 422, "invalid")
+
+
+def test_a_test_of_the_receivers_is_sent_once_a_key_and_can_be_followed(house: House, api: httpx.Client) -> None:
+    [planned] = api.post("/v1/alerts/test?dry_run=true").json()["receivers"]
+    assert planned["fate"] == "waiting"
+    begun, again = (api.post("/v1/alerts/test", headers={"Idempotency-Key": "ring"}) for _ in range(2))
+    assert begun.status_code == again.status_code == 202 and begun.headers["location"] == again.headers["location"]
+
+    def ended() -> str:
+        [receiver] = api.get(begun.headers["location"]).json()["receivers"]
+        assert receiver["receiver"] == planned["receiver"]
+        return "" if receiver["fate"] == "waiting" else str(receiver["fate"])
+
+    assert processes.wait_until(ended, timeout_s=15, what="the receiver's answer") == "failed", "nobody listens there"
+    problem(api.get("/v1/alerts/tests/none"), 404, "not-found")
 
 
 # -- limits and methods ------------------------------------------------------------------------------------------------

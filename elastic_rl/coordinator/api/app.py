@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 import elastic_rl
 from elastic_rl.coordinator import problems
-from elastic_rl.coordinator.api import changes, openapi, reads, streams
+from elastic_rl.coordinator.api import changes, hearing, openapi, reads, streams
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.gate import Gate
 from elastic_rl.coordinator.problems import Kind, Problem
@@ -27,6 +27,7 @@ def routes() -> FastAPI:
     reads.install(app)
     streams.install(app)
     changes.install(app)
+    hearing.install(app)
     openapi.install(app)
     return app
 

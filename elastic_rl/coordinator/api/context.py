@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -31,6 +32,8 @@ class Context:
     forwarder: Forwarder
     desk: OperationDesk
     feed: Feed
+    receivers: Sequence[str]
+    """Names of those that are told of alerts."""
 
 
 async def _of(request: Request) -> Context:

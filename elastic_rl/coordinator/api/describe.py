@@ -17,7 +17,7 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
     Kind.METHOD_NOT_ALLOWED: (405, "The path does not take this method; `Allow` names those that it takes."),
     Kind.REQUEST_TIMEOUT: (408, "The request's body took longer than coordinator.request_timeout_s to arrive."),
     Kind.CONFLICT: (409, "What is there does not allow it, or somebody else was faster; `detail` says which."),
-    Kind.GONE: (410, "The request was carried out, but the operation that it began is no longer kept."),
+    Kind.GONE: (410, "The request was carried out, but what it made is no longer kept."),
     Kind.PRECONDITION_FAILED: (412, "The pool is not the one that If-Match names; GET it again."),
     Kind.BODY_TOO_LARGE: (413, "The body has more than coordinator.max_body_bytes."),
     Kind.UNSUPPORTED_MEDIA_TYPE: (415, "A body must be `application/json`."),
@@ -59,8 +59,10 @@ class Route:
     headers: Mapping[str, str] | None = None
     """Headers of the answer, and what they hold."""
     media_type: str = "application/json"
-    dry_run: bool = False
-    """Whether 200 is what a dry run answers."""
+    dry_run: Any = None
+    """Example of what a dry run answers with 200, where that is not the status of the change."""
+    makes: str = ""
+    """Schema of that."""
 
 
 def described(route: Route) -> dict[str, Any]:
@@ -73,9 +75,9 @@ def described(route: Route) -> dict[str, Any]:
         success["headers"] = {name: {"description": text, "schema": {"type": "string"}}
                               for name, text in route.headers.items()}
     responses: dict[int | str, dict[str, Any]] = {route.status: success, **_errors(route.errors)}
-    if route.dry_run:
-        responses[200] = {"description": "A dry run: what would be begun.", "content": {
-            "application/json": {"schema": {"$ref": "#/components/schemas/Operation"}}}}
+    if route.dry_run is not None:
+        responses[200] = {"description": "A dry run: what would be done.", "content": {
+            "application/json": {"schema": {"$ref": f"#/components/schemas/{route.makes}"}, "example": route.dry_run}}}
     return {"operation_id": route.name, "summary": route.summary, "tags": [route.tag],
             "status_code": route.status, "responses": dict(sorted(responses.items(), key=lambda r: int(r[0])))}
 
@@ -110,6 +112,9 @@ _MEMBER = {"role": "trainer", "id": "rank-0", "pid": 4242, "host": "gpu-1", "epo
            "progress_at": 1763724049.0, "beat_at": 1763724050.0}
 _ALERT = {"id": "a81c", "kind": "engine.dead", "subject": "rollout-1b07", "message": "engine rollout-1b07 died",
           "severity": "error", "phase": "firing", "since": 1763724000.0}
+_SILENCE = {"id": "s-1763724040123-0c41aa", "kind": "engine.*", "subject": "*", "created_at": 1763724040.1,
+            "until": 1763727640.1, "by": "ada", "comment": "new kernel on gpu-7"}
+_TEST = {"id": "5d1e0c9a7b42", "receivers": [{"receiver": "pager", "fate": "waiting", "detail": ""}]}
 _EVENT = {"id": "001763724040123-9c1e", "at": 1763724040.123, "kind": "pool.scaled", "subject": "rollout", "message":
           "rollout: 2 → 4 engines, by ada", "severity": "info", "data": {"previous": 2, "desired": 4}}
 _STEP = {"step": 117, "at": 1763724049.0, "reward": 0.61, "heldout": 0.58, "staleness": 0, "policy_version": 118,
@@ -126,7 +131,7 @@ def _page(item: Any) -> dict[str, Any]:
 
 def _operation(name: str, summary: str, errors: Sequence[Kind]) -> Route:
     return Route(name, summary, "operations", errors, _OPERATION, 202, "It has begun; follow it at Location.",
-                 _LOCATION, dry_run=True)
+                 _LOCATION, dry_run=_OPERATION, makes="Operation")
 
 
 _ONE = (*_READS, Kind.NOT_FOUND)
@@ -154,6 +159,14 @@ VERSIONS = Route("listVersions", "Versions of the weights and of the trainer's s
 MEMBERS = Route("listMembers", "Processes that are alive", "state", _READS, _page(_MEMBER))
 ALERTS = Route("listAlerts", "Alerts that are open, or whose end was not told to every receiver", "alerts", _READS,
                _page(_ALERT))
+LIST_SILENCES = Route("listSilences", "Silences", "alerts", _READS, _page(_SILENCE))
+SILENCE = Route("silence", "Silence alerts for a while", "alerts", _POSTS, _SILENCE, 201, "It is silent.",
+                {"Location": "Path of the silence, for DELETE."}, dry_run=_SILENCE, makes="Silence")
+END_SILENCE = Route("endSilence", "End a silence", "alerts", _CHANGES, _SILENCE)
+TEST_ALERTS = Route("testAlerts", "Send a test to every receiver of alerts", "alerts", _POSTS, _TEST, 202,
+                    "It is on its way; follow it at Location.", {"Location": "Path of the test."}, dry_run=_TEST,
+                    makes="TestResult")
+TEST_RESULT = Route("getTest", "What became of a test", "alerts", _ONE, _TEST)
 STEPS = Route("listSteps", "The run's curves, the newest step first", "state", _READS, _page(_STEP))
 EVENTS = Route("listEvents", "What happened, as a listing or as a stream", "state", (*_READS, Kind.TOO_MANY_STREAMS),
                _page(_EVENT))

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from elastic_rl.coordinator.alerts import Alert
 from elastic_rl.coordinator.pools import PoolView
-from elastic_rl.coordinator.records import Engine, Event, Member, Operation, StepPoint, Version
+from elastic_rl.coordinator.records import Engine, Event, Member, Operation, Silence, StepPoint, Version
+from elastic_rl.coordinator.silences import LONGEST_S
 
 
 class Body(BaseModel):
@@ -32,6 +33,15 @@ class RestartOf(Body):
     """``engines/ID``, ``roles/NAME``, ``trainer`` or ``job``."""
     reason: StrictStr = Field(default="", max_length=500)
     """Why, for the events."""
+
+
+class SilenceOf(Body):
+    duration_s: float = Field(gt=0, le=LONGEST_S, allow_inf_nan=False, strict=True, examples=[3600])
+    """Seconds from now on."""
+    kind: StrictStr = Field(default="*", min_length=1, max_length=500, examples=["engine.*"])
+    subject: StrictStr = Field(default="*", min_length=1, max_length=500)
+    comment: StrictStr = Field(default="", max_length=500)
+    """Why, for others."""
 
 
 class _Page(BaseModel):
@@ -63,6 +73,10 @@ class MemberPage(_Page):
 
 class AlertPage(_Page):
     items: list[Alert]
+
+
+class SilencePage(_Page):
+    items: list[Silence]
 
 
 class EventPage(_Page):
