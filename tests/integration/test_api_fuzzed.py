@@ -18,6 +18,7 @@ from elastic_rl.coordinator.records import Engine, EngineState
 EXAMPLES = 6
 NOT_OURS = {
     "positive_data_acceptance": "what fits the schema may still not fit the state: an ETag, a cursor, a pool's limit",
+    "ensure_resource_availability": "a dry run answers with what it would create, and creates nothing",
     "use_after_free": "DELETE cancels an operation, which can be looked at ever after",
 }
 
