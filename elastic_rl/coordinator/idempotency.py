@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.records import Record
@@ -89,13 +91,21 @@ def outdated(kvs: Sequence[tuple[str, float]], now: float) -> list[str]:
     return [key for n, (key, at) in enumerate(newest) if n >= MOST or at < now - KEPT_S]
 
 
+def _written_at(raw: bytes) -> float:
+    """Unix seconds; 0 for what is no record of ours, so that it goes."""
+    try:
+        return Done.decode(raw).at
+    except ValidationError:
+        return 0.0
+
+
 def trim(store: Store, keys: Keys, now: float, commit: Callable[[Sequence[Compare], Sequence[Op]], bool]) -> int:
     """Deletes the outdated records through ``commit``, the leader's guarded transaction, and returns how many."""
     entries: list[tuple[str, float]] = []
     more = True
     while more:
         page = store.page(keys.idempotency_prefix(), limit=_PAGE, after=entries[-1][0] if entries else "")
-        entries += [(kv.key, Done.decode(kv.value).at) for kv in page.kvs]
+        entries += [(kv.key, _written_at(kv.value)) for kv in page.kvs]
         more = page.more
     gone = outdated(entries, now)
     for start in range(0, len(gone), _TXN_OPS):
