@@ -5,17 +5,15 @@ Names carry their unit (``_s`` seconds, ``_bytes`` bytes). An unknown key is an 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from elastic_rl.errors import ConfigError
+from elastic_rl import config_reading
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -440,69 +438,14 @@ class Config(Section):
         return Path(tempfile.gettempdir()) / f"erl-{name}"
 
 
-def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the configuration, sections included."""
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                keys += known_keys(kind, f"{prefix}{name}.")
-    return keys
-
-
 def load(path: Path | str | None = None, overrides: Iterable[str] = ()) -> Config:
     """Reads a YAML file and applies ``key.sub=value`` overrides (a leading ``--`` is allowed; values are YAML).
 
     Raises ConfigError, which names the file or the key and, for an unknown key, the nearest known one.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(Path(path).read_text())
-        except OSError as e:
-            raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
-        except yaml.YAMLError as e:
-            raise ConfigError(f"{path} is not YAML: {e}") from e
-        if not isinstance(loaded or {}, dict):
-            raise ConfigError(f"{path} must hold a mapping of settings, not a {type(loaded).__name__}")
-        values = loaded or {}
-    for override in overrides:
-        _set(values, override)
-    return parse(values)
+    return parse(config_reading.values(path, overrides))
 
 
 def parse(values: Mapping[str, Any]) -> Config:
     """Validates a nested mapping. Raises ConfigError with every fault in it."""
-    try:
-        return Config.model_validate(dict(values))
-    except ValidationError as e:
-        faults = [_explain(err) for err in e.errors()]
-        raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(faults),
-                          hint="`elastic-rl config schema` lists every key") from e
-
-
-def _set(values: dict[str, Any], override: str) -> None:
-    key, sep, text = override.removeprefix("--").partition("=")
-    if not sep or not key:
-        raise ConfigError(f"{override!r} is not of the form --key.sub=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise ConfigError(f"the value of --{key} is not YAML: {text!r}") from e
-    *path, leaf = key.split(".")
-    for part in path:
-        inner = values.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"--{key}: {part!r} is a value, not a section")
-        values = inner
-    values[leaf] = value
-
-
-def _explain(err: Any) -> str:
-    key = ".".join(str(p) for p in err["loc"])
-    if err["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.5)
-        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-    return f"{key or 'config'}: {err['msg'].removeprefix('Value error, ')}" + (
-        f" (got {err['input']!r})" if key and not isinstance(err["input"], dict) else "")
+    return config_reading.validate(Config, values)

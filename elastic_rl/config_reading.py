@@ -1,0 +1,80 @@
+"""How settings are read: a YAML file, overrides on top of it, and errors that name the key and what may be meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from elastic_rl.errors import ConfigError
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of a configuration, sections included."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += known_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """What a YAML file and ``key.sub=value`` overrides say. Raises ConfigError, which names the file or override."""
+    found: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(Path(path).read_text())
+        except OSError as e:
+            raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
+        except yaml.YAMLError as e:
+            raise ConfigError(f"{path} is not YAML: {e}") from e
+        if not isinstance(loaded or {}, dict):
+            raise ConfigError(f"{path} must hold a mapping of settings, not a {type(loaded).__name__}")
+        found = loaded or {}
+    for override in overrides:
+        _set(found, override)
+    return found
+
+
+def validate(model: type[_Model], found: Mapping[str, Any]) -> _Model:
+    """The configuration that a nested mapping describes. Raises ConfigError with every fault in it."""
+    try:
+        return model.model_validate(dict(found))
+    except ValidationError as e:
+        faults = [_explain(err, model) for err in e.errors()]
+        raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(faults),
+                          hint="`elastic-rl config schema` lists every key") from e
+
+
+def _set(found: dict[str, Any], override: str) -> None:
+    key, sep, text = override.removeprefix("--").partition("=")
+    if not sep or not key:
+        raise ConfigError(f"{override!r} is not of the form --key.sub=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"the value of --{key} is not YAML: {text!r}") from e
+    *path, leaf = key.split(".")
+    for part in path:
+        inner = found.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--{key}: {part!r} is a value, not a section")
+        found = inner
+    found[leaf] = value
+
+
+def _explain(err: Any, model: type[BaseModel]) -> str:
+    key = ".".join(str(p) for p in err["loc"])
+    if err["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
+        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"{key or 'config'}: {err['msg'].removeprefix('Value error, ')}" + (
+        f" (got {err['input']!r})" if key and not isinstance(err["input"], dict) else "")
