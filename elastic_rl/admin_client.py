@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -138,9 +139,11 @@ class AdminClient:
             test = dict(self.get(f"/v1/alerts/tests/{test['id']}"))
         return test
 
-    def wait(self, operation: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The operation once it has succeeded. Raises OperationFailed when it ends otherwise, DeadlineExceeded when it
-        does not end in time; a replica that is away in between is waited for."""
+    def wait(self, operation: dict[str, Any], timeout_s: float,
+             seen: Callable[[dict[str, Any]], None] = lambda operation: None) -> dict[str, Any]:
+        """The operation once it has succeeded; ``seen`` is called with it as it goes on. Raises OperationFailed when it
+        ends otherwise, DeadlineExceeded when it does not end in time; a replica that is away is waited for."""
+        seen(operation)
         end, pause = time.monotonic() + timeout_s, _POLL_S
         while operation["state"] not in _ENDED:
             if time.monotonic() + pause > end:
@@ -154,6 +157,7 @@ class AdminClient:
                 operation = self.operation(operation["id"])
             except StoreUnavailable:
                 continue
+            seen(operation)
         if operation["state"] != "succeeded":
             raise OperationFailed(operation)
         return operation
@@ -182,7 +186,7 @@ class AdminClient:
                 if answer.status_code < 400:
                     self._urls = [url, *(u for u in self._urls if u != url)]
                     return answer
-                problem = _problem(answer)
+                problem = problem_of(answer)
                 if answer.status_code < 500:
                     raise problem
                 said.append(f"{url}: {problem.message}")
@@ -195,7 +199,7 @@ class AdminClient:
             pause = min(pause * 2, _LONGEST_POLL_S)
 
 
-def _problem(answer: httpx.Response) -> RequestRefused:
+def problem_of(answer: httpx.Response) -> RequestRefused:
     try:
         body = answer.json()
     except ValueError:

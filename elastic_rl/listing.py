@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 NONE = "–"
 
@@ -29,28 +30,50 @@ class Format(StrEnum):
 
 def show(console: Console, rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Format, *,
          wide: Sequence[str] = ()) -> None:
-    """Prints rows. ``columns`` are for every table, those of ``wide`` follow in a wide one; the last of ``columns`` may
-    take several lines on a narrow terminal, the others are cut there. Columns with nothing in them are left out."""
+    """Prints rows, as ``table`` makes them or as JSON."""
     if output is Format.JSON:
         write_json(list(rows))
-        return
+    else:
+        put(console, table(rows, columns, output, wide=wide), output)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Format, *,
+          wide: Sequence[str] = ()) -> RenderableType:
+    """Rows for a person. ``columns`` are for every table, those of ``wide`` follow in a wide one; the last of
+    ``columns`` may take several lines on a narrow terminal, the others are cut there. Columns with nothing in them are
+    left out."""
     if not rows:
-        console.print("none")
-        return
+        return "none"
     chosen = [*columns, *(wide if output is Format.WIDE else ())]
     shown = [c for c in chosen if any(cell(row.get(c), c) != NONE for row in rows)]
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    made = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for column in shown:
         folds = column == columns[-1]
         right = all(isinstance(row.get(column), int | float | None) for row in rows) and not column.endswith("at")
-        table.add_column(column.replace("_", " "), no_wrap=not folds, overflow="fold" if folds else "ellipsis",
-                         justify="right" if right else "left")
+        made.add_column(column.removesuffix("_at").replace("_", " "), no_wrap=not folds,
+                        overflow="fold" if folds else "ellipsis", justify="right" if right else "left")
     for row in rows:
-        table.add_row(*(cell(row.get(c), c) for c in shown))
+        made.add_row(*(Text(cell(row.get(c), c)) for c in shown))
+    return made
+
+
+def facts(values: Mapping[str, Any]) -> RenderableType:
+    """One thing for a person, a fact a line; what is not known is left out."""
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    for key, value in values.items():
+        if (text := cell(value, key)) != NONE:
+            made.add_row(key.removesuffix("_at").replace("_", " "), Text(text))
+    return made
+
+
+def put(console: Console, what: RenderableType, output: Format) -> None:
+    """Prints something fitted to the terminal; in a pipe, and where it shall be wide, as wide as it is."""
     if output is Format.WIDE or not console.is_terminal:
-        needed = Measurement.get(console, console.options.update(max_width=1 << 16), table).maximum
-        console = Console(file=console.file, width=needed, force_terminal=console.is_terminal)
-    console.print(table)
+        needed = Measurement.get(console, console.options.update(max_width=1 << 16), what).maximum
+        console = Console(file=console.file, width=max(1, needed), force_terminal=console.is_terminal)
+    console.print(what, highlight=False)
 
 
 def cell(value: Any, column: str) -> str:
@@ -77,6 +100,7 @@ def size(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
-def write_json(value: Any) -> None:
-    """Plain JSON on stdout, never wrapped or coloured."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+def write_json(value: Any, *, line: bool = False) -> None:
+    """Plain JSON on stdout, never wrapped or coloured; ``line``: on one line, for a stream of them."""
+    sys.stdout.write(json.dumps(value, indent=None if line else 2, default=str) + "\n")
+    sys.stdout.flush()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elastic_rl import listing
-from elastic_rl.command import EXTRA, File, Output, err, find_cluster, out
+from elastic_rl.commands.shared import EXTRA, File, Output, err, find_cluster, out
 from elastic_rl.listing import Format
 
 if TYPE_CHECKING:

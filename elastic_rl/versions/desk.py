@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from elastic_rl import durations
 from elastic_rl.cluster import ClusterInfo
 from elastic_rl.config import Config
 from elastic_rl.coordinator import epochs
@@ -134,7 +135,7 @@ class VersionDesk:
     # -- keeping -----------------------------------------------------------------------------------------------------
     def pin(self, name: str, duration: str) -> Version:
         """Keeps a version for a while, under this person's name; nothing has to stay running for it."""
-        lease = self.store.grant(names.seconds(duration))
+        lease = self.store.grant(durations.seconds(duration))
         version = self.resolve(name)
         return catalog.pin(self.store, self.keys, version.stream, version.number, self.me, lease)
 

@@ -9,8 +9,6 @@ from elastic_rl.coordinator.records import Version, VersionState
 from elastic_rl.errors import ConfigError, VersionNotFound
 
 _NAME = re.compile(r"([a-z_][a-z0-9_]*)(?:/(-?\d+))?")
-_DURATION = re.compile(r"(\d+)([smhd])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse(name: str) -> tuple[str, int]:
@@ -41,11 +39,3 @@ def pick(versions: Sequence[Version], stream: str, number: int) -> Version:
     there = ", ".join(str(v.number) for v in committed[-5:]) or "none"
     raise VersionNotFound(f"stream {stream} has no version {number or 'at all'}: {what}",
                           hint=f"committed: {there}; `elastic-rl versions ls` shows all")
-
-
-def seconds(duration: str) -> int:
-    """``90s``, ``15m``, ``2h`` or ``7d`` in seconds. Raises ConfigError."""
-    found = _DURATION.fullmatch(duration)
-    if found is None or not int(found[1]):
-        raise ConfigError(f"{duration!r} is no duration", hint="write it as 90s, 15m, 2h or 7d")
-    return int(found[1]) * _SECONDS[found[2]]

@@ -16,6 +16,7 @@ import torch
 from elastic_rl import cli, etcd_server, processes
 from elastic_rl.admin_client import AdminClient
 from elastic_rl.cluster import Cluster, ClusterInfo
+from elastic_rl.commands.exits import Exit
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator import epochs
 from elastic_rl.coordinator.keys import Keys
@@ -187,14 +188,14 @@ def test_the_command_line_brings_up_shows_scales_and_takes_down(
             assert run(listing)[0] == 0
             assert run(listing, "-o", "json")[1].lstrip()[0] in "[{"
         code, _, said = run("scale", "3")
-        assert code == cli.EXIT_REFUSED
+        assert code == Exit.REFUSED
         assert "no pool" in said, "no run has made it yet"
         info = ClusterInfo.load(next(tmp_path.glob("*/cluster")))
         assert info
         _make_pool(info)
         assert run("scale", "3")[0] == 0
         code, _, said = run("scale", "100000")
-        assert code == cli.EXIT_REFUSED
+        assert code == Exit.REFUSED
         assert "64" in said
     finally:
         assert run("down")[0] == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_rl import config
-from elastic_rl.command import overrides
+from elastic_rl.commands.shared import overrides
 from elastic_rl.errors import ConfigError
 
 

@@ -11,6 +11,7 @@ from fixtures import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_rl import durations
 from elastic_rl.coordinator.records import Version, VersionState
 from elastic_rl.dcs.digests import digest_of
 from elastic_rl.dcs.manifest import Manifest, Packer
@@ -47,13 +48,13 @@ def test_what_names_no_version_is_a_usage_error(name: str) -> None:
 
 @pytest.mark.parametrize("text, seconds", [("90s", 90), ("15m", 900), ("2h", 7200), ("7d", 604800)])
 def test_durations(text: str, seconds: int) -> None:
-    assert names.seconds(text) == seconds
+    assert durations.seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "5", "0s", "-1h", "2 h", "h"])
 def test_what_is_no_duration_is_a_usage_error(text: str) -> None:
     with pytest.raises(ConfigError):
-        names.seconds(text)
+        durations.seconds(text)
 
 
 def manifest(tensors: dict[str, torch.Tensor]) -> Manifest:
