@@ -1,4 +1,5 @@
-"""Completion for the shell: names come from the running cluster, within a second, and silently not at all otherwise."""
+"""Completion for the shell: names come from the running cluster, if it answers at once, and silently not at all
+otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 COMPLETE_VAR = "_ELASTIC_RL_COMPLETE"
 """Set by the shell when it asks for completions."""
 PROGRAM = "elastic-rl"
-_LIMIT_S = 0.9
+_LIMIT_S = 0.7
+"""For the cluster's answer; the rest of the second is our own start."""
 _MOST = 200
 _NO_ROLES = {"trainer", "engine", "driver", "dcs", "coordinator"}
 """Members that are not of a role that Ray Serve deploys."""
@@ -63,6 +65,7 @@ def _starting(names: list[str], incomplete: str) -> list[str]:
 
 def _ask(ctx: typer.Context, incomplete: str, names: Callable[[AdminClient], list[str]]) -> list[str]:
     """Names that the cluster of the command line so far has; none when it does not answer in time."""
+    import elastic_rl.admin_client  # noqa: F401  before the clock starts: the limit is for what may hang
     found: list[str] = []
 
     def ask() -> None:
