@@ -10,10 +10,12 @@ from elastic_rl import listing
 from elastic_rl.commands.exits import Exit
 from elastic_rl.commands.look import ALERT, ALERT_WIDE, alert_rows
 from elastic_rl.commands.shared import Output, Place, err, out, talks
+from elastic_rl.errors import DeadlineExceeded
 from elastic_rl.listing import Format
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                   help="What is wrong, and who is told of it. Alone: ls.")
+_WAITING, _DELIVERED = "waiting", "delivered"
 _SILENCE = ("id", "kind", "subject", "until_at", "by", "comment")
 
 
@@ -34,7 +36,7 @@ def silence(place: Place, kind: Annotated[str, typer.Argument(metavar="KIND", he
             output: Output = Format.TABLE) -> None:
     """Tell nobody of some alerts for a while."""
     from elastic_rl import durations
-    body = {"kind": kind, "subject": subject, "for_s": durations.seconds(duration), "comment": comment}
+    body = {"kind": kind, "subject": subject, "duration_s": durations.seconds(duration), "comment": comment}
     with place.api(see="elastic-rl alerts silences") as api:
         made = api.post("/v1/silences", body)
     if output is Format.JSON:
@@ -66,10 +68,11 @@ def silences(place: Place, output: Output = Format.TABLE) -> None:
 
 
 @talks(app, "test")
-def test(place: Place, output: Output = Format.TABLE) -> None:
+def test(place: Place, timeout: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help=(
+             "Longest wait for the receivers."))] = 30.0, output: Output = Format.TABLE) -> None:
     """Send every receiver a message; code 1 if one did not take it."""
     with place.api() as api:
-        found = api.post("/v1/alerts/test", {})
+        found = api.test_alerts(timeout)
     if output is Format.JSON:
         listing.write_json(found)
     elif found["receivers"]:
@@ -78,5 +81,9 @@ def test(place: Place, output: Output = Format.TABLE) -> None:
         err.print("nobody would be told: no receiver is configured\nhint: name Apprise URLs in alerts.urls, and start "
                   "the coordinators with it (`elastic-rl down`, `elastic-rl up --alerts.urls=[...]`)", markup=False,
                   highlight=False, soft_wrap=True)
-    if not found["receivers"] or any(r["fate"] != "delivered" for r in found["receivers"]):
+    if any(r["fate"] == _WAITING for r in found["receivers"]):
+        raise DeadlineExceeded(f"not every receiver's turn came within {timeout:g} s",
+                               hint="its messages of this minute are used up, or nobody leads; `elastic-rl status` "
+                                    "tells, and what waits is still sent")
+    if not found["receivers"] or any(r["fate"] != _DELIVERED for r in found["receivers"]):
         raise typer.Exit(Exit.FAILED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import pty
@@ -42,6 +43,8 @@ class Control:
     store: Store
     keys: Keys
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    posted: list[str] = field(default_factory=list)
+    """What the service for alerts got."""
 
     @property
     def place(self) -> str:
@@ -77,11 +80,37 @@ class Control:
 
 
 @pytest.fixture(scope="module")
-def control(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+def service() -> Iterator[tuple[str, list[str]]]:
+    """A notification service: its Apprise URL, and what was posted to it."""
+    posted: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(self.rfile.read(int(self.headers["content-length"])).decode())
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"json://127.0.0.1:{server.server_port}", posted
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def control(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory, service: tuple[str, list[str]]
+            ) -> Iterator[Control]:
     keys = Keys(f"t-cli-{os.getpid()}")
+    url, posted = service
+    settings = {"alerts": {"urls": [url], "group_wait_s": 0.2, "messages_per_minute": 1000}}
     with Store(etcd.endpoints, call_timeout_s=2.0) as store:
         store.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=1).encode())
-        made = Control(Replicas(tmp_path_factory.mktemp("cli"), keys, etcd.endpoints), store, keys)
+        made = Control(Replicas(tmp_path_factory.mktemp("cli"), keys, etcd.endpoints, settings), store, keys,
+                       posted=posted)
         try:
             made.replicas.start("a", "b")
             yield made
@@ -389,5 +418,27 @@ def test_a_wrong_token_is_told_with_the_file_that_it_came_from(control: Control,
         code, _, told = call("look", "scale", "2")
         assert code == Exit.REFUSED and "operator's token" in told
         assert call("do", "scale", "2", "--dry-run")[0] == Exit.OK
+        code, _, told = call("do", "alerts", "test")
+        assert code == Exit.FAILED and "alerts.urls" in told, "it has no receiver"
     finally:
         strict.close()
+
+
+# -- alerts ------------------------------------------------------------------------------------------------------------
+def test_alerts_are_silenced_listed_and_told_again(control: Control, run: Run) -> None:
+    code, said, _ = run("alerts", "silence", "pool.*", "--for", "10m", "--comment", "maintenance", "-o", "json")
+    made = json.loads(said)
+    assert code == Exit.OK and made["until"] - made["created_at"] == pytest.approx(600)
+    said = run("alerts", "silences")[1]
+    assert made["id"] in said and "maintenance" in said
+    assert run("alerts")[0] == Exit.OK
+    assert run("alerts", "unsilence", made["id"])[0] == Exit.OK
+    assert json.loads(run("alerts", "silences", "-o", "json")[1]) == []
+    code, _, told = run("alerts", "unsilence", made["id"])
+    assert code == Exit.REFUSED and "elastic-rl alerts silences" in told
+
+
+def test_a_test_of_the_alerts_says_what_each_receiver_did(control: Control, run: Run) -> None:
+    code, said, told = run("alerts", "test")
+    assert code == Exit.OK, said + told
+    assert "delivered" in said and any("[TEST]" in message for message in control.posted)
