@@ -60,6 +60,7 @@ def _walk(client: httpx.Client, what: str) -> None:
 
 def _fill(rig: Rig, keys: Keys) -> None:
     now = time.time()
+    rig.store.put(keys.stream_next("policy"), str(COUNT + 1).encode())  # as the catalog leaves it
     for start in range(0, COUNT, _BATCH):
         numbers = range(start + 1, start + _BATCH + 1)
         rig.store.txn([], [Op.put(keys.version("policy", n), Version(
