@@ -35,6 +35,8 @@ OWNER_ENV = "ELASTIC_RL_CLUSTER"
 ``processes.RUN_MARK`` instead: it is swept away by every new run, which must not touch the durable plane.)"""
 SHM = Path("/dev/shm")
 _NODE = "node-0"
+_ETCD_ANSWERS_S = 2.0
+"""For an etcd that someone else runs: it is there, or it is not."""
 _START_TIMEOUT_S = 30.0
 
 
@@ -139,9 +141,8 @@ class Cluster:
     def _etcd(self, running: set[str], old: ClusterInfo | None) -> list[str]:
         if self.cfg.etcd.endpoints:
             endpoints = list(self.cfg.etcd.endpoints)
-            if not any(etcd_server.healthy(e) for e in endpoints):
-                raise StoreUnavailable(f"none of etcd.endpoints {', '.join(endpoints)} answers",
-                                       hint="start that etcd, or leave etcd.endpoints empty to have one started here")
+            with Store.from_config(self.cfg.etcd, endpoints, retry_budget_s=_ETCD_ANSWERS_S) as store:
+                store.get(Keys(self.cfg.job).epoch())  # raises with what a person does about it
             return endpoints
         if "etcd-0" in running and old:
             self._await("etcd", "etcd-0", lambda: any(etcd_server.healthy(e) for e in old.etcd),

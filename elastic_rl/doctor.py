@@ -14,8 +14,11 @@ import psutil
 
 from elastic_rl import etcd_server, processes
 from elastic_rl.config import Config
-from elastic_rl.errors import MachineUnfit
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.store import Compare, MemberStatus, Op, Store
+from elastic_rl.errors import ConfigError, ElasticRLError, MachineUnfit
 
+_ETCD_BUDGET_S = 2.0
 _MEMORY_GIB = 8.0
 """Ray, two engines, two ranks and the durable plane take about 7 GiB on a CPU."""
 _PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "ray": "2.60.0",
@@ -102,10 +105,7 @@ def _shared_memory(cfg: Config) -> Iterable[Finding]:
 
 def _etcd(cfg: Config) -> Iterable[Finding]:
     if cfg.etcd.endpoints:
-        for endpoint in cfg.etcd.endpoints:
-            good = etcd_server.healthy(endpoint)
-            yield Finding(f"etcd {endpoint}", Verdict.OK if good else Verdict.FAILED,
-                          "healthy" if good else "does not answer", "" if good else "start it, or leave it out")
+        yield from _etcd_cluster(cfg)
         return
     try:
         binary = etcd_server.find_binary()
@@ -116,6 +116,45 @@ def _etcd(cfg: Config) -> Iterable[Finding]:
     why = etcd_server.objection(release)
     yield Finding("etcd", Verdict.WARNING if why else Verdict.OK, f"{'.'.join(map(str, release))} at {binary}",
                   f"{why}; install 3.4.23+, 3.5.21+ or 3.6" if why else "")
+
+
+def _etcd_cluster(cfg: Config) -> Iterable[Finding]:
+    """An etcd that someone else runs: every member, and what we may do there."""
+    try:
+        store = Store.from_config(cfg.etcd, cfg.etcd.endpoints, retry_budget_s=_ETCD_BUDGET_S)
+    except ConfigError as e:
+        yield Finding("etcd", Verdict.FAILED, e.message, e.hint)
+        return
+    with store:
+        members = store.statuses()
+        majority = sum(not m.error for m in members) > len(members) / 2
+        for m in members:
+            yield _etcd_member(m, majority=majority)
+        if len(members) % 2 == 0:
+            yield Finding("etcd members", Verdict.WARNING, f"etcd.endpoints names {len(members)}",
+                          "name every member; 3 or 5 stand the loss of 1 or 2, an even number no more than one less")
+        epoch = Keys(cfg.job).epoch()
+        try:
+            store.get(epoch)
+            # Never runs, since it cannot hold; but etcd asks first whether we may, and whether it has room.
+            store.txn([Compare.absent(epoch), Compare.exists(epoch)], [Op.put(epoch, b"")])
+            yield Finding("etcd access", Verdict.OK, f"may read and write as {cfg.etcd.user or 'anyone'}")
+        except ElasticRLError as e:
+            yield Finding("etcd access", Verdict.FAILED, e.message, e.hint)
+
+
+def _etcd_member(m: MemberStatus, *, majority: bool) -> Finding:
+    check = f"etcd {m.endpoint}"
+    if m.error:
+        return Finding(check, Verdict.WARNING if majority else Verdict.FAILED, f"does not serve: {m.error}",
+                       "start or mend it" + ("; the others are a majority and go on" if majority else ""))
+    found = f"{m.version}, {m.db_bytes >> 20} MiB{', leads' if m.is_leader else ''}"
+    if m.alarms:
+        return Finding(check, Verdict.FAILED, f"{found}; alarm: {', '.join(m.alarms)}",
+                       "for NOSPACE: compact, `etcdctl defrag`, then `etcdctl alarm disarm`")
+    why = etcd_server.objection(etcd_server.parse_version(m.version))
+    return Finding(check, Verdict.WARNING if why else Verdict.OK, found,
+                   f"{why}; install 3.4.23+, 3.5.21+ or 3.6" if why else "")
 
 
 def _ports(cfg: Config) -> Iterable[Finding]:

@@ -26,7 +26,8 @@ class ConfigError(ElasticRLError):
 
 
 class StoreUnavailable(ElasticRLError):
-    """No etcd member answered within the retry budget."""
+    """etcd does not serve the call now, mostly since no member answered within the retry budget. A write did not
+    happen (but see OutcomeUnknown). Whoever works without new decisions meanwhile goes on working."""
 
     retryable = True
 
@@ -35,8 +36,21 @@ class OutcomeUnknown(StoreUnavailable):
     """A write was sent and its answer lost, and no member answered since: it may have been applied, or may still be."""
 
 
+class StoreDenied(StoreUnavailable):
+    """etcd does not let this client in, or not do this: certificate, user, password or role. Raised at once; nothing
+    helps but a person."""
+
+    retryable = False
+
+
+class StoreFull(StoreUnavailable):
+    """etcd's database is at its quota (or corrupt) and takes no writes until a person mends it; it may still read."""
+
+    retryable = False
+
+
 class StoreRefused(ElasticRLError):
-    """etcd refused the request itself: too large, malformed, not permitted, or its database is full."""
+    """etcd refused the request itself: too large or malformed."""
 
 
 class LeaseLost(ElasticRLError):

@@ -6,7 +6,7 @@ connection and swallows the calls that land on it.
 
 from __future__ import annotations
 
-import enum
+import logging
 import random
 import threading
 import time
@@ -16,22 +16,15 @@ from typing import Any
 
 import grpc
 
+from elastic_rl.coordinator.access import Access
 from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
-from elastic_rl.errors import (
-    Compacted,
-    ConfigError,
-    ElasticRLError,
-    LeaseLost,
-    OutcomeUnknown,
-    StoreRefused,
-    StoreUnavailable,
-)
+from elastic_rl.coordinator.failures import AUTH_IS_OFF, AttemptFailed, Failure, refusal, silence, untrusted
+from elastic_rl.errors import ElasticRLError, OutcomeUnknown, StoreUnavailable
 
-_OPTIONS = [
-    ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0),
-]
+log = logging.getLogger(__name__)
 _NEED_LEADER = (("hasleader", "true"),)  # a member cut off from the majority says so, instead of waiting
+_SIGN_INS = 3
+"""How often one call signs in anew: members learn of a token, and of changed users, one after the other."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.4
 
 
@@ -53,49 +46,7 @@ KEEPALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveReques
 TIME_TO_LIVE = Method("/etcdserverpb.Lease/LeaseTimeToLive", pb.LeaseTimeToLiveRequest, pb.LeaseTimeToLiveResponse)
 STATUS = Method("/etcdserverpb.Maintenance/Status", pb.StatusRequest, pb.StatusResponse)
 WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchRequest, pb.WatchResponse)
-
-
-class Failure(enum.Enum):
-    """What a failed attempt says about the request."""
-
-    NOT_SENT = "not sent"
-    """It cannot have been applied; another member may take it."""
-    UNKNOWN = "unknown"
-    """It may have been applied, or may still be."""
-    REFUSED = "refused"
-    """The cluster decided against it; another member would say the same."""
-
-
-_NOT_SENT_DETAILS = ("failed to connect", "connection refused", "etcdserver: no leader", "name resolution",
-                     "dns resolution", "too many requests", "etcdserver: not capable", "etcdserver: server stopped")
-_REFUSED_CODES = {
-    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
-
-
-def classify(code: grpc.StatusCode, details: str) -> Failure:
-    """Whether a failed attempt may be repeated elsewhere, and whether it may have taken effect."""
-    text = details.lower()
-    if any(part in text for part in _NOT_SENT_DETAILS):
-        return Failure.NOT_SENT
-    return Failure.REFUSED if code in _REFUSED_CODES else Failure.UNKNOWN
-
-
-def refusal(code: grpc.StatusCode, details: str) -> ElasticRLError:
-    """The typed error of a request that etcd decided against."""
-    text = details.lower()
-    if "lease not found" in text:
-        return LeaseLost(details)
-    if "compacted" in text:
-        return Compacted(details)
-    hint = ""
-    if "space exceeded" in text:
-        hint = "compact and defragment etcd, or raise its --quota-backend-bytes"
-    elif "too large" in text:
-        hint = "records must stay small; large data belongs into the checkpoint service"
-    return StoreRefused(f"etcd refused: {details} [{code.name}]", hint=hint)
+AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse)
 
 
 def pauses(rng: Callable[[], float] = random.random) -> Iterator[float]:
@@ -109,13 +60,15 @@ def pauses(rng: Callable[[], float] = random.random) -> Iterator[float]:
 class Channels:
     """The members of one etcd cluster. Sticky: calls go to the member that answered last. Thread-safe."""
 
-    def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float, retry_budget_s: float) -> None:
-        if not endpoints:
-            raise ConfigError("no etcd endpoint is given", hint="set etcd.endpoints, or start one with `elastic-rl up`")
-        self.endpoints = [e.removeprefix("http://").rstrip("/") for e in endpoints]
+    def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float, retry_budget_s: float,
+                 access: Access | None = None) -> None:
+        self._access = access or Access()
+        self.endpoints = self._access.addresses(endpoints)
         self.call_timeout_s, self.retry_budget_s = call_timeout_s, retry_budget_s
-        self._channels = [grpc.insecure_channel(e, options=_OPTIONS) for e in self.endpoints]
+        self._channels = [self._access.channel(e) for e in self.endpoints]
         self._at = random.randrange(len(self.endpoints))
+        self._token: str | None = None if self._access.user else ""
+        """From etcd, for each call; None: sign in first, empty: etcd asks for none."""
         self._lock = threading.Lock()
         self.closed = threading.Event()
 
@@ -131,53 +84,110 @@ class Channels:
                 self._at = (failed + 1) % len(self._channels)
 
     def once(self, method: Method, request: Any, member: int, *, timeout_s: float | None = None) -> Any:
-        """One attempt on one member. Raises grpc.RpcError, or StoreUnavailable when closed."""
+        """One attempt on one member. Raises AttemptFailed, a typed refusal of our user, StoreUnavailable if closed."""
+        token = self._signed_in(member)
         try:
-            call = self._channels[member].unary_unary(
-                method.path, request_serializer=method.request.SerializeToString,
-                response_deserializer=method.response.FromString)
-            return call(request, timeout=timeout_s or self.call_timeout_s, metadata=_NEED_LEADER)
-        except ValueError as e:  # what gRPC raises for a closed channel
-            raise StoreUnavailable("this store is closed") from e
+            return self._unary(method, request, member, timeout_s or self.call_timeout_s, token)
+        except AttemptFailed as e:
+            if e.failure is Failure.NOT_SIGNED_IN:
+                self.sign_out(token)
+            raise
 
     def stream(self, method: Method, requests: Iterator[Any], member: int, *, timeout_s: float | None = None) -> Any:
-        """Opens a bidirectional stream on one member. Raises as ``once``, also while it is read."""
+        """Opens a bidirectional stream on one member. Raises as ``once``, and grpc.RpcError while it is read."""
+        token = self._signed_in(member)
         try:
             call = self._channels[member].stream_stream(
                 method.path, request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString)
-            return call(requests, timeout=timeout_s, metadata=_NEED_LEADER)
-        except ValueError as e:
+            return call(requests, timeout=timeout_s, metadata=_metadata(token))
+        except ValueError as e:  # what gRPC raises for a closed channel
             raise StoreUnavailable("this store is closed") from e
 
     def call(self, method: Method, request: Any, *, writes: bool = False, budget_s: float | None = None) -> Any:
         """Sends one request until a member answers; only for requests that may safely arrive more than once.
 
         Raises StoreUnavailable when the budget is spent (OutcomeUnknown when the request ``writes`` and an attempt may
-        have taken effect), or the typed refusal.
+        have taken effect), or the typed refusal at once.
         """
         end = time.monotonic() + (self.retry_budget_s if budget_s is None else budget_s)
-        ambiguous, rest = False, pauses()
+        ambiguous, distrusts, rest = False, set[int](), pauses()
+        sign_ins = _SIGN_INS if self._access.user else 0
         while True:
             member = self._at
             try:
                 return self.once(method, request, member)
-            except grpc.RpcError as e:
-                code, details = e.code(), e.details() or ""  # type: ignore[attr-defined]
-            failure = classify(code, details)
-            if failure is Failure.REFUSED:
-                raise refusal(code, details)
-            ambiguous |= writes and failure is Failure.UNKNOWN
+            except AttemptFailed as e:
+                failed = e
+            if failed.failure is Failure.NOT_SIGNED_IN and sign_ins and time.monotonic() < end:
+                sign_ins -= 1
+                continue  # the same member, with a new token
+            if failed.failure in (Failure.REFUSED, Failure.NOT_SIGNED_IN):
+                raise _unless(ambiguous, refusal(failed.code, failed.details))
+            if failed.failure is Failure.UNTRUSTED:
+                distrusts.add(member)
+                if len(distrusts) == len(self.endpoints):
+                    raise _unless(ambiguous, untrusted(failed.details))
+            ambiguous |= writes and failed.failure is Failure.UNKNOWN
             self.rotate(member)
             if self.closed.is_set():
                 raise StoreUnavailable("this store is closed")
             if time.monotonic() > end:
                 raise (OutcomeUnknown if ambiguous else StoreUnavailable)(
-                    f"no etcd member of {', '.join(self.endpoints)} answered; the last said: {details} [{code.name}]",
-                    hint="check that etcd runs and that a majority of its members is healthy")
+                    f"no etcd member of {', '.join(self.endpoints)} answered; the last said: {failed}",
+                    hint=silence(failed.details, tls=bool(self._access.ca)))
             self.closed.wait(next(rest))
+
+    # -- signing in --------------------------------------------------------------------------------------------------
+    def sign_out(self, token: str | None = None) -> None:
+        """Has the next call sign in anew: etcd does not take this token (None: whichever we have) any more."""
+        if self._access.user and token in (None, self._token):
+            self._token = None
+
+    def _signed_in(self, member: int) -> str:
+        """The token of our user. Several threads may sign in at once; each token is good."""
+        token = self._token
+        if token is not None:
+            return token
+        request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password())
+        try:
+            token = str(self._unary(AUTHENTICATE, request, member, self.call_timeout_s, "").token)
+        except AttemptFailed as e:
+            if AUTH_IS_OFF in e.details:
+                log.warning("etcd.user is set, but this etcd asks nobody for a user: %s", e.details)
+                token = ""
+            elif e.failure is Failure.REFUSED:
+                raise refusal(e.code, e.details) from e
+            else:  # the request itself was not sent
+                failure = Failure.NOT_SENT if e.failure is Failure.UNKNOWN else e.failure
+                raise AttemptFailed(e.code, e.details, failure) from e
+        self._token = token
+        return token
+
+    def _unary(self, method: Method, request: Any, member: int, timeout_s: float, token: str) -> Any:
+        try:
+            call = self._channels[member].unary_unary(
+                method.path, request_serializer=method.request.SerializeToString,
+                response_deserializer=method.response.FromString)
+            return call(request, timeout=timeout_s, metadata=_metadata(token))
+        except grpc.RpcError as e:
+            raise AttemptFailed.of(e) from e
+        except ValueError as e:
+            raise StoreUnavailable("this store is closed") from e
 
     def close(self) -> None:
         self.closed.set()
         for channel in self._channels:
             channel.close()
+
+
+def _unless(ambiguous: bool, refused: ElasticRLError) -> ElasticRLError:
+    """What a refusal means after an attempt that may have been applied: etcd looks at users and at its quota before it
+    looks at the token that would tell. Any other refusal holds for each copy of the request."""
+    if ambiguous and isinstance(refused, StoreUnavailable):
+        return OutcomeUnknown(f"an earlier attempt may have been applied, and now {refused.message}", hint=refused.hint)
+    return refused
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (*_NEED_LEADER, ("token", token)) if token else _NEED_LEADER

@@ -18,10 +18,11 @@ from elastic_rl.coordinator.leases import KeptLease
 from elastic_rl.coordinator.ops import Compare, KeyValue, Op
 from elastic_rl.coordinator.records import Leader
 from elastic_rl.coordinator.store import Store
-from elastic_rl.errors import Compacted, Fenced, LeaseLost, StoreUnavailable
+from elastic_rl.errors import Compacted, ElasticRLError, Fenced, LeaseLost, StoreUnavailable
 
 log = logging.getLogger(__name__)
 _JOIN_S = 5.0
+_REFUSED_S = 0.5
 
 
 def leading(candidates: Sequence[KeyValue]) -> KeyValue | None:
@@ -92,8 +93,11 @@ class Election:
         while not self._done.is_set():
             try:
                 self._take_part()
-            except (StoreUnavailable, LeaseLost, Compacted) as e:
+            except (LeaseLost, Compacted) as e:
                 log.warning("election: %s; starting over", e)
+            except ElasticRLError as e:  # whatever etcd has against us now: without this thread we would never lead
+                log.warning("election: %s; starting over in %g s", e, _REFUSED_S)
+                self._done.wait(_REFUSED_S)
             self._leads = None
             self._done.wait(0.1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from typing import Self
@@ -12,7 +13,10 @@ import grpc
 from elastic_rl.coordinator import tokens
 from elastic_rl.coordinator.channels import KEEPALIVE, Channels
 from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
-from elastic_rl.errors import StoreRefused, StoreUnavailable
+from elastic_rl.coordinator.failures import AttemptFailed, Failure
+from elastic_rl.errors import ElasticRLError, StoreRefused, StoreUnavailable
+
+log = logging.getLogger(__name__)
 
 
 class KeptLease:
@@ -61,10 +65,15 @@ class KeptLease:
                                          timeout_s=timeout_s)
             for answer in call:
                 return int(answer.TTL)
-        except grpc.RpcError:
+        except grpc.RpcError as e:
+            if AttemptFailed.of(e).failure is Failure.NOT_SIGNED_IN:
+                self._channels.sign_out()
+        except AttemptFailed:
             pass
-        except StoreUnavailable:  # the store was closed under us
-            return 0
+        except ElasticRLError as e:
+            if self._channels.closed.is_set():
+                return 0
+            log.warning("lease %x cannot be kept alive: %s", self.id, e)
         self._member = (self._member + 1) % len(self._channels.endpoints)
         return None
 

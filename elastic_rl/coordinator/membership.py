@@ -20,7 +20,7 @@ from elastic_rl.coordinator.leases import KeptLease
 from elastic_rl.coordinator.ops import Compare, Op
 from elastic_rl.coordinator.records import Member
 from elastic_rl.coordinator.store import Store
-from elastic_rl.errors import LeaseLost, StoreUnavailable
+from elastic_rl.errors import ElasticRLError, LeaseLost, StoreUnavailable
 
 log = logging.getLogger(__name__)
 _SOONEST_S = 0.1
@@ -60,7 +60,7 @@ class Membership:
         """Registers, and keeps the entry fresh from then on. Raises StoreUnavailable."""
         try:
             self._register()
-        except (StoreUnavailable, LeaseLost):
+        except ElasticRLError:
             if self._lease is not None:
                 self._lease.close()  # nobody will close us, and its thread would keep it alive
             raise
@@ -123,7 +123,7 @@ class Membership:
                 if self._lease is not None:
                     self._lease.lost.set()
                 self._news.set()
-            except StoreUnavailable as e:
+            except ElasticRLError as e:  # it may pass, and a member that beats no more counts as dead
                 log.warning("member %s cannot beat: %s", self._key, e)
             self._done.wait(_SOONEST_S)
 

@@ -1,7 +1,7 @@
 """``python -m elastic_rl.coordinator.service --config FILE --etcd HOST:PORT[,…] --replica ID --port P``: one replica.
 
 Ends with 0 after SIGTERM or SIGINT (it resigns first, so that another replica leads at once), 2 when the machine or the
-configuration is unfit (a port is taken), 3 when etcd did not answer at the start.
+configuration is unfit (a port is taken), 3 when etcd did not answer, or let us in, at the start.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
         store = Store.from_config(cfg.etcd, etcd)
         cleanup.callback(store.close)
         store.get(keys.epoch())  # raises StoreUnavailable now, with every endpoint, and not somewhere in a thread
-        api_store = Store(etcd, call_timeout_s=cfg.etcd.call_timeout_s,
-                          retry_budget_s=min(_API_RETRY_BUDGET_S, cfg.etcd.retry_budget_s))
+        api_store = Store.from_config(cfg.etcd, etcd, retry_budget_s=min(_API_RETRY_BUDGET_S, cfg.etcd.retry_budget_s))
         cleanup.callback(api_store.close)
         notifier = Notifier(cfg.job, cfg.alerts)
         cleanup.callback(notifier.close)

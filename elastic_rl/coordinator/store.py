@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import grpc
-
 from elastic_rl.config import EtcdConfig
 from elastic_rl.coordinator import tokens
+from elastic_rl.coordinator.access import Access
 from elastic_rl.coordinator.channels import COMPACT, RANGE, STATUS, TIME_TO_LIVE, TXN, Channels
 from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
+from elastic_rl.coordinator.failures import AttemptFailed
 from elastic_rl.coordinator.leases import KeptLease
 from elastic_rl.coordinator.ops import Compare, KeyValue, Op, TxnResult, range_end, result
 from elastic_rl.coordinator.watch import Watch, WatchEvent
-from elastic_rl.errors import Compacted, Conflict, Fenced
+from elastic_rl.errors import Compacted, Conflict, Fenced, StoreDenied
 
 __all__ = ["Compare", "KeptLease", "KeyValue", "MemberStatus", "Op", "Page", "Store", "TxnResult", "Watch",
            "WatchEvent"]
@@ -43,6 +43,9 @@ class MemberStatus:
     version: str = ""
     is_leader: bool = False
     db_bytes: int = 0
+    """Size of its database's file, which its quota is about."""
+    db_in_use_bytes: int = 0
+    """What of that a defragmentation would leave."""
     error: str = ""
     alarms: Sequence[str] = ()
     """What it complains of, such as NOSPACE: then etcd takes no writes."""
@@ -52,17 +55,22 @@ class Store:
     """A connection to an etcd cluster. Synchronous, and safe to share between threads; not between processes.
 
     Reads are linearizable. Every write happens exactly once, or raises: OutcomeUnknown when it may have happened,
-    StoreUnavailable (its base) when it did not, StoreRefused when etcd decided against it.
+    StoreUnavailable (its base) when it did not, StoreRefused when etcd decided against it. Two kinds of
+    StoreUnavailable come at once and need a person: StoreDenied and StoreFull.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float = 0.5, retry_budget_s: float = 15.0) -> None:
+    def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float = 0.5, retry_budget_s: float = 15.0,
+                 access: Access | None = None) -> None:
         """``endpoints`` are ``host:port``. Connects lazily; ``get`` something to see whether etcd is there."""
-        self._channels = Channels(endpoints, call_timeout_s=call_timeout_s, retry_budget_s=retry_budget_s)
+        self._channels = Channels(endpoints, call_timeout_s=call_timeout_s, retry_budget_s=retry_budget_s,
+                                  access=access)
         self._tokens = tokens.TokenBook(self._channels)
 
     @classmethod
-    def from_config(cls, cfg: EtcdConfig, endpoints: Sequence[str]) -> Self:
-        return cls(endpoints, call_timeout_s=cfg.call_timeout_s, retry_budget_s=cfg.retry_budget_s)
+    def from_config(cls, cfg: EtcdConfig, endpoints: Sequence[str], *, retry_budget_s: float | None = None) -> Self:
+        """As the settings say, with their certificates and user. Raises ConfigError."""
+        return cls(endpoints, call_timeout_s=cfg.call_timeout_s, access=Access.from_config(cfg),
+                   retry_budget_s=cfg.retry_budget_s if retry_budget_s is None else retry_budget_s)
 
     @property
     def endpoints(self) -> list[str]:
@@ -191,10 +199,12 @@ class Store:
         for i, endpoint in enumerate(self._channels.endpoints):
             try:
                 s = self._channels.once(STATUS, pb.StatusRequest(), i)
-                out.append(MemberStatus(endpoint, s.version, s.leader == s.header.member_id, s.dbSize,
+                out.append(MemberStatus(endpoint, s.version, s.leader == s.header.member_id, s.dbSize, s.dbSizeInUse,
                                         alarms=_alarms(s.errors)))
-            except grpc.RpcError as e:
-                out.append(MemberStatus(endpoint, error=f"{e.details()} [{e.code().name}]"))  # type: ignore[attr-defined]
+            except AttemptFailed as e:
+                out.append(MemberStatus(endpoint, error=str(e)))
+            except StoreDenied as e:
+                out.append(MemberStatus(endpoint, error=e.message))
         return out
 
     def close(self) -> None:

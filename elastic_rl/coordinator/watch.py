@@ -14,8 +14,9 @@ import grpc
 
 from elastic_rl.coordinator.channels import WATCH, Channels, pauses
 from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
+from elastic_rl.coordinator.failures import AttemptFailed, refusal
 from elastic_rl.coordinator.ops import KeyValue, range_end
-from elastic_rl.errors import Compacted, ElasticRLError, StoreUnavailable
+from elastic_rl.errors import Compacted, ConfigError, ElasticRLError, StoreDenied, StoreUnavailable
 
 _LIVENESS_S = 1.0
 """A member that does not answer for this long, though asked, is left for another."""
@@ -35,7 +36,8 @@ class WatchEvent:
 class Watch:
     """Iterator over the changes under a prefix. Read by one thread; ``close`` may come from any.
 
-    Raises Compacted, once and for good, when changes before the present were forgotten: list again and watch anew.
+    Raises Compacted, once and for good, when changes before the present were forgotten: list again and watch anew; and
+    StoreDenied when etcd does not let this client watch here.
     """
 
     def __init__(self, channels: Channels, prefix: str, start_revision: int) -> None:
@@ -43,6 +45,8 @@ class Watch:
         self._prefix = prefix
         self._next = start_revision
         self._member = channels.at
+        self._denied = False
+        """Whether the last thing we heard was that we may not watch."""
         self._done = threading.Event()
         self._out: queue.Queue[WatchEvent | ElasticRLError | None] = queue.Queue()
         self._end: ElasticRLError | None = None
@@ -51,7 +55,7 @@ class Watch:
 
     # -- the reader's side -------------------------------------------------------------------------------------------
     def get(self, timeout_s: float) -> WatchEvent | None:
-        """The next change, or None when none came in time or the watch was closed. Raises Compacted."""
+        """The next change, or None when none came in time or the watch was closed. Raises Compacted and StoreDenied."""
         if self._end is not None:
             raise self._end
         try:
@@ -90,11 +94,13 @@ class Watch:
             before = self._next
             try:
                 self._follow()
-            except Compacted as e:
+            except (Compacted, StoreDenied, ConfigError) as e:
                 self._out.put(e)
                 return
             except StoreUnavailable:  # the store was closed under us
                 break
+            except AttemptFailed:
+                pass
             if self._next > before:
                 rest = pauses()
             self._member = (self._member + 1) % len(self._channels.endpoints)
@@ -146,7 +152,14 @@ class Watch:
             raise Compacted(f"revisions of {self._prefix} before {answer.compact_revision} are no longer kept; "
                             f"the watch stood at {self._next}", hint="list the range again and watch from there")
         if answer.canceled:
+            # Older members say so as well when they do not know our token any more.
+            if "permission denied" in answer.cancel_reason or "auth" in answer.cancel_reason:
+                if self._denied:
+                    raise refusal(grpc.StatusCode.PERMISSION_DENIED, f"watch {self._prefix}: {answer.cancel_reason}")
+                self._denied = True
+                self._channels.sign_out()
             return False
+        self._denied = False
         # A progress answer's revision must not move _next: etcd before 3.4.25 may send it ahead of earlier events.
         for event in answer.events:
             kind: Literal["put", "delete"] = "put" if event.type == pb.Event.PUT else "delete"

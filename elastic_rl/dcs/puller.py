@@ -53,6 +53,9 @@ class HeadWatch:
             except Compacted:
                 self.close()
                 continue
+            except StoreUnavailable:  # we may not watch; a new one can be had when that was mended
+                self.close()
+                raise
             if event is not None:
                 if event.type == "put" and event.kv.key == self._key:
                     self._offer(event.kv.value)

@@ -138,6 +138,7 @@ class EngineRunner:
                         wanted = puller.head(POLICY)  # the one that failed may have been released meanwhile
                 except StoreUnavailable as e:  # without etcd nothing new is decided, and the engine goes on serving
                     log.warning("engine %s: %s", self._id, e)
+                    self._stop.wait(_TICK_S)  # a refusal comes at once, unlike the end of a budget
         finally:
             heads.close()
             puller.close()

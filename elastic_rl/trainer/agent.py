@@ -98,8 +98,8 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
     cuda = ctx.config.device.type == "cuda" or (ctx.config.device.type == "auto" and torch.cuda.is_available())
     handler = get_rendezvous_handler(RendezvousParameters(
         backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd), run_id=run_id, min_nodes=1, max_nodes=1,
-        local_addr=ctx.host, prefix=ctx.keys.rendezvous_prefix(), call_timeout_s=etcd.call_timeout_s,
-        retry_budget_s=etcd.retry_budget_s, join_timeout=trainer.start_timeout_s, last_call_timeout=1))
+        local_addr=ctx.host, prefix=ctx.keys.rendezvous_prefix(), join_timeout=trainer.start_timeout_s,
+        last_call_timeout=1, **etcd.model_dump(exclude={"endpoints"})))
     # Forked from a server that has imported everything but holds no thread, socket or CUDA context, a restarted rank
     # saves the seconds of its imports. CUDA must not be forked, and there the imports are the smaller part.
     method = "spawn" if cuda else "forkserver"

@@ -5,7 +5,8 @@ and the store that agents share lives in etcd too, so that no agent's death take
 ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: otherwise a joiner waits for a TCP store that it never hears of.
 
 Endpoint: ``host:port[,host:port…]``. Options (``--rdzv-conf``): ``prefix`` (default ``/elastic_rl/rendezvous/``),
-``call_timeout_s``, ``retry_budget_s``, ``store_timeout_s``.
+``store_timeout_s``, and the settings of etcd as the configuration has them: ``call_timeout_s``, ``retry_budget_s``,
+``tls_ca``, ``tls_cert``, ``tls_key``, ``tls_server_name``, ``user``, ``password_file``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
+from elastic_rl import config
+from elastic_rl.config import EtcdConfig
 from elastic_rl.coordinator.ops import Compare, Op
 from elastic_rl.coordinator.store import Store
 from elastic_rl.errors import ElasticRLError
@@ -135,10 +138,10 @@ class Etcd3Store(TorchStore):
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Called by torch elastic. Raises RendezvousConnectionError later on, when etcd cannot be reached."""
-    store = Store([e.strip() for e in params.endpoint.split(",") if e.strip()],
-                  call_timeout_s=float(params.get("call_timeout_s", 0.5)),
-                  retry_budget_s=float(params.get("retry_budget_s", 15.0)))
+    """Called by torch elastic. Raises ConfigError; RendezvousConnectionError later on, when etcd cannot be reached."""
+    endpoints = [e.strip() for e in params.endpoint.split(",") if e.strip()]
+    given = {name: params.get(name) for name in EtcdConfig.model_fields if params.get(name) is not None}
+    store = Store.from_config(config.parse({"etcd": {**given, "endpoints": endpoints}}).etcd, endpoints)
     prefix = f"{params.get('prefix', '/elastic_rl/rendezvous/')}{params.run_id}/"
     shared = Etcd3Store(store, prefix + "store/", timeout_s=float(params.get("store_timeout_s", 60.0)))
     return create_handler(shared, Etcd3Backend(store, prefix + "state"), params)
