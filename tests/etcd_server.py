@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
+from certificates import Identity
 
+from elastic_rl.config import EtcdConfig
 from elastic_rl.coordinator.store import Store
 from elastic_rl.processes import free_port, spawn, wait_until
 
@@ -26,17 +31,33 @@ def binary() -> str:
 
 
 class EtcdServers:
-    """An etcd cluster on loopback, in ``folder``. Its processes die with this one."""
+    """An etcd cluster, on loopback if not told otherwise, in ``folder``. Its processes die with this one."""
 
-    def __init__(self, folder: Path, members: int, flags: Sequence[str] = ()) -> None:
-        self.folder, self._flags = folder, flags
-        self._client = [free_port() for _ in range(members)]
+    def __init__(self, folder: Path, members: int, flags: Sequence[str] = (), *, host: str = "127.0.0.1",
+                 tls: Identity | None = None) -> None:
+        """``flags``: more of etcd's own. ``tls``: what its members show their clients."""
+        self.folder, self._flags, self._host, self._tls = folder, flags, host, tls
+        self._client = [free_port(host) for _ in range(members)]
         self._peer = [free_port() for _ in range(members)]
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.settings: dict[str, Any] = {}
+        """What the ``etcd`` section of a configuration has to say to get in, but for the endpoints."""
 
     @property
     def endpoints(self) -> list[str]:
-        return [f"127.0.0.1:{port}" for port in self._client]
+        return [f"{self._host}:{port}" for port in self._client]
+
+    def config(self, **settings: Any) -> EtcdConfig:
+        """Settings with which a client gets in, or those that are given instead."""
+        return EtcdConfig.model_validate({"endpoints": self.endpoints, "call_timeout_s": 2.0, "retry_budget_s": 20.0,
+                                          **self.settings, **settings})
+
+    def connect(self, **settings: Any) -> Store:
+        return Store.from_config(self.config(**settings), self.endpoints)
+
+    def data(self, i: int) -> Path:
+        """The folder of a member's data."""
+        return self.folder / f"m{i}"
 
     def start(self) -> EtcdServers:
         self.processes = [self._launch(i) for i in range(len(self._client))]
@@ -44,28 +65,37 @@ class EtcdServers:
 
     def _launch(self, i: int) -> subprocess.Popen[bytes]:
         peers = [f"http://127.0.0.1:{port}" for port in self._peer]
-        client = f"http://127.0.0.1:{self._client[i]}"
+        client = f"{'https' if self._tls else 'http'}://{self._host}:{self._client[i]}"
+        tls = ["--cert-file", str(self._tls.cert), "--key-file", str(self._tls.key)] if self._tls else []
         return spawn([
-            binary(), "--name", f"m{i}", "--data-dir", str(self.folder / f"m{i}"), "--log-level", "warn",
+            binary(), "--name", f"m{i}", "--data-dir", str(self.data(i)), "--log-level", "warn",
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peers[i], "--initial-advertise-peer-urls", peers[i],
             "--initial-cluster", ",".join(f"m{k}={url}" for k, url in enumerate(peers)),
-            "--heartbeat-interval", "100", "--election-timeout", "1000", *self._flags,
+            "--heartbeat-interval", "100", "--election-timeout", "1000", *tls, *self._flags,
         ], log=self.folder / f"m{i}.log")
 
     def wait(self) -> EtcdServers:
         """Until every member answers and knows a leader."""
-        with Store(self.endpoints, call_timeout_s=2.0, retry_budget_s=20.0) as store:
+        with self.connect() as store:
             wait_until(lambda: all(not s.error for s in store.statuses()), timeout_s=30, what="etcd",
                        alive=lambda: all(p.poll() is None for p in self.processes))
-            store.get("/")
+            store.get("/elastic_rl/")
         return self
 
     def leader(self) -> int:
         """Index of the leading member, by its own word."""
-        with Store(self.endpoints, call_timeout_s=2.0) as store:
+        with self.connect() as store:
             return wait_until(lambda: [i for i, s in enumerate(store.statuses()) if s.is_leader], timeout_s=10,
                               what="an etcd leader")[0]
+
+    def ask(self, path: str, body: dict[str, Any], *, token: str = "", verify: ssl.SSLContext | bool = True) -> Any:
+        """A call of etcd's own HTTP gateway, for what our client has no need of."""
+        url = f"{'https' if self._tls else 'http'}://{self.endpoints[0]}/v3/{path}"
+        answer = httpx.post(url, json=body, headers={"Authorization": token} if token else {}, timeout=10,
+                            trust_env=False, verify=verify)
+        assert answer.status_code == 200, f"{path}: {answer.text}"
+        return answer.json()
 
     def kill(self, i: int) -> None:
         self.processes[i].kill()

@@ -49,6 +49,13 @@ WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchRequest, pb.WatchResponse)
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse)
 
 
+@dataclass
+class Doubt:
+    """Whether an attempt of a call may have taken effect without our knowing, or still may."""
+
+    any: bool = False
+
+
 def pauses(rng: Callable[[], float] = random.random) -> Iterator[float]:
     """Seconds to pause between attempts: growing up to a bound, each with jitter in [0.5, 1)."""
     pause = _FIRST_PAUSE_S
@@ -104,14 +111,15 @@ class Channels:
         except ValueError as e:  # what gRPC raises for a closed channel
             raise StoreUnavailable("this store is closed") from e
 
-    def call(self, method: Method, request: Any, *, writes: bool = False, budget_s: float | None = None) -> Any:
+    def call(self, method: Method, request: Any, *, doubt: Doubt | None = None, budget_s: float | None = None) -> Any:
         """Sends one request until a member answers; only for requests that may safely arrive more than once.
 
-        Raises StoreUnavailable when the budget is spent (OutcomeUnknown when the request ``writes`` and an attempt may
-        have taken effect), or the typed refusal at once.
+        Raises StoreUnavailable when the budget is spent, or the typed refusal at once. ``doubt``, given for requests
+        whose effect matters, learns of attempts that may have taken effect; OutcomeUnknown is raised then.
         """
         end = time.monotonic() + (self.retry_budget_s if budget_s is None else budget_s)
-        ambiguous, distrusts, rest = False, set[int](), pauses()
+        writes, doubt = doubt is not None, doubt or Doubt()
+        distrusts, rest = set[int](), pauses()
         sign_ins = _SIGN_INS if self._access.user else 0
         while True:
             member = self._at
@@ -123,17 +131,17 @@ class Channels:
                 sign_ins -= 1
                 continue  # the same member, with a new token
             if failed.failure in (Failure.REFUSED, Failure.NOT_SIGNED_IN):
-                raise _unless(ambiguous, refusal(failed.code, failed.details))
+                raise _unless(writes and doubt.any, refusal(failed.code, failed.details))
             if failed.failure is Failure.UNTRUSTED:
                 distrusts.add(member)
                 if len(distrusts) == len(self.endpoints):
-                    raise _unless(ambiguous, untrusted(failed.details))
-            ambiguous |= writes and failed.failure is Failure.UNKNOWN
+                    raise _unless(writes and doubt.any, untrusted(failed.details))
+            doubt.any |= failed.failure is Failure.UNKNOWN
             self.rotate(member)
             if self.closed.is_set():
                 raise StoreUnavailable("this store is closed")
             if time.monotonic() > end:
-                raise (OutcomeUnknown if ambiguous else StoreUnavailable)(
+                raise (OutcomeUnknown if writes and doubt.any else StoreUnavailable)(
                     f"no etcd member of {', '.join(self.endpoints)} answered; the last said: {failed}",
                     hint=silence(failed.details, tls=bool(self._access.ca)))
             self.closed.wait(next(rest))
@@ -181,10 +189,10 @@ class Channels:
             channel.close()
 
 
-def _unless(ambiguous: bool, refused: ElasticRLError) -> ElasticRLError:
+def _unless(doubtful: bool, refused: ElasticRLError) -> ElasticRLError:
     """What a refusal means after an attempt that may have been applied: etcd looks at users and at its quota before it
     looks at the token that would tell. Any other refusal holds for each copy of the request."""
-    if ambiguous and isinstance(refused, StoreUnavailable):
+    if doubtful and isinstance(refused, StoreUnavailable):
         return OutcomeUnknown(f"an earlier attempt may have been applied, and now {refused.message}", hint=refused.hint)
     return refused
 

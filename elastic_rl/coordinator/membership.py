@@ -131,10 +131,15 @@ class Membership:
         """A new lease and an entry that replaces whatever is there, except a younger process's."""
         if self._written_at and self._displaced():
             return
-        if self._lease is not None:
-            self._lease.close()
-        self._lease = self._store.keepalive(self._ttl_s)
-        self._written_at = self._store.put(self._key, self._now().encode(), lease=self._lease.id)
+        old, lease = self._lease, self._store.keepalive(self._ttl_s)
+        try:
+            self._written_at = self._store.put(self._key, self._now().encode(), lease=lease.id)
+        except ElasticRLError:
+            lease.close()  # the entry of before is better than none
+            raise
+        self._lease = lease
+        if old is not None:
+            old.close()
 
     def _beat(self) -> None:
         assert self._lease is not None

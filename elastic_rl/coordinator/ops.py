@@ -146,8 +146,8 @@ class TxnResult:
         return next((kv for kv in self.kvs if kv.key == key), None)
 
 
-def result(response: Any, revision: int) -> TxnResult:
-    """The value of a wire answer of a transaction (without the parts of nested ones)."""
-    kvs = tuple(KeyValue.of(kv) for r in response.responses for kv in r.response_range.kvs)
-    deleted = sum(r.response_delete_range.deleted for r in response.responses)
-    return TxnResult(response.succeeded, revision, kvs, deleted)
+def result(succeeded: bool, responses: Sequence[Any], revision: int) -> TxnResult:
+    """The value of the wire answers of a transaction's steps."""
+    kvs = tuple(KeyValue.of(kv) for r in responses for kv in r.response_range.kvs)
+    deleted = sum(r.response_delete_range.deleted for r in responses)
+    return TxnResult(succeeded, revision, kvs, deleted)

@@ -135,13 +135,15 @@ class Store:
         return there if deleted is None else deleted
 
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
-        """Runs ``then`` if every comparison holds, else ``orelse``, atomically and exactly once."""
-        if any(op.writes for op in (*then, *orelse)):
+        """Runs ``then`` if every comparison holds, else ``orelse``, which only reads; atomically and exactly once."""
+        if any(op.writes for op in orelse):
+            raise ValueError("what a transaction does when its comparisons fail is to read, not to write")
+        if any(op.writes for op in then):
             return self._tokens.run(compares, then, orelse)
         response = self._channels.call(TXN, pb.TxnRequest(
             compare=[c.message() for c in compares], success=[op.message() for op in then],
             failure=[op.message() for op in orelse]))
-        return result(response, response.header.revision)
+        return result(response.succeeded, response.responses, response.header.revision)
 
     def update(self, key: str, change: Callable[[bytes | None], bytes | None], *, lease: int = 0,
                guards: Sequence[Compare] = ()) -> bytes | None:
