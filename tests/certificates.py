@@ -37,7 +37,8 @@ class Authority:
         gateway takes no certificate with a common name."""
         key = ec.generate_private_key(ec.SECP256R1())
         out = Identity(self._folder / f"{self._name}-{name}.pem", self._folder / f"{self._name}-{name}.key")
-        out.cert.write_bytes(self._sign(name, key.public_key(), ca=False, hosts=hosts).public_bytes(serialization.Encoding.PEM))
+        signed = self._sign(name, key.public_key(), ca=False, hosts=hosts)
+        out.cert.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         out.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
                                               serialization.NoEncryption()))
         return out

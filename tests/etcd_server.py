@@ -55,6 +55,14 @@ class EtcdServers:
     def connect(self, **settings: Any) -> Store:
         return Store.from_config(self.config(**settings), self.endpoints)
 
+    def connect_at(self, i: int, **settings: Any) -> Store:
+        """A client that begins with the given member, so that what befalls the member hits it."""
+        while True:
+            store = self.connect(**settings)
+            if store.endpoint == self.endpoints[i]:
+                return store
+            store.close()
+
     def data(self, i: int) -> Path:
         """The folder of a member's data."""
         return self.folder / f"m{i}"
@@ -83,11 +91,11 @@ class EtcdServers:
             store.get("/elastic_rl/")
         return self
 
-    def leader(self) -> int:
-        """Index of the leading member, by its own word."""
+    def leader(self, *, besides: int | None = None) -> int:
+        """Index of the leading member, by its own word; ``besides``: whose word does not count."""
         with self.connect() as store:
-            return wait_until(lambda: [i for i, s in enumerate(store.statuses()) if s.is_leader], timeout_s=10,
-                              what="an etcd leader")[0]
+            return wait_until(lambda: [i for i, s in enumerate(store.statuses()) if s.is_leader and i != besides],
+                              timeout_s=10, what="an etcd leader")[0]
 
     def ask(self, path: str, body: dict[str, Any], *, token: str = "", verify: ssl.SSLContext | bool = True) -> Any:
         """A call of etcd's own HTTP gateway, for what our client has no need of."""

@@ -50,7 +50,8 @@ _HINTS: tuple[tuple[str, type[ElasticRLError], str], ...] = (
     ("too large", StoreRefused, "records must stay small; large data belongs into the checkpoint service"),
     ("larger than max", StoreRefused, "records must stay small; large data belongs into the checkpoint service"),
     ("permission denied", StoreDenied,
-     "grant the user (etcd.user, or the name in etcd.tls_cert) a role with readwrite on the prefix /elastic_rl/ (`etcdctl role grant-permission`)"),
+     "grant the user (etcd.user, or the name in etcd.tls_cert) a role with readwrite on the prefix /elastic_rl/: "
+     "`etcdctl role grant-permission`"),
     ("authentication failed", StoreDenied, "etcd.user or the password in etcd.password_file is wrong"),
     ("user name is empty", StoreDenied, "this etcd asks for a user: set etcd.user and etcd.password_file"),
     ("invalid auth token", StoreDenied,

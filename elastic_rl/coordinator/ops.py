@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -146,7 +147,7 @@ class TxnResult:
         return next((kv for kv in self.kvs if kv.key == key), None)
 
 
-def result(succeeded: bool, responses: Sequence[Any], revision: int) -> TxnResult:
+def result(succeeded: bool, responses: Iterable[Any], revision: int) -> TxnResult:
     """The value of the wire answers of a transaction's steps."""
     kvs = tuple(KeyValue.of(kv) for r in responses for kv in r.response_range.kvs)
     deleted = sum(r.response_delete_range.deleted for r in responses)

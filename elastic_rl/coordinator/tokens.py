@@ -52,8 +52,9 @@ def wrap(slot: Slot, token: bytes, lease: int, compares: Sequence[Compare], then
     writes = [*(op.message() for op in then), Op.put(slot.key, token + _RAN, lease).message()]
     if not any(op.kind == "put" for op in then):
         writes = [_hidden(writes)]
-    return pb.TxnRequest(compare=[Compare.mod(slot.key, "==", slot.left_at).message(), *(c.message() for c in compares)],
-                         success=writes, failure=[Op.get(slot.key).message(), *(op.message() for op in orelse)])
+    return pb.TxnRequest(
+        compare=[Compare.mod(slot.key, "==", slot.left_at).message(), *(c.message() for c in compares)],
+        success=writes, failure=[Op.get(slot.key).message(), *(op.message() for op in orelse)])
 
 
 def close(slot: Slot, token: bytes, lease: int) -> Any:

@@ -115,7 +115,7 @@ def test_everything_works_over_tls_as_a_user(guarded: Guarded, keys: Keys) -> No
 
 @pytest.mark.parametrize(("wrong", "says"), [
     ({"password_file": "wrong"}, "authentication failed.*etcd.password_file is wrong"),
-    ({"user": "", "password_file": ""}, "user name is empty.*set etcd.user"),
+    ({"user": "", "password_file": ""}, "permission denied.*etcd.user"),
     ({"tls_ca": "other"}, "CERTIFICATE_VERIFY_FAILED.*check etcd.tls_ca"),
     ({"tls_cert": "", "tls_key": ""}, "no secure connection.*etcd.tls_cert"),
     ({"tls_cert": "other", "tls_key": "other"}, "no secure connection.*etcd.tls_cert"),
