@@ -3,81 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import signal
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from coordinators import Replicas
 from etcd_server import EtcdServers
-from leadership import Change, Verdict, check
+from leadership import Change, check
+from pool_writers import Writer, lost, more, observe, patch
 
 from elastic_rl import processes
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import PoolSpec
 from elastic_rl.coordinator.store import Store
-
-_OBSERVER = Path(__file__).parent / "observer.py"
-
-
-@dataclass(frozen=True)
-class Written:
-    """One PATCH of the workload. ``status`` 0: no answer."""
-
-    url: str
-    status: int
-    desired: int
-    revision: int
-
-
-class Writer:
-    """Changes the pool all the time, through each replica from a thread of its own."""
-
-    def __init__(self, urls: list[str], seed: int) -> None:
-        self.done: list[Written] = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._work, args=(url, random.Random(seed + n)), daemon=True)
-                         for n, url in enumerate(urls)]
-        for thread in self._threads:
-            thread.start()
-
-    def accepted(self) -> int:
-        return sum(w.status == 200 for w in self.done)
-
-    def close(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(15)
-
-    def _work(self, url: str, choose: random.Random) -> None:
-        while not self._stop.wait(0.02):
-            self.done.append(patch(url, choose.randint(1, 60)))
-
-
-def patch(url: str, desired: int, timeout_s: float = 2.0) -> Written:
-    try:
-        answer = httpx.patch(f"{url}/v1/pools/rollout", json={"desired": desired}, headers={"If-Match": "*"},
-                             timeout=timeout_s, trust_env=False)
-    except httpx.HTTPError:
-        return Written(url, 0, desired, 0)
-    return Written(url, answer.status_code, desired, int(answer.headers.get("etag", '"0"').strip('"')))
-
-
-def observe(etcd: EtcdServers, keys: Keys, since: int, last: str) -> list[Change]:
-    done = subprocess.run(
-        [sys.executable, str(_OBSERVER), etcd.endpoints[0], keys.root, str(since), last], capture_output=True,
-        text=True, timeout=60, env={**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [Change(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture
@@ -87,12 +29,6 @@ def replicas(etcd: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[Replicas
         yield made
     finally:
         made.close()
-
-
-def more(writer: Writer, n: int) -> None:
-    """Until ``n`` more writes were accepted: the fault is over for the clients."""
-    goal = writer.accepted() + n
-    processes.wait_until(lambda: writer.accepted() >= goal, timeout_s=20, what=f"{n} more accepted writes")
 
 
 def frozen(process: subprocess.Popen[bytes]) -> bool:
@@ -139,17 +75,9 @@ def test_no_write_of_a_stale_leader_is_accepted_when_leaders_are_killed_and_froz
     assert verdict.faults == []
     assert [name for _, name in verdict.terms] == verdict.announced and len(verdict.announced) == 3, verdict.terms
     assert verdict.announced[1] == second and verdict.announced[2] == killed
-    accepted = [w for w in (*writer.done, *late_writes) if w.status == 200]
-    lost = [w for w in accepted if not _stands(w, verdict)]
-    assert lost == [], "writes that were acknowledged are not in the store"
+    assert lost([*writer.done, *late_writes], verdict) == [], "writes that were acknowledged are not in the store"
     refused = {w.status for w in (*writer.done, *late_writes)} - {200}
     assert refused <= {0, 503, 504}, refused
-
-
-def _stands(written: Written, verdict: Verdict) -> bool:
-    """The acknowledged revision set this number. (A write of the number that was there already changes nothing and
-    names the revision that had set it.)"""
-    return verdict.desired.get(written.revision) == written.desired
 
 
 KEYS = Keys("j")

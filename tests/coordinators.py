@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
+from hosts import Host
 
 from elastic_rl import processes
 from elastic_rl.coordinator import tls
@@ -24,6 +26,8 @@ class Replicas:
     keys: Keys
     etcd: list[str]
     settings: dict[str, Any] = field(default_factory=dict)
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    """Where replicas run that have a host of their own."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     urls: dict[str, str] = field(default_factory=dict)
 
@@ -34,18 +38,20 @@ class Replicas:
     def _ask(self, name: str) -> httpx.Response:
         return httpx.get(f"{self.urls[name]}/readyz", timeout=3.0, verify=tls.trust(self._tls.get("tls_ca", "")))
 
-    @property
-    def config_file(self) -> Path:
-        path = self.folder / "config.yaml"
-        coordinator = {"lease_ttl_s": 2, "reconcile_interval_s": 0.2, **self.settings.get("coordinator", {})}
+    def config_file(self, name: str) -> Path:
+        path = self.folder / f"config-{name}.yaml"
+        coordinator = {"lease_ttl_s": 2, "reconcile_interval_s": 0.2, **self.settings.get("coordinator", {}),
+                       **({"host": self.hosts[name].address} if name in self.hosts else {})}
         path.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self.folder), "etcd":
                                         {"call_timeout_s": 1.0, "retry_budget_s": 4.0}, **self.settings,
                                         "coordinator": coordinator}))
         return path
 
     def command(self, name: str, port: int) -> list[str]:
-        return processes.python("elastic_rl.coordinator.service", "--config", str(self.config_file), "--etcd",
-                                ",".join(self.etcd), "--replica", name, "--port", str(port))
+        inside = self.hosts[name].inside if name in self.hosts else []
+        return [*inside, *processes.python(
+            "elastic_rl.coordinator.service", "--config", str(self.config_file(name)), "--etcd", ",".join(self.etcd),
+            "--replica", name, "--port", str(port))]
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -55,7 +61,8 @@ class Replicas:
         for name in names:
             port = processes.free_port()
             scheme = "https" if self._tls.get("tls_cert") else "http"
-            self.urls[name] = f"{scheme}://127.0.0.1:{port}"
+            host = self.hosts[name].address if name in self.hosts else "127.0.0.1"
+            self.urls[name] = f"{scheme}://{host}:{port}"
             self.running[name] = processes.spawn(self.command(name, port), log=self.log(name))
 
     def start(self, *names: str) -> None:

@@ -89,7 +89,7 @@ def test_the_leader_forgets_keys_after_a_day(build: Build) -> None:
 
 def test_replicas_and_clients_speak_tls_and_a_stranger_is_not_believed(build: Build, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "house")
-    mine = authority.issue("replica", address="127.0.0.1")
+    mine = authority.issue("replica", hosts=["127.0.0.1"])
     house = build("a", "b", coordinator={"tls_cert": str(mine.cert), "tls_key": str(mine.key),
                                          "tls_ca": str(authority.cert)})
     assert all(url.startswith("https://") for url in house.replicas.urls.values())

@@ -1,0 +1,113 @@
+"""The leading coordinator loses its network to etcd, though not to its clients, and gets it back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from coordinators import Replicas
+from etcd_server import EtcdServers
+from hosts import TwoNetworks
+from leadership import Change, check
+from pool_writers import Writer, lost, more, observe, patch
+
+from elastic_rl import processes
+from elastic_rl.coordinator.alerts import Alert, Phase
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.records import PoolSpec
+from elastic_rl.coordinator.store import Store
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def networks() -> Iterator[TwoNetworks]:
+    with TwoNetworks() as made:
+        yield made
+
+
+@pytest.fixture
+def far_etcd(tmp_path: Path, networks: TwoNetworks) -> Iterator[EtcdServers]:
+    """Three members at an address that replicas reach over one of their two links."""
+    servers = EtcdServers(tmp_path / "etcd", 3, host=networks.etcd_address)
+    try:
+        yield servers.start()
+    finally:
+        servers.close()
+
+
+@pytest.fixture
+def replicas(far_etcd: EtcdServers, networks: TwoNetworks, keys: Keys, tmp_path: Path) -> Iterator[Replicas]:
+    made = Replicas(tmp_path, keys, far_etcd.endpoints, {"coordinator": {"require_token": False}},
+                    hosts={name: networks.host(name) for name in ("a", "b")})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def believes_to_lead(replicas: Replicas, name: str) -> bool:
+    """By the replica's own metric."""
+    text = httpx.get(f"{replicas.urls[name]}/metrics", timeout=10.0, trust_env=False).text
+    found = re.search(r"^elastic_rl_is_leader (\S+)", text, re.MULTILINE)
+    assert found, text[:500]
+    return float(found[1]) == 1
+
+
+def told(history: Sequence[Change], keys: Keys, kind: str) -> list[tuple[str, str, Phase]]:
+    """Each phase of each alert of a kind, once: (id, subject, phase)."""
+    alerts = [Alert.decode(c.value.encode()) for c in history if c.put and c.key.startswith(keys.alerts_prefix())]
+    return list(dict.fromkeys((a.id, a.subject, a.phase) for a in alerts if a.kind == kind))
+
+
+def test_a_leader_that_etcd_cannot_hear_steps_down_and_its_late_writes_are_refused(
+        far_etcd: EtcdServers, networks: TwoNetworks, replicas: Replicas, keys: Keys) -> None:
+    with far_etcd.connect() as store:
+        since = store.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
+        replicas.start("a", "b")
+        writer = Writer(list(replicas.urls.values()), seed=11)
+        try:
+            more(writer, 20)
+            stale = replicas.leader()
+            assert believes_to_lead(replicas, stale) and replicas.hosts[stale].reaches(far_etcd.endpoints[0])
+
+            networks.cut_from_etcd(stale)  # under writes: what it has sent lies in its sockets, and goes out later
+            assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
+            processes.wait_until(lambda: store.get(keys.leader(stale)) is None, timeout_s=10, what="its lease's end")
+            more(writer, 20)  # the other one leads
+            assert not believes_to_lead(replicas, stale)
+            refused = patch(replicas.urls[stale], 61, timeout_s=20.0)
+            assert refused.status in (503, 504), refused  # in time, and typed
+            assert httpx.get(f"{replicas.urls[stale]}/readyz", timeout=20.0, trust_env=False).status_code == 503
+            processes.wait_until(lambda: _open(store, keys, stale), timeout_s=10, what="the alert")
+            assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
+
+            networks.heal(stale)
+            processes.wait_until(lambda: store.get(keys.leader(stale)), timeout_s=20, what="its new candidacy")
+            processes.wait_until(lambda: replicas.ready(stale), timeout_s=20, what="its readiness")
+            assert not believes_to_lead(replicas, stale)
+            processes.wait_until(lambda: not _open(store, keys, stale), timeout_s=20, what="the alert's end")
+            more(writer, 20)
+        finally:
+            writer.close()
+        last = f"{keys.root}zz-end"
+        store.put(last, b"end")
+
+    history = observe(far_etcd, keys, since, last)
+    verdict = check(history, keys)
+    assert verdict.faults == []
+    assert verdict.announced == [n for _, n in verdict.terms] and verdict.announced[0] == stale
+    assert len(verdict.announced) == 2, "a partition of one replica is one change of leaders"
+    assert lost(writer.done, verdict) == [], "writes that were acknowledged are not in the store"
+    assert {w.status for w in writer.done} - {200} <= {0, 503, 504}
+    assert any(w.url == replicas.urls[stale] and w.status != 200 for w in writer.done), "nothing met the partition"
+    (fired, resolved) = told(history, keys, "coordinator.dead")
+    assert (fired[1], fired[2]) == (stale, Phase.FIRING) and resolved == (fired[0], stale, Phase.RESOLVED)
+
+
+def _open(store: Store, keys: Keys, replica: str) -> bool:
+    alerts = [Alert.decode(kv.value) for kv in store.range(keys.alerts_prefix())[0]]
+    return any(a.kind == "coordinator.dead" and a.subject == replica and a.open for a in alerts)
