@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator import channels, events, tokens
+from elastic_rl.coordinator.candidacy import leading
 from elastic_rl.coordinator.channels import pauses
-from elastic_rl.coordinator.election import leading
 from elastic_rl.coordinator.etcdpb import etcd_pb2 as pb
 from elastic_rl.coordinator.failures import Failure, classify, refusal
 from elastic_rl.coordinator.keys import Keys
