@@ -61,13 +61,15 @@ def objection(release: tuple[int, int, int]) -> str:
     return ""
 
 
-def command(binary: Path, data_dir: Path, client_port: int, peer_port: int, *, name: str = "etcd-0") -> list[str]:
-    """Command line of a single member on loopback, tuned for little memory: a snapshot every 5,000 writes (the log
-    since the last one is held in memory) and five minutes of history."""
+def command(binary: Path, data_dir: Path, client_port: int, peer_port: int, *, name: str = "etcd-0",
+            cluster: str = "") -> list[str]:
+    """Command line of a member on loopback, tuned for little memory: a snapshot every 5,000 writes (the log since the
+    last one is held in memory) and five minutes of history. ``cluster``: ``name=URL`` of all members; empty: alone."""
     client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     return [str(binary), "--name", name, "--data-dir", str(data_dir),
             "--listen-client-urls", client, "--advertise-client-urls", client,
-            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"{name}={peer}",
+            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
+            cluster or f"{name}={peer}",
             "--snapshot-count", "5000", "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
             "--quota-backend-bytes", str(1 << 30), "--logger", "zap", "--log-level", "warn"]
 

@@ -1,8 +1,9 @@
-"""An etcd member of a measurement's own."""
+"""An etcd of a measurement's own: one member, or several that can be killed and stopped."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 from pathlib import Path
 
@@ -29,3 +30,42 @@ def end(process: subprocess.Popen[bytes]) -> None:
     stop(process.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(10)
+
+
+class Members:
+    """A cluster with etcd's own default timings (heartbeats every 100 ms, an election after 1,000 ms without)."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, count: int = 3) -> None:
+        ports = [(free_port(), free_port()) for _ in range(count)]
+        cluster = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(ports))
+        binary = etcd_server.find_binary()
+        self.endpoints = [f"127.0.0.1:{client}" for client, _ in ports]
+        self._folder = folder
+        self._commands = [etcd_server.command(binary, folder / f"m{i}", client, peer, name=f"m{i}", cluster=cluster)
+                          for i, (client, peer) in enumerate(ports)]
+        self._running = [self._spawn(i) for i in range(count)]
+        stack.callback(self._end)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until each member answers and has a leader."""
+        wait_until(lambda: all(etcd_server.healthy(e) for e in self.endpoints), timeout_s=_START_S, what="etcd",
+                   alive=lambda: all(p.poll() is None for p in self._running))
+
+    def signal(self, i: int, number: signal.Signals) -> None:
+        self._running[i].send_signal(number)
+
+    def bring_back(self, i: int) -> None:
+        """Lets a stopped member go on, or starts a killed one on its data; waits until all are well."""
+        self.signal(i, signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._running[i].wait(0.2)
+            self._running[i] = self._spawn(i)
+        self.wait()
+
+    def _end(self) -> None:
+        for process in self._running:
+            end(process)
+
+    def _spawn(self, i: int) -> subprocess.Popen[bytes]:
+        return spawn(self._commands[i], log=self._folder / f"m{i}.log")

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _NEED_LEADER = (("hasleader", "true"),)  # a member cut off from the majority says so, instead of waiting
 _SIGN_INS = 3
 """How often one call signs in anew: members learn of a token, and of changed users, one after the other."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.4
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.2
 
 
 @dataclass(frozen=True)

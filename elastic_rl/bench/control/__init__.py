@@ -8,6 +8,7 @@ from elastic_rl.bench.suite import Suite
 from elastic_rl.measure import Row
 
 SUITE = Suite(__name__, {
+    "store_failover": ("store-failover-kill", "store-failover-stop", "store-watch-kill", "store-watch-stop"),
     "failover": ("failover-kill", "failover-stop", "failover-term"),
     "crowd": ("api-p99", "cpu-1000", "memory-1000", "etcd-writes"),
     "delay": ("watch-delay",),

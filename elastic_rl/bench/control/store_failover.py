@@ -1,0 +1,94 @@
+"""store-failover-*, store-watch-*: the leading member of three fails under one client that writes all the time.
+
+What is timed is the longest pause between two writes that were answered, and between two changes that a watch told of,
+from the fault on. The client and the watch begin at the member that fails. etcd's timings are its defaults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+
+from elastic_rl.bench.control.rig import Rig
+from elastic_rl.bench.etcd import Members
+from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.store import Store
+from elastic_rl.errors import DeadlineExceeded
+from elastic_rl.measure import Row
+from elastic_rl.processes import wait_until
+
+_HOW = {"kill": (signal.SIGKILL, "kill -9 of the leading etcd member"), "stop": (signal.SIGSTOP, "SIGSTOP of it")}
+_GOAL_S = 2.5
+_AFTER_S = 5.0
+"""How long after a fault pauses are looked for."""
+_EVERY_S = 0.005
+
+
+def measure(rig: Rig) -> list[Row]:
+    rows, trials = [], 3 if rig.options.quick else 15
+    with contextlib.ExitStack() as stack:
+        members = Members(rig.folder, stack)
+        for how, (number, name) in _HOW.items():
+            pauses = [_trial(members, number) for _ in range(trials)]
+            for kind, what, times in (("failover", "writes pause", [w for w, _ in pauses]),
+                                      ("watch", "a watch pauses", [e for _, e in pauses])):
+                rows += [Row.of(f"store-{kind}-{how}", f"{name} → {what}", times, "s", goal=_GOAL_S),
+                         Row(id=f"store-{kind}-{how}-max", name=f"… at most, of {trials}", value=max(times), unit="s",
+                             goal=_GOAL_S, samples=trials)]
+    return rows
+
+
+def _trial(members: Members, number: signal.Signals) -> tuple[float, float]:
+    """Seconds of the longest pause of the writes, and of the watch."""
+    keys, victim = Keys("bench-store"), _leader(members)
+    with _beginning_at(members, victim) as store:
+        revision, done = store.put(keys.root + "n", b""), threading.Event()
+        wrote, heard = [time.monotonic()], [time.monotonic()]
+        with store.watch(keys.root + "n", start_revision=revision + 1) as watch:
+
+            def write() -> None:
+                while not done.wait(_EVERY_S):
+                    store.put(keys.root + "n", b"")
+                    wrote.append(time.monotonic())
+
+            def hear() -> None:
+                while not done.is_set():
+                    if watch.get(0.1) is not None:
+                        heard.append(time.monotonic())
+
+            threads = [threading.Thread(target=work, daemon=True) for work in (write, hear)]
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: len(wrote) > 50 and len(heard) > 50, timeout_s=20, what="writes")
+            fault = time.monotonic()
+            members.signal(victim, number)
+            time.sleep(_AFTER_S)
+            if max(wrote[-1], heard[-1]) < fault + _AFTER_S / 2:
+                raise DeadlineExceeded(f"no write was answered within {_AFTER_S:g} s of the fault")
+            members.bring_back(victim)
+            done.set()
+            for thread in threads:
+                thread.join(20)
+    return _longest(wrote, fault), _longest(heard, fault)
+
+
+def _longest(times: list[float], fault: float) -> float:
+    within = [t for t in times if fault - 1 < t < fault + _AFTER_S]
+    return max(later - earlier for earlier, later in zip(within, [*within[1:], within[-1]], strict=True))
+
+
+def _leader(members: Members) -> int:
+    with Store(members.endpoints, call_timeout_s=2.0) as store:
+        return int(wait_until(lambda: [i for i, s in enumerate(store.statuses()) if s.is_leader], timeout_s=20,
+                              what="a leading member")[0])
+
+
+def _beginning_at(members: Members, i: int) -> Store:
+    """A client as it is by default; it takes a member by chance, so we try until it took this one."""
+    while True:
+        store = Store(members.endpoints)
+        if store.endpoint == members.endpoints[i]:
+            return store
+        store.close()
