@@ -35,7 +35,7 @@ from elastic_rl.coordinator.records import Event, Leader, Record
 from elastic_rl.coordinator.roster_keeper import RosterKeeper
 from elastic_rl.coordinator.store import Compare, KeyValue, Op, Store
 from elastic_rl.coordinator.tally import Cursor, count
-from elastic_rl.errors import ElasticRLError, Fenced, StoreRefused
+from elastic_rl.errors import ElasticRLError, Fenced, StoreDenied, StoreFull, StoreRefused
 from elastic_rl.telemetry import metrics, traces
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Reconciler:
                     self.look()
                 self.last_look = self._clock()
                 self._outcry.over()
-            except StoreRefused as e:
+            except (StoreDenied, StoreFull, StoreRefused) as e:
                 _FAILED.labels(type(e).__name__).inc()
                 log.error("look ended early: %s", e)
                 self._outcry.tell(str(e))
