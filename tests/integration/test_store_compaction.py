@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import anyio
 import pytest
 from etcd_server import EtcdServers
 from tcp_link import Link, Links
 
 from elastic_rl.coordinator import events
 from elastic_rl.coordinator.election import Election
+from elastic_rl.coordinator.feed import Feed
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.records import Version, VersionState
+from elastic_rl.coordinator.scene import Change
 from elastic_rl.coordinator.store import Store
-from elastic_rl.coordinator.stream import EventStreams
 from elastic_rl.coordinator.waker import Waker
 from elastic_rl.dcs.puller import HeadWatch
 from elastic_rl.errors import Compacted
@@ -68,16 +69,15 @@ def _head(near: Store, keys: Keys, number: int) -> None:
 
 
 def test_each_watcher_resynchronises_after_a_compaction_that_it_missed(outage: Outage, keys: Keys) -> None:
-    far, near, stopping = outage.far, outage.near, threading.Event()
+    far, near = outage.far, outage.near
     _head(near, keys, 1)
-    events.emit(near, keys, "before", "x", "m")
     first = Election(near, keys, "first", "", 60).start()
     wait_until(lambda: first.is_leader, timeout_s=10, what="the first leader")
     woken = threading.Event()
     waker, second = Waker(far, keys, woken.set), Election(far, keys, "second", "", 60)
-    streams = EventStreams(far, keys, stopping)
+    client = Client(Feed(far, keys, "far", most=4))
     with ExitStack() as cleanup, ThreadPoolExecutor(1) as background:
-        cleanup.callback(stopping.set)
+        cleanup.callback(client.stopping.set)
         waker.start()
         cleanup.callback(waker.stop)
         second.start()
@@ -86,9 +86,10 @@ def test_each_watcher_resynchronises_after_a_compaction_that_it_missed(outage: O
         heads = cleanup.enter_context(HeadWatch(far, keys, "policy"))
         assert getattr(heads.get(10), "number", 0) == 1
         witness = cleanup.enter_context(far.watch(keys.root, start_revision=near.range(keys.root)[1] + 1))
-        frames: list[bytes] = []
-        stream = background.submit(anyio.run, _read, streams, None, frames)
-        wait_until(lambda: any(b"event: before" in f for f in frames), timeout_s=10, what="the first event")
+        stream = background.submit(asyncio.run, client.run())
+        assert client.open.wait(10)
+        events.emit(near, keys, "before", "x", "m")
+        wait_until(lambda: client.saw("before"), timeout_s=10, what="the first event")
 
         outage.begin()
         _head(near, keys, 2)
@@ -102,19 +103,40 @@ def test_each_watcher_resynchronises_after_a_compaction_that_it_missed(outage: O
                 witness.get(20)
         assert getattr(heads.get(20), "number", 0) == 3
         wait_until(lambda: second.is_leader, timeout_s=20, what="the second leader")
-        stream.result(timeout=20)  # it ended; its client comes again with the last id that it has
-        last = int(next(f for f in frames if b"event: before" in f).split()[1])
-        again: list[bytes] = []
-        background.submit(anyio.run, _read, streams, last, again)
-        wait_until(lambda: any(b"event: meanwhile" in f for f in again), timeout_s=20, what="the event it missed")
-        assert not any(b"event: before" in f for f in again)
+        assert client.open_again.wait(20), "the stream ended, and its client came again"
+        assert client.missed is None, "what it missed cannot be told any more: it gets a snapshot"
+        events.emit(near, keys, "after", "x", "m")
+        wait_until(lambda: client.saw("after"), timeout_s=20, what="an event after the compaction")
         wait_until(lambda: _wakes(near, keys, woken), timeout_s=20, what="the waker", poll_s=0.2)
-        stopping.set()
+        client.stopping.set()
+        stream.result(timeout=20)
 
 
-async def _read(streams: EventStreams, after: int | None, frames: list[bytes]) -> None:
-    async for frame in await streams.follow(after, 10):
-        frames.append(frame)
+@dataclass
+class Client:
+    """A stream of events that is opened again when it ends, from the last revision that was seen."""
+
+    feed: Feed
+    seen: list[Change] = field(default_factory=list)
+    missed: list[Change] | None = field(default_factory=list)
+    open: threading.Event = field(default_factory=threading.Event)
+    open_again: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    async def run(self) -> None:
+        reader = await self.feed.subscribe(frozenset({"event"}))
+        self.open.set()
+        while not reader.over and not self.stopping.is_set():
+            self.seen += await reader.take(0.5)
+        self.feed.leave(reader)
+        reader = await self.feed.subscribe(frozenset({"event"}), after=self.seen[-1].revision)
+        self.missed = reader.missed
+        self.open_again.set()
+        while not self.stopping.is_set():
+            self.seen += await reader.take(0.5)
+
+    def saw(self, kind: str) -> bool:
+        return any(c.object is not None and f'"kind":"{kind}"'.encode() in c.object for c in self.seen)
 
 
 def _wakes(near: Store, keys: Keys, woken: threading.Event) -> bool:
