@@ -23,7 +23,7 @@ from elastic_rl.config import Config
 from elastic_rl.coordinator import events
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.membership import members
-from elastic_rl.coordinator.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
+from elastic_rl.coordinator.records import Engine, EngineState, JobStatus, Leader, Member, OperationState, PoolStatus
 from elastic_rl.coordinator.store import Store
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.processes import wait_until
@@ -133,6 +133,52 @@ class TrainerRankKilled:
     def healed(self) -> bool:
         """The group re-formed, and has trained a step beyond the one it was killed in."""
         return self.scene.saw_event("trainer.recovered", self.at) and self.scene.step() > self.step
+
+
+class TrainerRankStopped:
+    """SIGSTOP of one rank: its process is there and does nothing, so the others hang in their collectives."""
+
+    name = "trainer_rank_stopped"
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def inject(self) -> tuple[str, str]:
+        self.at, self.step = time.time(), self.scene.step()
+        rank = max(self.scene.trainer_ranks(), key=lambda m: m.id)
+        process = psutil.Process(rank.pid)
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=_INJECT_S, what="the rank's stop")
+        return f"trainer {rank.id}", f"pid {rank.pid} was sent SIGSTOP and seen to stand still"
+
+    def detected(self) -> bool:
+        """By what beats on without working."""
+        return self.scene.saw_event("trainer.hung", self.at)
+
+    def healed(self) -> bool:
+        return self.scene.saw_event("trainer.recovered", self.at) and self.scene.step() > self.step
+
+
+class Restarted:
+    """A part is started anew on an operator's request."""
+
+    def __init__(self, scene: Scene, target: str) -> None:
+        self.scene, self.target = scene, target
+        self.name = f"restarted_{target.rpartition('/')[2]}"
+
+    def inject(self) -> tuple[str, str]:
+        self.step = self.scene.step()
+        self.operation = self.scene.api.restart(self.target, reason="fire drill")
+        return self.target, f"operation {self.operation['id']} was accepted"
+
+    def detected(self) -> bool:
+        """Whoever runs the part has taken it down."""
+        now = self.scene.api.operation(self.operation["id"])
+        return now["done"] > 0 or now["state"] == OperationState.SUCCEEDED
+
+    def healed(self) -> bool:
+        now = self.scene.api.operation(self.operation["id"])
+        return now["state"] == OperationState.SUCCEEDED and self.scene.step() > self.step
 
 
 class CoordinatorKilled:

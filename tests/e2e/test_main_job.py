@@ -18,10 +18,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from elastic_rl import config, processes, train
 from elastic_rl.cluster import Cluster, ClusterInfo
+from elastic_rl.coordinator import events
 from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import JobStatus, StepPoint
+from elastic_rl.coordinator.records import Event, JobStatus, StepPoint
 from elastic_rl.coordinator.store import Store
-from elastic_rl.drill import CoordinatorKilled, EngineKilled, FaultPlan, PoolScaled, TrainerRankKilled
+from elastic_rl.drill import (
+    CoordinatorKilled,
+    EngineKilled,
+    FaultPlan,
+    PoolScaled,
+    Restarted,
+    TrainerRankKilled,
+    TrainerRankStopped,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -44,6 +53,11 @@ class Job:
         logs = self.cluster.cfg.cluster_dir / "logs"
         assert code == 0, f"the run failed; its logs are in {logs}"
         return json.loads((self.cluster.cfg.job_dir / "report.json").read_text())
+
+    def events(self) -> list[Event]:
+        """All of the cluster that is up."""
+        with Store(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd, call_timeout_s=2.0) as store:
+            return events.recent(store, Keys(self.cfg.job), 2000)
 
     def leftovers(self) -> list[str]:
         """What should be gone once the cluster is down."""
@@ -129,6 +143,20 @@ def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Jo
     assert_sound(report, 12)
     fault_of(report, "trainer_rank_killed")
     assert 0 < report["steps_redone"] <= 5
+
+
+@pytest.mark.parametrize("job", [{"train.steps": 30, "train.state_every_steps": 5, "coordinator.hang_floor_s": 8}],
+                         indirect=True)
+def test_a_hung_group_is_restarted_and_so_is_what_an_operator_wants_anew(job: Job) -> None:
+    report = job.run(lambda scene, steps: [(6, TrainerRankStopped(scene)), (14, Restarted(scene, "roles/advantages")),
+                                           (17, Restarted(scene, "job"))])
+    assert_sound(report, 30)
+    assert "SIGSTOP" in fault_of(report, "trainer_rank_stopped")["witness"]
+    fault_of(report, "restarted_advantages")
+    fault_of(report, "restarted_job")
+    kinds = [e.kind for e in job.events()]
+    assert "trainer.hung" in kinds and kinds.count("operation.succeeded") >= 3, "one by the policy, two by the operator"
+    assert "run.crash_loop" not in kinds and "driver.dead" not in kinds
 
 
 @pytest.mark.parametrize("job", [{"train.steps": 20, "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}],

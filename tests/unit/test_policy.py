@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -124,3 +125,9 @@ def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int
     assert stopped != moving
     if stopped:
         assert restarts == CFG.stop_after
+
+
+def test_the_manual_has_the_policy_as_it_is() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "control.md").read_text()
+    table = [f"| {r.part} | {r.fault} | {r.does} | {r.meanwhile} |" for r in POLICY]
+    assert "\n".join(table) in manual
