@@ -32,6 +32,9 @@ from elastic_rl.drill import (
     TrainerRankStopped,
 )
 
+UNTAUGHT = {"warmup.max_steps": 25}
+"""For runs that need not learn: a model that was hardly warmed up costs the loop as much as a good one."""
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
@@ -130,14 +133,14 @@ def fault_of(report: dict[str, Any], name: str) -> dict[str, Any]:
     return fault
 
 
-@pytest.mark.parametrize("job", [{"train.steps": 60}], indirect=True)
+@pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 60}], indirect=True)
 def test_a_killed_engine_is_replaced_while_the_run_goes_on(job: Job) -> None:
     report = job.run(lambda scene, steps: [(3, EngineKilled(scene))])
     assert_sound(report, 60)
     assert "SIGKILL" in fault_of(report, "engine_killed")["witness"]
 
 
-@pytest.mark.parametrize("job", [{"train.steps": 12, "train.state_every_steps": 5}], indirect=True)
+@pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 12, "train.state_every_steps": 5}], indirect=True)
 def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Job) -> None:
     report = job.run(lambda scene, steps: [(7, TrainerRankKilled(scene))])
     assert_sound(report, 12)
@@ -145,8 +148,8 @@ def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Jo
     assert 0 < report["steps_redone"] <= 5
 
 
-@pytest.mark.parametrize("job", [{"train.steps": 30, "train.state_every_steps": 5, "coordinator.hang_floor_s": 8}],
-                         indirect=True)
+@pytest.mark.parametrize("job", [
+    {**UNTAUGHT, "train.steps": 30, "train.state_every_steps": 5, "coordinator.hang_floor_s": 8}], indirect=True)
 def test_a_hung_group_is_restarted_and_so_is_what_an_operator_wants_anew(job: Job) -> None:
     report = job.run(lambda scene, steps: [(6, TrainerRankStopped(scene)), (14, Restarted(scene, "roles/advantages")),
                                            (17, Restarted(scene, "job"))])
@@ -159,15 +162,15 @@ def test_a_hung_group_is_restarted_and_so_is_what_an_operator_wants_anew(job: Jo
     assert "run.crash_loop" not in kinds and "driver.dead" not in kinds
 
 
-@pytest.mark.parametrize("job", [{"train.steps": 20, "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}],
-                         indirect=True)
+@pytest.mark.parametrize("job", [
+    {**UNTAUGHT, "train.steps": 20, "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}], indirect=True)
 def test_a_killed_leading_coordinator_stops_nothing_and_data_parallel_ranks_train_too(job: Job) -> None:
     report = job.run(lambda scene, steps: [(3, CoordinatorKilled(scene))])
     assert_sound(report, 20)
     fault_of(report, "coordinator_killed")
 
 
-@pytest.mark.parametrize("job", [{"train.steps": 100}], indirect=True)
+@pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 100}], indirect=True)
 def test_the_pool_grows_and_shrinks_under_a_running_job(job: Job) -> None:
     report = job.run(lambda scene, steps: [(3, PoolScaled(scene, "pool_scaled_out", +1)),
                                            (4, PoolScaled(scene, "pool_scaled_in", -1))])
