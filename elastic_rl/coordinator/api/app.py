@@ -6,7 +6,7 @@ from fastapi import Depends, FastAPI, Request
 from starlette.types import ASGIApp
 
 import elastic_rl
-from elastic_rl.coordinator import problems
+from elastic_rl.coordinator import dashboard, problems
 from elastic_rl.coordinator.api import changes, hearing, openapi, reads, streams
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.gate import Gate
@@ -29,6 +29,7 @@ def routes() -> FastAPI:
     changes.install(app)
     hearing.install(app)
     openapi.install(app)
+    dashboard.install(app)
     return app
 
 

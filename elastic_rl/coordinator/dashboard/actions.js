@@ -1,0 +1,101 @@
+// What an operator can do here. Each asks first, shows the operation that it made, and follows it.
+
+import { confirm, field } from "./dialogs.js";
+import { el, text } from "./dom.js";
+import { plural } from "./format.js";
+import { describe } from "./health.js";
+
+const part = encodeURIComponent;
+
+export class Actions {
+  constructor(model, notices) {
+    this.model = model;
+    this.notices = notices;
+    this.follow = (operation) => notices.follow(operation);
+  }
+
+  scale(pool) {
+    const input = el("input", { type: "number", min: "1", step: "1", inputmode: "numeric", value: String(pool.desired),
+      required: true });
+    const effect = el("p", { class: "effect", role: "status" });
+    const desired = () => (/^\d+$/.test(input.value.trim()) ? Number(input.value) : null);
+    const preview = () => {
+      const n = desired();
+      const more = n - pool.desired;
+      text(effect, n === null ? "A whole number of engines." : more === 0 ? "As many as now: nothing will change."
+        : more > 0 ? `${plural(more, "engine")} will be started.`
+          : `${plural(-more, "engine")} will finish the requests in flight and leave.`);
+    };
+    input.addEventListener("input", preview);
+    preview();
+    confirm({ title: `Scale pool ${pool.name}`, verb: "Scale", done: this.follow,
+      what: `${pool.ready} ready of ${pool.desired} wanted.`, fields: [field("Engines wanted", input), effect],
+      ready: () => desired() !== null,
+      request: () => ({ method: "POST", path: `v1/pools/${part(pool.name)}/scale`, body: { desired: desired() } }) });
+    input.select();
+  }
+
+  drain(engine) {
+    const replace = el("input", { type: "checkbox", checked: true });
+    confirm({ title: `Drain engine ${engine.id}`, verb: "Drain", danger: true, done: this.follow,
+      what: `It takes no new requests, finishes those in flight and leaves pool ${engine.pool}. This cannot be cancelled.`,
+      fields: [el("label", { class: "check" }, replace, el("span", { text: "Start another engine in its place" }))],
+      request: () => ({ method: "POST", path: `v1/engines/${part(engine.id)}/drain`, body: { replace: replace.checked } }) });
+  }
+
+  /** `target` as the API names it; without one the dialog asks which part. */
+  restart(target = "") {
+    const choice = target ? null : this.#targets();
+    const wanted = () => target || choice.value;
+    const reason = el("input", { type: "text", maxlength: "200", autocomplete: "off" });
+    const effect = el("p", { class: "effect", role: "status" });
+    const job = this.model.job?.job ?? "";
+    const typed = el("input", { type: "text", autocomplete: "off", spellcheck: "false" });
+    const sure = field(`To restart everything, type the job's name: ${job}`, typed);
+    const explain = () => {
+      text(effect, EFFECT(wanted()));
+      sure.hidden = wanted() !== "job";
+    };
+    choice?.addEventListener("change", explain);
+    explain();
+    confirm({ title: target ? describe({ kind: "restart", target }) : "Restart", verb: "Restart", danger: true,
+      done: this.follow, what: "What is committed stays; work since the last committed state is done again.",
+      fields: [...(choice ? [field("What", choice)] : []), effect, field("Why (goes on the record)", reason), sure],
+      ready: () => wanted() !== "job" || typed.value.trim() === job,
+      request: () => ({ method: "POST", path: "v1/restarts", body: { target: wanted(), reason: reason.value.trim() } }) });
+  }
+
+  #targets() {
+    const roles = new Set([...this.model.members.values()].map((m) => m.role));
+    for (const other of ["coordinator", "dcs", "engine", "trainer", "driver"]) roles.delete(other);
+    return el("select", {}, el("option", { value: "trainer", text: "the trainer" }),
+      ...[...roles].sort().map((role) => el("option", { value: `roles/${role}`, text: `role ${role}` })),
+      el("option", { value: "job", text: "the whole compute plane" }));
+  }
+
+  cancel(operation) {
+    confirm({ title: `Cancel: ${describe(operation)}`, verb: "Cancel it", danger: true, done: this.follow,
+      what: operation.kind === "scale" ? `The pool goes back to ${plural(operation.params?.previous ?? 0, "engine")}.`
+        : "It is taken back if it has not begun yet.",
+      request: () => ({ method: "DELETE", path: `v1/operations/${part(operation.id)}` }) });
+  }
+
+  silence(alert) {
+    const hours = el("select", {}, ...[[1, "1 hour"], [4, "4 hours"], [12, "12 hours"], [24, "a day"]]
+      .map(([n, name]) => el("option", { value: String(n), text: name })));
+    const comment = el("input", { type: "text", maxlength: "200", autocomplete: "off" });
+    confirm({ title: `Silence ${alert.kind} ${alert.subject}`, verb: "Silence",
+      what: "Nobody is notified of it for that time. It stays on this page, and what caused it stays as it is.",
+      fields: [field("For", hours), field("Why", comment)],
+      done: () => this.notices.say(`${alert.kind} ${alert.subject} is silenced for ${hours.selectedOptions[0].text}.`),
+      request: () => ({ method: "POST", path: "v1/silences", body: {
+        kind: alert.kind, subject: alert.subject, for_s: Number(hours.value) * 3600, comment: comment.value.trim() } }) });
+  }
+}
+
+function EFFECT(target) {
+  if (target === "job") return "Every engine, role and trainer process ends and is started anew under a new epoch; the run goes on from the last committed state. Minutes.";
+  if (target === "trainer") return "The trainer group re-forms from its last committed state; engines go on generating within the staleness bound.";
+  if (target.startsWith("roles/")) return "The role is restarted in place; its work is leased out again.";
+  return "The engine is replaced; its requests are retried elsewhere.";
+}

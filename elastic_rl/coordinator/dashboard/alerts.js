@@ -1,0 +1,69 @@
+// What is broken: the alerts that fire, what followed each, and the button that silences it.
+
+import { badge, el, keyed, since, text } from "./dom.js";
+import { now, plural } from "./format.js";
+import { firing, responses } from "./health.js";
+
+const CAP = 6;
+const LEVEL = { error: "bad", warning: "warn", info: "idle" };
+
+export class Alerts {
+  #all = false;
+
+  constructor(section, actions) {
+    this.actions = actions;
+    this.list = section.querySelector(".list");
+    this.sum = section.querySelector(".sum");
+    this.none = el("p", { class: "none" });
+    this.more = el("button", { type: "button", class: "more quiet",
+      onclick: () => { this.#all = !this.#all; this.render(this.model); } });
+    section.append(this.none, this.more);
+  }
+
+  render(model) {
+    this.model = model;
+    const alerts = firing(model);
+    const pending = [...model.alerts.values()].filter((a) => a.phase === "pending").length;
+    text(this.sum, alerts.length ? `${plural(alerts.length, "alert")}` : "");
+    keyed(this.list, this.#all ? alerts : alerts.slice(0, CAP), (a) => a.id, () => this.#make(),
+      (node, a) => this.#fill(node, a, model));
+    this.list.hidden = !alerts.length;
+    this.none.hidden = alerts.length > 0;
+    text(this.none, `No alert is firing.${pending ? ` ${plural(pending, "condition")} may become one.` : ""}`);
+    this.more.hidden = alerts.length <= CAP;
+    text(this.more, this.#all ? `Show the first ${CAP}` : `Show all ${alerts.length} alerts`);
+  }
+
+  #make() {
+    const parts = { level: el("span"), kind: el("strong"), when: el("time"), message: el("p", { class: "message" }),
+      done: el("ol", { class: "done" }), hushed: el("span", { class: "hushed" }),
+      silence: el("button", { type: "button", class: "quiet", text: "Silence…" }) };
+    const node = el("li", { class: "alert" },
+      el("div", { class: "line" }, parts.level, parts.kind, parts.when, parts.hushed, parts.silence),
+      parts.message, parts.done);
+    node.parts = parts;
+    parts.silence.addEventListener("click", () => this.actions.silence(node.item));
+    return node;
+  }
+
+  #fill(node, alert, model) {
+    const { parts } = node;
+    node.item = alert;
+    badge(parts.level, LEVEL[alert.severity], alert.severity);
+    text(parts.kind, `${alert.kind} ${alert.subject}`);
+    since(parts.when, alert.since);
+    text(parts.message, alert.message);
+    const until = silencedUntil(alert, model);
+    text(parts.hushed, until ? "silenced" : "");
+    parts.silence.hidden = Boolean(until);
+    parts.silence.setAttribute("aria-label", `Silence ${alert.kind} ${alert.subject}`);
+    const done = responses(alert, model);
+    keyed(parts.done, done.length ? done : [{ id: "-", at: 0, what: "No response is recorded yet." }], (d) => d.id,
+      () => { const when = el("time"), what = el("span"); return Object.assign(el("li", {}, what, " ", when), { when, what }); },
+      (li, d) => { text(li.what, d.what); if (d.at) since(li.when, d.at); });
+  }
+}
+
+function silencedUntil(alert) {
+  return alert.silenced || (alert.silenced_until ?? 0) > now();
+}

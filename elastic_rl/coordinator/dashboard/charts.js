@@ -1,0 +1,170 @@
+// One curve over the steps of the run, as SVG: axes, faults as marks, and the value under the pointer or the arrow keys.
+
+import { el, svg, text, attr } from "./dom.js";
+import { number } from "./format.js";
+
+const PAD = { left: 40, right: 10, top: 8, bottom: 20 };
+const HEIGHT = 132;
+const TABLE_ROWS = 100;
+
+/** At most `count` round numbers that cover [low, high]. */
+export function ticks(low, high, count) {
+  const span = high - low || Math.abs(high) || 1;
+  const raw = span / count;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw);
+  const found = [];
+  for (let v = Math.floor(low / step) * step; v < high + step * 0.999; v += step) found.push(Number(v.toPrecision(12)));
+  return found;
+}
+
+/** Exponential mean; what is noise in one step is a trend in ten. */
+function smoothed(points) {
+  let mean = null;
+  return points.map(([x, y]) => [x, (mean = mean === null ? y : mean + 0.15 * (y - mean))]);
+}
+
+export class Chart {
+  #points = [];
+  #marks = [];
+  #at = -1; // index of the point that is read out, -1: the last one
+  #width = 0;
+  #drawn = "";
+
+  /** `low`, `high`: bounds that the axis always shows. `smooth`: draws the noise faintly and its mean over it. */
+  constructor({ id, title, unit = "", low = null, high = null, smooth = false, digits = undefined }) {
+    Object.assign(this, { title, unit, low, high, smooth, digits });
+    this.value = el("span", { class: "value" });
+    this.where = el("span", { class: "where" });
+    this.svg = svg("svg", { height: HEIGHT, "aria-hidden": "true", focusable: "false" });
+    this.plot = el("div", { class: "plot", role: "slider", tabindex: "0", "aria-label": `${title} by step`,
+      "aria-orientation": "horizontal", "aria-readonly": "true", "aria-valuemin": "0", "aria-valuemax": "0",
+      "aria-valuenow": "0" }, this.svg);
+    this.body = el("tbody");
+    this.details = el("details", { class: "asTable" }, el("summary", { text: "as a table" }),
+      el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title} by step, as a table` },
+        el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "Step" }),
+          el("th", { scope: "col", text: title + (unit ? ` (${unit})` : "") }))), this.body)));
+    this.node = el("figure", { class: "chart", id: `curve-${id}` },
+      el("figcaption", {}, el("span", { class: "name", text: title }), this.value, this.where), this.plot, this.details);
+    this.plot.addEventListener("pointermove", (e) => this.#point(e));
+    this.plot.addEventListener("pointerdown", (e) => this.#point(e));
+    this.plot.addEventListener("pointerleave", () => this.#read(-1));
+    this.plot.addEventListener("blur", () => this.#read(-1));
+    this.plot.addEventListener("keydown", (e) => this.#key(e));
+    this.details.addEventListener("toggle", () => this.#table());
+    new ResizeObserver(([entry]) => {
+      const width = Math.floor(entry.contentRect.width);
+      if (width && width !== this.#width) { this.#width = width; this.#draw(); }
+    }).observe(this.plot);
+  }
+
+  /** `points`: [step, value], by step. `marks`: {step, what} of faults. */
+  show(points, marks) {
+    const last = points.at(-1);
+    const drawn = `${points.length} ${points[0]?.[0]} ${last} ${marks.length}`;
+    this.#points = points;
+    this.#marks = marks;
+    if (drawn === this.#drawn) return;
+    this.#drawn = drawn;
+    if (this.#at >= points.length) this.#at = -1;
+    this.#draw();
+    this.#table();
+  }
+
+  #scale() {
+    const { low, high } = this;
+    const xs = this.#points.map(([x]) => x);
+    const ys = this.#points.map(([, y]) => y);
+    const steps = ticks(Math.min(low ?? Infinity, ...ys), Math.max(high ?? -Infinity, ...ys), 3);
+    const [x0, x1] = [xs[0], Math.max(xs.at(-1), xs[0] + 1)];
+    const [y0, y1] = [low ?? steps[0], steps.at(-1)];
+    const right = this.#width - PAD.right;
+    const bottom = HEIGHT - PAD.bottom;
+    return { x0, x1, right, bottom, steps: steps.filter((s) => s >= y0),
+      x: (v) => PAD.left + ((v - x0) / (x1 - x0)) * (right - PAD.left),
+      y: (v) => bottom - ((v - y0) / (y1 - y0 || 1)) * (bottom - PAD.top) };
+  }
+
+  #draw() {
+    if (!this.#width) return;
+    attr(this.svg, "width", this.#width);
+    attr(this.svg, "viewBox", `0 0 ${this.#width} ${HEIGHT}`);
+    if (!this.#points.length) {
+      this.svg.replaceChildren(svg("text", { class: "none", x: this.#width / 2, y: HEIGHT / 2, text: "nothing yet" }));
+      text(this.value, "–");
+      text(this.where, "");
+      return;
+    }
+    const s = this.#scale();
+    const parts = s.steps.flatMap((v) => [
+      svg("line", { class: "grid", x1: PAD.left, x2: s.right, y1: s.y(v), y2: s.y(v) }),
+      svg("text", { class: "tick y", x: PAD.left - 6, y: s.y(v) + 3.5, text: number(v, undefined) })]);
+    for (const v of ticks(s.x0, s.x1, Math.max(2, Math.floor(this.#width / 90)))) {
+      if (v < s.x0 || v > s.x1 || !Number.isInteger(v)) continue;
+      parts.push(svg("text", { class: "tick x", x: s.x(v), y: HEIGHT - 5, text: String(v) }));
+    }
+    for (const mark of this.#marks) {
+      if (mark.step < s.x0 || mark.step > s.x1) continue;
+      parts.push(svg("line", { class: "fault", x1: s.x(mark.step), x2: s.x(mark.step), y1: PAD.top, y2: s.bottom }));
+    }
+    const line = (points, name) => svg("polyline", { class: name,
+      points: points.map(([x, y]) => `${s.x(x).toFixed(1)},${s.y(y).toFixed(1)}`).join(" ") });
+    parts.push(line(this.#points, this.smooth ? "raw" : "mean"));
+    if (this.smooth) parts.push(line(smoothed(this.#points), "mean"));
+    this.cursor = svg("line", { class: "cursor", y1: PAD.top, y2: s.bottom, visibility: "hidden" });
+    this.dot = svg("circle", { class: "dot", r: 3 });
+    this.svg.replaceChildren(...parts, this.cursor, this.dot);
+    this.#read(this.#at);
+  }
+
+  #read(at) {
+    this.#at = at;
+    const points = this.#points;
+    if (!points.length || !this.cursor) return;
+    const index = at < 0 ? points.length - 1 : at;
+    const [step, value] = points[index];
+    const s = this.#scale();
+    attr(this.cursor, "x1", s.x(step));
+    attr(this.cursor, "x2", s.x(step));
+    attr(this.cursor, "visibility", at < 0 ? "hidden" : "visible");
+    attr(this.dot, "cx", s.x(step));
+    attr(this.dot, "cy", s.y(value));
+    const shown = `${number(value, this.digits)}${this.unit ? ` ${this.unit}` : ""}`;
+    const near = this.#marks.find((m) => Math.abs(s.x(m.step) - s.x(step)) < 4);
+    text(this.value, shown);
+    text(this.where, at < 0 ? "" : `step ${step}${near ? ` · ${near.what}` : ""}`);
+    attr(this.plot, "aria-valuemin", points[0][0]);
+    attr(this.plot, "aria-valuemax", points.at(-1)[0]);
+    attr(this.plot, "aria-valuenow", step);
+    attr(this.plot, "aria-valuetext", `step ${step}: ${shown}${near && at >= 0 ? `, ${near.what}` : ""}`);
+  }
+
+  #point(event) {
+    if (!this.#points.length) return;
+    const s = this.#scale();
+    const x = event.clientX - this.plot.getBoundingClientRect().left;
+    let best = 0;
+    for (let i = 1; i < this.#points.length; i += 1) {
+      if (Math.abs(s.x(this.#points[i][0]) - x) < Math.abs(s.x(this.#points[best][0]) - x)) best = i;
+    }
+    this.#read(best);
+  }
+
+  #key(event) {
+    const last = this.#points.length - 1;
+    const at = this.#at < 0 ? last : this.#at;
+    const to = { ArrowLeft: at - 1, ArrowDown: at - 1, ArrowRight: at + 1, ArrowUp: at + 1, PageUp: at + 10,
+      PageDown: at - 10, Home: 0, End: last, Escape: -1 }[event.key];
+    if (to === undefined || last < 0) return;
+    event.preventDefault();
+    this.#read(event.key === "Escape" ? -1 : Math.max(0, Math.min(last, to)));
+  }
+
+  #table() {
+    if (!this.details.open) return;
+    const newest = this.#points.slice(-TABLE_ROWS).reverse();
+    this.body.replaceChildren(...newest.map(([step, value]) => el("tr", {}, el("th", { scope: "row", text: step }),
+      el("td", { text: number(value, this.digits) }))));
+  }
+}

@@ -1,0 +1,119 @@
+// Pools and engines.
+
+import { attr, badge, el, since, text } from "./dom.js";
+import { number, plural, seconds } from "./format.js";
+import { Listing } from "./listing.js";
+
+const ORDER = { quarantined: 0, dead: 1, draining: 2, starting: 3, syncing: 4, ready: 5 };
+const LEVEL = { ready: "ok", syncing: "busy", starting: "busy", draining: "warn", quarantined: "bad", dead: "bad" };
+
+export const plain = (head, of, name = "") => ({ head, class: name, fill: (cell, item) => text(cell, of(item)) });
+
+/** Buttons in the last cell of a row. `items`: [label, of(item), run(item), may(item)]. */
+export const buttons = (items) => ({
+  head: "Actions", quiet: true, class: "actions",
+  fill(cell, item, row) {
+    row.item = item;
+    if (!cell.firstChild) {
+      for (const [label, , run] of items) {
+        cell.append(el("button", { type: "button", class: "quiet", text: label, onclick: () => run(row.item) }));
+      }
+    }
+    items.forEach(([, of, , may], i) => {
+      attr(cell.children[i], "aria-label", of(item));
+      cell.children[i].disabled = may ? !may(item) : false;
+    });
+  },
+});
+
+export class Pools {
+  constructor(section, actions) {
+    this.sum = section.querySelector(".sum");
+    this.listing = new Listing(section, {
+      noun: "pools", cap: 8, key: (p) => p.name, words: (p) => p.name, empty: "There is no pool yet.",
+      columns: [
+        plain("Pool", (p) => p.name),
+        { head: "Engines", class: "fill", fill: gauge },
+        plain("Ready", (p) => p.ready, "num"),
+        plain("Starting", (p) => p.starting, "num"),
+        plain("Draining", (p) => p.draining, "num"),
+        plain("Desired", (p) => p.desired, "num"),
+        buttons([["Scale…", (p) => `Scale pool ${p.name}`, (p) => actions.scale(p)]]),
+      ] });
+  }
+
+  render(model) {
+    const pools = [...model.pools.values()]
+      .sort((a, b) => (b.desired - b.ready > 0) - (a.desired - a.ready > 0) || a.name.localeCompare(b.name));
+    const ready = pools.reduce((n, p) => n + p.ready, 0);
+    const desired = pools.reduce((n, p) => n + p.desired, 0);
+    text(this.sum, pools.length > 1 ? `${pools.length} pools, ${ready} of ${plural(desired, "engine")} ready` : "");
+    this.listing.render(pools);
+  }
+}
+
+function gauge(cell, p) {
+  if (!cell.firstChild) cell.append(el("div", { class: "gauge", "aria-hidden": "true" }, el("i"), el("i"), el("i"), el("i")));
+  const whole = Math.max(p.desired, p.ready + p.starting) + p.draining || 1;
+  const missing = Math.max(0, p.desired - p.ready - p.starting);
+  [p.ready, p.starting, p.draining, missing].forEach((n, i) => {
+    const width = `${(100 * n) / whole}%`;
+    const part = cell.firstChild.children[i];
+    if (part.style.width !== width) part.style.width = width;
+  });
+}
+
+export class Engines {
+  constructor(section, actions) {
+    this.sum = section.querySelector(".sum");
+    this.head = 0;
+    this.loads = new Map();
+    this.listing = new Listing(section, {
+      noun: "engines", cap: 12, key: (e) => e.id, empty: "There is no engine yet.",
+      words: (e) => `${e.id} ${e.pool} ${e.state} ${e.host} v${e.version}`,
+      columns: [
+        plain("Engine", (e) => e.id),
+        { head: "State", fill: (cell, e) => {
+          if (!cell.firstChild) cell.append(el("span"));
+          badge(cell.firstChild, LEVEL[e.state] ?? "idle", e.state);
+          attr(cell, "title", e.reason || null);
+        } },
+        plain("Version", (e) => (e.applying ? `${e.version || "–"} → ${e.applying}` : e.version || "–"), "num"),
+        { head: "Lag", class: "num", fill: (cell, e) => {
+          const lag = e.version ? this.head - e.version : null;
+          text(cell, lag === null ? "–" : Math.max(0, lag));
+          attr(cell, "class", lag > 1 ? "num late" : "num");
+        } },
+        plain("Load", (e) => this.#load(e), "num minor"),
+        plain("Pull + apply", (e) => seconds(e.pull_apply_s), "num"),
+        plain("Pool", (e) => e.pool, "minor"),
+        { head: "Changed", class: "minor", fill: (cell, e) => {
+          if (!cell.firstChild) cell.append(el("time"));
+          since(cell.firstChild, e.updated_at);
+        } },
+        buttons([
+          ["Drain…", (e) => `Drain engine ${e.id}`, (e) => actions.drain(e),
+            (e) => ["starting", "syncing", "ready"].includes(e.state)],
+          ["Restart…", (e) => `Restart engine ${e.id}`, (e) => actions.restart(`engines/${e.id}`),
+            (e) => e.state !== "dead"],
+        ]),
+      ] });
+  }
+
+  #load(engine) {
+    const load = this.loads.get(engine.id);
+    return load === undefined ? "–" : number(load);
+  }
+
+  render(model) {
+    this.head = model.head;
+    this.loads = new Map([...model.members.values()].filter((m) => m.role === "engine")
+      .map((m) => [m.id, m.info?.load ?? m.info?.running]).filter(([, load]) => Number.isFinite(load)));
+    const engines = [...model.engines.values()]
+      .sort((a, b) => ORDER[a.state] - ORDER[b.state] || a.version - b.version || a.id.localeCompare(b.id));
+    const counts = new Map();
+    for (const e of engines) counts.set(e.state, (counts.get(e.state) ?? 0) + 1);
+    text(this.sum, [...counts].map(([state, n]) => `${n} ${state}`).join(", "));
+    this.listing.render(engines);
+  }
+}

@@ -1,0 +1,60 @@
+// Numbers and times as people read them. Times are unix seconds of the cluster's clock.
+
+let skew = 0; // seconds that this browser's clock is ahead of the replica's
+
+/** Sets the browser's clock against the replica's, by the Date header of an answer (whole seconds, so 2 s are noise). */
+export function setClock(date) {
+  const ahead = date ? Date.now() / 1000 - Date.parse(date) / 1000 : 0;
+  skew = Math.abs(ahead) > 2 ? ahead : 0;
+}
+
+export const now = () => Date.now() / 1000 - skew;
+
+/** A count or measure with about three digits that matter; an en dash where there is none. */
+export function number(value, digits) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (digits !== undefined) return value.toFixed(digits);
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e6) return String(value);
+  if (size >= 1e9) return `${(value / 1e9).toFixed(1)}G`;
+  if (size >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
+  if (size >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
+  return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : size >= 1 ? value.toFixed(2) : value.toFixed(3);
+}
+
+export function seconds(value) {
+  if (!value || !Number.isFinite(value)) return "–";
+  return value < 1 ? `${Math.round(value * 1000)} ms` : value < 120 ? `${number(value)} s` : duration(value);
+}
+
+export function bytes(value) {
+  if (!value) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+  return `${value >= 100 || unit === 0 ? value.toFixed(0) : value.toFixed(1)} ${units[unit]}`;
+}
+
+/** How long, in at most two units: "8 s", "3 min 20 s", "2 h 5 min", "4 d 2 h". */
+export function duration(value) {
+  const total = Math.max(0, Math.round(value));
+  const parts = [[Math.floor(total / 86400), "d"], [Math.floor(total / 3600) % 24, "h"],
+    [Math.floor(total / 60) % 60, "min"], [total % 60, "s"]];
+  const first = parts.findIndex(([n]) => n > 0);
+  if (first < 0) return "0 s";
+  return parts.slice(first, first + 2).filter(([n]) => n > 0).map(([n, unit]) => `${n} ${unit}`).join(" ");
+}
+
+export const ago = (at) => (now() - at < 1 ? "now" : `${duration(now() - at)} ago`);
+
+const two = (n) => String(n).padStart(2, "0");
+
+/** Local time of day; with the date where it is not today's. */
+export function clock(at) {
+  const date = new Date(at * 1000);
+  const time = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+  const today = date.toDateString() === new Date(now() * 1000).toDateString();
+  return today ? time : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}`;
+}
+
+export const plural = (n, one, many = `${one}s`) => `${n} ${n === 1 ? one : many}`;

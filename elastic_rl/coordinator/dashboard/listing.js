@@ -1,0 +1,53 @@
+// A table of records that shows the first ones and, when asked, all; rows keep their nodes, so a change touches a cell.
+
+import { el, keyed, text, attr } from "./dom.js";
+
+export class Listing {
+  #all = false;
+  #wanted = "";
+  #items = [];
+
+  /**
+   * `columns`: {head, class, fill(cell, item)}; `key(item)`; `words(item)`: text that the filter looks at, where there
+   * shall be one; `empty`: what is said when there is nothing.
+   */
+  constructor(section, { columns, key, cap, noun, empty, words = null, head = "" }) {
+    Object.assign(this, { columns, key, cap, noun, empty, words });
+    this.body = el("tbody");
+    this.table = el("table", { "aria-labelledby": `${section.id}-h` },
+      el("thead", {}, el("tr", {}, ...columns.map((c) => el("th", { scope: "col", class: c.class },
+        el("span", { class: c.quiet ? "hidden" : null, text: c.head }))))), this.body);
+    this.none = el("p", { class: "none", text: empty });
+    this.more = el("button", { type: "button", class: "more quiet", onclick: () => { this.#all = !this.#all; this.#draw(); } });
+    this.box = el("div", { class: "scroll" }, this.table);
+    section.append(...(head ? [head] : []), this.box, this.none, this.more);
+    if (words) {
+      this.filter = el("input", { type: "search", class: "filter", placeholder: `Filter ${noun}`,
+        "aria-label": `Filter ${noun}`, autocomplete: "off", spellcheck: "false",
+        oninput: (e) => { this.#wanted = e.target.value.trim().toLowerCase(); this.#draw(); } });
+      section.querySelector("header").append(this.filter);
+    }
+  }
+
+  render(items) {
+    this.#items = items;
+    this.#draw();
+  }
+
+  #draw() {
+    const { columns, cap } = this;
+    const found = this.#wanted
+      ? this.#items.filter((item) => this.words(item).toLowerCase().includes(this.#wanted)) : this.#items;
+    const shown = this.#all ? found : found.slice(0, cap);
+    keyed(this.body, shown, this.key,
+      () => el("tr", {}, ...columns.map((c, i) => el(i === 0 ? "th" : "td", { class: c.class, scope: i ? null : "row" }))),
+      (row, item) => columns.forEach((c, i) => c.fill(row.children[i], item, row)));
+    this.box.hidden = !shown.length;
+    this.none.hidden = shown.length > 0;
+    text(this.none, this.#wanted && this.#items.length ? `None of ${this.#items.length} ${this.noun} matches.` : this.empty);
+    this.more.hidden = found.length <= cap;
+    text(this.more, this.#all ? `Show the first ${cap}` : `Show all ${found.length} ${this.noun}`);
+    attr(this.more, "aria-expanded", String(this.#all));
+    if (this.filter) this.filter.hidden = this.#items.length <= cap && !this.#wanted;
+  }
+}

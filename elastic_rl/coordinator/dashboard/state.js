@@ -1,0 +1,97 @@
+// The first screen: the verdict with its reasons, and the run's numbers.
+
+import { el, keyed, since, text, attr } from "./dom.js";
+import { clock, duration, now, number, plural, seconds } from "./format.js";
+import { verdict } from "./health.js";
+import { RUN_OVER } from "./model.js";
+
+const SIGN = { ok: "", idle: "", warn: "(!) ", bad: "(!!) " };
+
+export class State {
+  constructor(section) {
+    this.section = section;
+    this.title = section.querySelector("#verdict");
+    this.reasons = section.querySelector("#reasons");
+    this.tiles = new Map();
+    this.grid = section.querySelector("#tiles");
+    for (const [id, name] of [["step", "Step"], ["reward", "Reward"], ["heldout", "Held-out"],
+      ["throughput", "Throughput"], ["step-time", "Step time"], ["staleness", "Staleness"], ["version", "Version"],
+      ["leader", "Leader"]]) {
+      const value = el("span", { class: "value" });
+      const note = el("span", { class: "note" });
+      this.tiles.set(id, { value, note });
+      this.grid.append(el("div", { id: `tile-${id}` }, el("dt", { text: name }), el("dd", {}, value, note)));
+    }
+    this.progress = el("progress", { "aria-label": "Steps done", max: "1", value: "0" });
+    this.tiles.get("step").note.before(this.progress);
+    this.changed = el("time");
+    this.eta = el("span");
+    this.tiles.get("step").note.append(this.eta, this.changed);
+  }
+
+  render(model) {
+    const found = verdict(model, now());
+    attr(this.section, "data-level", found.level);
+    text(this.title, found.title);
+    keyed(this.reasons, found.reasons, (r) => r.what, () => el("li"), (node, r) => {
+      attr(node, "class", r.level);
+      text(node, r.what);
+    });
+    const job = model.job?.job;
+    text(document.getElementById("job"), job ?? "elastic-rl");
+    document.title = `${SIGN[found.level]}${job ?? "elastic-rl"}${job ? " · elastic-rl" : ""}`;
+    this.#numbers(model);
+  }
+
+  #tile(id, value, note = "") {
+    const tile = this.tiles.get(id);
+    text(tile.value, value);
+    if (id !== "step") text(tile.note, note);
+  }
+
+  #numbers(model) {
+    const { status, job } = model;
+    const points = model.points();
+    const last = points.at(-1);
+    this.#tile("step", status ? `${status.step}${status.steps ? ` / ${status.steps}` : ""}` : "–");
+    attr(this.progress, "max", status?.steps || 1);
+    attr(this.progress, "value", status?.step ?? 0);
+    const left = status?.phase === "rl" ? (status.steps - status.step) * model.stepSeconds : 0;
+    text(this.eta, [status?.phase, left > 0 ? `${duration(left)} left at most` : ""].filter(Boolean).join(" · ")
+      + (status ? " · " : "no run"));
+    if (status) since(this.changed, status.updated_at);
+    this.#tile("reward", number(status?.reward, 3), trend(points.map((p) => p.reward)));
+    const heldout = points.filter((p) => p.heldout !== null && p.heldout !== undefined);
+    this.#tile("heldout", number(status?.heldout, 3), heldout.length ? `taken after step ${heldout.at(-1).step}` : "");
+    const rates = points.slice(-20).filter((p) => p.seconds?.total > 0).map((p) => p.samples / p.seconds.total);
+    this.#tile("throughput", rates.length ? number(mean(rates)) : "–", "samples/s, last 20 steps");
+    this.#tile("step-time", seconds(model.stepSeconds), last ? slowest(last) : "");
+    this.#tile("staleness", status ? String(status.staleness) : "–", "versions behind, oldest sample");
+    this.#tile("version", String(model.head || "–"), lagging(model));
+    const leader = job?.leader?.replica;
+    this.#tile("leader", leader ?? "none", `epoch ${job?.epoch ?? "–"}${job?.replica ? ` · this page: ${job.replica}` : ""}`);
+    attr(this.tiles.get("leader").value, "class", leader ? "value" : "value bad");
+    const begun = status?.started_at;
+    attr(this.grid, "title", begun ? `begun ${clock(begun)}${RUN_OVER.includes(status.phase) ? "" : ` (${duration(now() - begun)})`}` : null);
+  }
+}
+
+const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
+function trend(values) {
+  if (values.length < 20) return "";
+  const change = mean(values.slice(-10)) - mean(values.slice(-20, -10));
+  return `${change >= 0 ? "+" : "−"}${number(Math.abs(change), 3)} over 10 steps`;
+}
+
+function slowest(point) {
+  const parts = Object.entries(point.seconds ?? {}).filter(([name]) => name !== "total").sort((a, b) => b[1] - a[1]);
+  return parts.length ? `most of it ${parts[0][0].replace("_", " ")}: ${seconds(parts[0][1])}` : "";
+}
+
+function lagging(model) {
+  const ready = [...model.engines.values()].filter((e) => e.state === "ready");
+  if (!ready.length) return "no engine is ready";
+  const behind = ready.filter((e) => e.version < model.head).length;
+  return behind ? `${plural(behind, "engine")} of ${ready.length} behind` : `all ${plural(ready.length, "engine")} have it`;
+}
