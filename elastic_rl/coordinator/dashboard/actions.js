@@ -47,7 +47,7 @@ export class Actions {
   restart(target = "") {
     const choice = target ? null : this.#targets();
     const wanted = () => target || choice.value;
-    const reason = el("input", { type: "text", maxlength: "200", autocomplete: "off" });
+    const reason = el("input", { type: "text", maxlength: "500", autocomplete: "off" });
     const effect = el("p", { class: "effect", role: "status" });
     const job = this.model.job?.job ?? "";
     const typed = el("input", { type: "text", autocomplete: "off", spellcheck: "false" });
@@ -83,13 +83,13 @@ export class Actions {
   silence(alert) {
     const hours = el("select", {}, ...[[1, "1 hour"], [4, "4 hours"], [12, "12 hours"], [24, "a day"]]
       .map(([n, name]) => el("option", { value: String(n), text: name })));
-    const comment = el("input", { type: "text", maxlength: "200", autocomplete: "off" });
+    const comment = el("input", { type: "text", maxlength: "500", autocomplete: "off" });
     confirm({ title: `Silence ${alert.kind} ${alert.subject}`, verb: "Silence",
       what: "Nobody is notified of it for that time. It stays on this page, and what caused it stays as it is.",
       fields: [field("For", hours), field("Why", comment)],
       done: () => this.notices.say(`${alert.kind} ${alert.subject} is silenced for ${hours.selectedOptions[0].text}.`),
       request: () => ({ method: "POST", path: "v1/silences", body: {
-        kind: alert.kind, subject: alert.subject, for_s: Number(hours.value) * 3600, comment: comment.value.trim() } }) });
+        kind: alert.kind, subject: alert.subject, duration_s: Number(hours.value) * 3600, comment: comment.value.trim() } }) });
   }
 }
 

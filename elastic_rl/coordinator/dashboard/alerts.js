@@ -1,7 +1,7 @@
 // What is broken: the alerts that fire, what followed each, and the button that silences it.
 
 import { badge, el, keyed, since, text } from "./dom.js";
-import { now, plural } from "./format.js";
+import { plural } from "./format.js";
 import { firing, responses } from "./health.js";
 
 const CAP = 6;
@@ -53,17 +53,13 @@ export class Alerts {
     text(parts.kind, `${alert.kind} ${alert.subject}`);
     since(parts.when, alert.since);
     text(parts.message, alert.message);
-    const until = silencedUntil(alert, model);
-    text(parts.hushed, until ? "silenced" : "");
-    parts.silence.hidden = Boolean(until);
+    const silenced = Boolean(alert.silenced_by);
+    text(parts.hushed, silenced ? "silenced" : "");
+    parts.silence.hidden = silenced;
     parts.silence.setAttribute("aria-label", `Silence ${alert.kind} ${alert.subject}`);
     const done = responses(alert, model);
     keyed(parts.done, done.length ? done : [{ id: "-", at: 0, what: "No response is recorded yet." }], (d) => d.id,
       () => { const when = el("time"), what = el("span"); return Object.assign(el("li", {}, what, " ", when), { when, what }); },
       (li, d) => { text(li.what, d.what); if (d.at) since(li.when, d.at); });
   }
-}
-
-function silencedUntil(alert) {
-  return alert.silenced || (alert.silenced_until ?? 0) > now();
 }

@@ -15,6 +15,11 @@ const ADVICE = {
   "precondition-failed": "Look at what has changed, then try again if you still want it.",
   "not-found": "It is gone meanwhile; there is nothing left to do.",
   invalid: "Correct it and try again.",
+  gone: "It was carried out before; look among the operations.",
+  "idempotency-key-reused": "Go back and ask again.",
+  overloaded: "The replica has much to do: wait some seconds and press Try again; nothing is done twice.",
+  stopping: "The replica is about to end: open the page of another replica.",
+  "token-table": "The replica cannot read its table of tokens; its log says why.",
   "too-many-streams": "Close other dashboards of this replica, or open the page of another replica.",
   unreachable: "Is the replica up, and can this machine reach it? Press Try again; nothing is done twice.",
 };

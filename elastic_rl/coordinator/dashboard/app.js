@@ -33,7 +33,7 @@ const views = [
   [notices, ["operations"]],
   [new Curves(part("curves")), ["steps", "events"]],
   [new Pools(part("pools"), actions), ["pools"]],
-  [new Engines(part("engines"), actions), ["engines", "versions", "job", "members"]],
+  [new Engines(part("engines"), actions), ["engines", "versions", "job"]],
   [new Events(part("events")), ["events"]],
   [new Versions(part("versions")), ["versions", "job"]],
   [new Members(part("members"), actions), ["members", "job"]],

@@ -1,7 +1,7 @@
 // Pools and engines.
 
 import { attr, badge, el, since, text } from "./dom.js";
-import { number, plural, seconds } from "./format.js";
+import { plural, seconds } from "./format.js";
 import { Listing } from "./listing.js";
 
 const ORDER = { quarantined: 0, dead: 1, draining: 2, starting: 3, syncing: 4, ready: 5 };
@@ -67,7 +67,6 @@ export class Engines {
   constructor(section, actions) {
     this.sum = section.querySelector(".sum");
     this.head = 0;
-    this.loads = new Map();
     this.listing = new Listing(section, {
       noun: "engines", cap: 12, key: (e) => e.id, empty: "There is no engine yet.",
       words: (e) => `${e.id} ${e.pool} ${e.state} ${e.host} v${e.version}`,
@@ -84,7 +83,7 @@ export class Engines {
           text(cell, lag === null ? "–" : Math.max(0, lag));
           attr(cell, "class", lag > 1 ? "num late" : "num");
         } },
-        plain("Load", (e) => this.#load(e), "num minor"),
+        plain("Load", (e) => (e.waiting ? `${e.running} + ${e.waiting}` : e.running), "num minor"),
         plain("Pull + apply", (e) => seconds(e.pull_apply_s), "num"),
         plain("Pool", (e) => e.pool, "minor"),
         { head: "Changed", class: "minor", fill: (cell, e) => {
@@ -100,15 +99,8 @@ export class Engines {
       ] });
   }
 
-  #load(engine) {
-    const load = this.loads.get(engine.id);
-    return load === undefined ? "–" : number(load);
-  }
-
   render(model) {
     this.head = model.head;
-    this.loads = new Map([...model.members.values()].filter((m) => m.role === "engine")
-      .map((m) => [m.id, m.info?.load ?? m.info?.running]).filter(([, load]) => Number.isFinite(load)));
     const engines = [...model.engines.values()]
       .sort((a, b) => ORDER[a.state] - ORDER[b.state] || a.version - b.version || a.id.localeCompare(b.id));
     const counts = new Map();

@@ -7,7 +7,7 @@ const RANK = { error: 0, warning: 1, info: 2 };
 
 export const firing = (model) => [...model.alerts.values()]
   .filter((a) => a.phase === "firing")
-  .sort((a, b) => Boolean(a.silenced) - Boolean(b.silenced) || RANK[a.severity] - RANK[b.severity] || b.since - a.since);
+  .sort((a, b) => Boolean(a.silenced_by) - Boolean(b.silenced_by) || RANK[a.severity] - RANK[b.severity] || b.since - a.since);
 
 /** {level: ok | warn | bad | idle, title, reasons}: the first thing that an operator reads. */
 export function verdict(model, now) {
@@ -16,7 +16,7 @@ export function verdict(model, now) {
   const add = (level, what) => reasons.push({ level, what });
   const alerts = firing(model);
   const loud = alerts.filter((a) => a.severity !== "info");
-  for (const a of loud.filter((x) => !x.silenced).slice(0, 4)) {
+  for (const a of loud.filter((x) => !x.silenced_by).slice(0, 4)) {
     add(a.severity === "error" ? "bad" : "warn", `${a.kind} ${a.subject}: ${a.message}`);
   }
   if (!model.job?.leader) add("bad", "No coordinator leads: what runs goes on, but nothing new is decided.");
@@ -33,7 +33,7 @@ export function verdict(model, now) {
     }
   }
   const level = reasons.some((r) => r.level === "bad") ? "bad" : reasons.length ? "warn" : over || !status ? "idle" : "ok";
-  const hushed = loud.filter((a) => a.silenced).length;
+  const hushed = loud.filter((a) => a.silenced_by).length;
   if (hushed) reasons.push({ level: "idle", what: `${plural(hushed, "alert is", "alerts are")} silenced.` });
   return { level, title: title(level, model), reasons };
 }

@@ -6,7 +6,7 @@ import { describe } from "./health.js";
 import { ENDED } from "./model.js";
 
 const CAP = 6;
-const LEVEL = { running: "busy", cancelling: "warn", succeeded: "ok", failed: "bad", cancelled: "idle" };
+const LEVEL = { running: "busy", succeeded: "ok", failed: "bad", cancelled: "idle" };
 
 /** The progress of an operation as a card; used by the list and by the notices. */
 export class OperationCard {
