@@ -15,6 +15,7 @@ from api_house import House
 from etcd_server import EtcdServers
 
 from elastic_rl import processes
+from elastic_rl.config import Config
 from elastic_rl.coordinator import auth, dashboard, events
 from elastic_rl.coordinator.records import (
     Engine,
@@ -58,10 +59,10 @@ def house(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Two replicas that want tokens, a run, a pool of two ready engines, and a role."""
     folder = tmp_path_factory.mktemp("dashboard")
     made = House(etcd, folder, coordinator={"require_token": True})
-    auth_file(folder)
+    auth_file(Config(job=made.keys.job, run_dir=str(folder)).cluster_dir)
     keys, now = made.keys, time.time()
     made.bulk([
-        (keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2)),
+        (keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2, starting=0, draining=0)),
         (keys.job_status(), JobStatus(phase="rl", step=40, steps=400, started_at=now - 60, updated_at=now + 3600,
                                       reward=0.5, policy_version=41)),
         (keys.member("actor", "actor"), Member(role="actor", id="actor", pid=1, host="host-a", progress_at=now)),
@@ -79,6 +80,7 @@ def auth_file(folder: Path) -> None:
     """Both tokens, as digests, where replicas look for them."""
     table = ", ".join(f'{{"name": "{name}", "role": "{name}", "sha256": "{auth.digest(token)}"}}'
                       for name, token in (("operator", OPERATOR), ("viewer", VIEWER)))
+    folder.mkdir(parents=True)
     path = folder / "tokens.json"
     path.write_text(f'{{"tokens": [{table}]}}')
     path.chmod(0o600)
@@ -105,7 +107,6 @@ def show(house: House, browser: sync_api.Browser) -> Iterator[Open]:
         page.on("pageerror", lambda e: wrong.append(f"pageerror: {e}"))
         page.on("console", lambda m: wrong.append(f"{m.type}: {m.text}") if m.type in ("error", "warning") and not (
             expected and re.search(expected, m.text)) else None)
-        page.on("requestfailed", lambda r: None)
         if token:
             context.add_init_script(f"if (!sessionStorage.getItem('elastic-rl-token')) "
                                     f"sessionStorage.setItem('elastic-rl-token', '{token}')")
@@ -136,7 +137,7 @@ def desired(house: House, pool: str = "rollout") -> int:
 
 def make_pool(house: House, name: str, want: int = 2) -> None:
     house.bulk([(house.keys.pool_spec(name), PoolSpec(name=name, desired=want)),
-                (house.keys.pool_status(name), PoolStatus(name=name, ready=want))])
+                (house.keys.pool_status(name), PoolStatus(name=name, ready=want, starting=0, draining=0))])
 
 
 def row(page: Page, section: str, name: str) -> sync_api.Locator:
@@ -293,7 +294,7 @@ def test_scaling_works_with_the_keyboard_alone(show: Open, house: House) -> None
     page = show()
     button = page.get_by_role("button", name="Scale pool keys")
     expect(button).to_be_visible()
-    for _ in range(60):
+    for _ in range(100):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.getAttribute('aria-label')") == "Scale pool keys":
             break
