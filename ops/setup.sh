@@ -100,6 +100,29 @@ get_promtool() {
     fi
 }
 
+# Chromium runs the tests of the dashboard; only they need it, so doing without is no failure either. It brings many
+# libraries along, so it is installed and not unpacked, which needs root.
+get_chromium() {
+    local browser
+    for browser in chromium chromium-browser google-chrome; do
+        command -v "$browser" >/dev/null 2>&1 && return 0
+    done
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
+        say "there is no Chromium; the tests of the dashboard will be skipped (apt-get install chromium, as root)"
+        return 0
+    fi
+    say "getting Chromium: Debian's package"
+    if ! install_chromium >>"$LOG" 2>&1; then
+        say "there is none to be had; the tests of the dashboard will be skipped"
+    fi
+}
+
+install_chromium() {
+    local apt=(env DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -y -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60)
+    "${apt[@]}" install --no-install-recommends chromium ||
+        { "${apt[@]}" update && "${apt[@]}" install --no-install-recommends chromium; }
+}
+
 # Unpacks a file or folder of a Debian package, without root.
 unpack_debian() (
     set -e
@@ -127,7 +150,9 @@ want=$(fingerprint)
 if [ ! -x "$VENV/bin/elastic-rl" ] || [ "$(cat "$STAMP" 2>/dev/null)" != "$want" ]; then
     make_environment
     get_etcd
-    get_promtool  # not below: where there is none, every run would ask for it again
+    # Not below: where these are not to be had, every run would ask for them again.
+    get_promtool
+    get_chromium
     printf '%s\n' "$want" >"$STAMP"
     say "done"
 else

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from api_house import House
 from etcd_server import EtcdServers
@@ -22,7 +21,6 @@ from elastic_rl.coordinator.records import (
     EngineState,
     JobStatus,
     Member,
-    Operation,
     OperationState,
     PoolSpec,
     PoolStatus,
@@ -66,7 +64,7 @@ def house(etcd: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         (keys.job_status(), JobStatus(phase="rl", step=40, steps=400, started_at=now - 60, updated_at=now + 3600,
                                       reward=0.5, policy_version=41)),
         (keys.member("actor", "actor"), Member(role="actor", id="actor", pid=1, host="host-a", progress_at=now)),
-        *((keys.step_point(n), StepPoint(step=n, at=now - 60 + n, reward=0.3 + n / 200, samples=32, policy_version=n + 1,
+        *((keys.step_point(n), StepPoint(step=n, at=now - 60 + n, reward=n / 80, samples=32, policy_version=n + 1,
                                          seconds={"total": 1.0, "train": 0.5})) for n in range(1, 41)),
         *((keys.engine(f"rollout-{n}"), engine(f"rollout-{n}")) for n in "ab")])
     try:
