@@ -40,11 +40,12 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
 OPERATOR, VIEWER = "the-operators-own", "the-viewers-own"
-LONG_MS = 20_000
+LONG_MS = 40_000
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sync_api.Browser]:
+    expect.set_options(timeout=LONG_MS)
     with sync_api.sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, env={
             "HOME": str(tmp_path_factory.mktemp("home")), "PATH": "/usr/bin:/bin"})
@@ -120,11 +121,11 @@ def show(house: House, browser: sync_api.Browser) -> Iterator[Open]:
 
 
 def is_live(page: Page) -> None:
-    expect(page.locator("body")).to_have_attribute("data-connection", "live", timeout=LONG_MS)
+    expect(page.locator("body")).to_have_attribute("data-connection", "live")
 
 
 def until(check: Callable[[], object], what: str) -> None:
-    processes.wait_until(check, timeout_s=20, what=what)
+    processes.wait_until(check, timeout_s=40, what=what)
 
 
 def desired(house: House, pool: str = "rollout") -> int:
@@ -348,7 +349,7 @@ def test_a_page_whose_replica_dies_says_so_and_catches_up_when_it_is_back(show: 
     replicas = house.replicas
     port = int(replicas.urls["b"].rpartition(":")[2])
     replicas.kill("b")
-    expect(page.locator("#banner")).to_contain_text("Connection lost", timeout=LONG_MS)
+    expect(page.locator("#banner")).to_contain_text("Connection lost")
     expect(page.locator("#banner a")).to_have_attribute("href", replicas.urls["a"])
     house.store.put(house.keys.engine("meanwhile"), engine("meanwhile", "none").encode())
     replicas.running["b"] = processes.spawn(replicas.command("b", port), log=replicas.log("b"))

@@ -59,6 +59,8 @@ export function keyed(parent, items, key, make, update) {
     wanted.set(id, node);
     update(node, item);
     if (node === at) at = at.nextElementSibling;
+    // The one before it goes elsewhere or away: else every later node would be moved in its stead.
+    else if (at && node === at.nextElementSibling) at = node.nextElementSibling;
     else parent.insertBefore(node, at);
   }
   for (const [id, node] of known) if (!wanted.has(id)) node.remove();
