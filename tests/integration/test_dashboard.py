@@ -31,6 +31,7 @@ from elastic_rl.coordinator.records import (
 )
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: bash ops/setup.sh")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: bash ops/setup.sh")
 expect = sync_api.expect
 Page = sync_api.Page
 Open = Callable[..., "Page"]
@@ -341,6 +342,17 @@ def test_a_phone_needs_no_scrolling_sideways_and_the_colours_are_those_asked_for
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     red = int(page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]"))
     assert (red < 60) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_that_shuts_people_out(show: Open, scheme: str) -> None:
+    page = show(color_scheme=scheme)
+    expect(page.locator("#engines tbody tr").first).to_be_visible()
+    for step in ("the page", "a dialog"):
+        if step == "a dialog":
+            page.get_by_role("button", name="Scale pool rollout").click()
+        found = axe.Axe().run(page).response["violations"]
+        assert [(v["id"], [n["html"][:120] for n in v["nodes"][:3]]) for v in found] == [], step
 
 
 # -- loss --------------------------------------------------------------------------------------------------------------
