@@ -120,6 +120,9 @@ class AdminClient:
     def drain(self, engine_id: str, *, replace: bool = True, dry_run: bool = False) -> dict[str, Any]:
         return self._operation(f"/v1/engines/{quote(engine_id, safe='')}/drain", {"replace": replace}, dry_run)
 
+    def adopt(self, url: str, pool: str, *, dry_run: bool = False) -> dict[str, Any]:
+        return self._operation("/v1/engines", {"url": url, "pool": pool}, dry_run)
+
     def restart(self, target: str, *, reason: str = "", dry_run: bool = False) -> dict[str, Any]:
         return self._operation("/v1/restarts", {"target": target, "reason": reason}, dry_run)
 

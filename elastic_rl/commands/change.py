@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 operations = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                         help="What takes longer than a request: scaling, drains, restarts. Alone: ls.")
+                         help="What takes longer than a request: scaling, drains, restarts, adoptions. Alone: ls.")
 
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is done.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help=(
@@ -64,6 +64,16 @@ def drain(place: Place, engine: Annotated[str, typer.Argument(metavar="ENGINE", 
     """Let an engine finish its requests and leave."""
     _change(place, lambda api: api.drain(engine, replace=not no_replace, dry_run=dry_run), "elastic-rl engines",
             wait=wait, timeout_s=timeout, dry_run=dry_run, output=output)
+
+
+@talks(app)
+def adopt(place: Place, server: Annotated[str, typer.Argument(metavar="SERVER", help=(
+              "Of an SGLang server that you run on a host of the job, as http://HOST:PORT."))],
+          pool: Annotated[str, typer.Option(help="Pool that it joins.", autocompletion=completion.pools)] = "rollout",
+          wait: Wait = False, timeout: Timeout = 0.0, dry_run: DryRun = False, output: Output = Format.TABLE) -> None:
+    """Have an engine that you run take part, beyond the pool's number."""
+    _change(place, lambda api: api.adopt(server, pool, dry_run=dry_run), "elastic-rl engines", wait=wait,
+            timeout_s=timeout, dry_run=dry_run, output=output)
 
 
 @talks(app)

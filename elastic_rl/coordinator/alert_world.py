@@ -84,7 +84,8 @@ class World:
         return self.status is not None and self.status.phase in RUN_OVER
 
     def ready(self, pool: str) -> int:
-        return sum(e.pool == pool and e.state is EngineState.READY for e in self.engines)
+        """Engines of the pool's own; adopted ones are extra."""
+        return sum(e.pool == pool and e.state is EngineState.READY and not e.adopted for e in self.engines)
 
     def engine(self, engine_id: str) -> Engine | None:
         return next((e for e in self.engines if e.id == engine_id), None)

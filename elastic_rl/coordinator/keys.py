@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import quote
 
 ROOT = "/elastic_rl"
 
@@ -65,6 +66,14 @@ class Keys:
 
     def engine(self, engine_id: str) -> str:
         return self.engines_prefix() + engine_id
+
+    def adoptions_prefix(self) -> str:
+        """Servers that others run and that shall take part."""
+        return f"{self.root}adoptions/"
+
+    def adoption(self, url: str) -> str:
+        """One key a server, so that none takes part twice."""
+        return self.adoptions_prefix() + quote(url, safe="")
 
     def operations_prefix(self) -> str:
         return f"{self.root}operations/"

@@ -18,6 +18,7 @@ from elastic_rl.coordinator.operations import JOB
 from elastic_rl.coordinator.policy import FaultLog
 from elastic_rl.coordinator.progress import Learner, Limits, Pace
 from elastic_rl.coordinator.records import (
+    Adoption,
     DcsNode,
     Engine,
     Epoch,
@@ -49,6 +50,7 @@ class Look:
     faults: dict[str, tuple[FaultLog, int]]
     restarts: dict[str, Restart]
     operations: dict[str, tuple[Operation, int]]
+    adoptions: dict[str, tuple[Adoption, int]]
 
     @property
     def ended_epoch(self) -> int:
@@ -105,6 +107,7 @@ class Reader:
         heads = {s: kv.mod_revision for s in ("policy", "trainer_state") if (kv := store.get(keys.stream_head(s)))}
         faults = self._pairs(keys.faults_prefix(), FaultLog)
         wishes = self._records(keys.restarts_prefix(), Restart)
+        adoptions = self._pairs(keys.adoptions_prefix(), Adoption)
         world = alert_world.World(
             job=keys.job, engines=[e for e, _ in engines], specs=specs, statuses=statuses,
             status=JobStatus.decode(job.value) if job else None, roster=[s for s, _ in sightings], heads=heads,
@@ -114,7 +117,8 @@ class Reader:
             living={m.name: m for m in (*nodes, *living)}, engines={e.id: (e, revision) for e, revision in engines},
             epoch=Epoch.decode(epoch.value).number if epoch else 0, members=[m for m, _ in members],
             faults={f.target: (f, revision) for f, revision in faults}, restarts={w.target: w for w, _ in wishes},
-            operations={o.id: (o, revision) for o, revision in operations})
+            operations={o.id: (o, revision) for o, revision in operations},
+            adoptions={a.engine: (a, revision) for a, revision in adoptions})
 
     def _pools(self) -> tuple[dict[str, PoolSpec], dict[str, PoolStatus]]:
         """Specs and statuses by the pool's name; they lie side by side."""

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator import epochs, events, operations, pools
+from elastic_rl.coordinator import adoptions, epochs, events, operations, pools
 from elastic_rl.coordinator.election import Election
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.membership import members
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
 from elastic_rl.coordinator.records import (
+    Adoption,
     Engine,
     EngineState,
     Event,
@@ -29,7 +30,7 @@ from elastic_rl.errors import OutcomeUnknown
 
 _TRIES = 8
 _TURN = {OperationKind.SCALE: "pool.scaled", OperationKind.DRAIN: "engine.draining",
-         OperationKind.RESTART: "restart.wanted"}
+         OperationKind.RESTART: "restart.wanted", OperationKind.ADOPT: "engine.adopting"}
 
 
 class Once(Protocol):
@@ -52,6 +53,11 @@ class _Wish:
         """Writes a record if its key is still as it was read."""
         self.compares.append(Compare.mod(key, "==", found.mod_revision if found else 0))
         self.ops.append(Op.put(key, record.encode()))
+
+    def delete(self, found: KeyValue) -> None:
+        """Deletes a key if it is still as it was read."""
+        self.compares.append(Compare.mod(found.key, "==", found.mod_revision))
+        self.ops.append(Op.delete(found.key))
 
 
 class OperationDesk:
@@ -98,7 +104,8 @@ class OperationDesk:
     def drain(self, engine_id: str, *, replace: bool = True, by: str, dry_run: bool = False,
               once: Once | None = None) -> Operation:
         """Lets an engine finish its requests and leave. Without ``replace`` the pool is wanted one smaller from then
-        on. Raises problems: 404; 409 for an engine that is leaving or has ended, or that is its pool's last."""
+        on; an adopted engine is never replaced, and its server goes on. Raises problems: 404; 409 for an engine that is
+        leaving or has ended, or that is its pool's last."""
 
         def wish() -> tuple[Operation, _Wish, Event]:
             made = _Wish()
@@ -107,13 +114,36 @@ class OperationDesk:
                 raise Problem(409, "conflict", "The engine cannot be drained",
                               f"engine {engine_id} is {engine.state} already")
             made.put(found.key, found, engine.but(state=EngineState.DRAINING, updated_at=self._clock()))
-            if not replace:
+            if engine.adopted:
+                if (wish := adoptions.wish_of(self._store, self._keys, engine)) is not None:
+                    made.delete(wish)
+            elif not replace:
                 self._shrink(made, engine.pool)
-            cfg = self._cfg.engine
+            cfg, replaced = self._cfg.engine, replace and not engine.adopted
             op = self._operation(OperationKind.DRAIN, operations.engine_target(engine_id), by, cfg.drain_timeout_s +
-                                 (cfg.start_timeout_s if replace else 30.0), pool=engine.pool, replace=replace)
+                                 (cfg.start_timeout_s if replaced else 30.0), pool=engine.pool, replace=replaced)
             return op, made, self._event(op, engine_id, f"engine {engine_id} leaves pool {engine.pool}, by {by}" +
-                                         ("" if replace else "; it is not replaced"))
+                                         ("" if replaced else "; it is not replaced"))
+
+        return self._begin(wish, dry_run, once)
+
+    def adopt(self, url: str, pool: str, *, by: str, dry_run: bool = False, once: Once | None = None) -> Operation:
+        """Has a server that somebody else runs take part in a pool, beyond the number that is wanted of it. Raises
+        problems: 422 for what is no URL of a server; 404 for the pool; 409 for a server that takes part already."""
+        url = adoptions.check_url(url)
+
+        def wish() -> tuple[Operation, _Wish, Event]:
+            made = _Wish()
+            if self._store.get(self._keys.pool_spec(pool)) is None:
+                raise not_found("pool", pool)
+            found = adoptions.vacant(self._store, self._keys, url, self._cfg.coordinator.max_engines)
+            engine_id = f"{pool}-adopted-{secrets.token_hex(3)}"
+            made.put(self._keys.adoption(url), found,
+                     Adoption(engine=engine_id, pool=pool, url=url, by=by, at=self._clock()))
+            op = self._operation(OperationKind.ADOPT, operations.engine_target(engine_id), by,
+                                 self._cfg.engine.start_timeout_s, pool=pool, url=url)
+            return op.but(total=2), made, self._event(
+                op, engine_id, f"{url} joins pool {pool} as engine {engine_id}, by {by}", url=url)
 
         return self._begin(wish, dry_run, once)
 
@@ -216,6 +246,10 @@ class OperationDesk:
                 if wish is None or wish.done >= op.params["number"] or wish.wanted != op.params["number"]:
                     raise Problem(409, "conflict", "It is too late to cancel", f"{op.target} is being started anew")
                 made.put(key, found, wish.but(wanted=wish.wanted - 1, by=by, at=self._clock()))
+            case OperationKind.ADOPT:
+                found = self._store.get(self._keys.adoption(str(op.params["url"])))
+                if found is not None and Adoption.decode(found.value).engine == operations.name_of(op.target):
+                    made.delete(found)
             case OperationKind.DRAIN:
                 raise Problem(409, "conflict", "It is too late to cancel",
                               "an engine that drains has been taken out of the router; scale the pool instead")

@@ -31,11 +31,13 @@ class OperationKeeper:
             now = operations.settle(op, view)
             if now == op:
                 continue
-            ops = [Op.put(self._keys.operation(op.id), now.encode())]
+            ops, compares = [Op.put(self._keys.operation(op.id), now.encode())], list[Compare]()
             if now.state.ended:
                 ops += self._end_ops(now)
+                compares, more = self._take_back(now, view)
+                ops += more
                 log.info("operation %s (%s of %s) %s %s", op.id, op.kind, op.target, now.state, now.error)
-            self._guarded([Compare.mod(self._keys.operation(op.id), "==", revision)], ops)
+            self._guarded([Compare.mod(self._keys.operation(op.id), "==", revision), *compares], ops)
 
     def trim(self, known: Mapping[str, tuple[Operation, int]]) -> None:
         """Deletes the oldest of those that have ended, beyond what is kept."""
@@ -43,6 +45,14 @@ class OperationKeeper:
         for start in range(0, max(0, len(ended) - _KEPT), _AT_ONCE):
             batch = ended[start:min(start + _AT_ONCE, len(ended) - _KEPT)]
             self._guarded([], [Op.delete(self._keys.operation(i)) for i in batch])
+
+    def _take_back(self, op: Operation, view: View) -> tuple[list[Compare], list[Op]]:
+        """What ends the wish of an adoption that failed; one that came true later would surprise."""
+        wish, revision = view.adoptions.get(operations.name_of(op.target), (None, 0))
+        if op.kind is not OperationKind.ADOPT or op.state is OperationState.SUCCEEDED or wish is None:
+            return [], []
+        key = self._keys.adoption(wish.url)
+        return [Compare.mod(key, "==", revision)], [Op.delete(key)]
 
     def _end_ops(self, op: Operation) -> list[Op]:
         message = f"{op.kind} of {op.target} {op.state}: {op.error or op.message}"

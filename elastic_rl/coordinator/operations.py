@@ -3,9 +3,9 @@
     RUNNING ──▶ SUCCEEDED | FAILED (why is said) | CANCELLED (by somebody, or by a later wish for the same thing)
 
 An operation begins in the transaction that writes the wish it stands for (a pool's desired number, an engine's
-DRAINING, a restart). From then on the leader looks at the world, writes down how far it is, and ends it when the wish
-has come true. It carries nothing out and keeps nothing in memory, so the next leader goes on from the record. There is
-no way out of an end, and no operation without a deadline.
+DRAINING, a restart, an adoption). From then on the leader looks at the world, writes down how far it is, and ends it
+when the wish has come true. It carries nothing out and keeps nothing in memory, so the next leader goes on from the
+record. There is no way out of an end, and no operation without a deadline.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from elastic_rl.coordinator import roster
 from elastic_rl.coordinator.records import (
+    Adoption,
     Engine,
     EngineState,
     JobStatus,
@@ -58,16 +59,22 @@ class View:
     engines: Mapping[str, Engine] = field(default_factory=dict)
     restarts: Mapping[str, Restart] = field(default_factory=dict)
     """By target."""
+    adoptions: Mapping[str, tuple[Adoption, int]] = field(default_factory=dict)
+    """By the id of the engine, with their mod revisions."""
     members: Sequence[Member] = ()
     job: JobStatus | None = None
     epoch: int = 0
     trainer_ranks: int = 1
 
     def ready(self, pool: str) -> int:
-        return sum(e.pool == pool and e.state is EngineState.READY for e in self.engines.values())
+        """Engines of its own, as those below: adopted ones are extra."""
+        return self._count(pool, EngineState.READY)
 
     def leaving(self, pool: str) -> int:
-        return sum(e.pool == pool and e.state is EngineState.DRAINING for e in self.engines.values())
+        return self._count(pool, EngineState.DRAINING)
+
+    def _count(self, pool: str, state: EngineState) -> int:
+        return sum(e.pool == pool and e.state is state and not e.adopted for e in self.engines.values())
 
     def incarnations(self, role: str) -> list[str]:
         """Of the processes of a role that are alive, sorted."""
@@ -85,6 +92,8 @@ def settle(op: Operation, view: View) -> Operation:
             now = _drain(op, view)
         case OperationKind.RESTART:
             now = _restart(op, view)
+        case OperationKind.ADOPT:
+            now = _adopt(op, view)
     if not now.state.ended and view.now >= op.deadline_at:
         waited = op.deadline_at - op.created_at
         now = _end(now, OperationState.FAILED, view.now,
@@ -148,6 +157,26 @@ def _restart(op: Operation, view: View) -> Operation:
     if missing:
         return op.but(phase="starting", done=1, total=2, message=missing)
     return _end(op.but(done=2, total=2), OperationState.SUCCEEDED, view.now, message=f"{op.target} works again")
+
+
+def _adopt(op: Operation, view: View) -> Operation:
+    engine_id = name_of(op.target)
+    wish, _ = view.adoptions.get(engine_id, (None, 0))
+    if wish is None:
+        return _end(op, OperationState.CANCELLED, view.now, error="the wish was taken back")
+    engine = view.engines.get(engine_id)
+    ended = wish.ended or (engine.reason or engine.state if engine is not None and engine.state in (
+        EngineState.DEAD, EngineState.QUARANTINED) else "")
+    if ended:
+        return _end(op, OperationState.FAILED, view.now, error=ended)
+    if engine is None or engine.state is EngineState.STARTING:
+        told = f"asking {wish.url} whether it fits" if engine else "waiting for the driver of the run"
+        return op.but(phase="probing", total=2, message=told)
+    if engine.state is not EngineState.READY:
+        told = f"version {engine.applying} is applied" if engine.applying else "the newest version is fetched"
+        return op.but(phase="syncing", done=1, total=2, message=told)
+    return _end(op.but(phase="ready", done=2, total=2), OperationState.SUCCEEDED, view.now, engine=engine_id,
+                version=engine.version, message=f"engine {engine_id} serves version {engine.version}")
 
 
 def _not_back(op: Operation, view: View) -> str:

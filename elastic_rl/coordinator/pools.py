@@ -24,6 +24,7 @@ class PoolView(BaseModel):
     ready: int = 0
     starting: int = 0
     draining: int = 0
+    adopted: int = 0
     revision: int
     etag: str
 

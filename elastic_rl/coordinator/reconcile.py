@@ -192,7 +192,7 @@ class Reconciler:
         self._operations.follow(look.operations, View(
             now=look.now, specs=look.world.specs, statuses=look.world.statuses,
             engines={i: e for i, (e, _) in look.engines.items()}, restarts=look.restarts, members=look.members,
-            job=look.world.status, epoch=look.epoch, trainer_ranks=self._cfg.trainer.ranks))
+            adoptions=look.adoptions, job=look.world.status, epoch=look.epoch, trainer_ranks=self._cfg.trainer.ranks))
         self._operations.trim(look.operations)
 
     def _read_events(self) -> tuple[list[alerts.Condition], set[str]]:

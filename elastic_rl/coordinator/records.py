@@ -117,6 +117,8 @@ class PoolStatus(Record):
     ready: int
     starting: int
     draining: int
+    adopted: int = 0
+    """Engines that others run and that are ready; in none of the other numbers."""
 
 
 class EngineState(StrEnum):
@@ -158,7 +160,24 @@ class Engine(Record):
     """Requests that it works on; looked at every few seconds."""
     waiting: int = 0
     """Requests that wait in it for their turn."""
+    adopted: bool = False
+    """Its server is run by somebody else: it is extra, is never ended, and is not replaced."""
     reason: str = ""
+
+
+class Adoption(Record):
+    """A wish that a server that somebody else runs takes part in a pool. It stays until the engine is drained or has
+    ended, so that the next driver takes the server in again."""
+
+    engine: str
+    """Id that the engine has in the pool."""
+    pool: str
+    url: str
+    by: str = ""
+    at: float = 0.0
+    ended: str = ""
+    """Why it takes part no longer, for those who waited for it."""
+    ended_at: float = 0.0
 
 
 class Severity(StrEnum):
@@ -207,6 +226,8 @@ class OperationKind(StrEnum):
     """Let an engine finish its requests and leave; with or without a replacement."""
     RESTART = "restart"
     """Start an engine, the trainer, a role or the whole compute plane anew."""
+    ADOPT = "adopt"
+    """Have an engine that somebody else runs take part in a pool."""
 
 
 class OperationState(StrEnum):

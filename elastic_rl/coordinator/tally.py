@@ -76,6 +76,8 @@ def count(tally: Tally, events: Iterable[Event]) -> Tally:
             tally = tally.but(restarts=_more(tally.restarts, part))
         if (fault := _fault(event)) is not None:
             tally = _opened(tally, fault, event)
+        if event.kind == "engine.removed":  # adopted: nobody replaces it, so its fault is over without being mended
+            tally = tally.but(open={f: at for f, at in tally.open.items() if f != f"engine/{event.subject}"})
         for mended in _mended(tally, event):
             tally = _closed(tally, mended, event.at)
     return tally
@@ -121,6 +123,8 @@ def _mended(tally: Tally, event: Event) -> list[str]:
     part, _, what = event.kind.partition(".")
     mine = [f for f in tally.open if f.startswith(f"{part}/")]
     if event.kind == "engine.ready":
+        if event.data.get("adopted"):
+            return []  # it is extra
         # A replacement has another id. It is one if it was started after the fault; each mends one fault.
         started = event.at - float(event.data.get("start_s", 0.0)) + _CLOCKS_S
         return [f for f in sorted(mine, key=lambda f: tally.open[f]) if tally.open[f] <= started][:1]

@@ -18,6 +18,7 @@ from elastic_rl.coordinator.operations import engine_target
 from elastic_rl.coordinator.records import Engine, EngineState, PoolSpec, PoolStatus, Restart, Severity
 from elastic_rl.coordinator.roster import ENGINE
 from elastic_rl.coordinator.store import Compare, Op, Store
+from elastic_rl.driver.adopted import AdoptedEngines
 from elastic_rl.driver.placement import Placed, gpus_per_engine
 from elastic_rl.driver.plan import Running, StartBudget, plan
 from elastic_rl.driver.wishes import carried_out
@@ -47,6 +48,7 @@ class EnginePool:
         self._slots: dict[str, _Slot] = {}
         self._budget = StartBudget()
         self._status: PoolStatus | None = None
+        self._adopted = AdoptedEngines(ctx, store, sign, name)
 
     def adopt(self) -> None:
         """Writes the first spec if there is none and forgets engines of older epochs: they died with their driver."""
@@ -80,9 +82,10 @@ class EnginePool:
             self._start()
         for engine_id in todo.drain:
             self._drain(engine_id, records.get(engine_id))
-        self._write_status(running)
+        self._write_status(running, self._adopted.reconcile(wishes, records))
 
     def close(self) -> None:
+        self._adopted.close()
         for slot in self._slots.values():
             slot.placed.actor.stop.remote()
         if self._slots:
@@ -167,10 +170,10 @@ class EnginePool:
         found = self.store.get(self.keys.pool_spec(self.name))
         return PoolSpec.decode(found.value).desired if found else self.ctx.config.rollout.engines
 
-    def _write_status(self, running: list[Running]) -> None:
+    def _write_status(self, running: list[Running], adopted: int) -> None:
         count = {s: sum(1 for r in running if r.state is s) for s in EngineState}
         status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
-                            starting=count[EngineState.STARTING] + count[EngineState.SYNCING])
+                            starting=count[EngineState.STARTING] + count[EngineState.SYNCING], adopted=adopted)
         if status != self._status:
             self._write(Op.put(self.keys.pool_status(self.name), status.encode()))
             self._status = status

@@ -13,10 +13,10 @@ from elastic_rl.telemetry import logs, traces
 class EngineActor:
     """Needs a concurrency of 2 or more: ``run`` blocks for the engine's whole life."""
 
-    def __init__(self, ctx: RunContext, engine_id: str) -> None:
+    def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", attach_to: str = "") -> None:
         logs.setup(f"engine-{engine_id}", ctx.config.telemetry.log_level)
         traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.engine")
-        self._runner = EngineRunner(ctx, engine_id)
+        self._runner = EngineRunner(ctx, engine_id, pool=pool, attach_to=attach_to)
         freeze_heap()
 
     def run(self) -> None:

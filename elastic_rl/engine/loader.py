@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_rl.config import EngineConfig
 from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.mapping import load_tensors
 from elastic_rl.engine import stager
@@ -35,7 +36,7 @@ from elastic_rl.errors import EngineFailed, StagingFailed
 REQUEST = "elastic_rl.request"
 LOADER = "elastic_rl.engine.loader.load"
 LIMIT_ENV = "ELASTIC_RL_STAGING_LIMIT_BYTES"
-"""Inherited by the scheduler from the runner."""
+"""Inherited by the scheduler from the runner; a server that others started may lack it."""
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -102,7 +103,8 @@ _loader = Loader()
 def load(model: nn.Module, named_tensors: Tensors) -> None:
     """What SGLang calls: the request is the JSON in the uint8 tensor named ``REQUEST``."""
     packed = dict(named_tensors)[REQUEST]
-    _loader.load(model, json.loads(packed.cpu().numpy().tobytes()), int(os.environ[LIMIT_ENV]))
+    limit_bytes = int(os.environ.get(LIMIT_ENV, EngineConfig().staging_limit_bytes))
+    _loader.load(model, json.loads(packed.cpu().numpy().tobytes()), limit_bytes)
 
 
 def _tensors(reference: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:

@@ -17,9 +17,10 @@ from elastic_rl.coordinator.records import Engine, EngineState, Severity, Versio
 from elastic_rl.coordinator.roster import ENGINE
 from elastic_rl.dcs.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.engine.attached import AttachedServer
 from elastic_rl.engine.lifecycle import Life
 from elastic_rl.engine.router import RouterClient
-from elastic_rl.engine.server import Prepared, SGLangServer
+from elastic_rl.engine.server import Prepared, Server, SGLangServer
 from elastic_rl.errors import (
     ArenaFull,
     ChunkCorrupt,
@@ -52,9 +53,12 @@ _PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StagingF
 
 
 class EngineRunner:
-    """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Plain: nothing in it knows of Ray."""
+    """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Plain: nothing in it knows of Ray.
 
-    def __init__(self, ctx: RunContext, engine_id: str, *, pool: str = "rollout") -> None:
+    ``attach_to``: URL of a server that somebody else runs; it is used, and never started or ended.
+    """
+
+    def __init__(self, ctx: RunContext, engine_id: str, *, pool: str = "rollout", attach_to: str = "") -> None:
         self._ctx, self._id, self._pool = ctx, engine_id, pool
         self._cfg = ctx.config.engine
         self._life = Life()
@@ -71,7 +75,8 @@ class EngineRunner:
         self._next_look = self._next_load = 0.0
         self._load = (0, 0)
         self._unwritten = False  # the last write failed: what etcd says is older than the truth
-        self._server = SGLangServer(
+        self._adopted = bool(attach_to)
+        self._server: Server = AttachedServer(attach_to, ctx.model_dir, cfg=self._cfg) if attach_to else SGLangServer(
             ctx.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
             log=ctx.config.cluster_dir / "logs" / f"engine-{engine_id}.log",
             # The same engine of the same run samples the same; no two engines share a seed.
@@ -125,7 +130,8 @@ class EngineRunner:
                 self._tick_at = time.time()
                 self._member.progress(self._life.version, "follow")
                 if not self._server.alive():
-                    raise EngineFailed("a process of the SGLang server ended")
+                    raise EngineFailed("the SGLang server answers no longer, or not with the version that it was given"
+                                       if self._adopted else "a process of the SGLang server ended")
                 self._alive_at = time.time()
                 try:
                     self._obey_record()
@@ -180,7 +186,7 @@ class EngineRunner:
         if first:
             events.emit(self._store, self._ctx.keys, "engine.ready", self._id,
                         f"engine {self._id} serves version {wanted.number}", version=wanted.number,
-                        start_s=round(time.time() - self._started_at, 3))
+                        adopted=self._adopted, start_s=round(time.time() - self._started_at, 3))
         return True
 
     @contextlib.contextmanager
@@ -236,10 +242,15 @@ class EngineRunner:
         detect_s = round(max(0.0, time.time() - self._alive_at), 3)
         alive = self._server.alive()
         self._life = self._life.torn(reason) if self._life.applying and alive else self._life.died(reason)
+        if self._adopted:
+            self._unroute()  # its server goes on, so no request may come to it any more
         self._server.stop()  # first: from here on no token of it can come
         try:
             self._write()
-            events.emit(self._store, self._ctx.keys, f"engine.{self._life.state}", self._id, severity=Severity.ERROR,
+            # One that never took part leaves no gap: that it does not fit concerns only who asked for it.
+            kind, severity = ("refused", Severity.WARNING) if self._adopted and not self._life.version else (
+                str(self._life.state), Severity.ERROR)
+            events.emit(self._store, self._ctx.keys, f"engine.{kind}", self._id, severity=severity,
                         message=f"engine {self._id}: {reason}", version=self._life.version,
                         applying=self._life.applying, detect_s=detect_s)
         finally:
@@ -317,9 +328,9 @@ class EngineRunner:
     def _record(self, life: Life, state: EngineState) -> bytes:
         server = self._server
         return Engine(id=self._id, pool=self._pool, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
-                      url=server.url if server.pid else "", pid=server.pid, version=life.version,
+                      url=server.url if server.pid or self._adopted else "", pid=server.pid, version=life.version,
                       applying=life.applying, started_at=self._started_at, updated_at=time.time(),
                       pull_apply_s=self._pull_apply_s, pause_s=self._pause_s, layout=server.layout,
                       checksum=self._checksum, running=self._load[0], waiting=self._load[1],
-                      reason=life.reason).encode()
+                      adopted=self._adopted, reason=life.reason).encode()
 

@@ -10,6 +10,7 @@ import pickle
 import secrets
 import subprocess
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,112 @@ class Preparation:
         return Prepared({"ticket": ticket}, self._stagers.finish(ticket))
 
 
-class SGLangServer:
+class Server(ABC):
+    """What an engine asks of its SGLang server, whoever runs it."""
+
+    def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str) -> None:
+        """``secret``: of the stagers of its schedulers; ``log_hint``: tells where to look when it fails."""
+        self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
+        self._http = httpx.Client(timeout=cfg.apply_timeout_s)
+
+    @property
+    @abstractmethod
+    def url(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Of the main process; 0 where it is not ours, or before the start."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> str:
+        """What decides how the weights lie in memory: engines of one layout have them byte for byte alike."""
+
+    @property
+    @abstractmethod
+    def tensor_parallel(self) -> int:
+        """Schedulers that share the weights."""
+
+    @abstractmethod
+    def start(self, keep_waiting: Callable[[], bool] = lambda: True) -> None:
+        """Returns when the server answers. Raises EngineFailed, also when ``keep_waiting`` turns false."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether it still runs, and has the weights that it was given."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the server, if it is ours."""
+
+    def model_version(self) -> int:
+        """Version that the engine puts on its answers; 0 before the first update. Raises EngineFailed."""
+        return to_version(self._call("GET", "/model_info").get("weight_version"))
+
+    def in_flight(self) -> int:
+        """Requests that run or wait in the engine. Raises EngineFailed."""
+        return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in self._call("GET", "/v1/loads")["loads"])
+
+    def load(self, *, timeout_s: float) -> tuple[int, int] | None:
+        """Requests that run and that wait in the engine; None when it does not say so in time."""
+        try:
+            loads = self._http.get(f"{self.url}/v1/loads", timeout=timeout_s).json()["loads"]
+            return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None
+
+    # -- weights --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def preparing(self) -> Iterator[Preparation]:
+        """Brings a version as near to the weights as can be while they serve; the engine is as it was."""
+        with stager.Asking(self._secret, self.tensor_parallel, timeout_s=self._cfg.apply_timeout_s) as stagers:
+            yield Preparation(stagers)
+
+    def apply(self, prepared: Prepared, version: int) -> None:
+        """Replaces the weights, verified in the loader; sets ``version``.
+
+        With ``engine.pause=retract`` requests in flight are taken back to the queue: what they have stays with the old
+        version, their KV cache is computed again under the new one, and the answer says where the version changed.
+        Raises EngineFailed; the weights are then in doubt and the engine must not serve again.
+        """
+        self._call("POST", "/pause_generation", {"mode": self._cfg.pause})
+        self._call("POST", "/begin_weight_update", {})
+        # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
+        # the prefix cache, which holds KV of the old weights (and cannot be dropped under requests that use it).
+        self._call("POST", "/update_weights_from_tensor", {
+            "serialized_named_tensors": [pack(prepared.request)] * self.tensor_parallel, "load_format": LOADER,
+            "weight_version": str(version), "flush_cache": self._cfg.pause == "retract"})
+        self._call("POST", "/end_weight_update", {})
+        self._call("POST", "/continue_generation", {})
+        # Asked after the pause, to keep it short: until it is answered the record says `applying`.
+        seen = self.model_version()
+        if seen != version or not self.alive():
+            raise EngineFailed(f"the engine reports version {seen} after version {version} was applied")
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            reply = self._http.request(method, self.url + path, json=body)
+        except httpx.HTTPError as e:
+            raise EngineFailed(f"engine {self.url} failed at {path}: {type(e).__name__}",
+                               hint=self._log_hint) from e
+        if not reply.is_success:
+            raise EngineFailed(f"engine {self.url} refuses {path}: {reply.status_code} {reply.text[:300]}")
+        try:
+            answer = reply.json()
+        except json.JSONDecodeError:
+            answer = {}
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineFailed(f"engine {self.url} failed {path}: {answer.get('message', '')}")
+        return answer if isinstance(answer, dict) else {"items": answer}
+
+    def close(self) -> None:
+        """Stops the server, if it is ours, and drops the connections to it."""
+        self.stop()
+        self._http.close()
+
+
+class SGLangServer(Server):
     """A server and its scheduler and detokenizer processes, all of which end with this process.
 
     ``model_dir``: HF folder; its weights are nobody's version. ``seed`` seeds the sampler: engines of a pool need
@@ -67,13 +173,12 @@ class SGLangServer:
 
     def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int,
                  host: str = "127.0.0.1") -> None:
-        self._model_dir, self._cfg, self._device, self._log, self._seed = model_dir, cfg, device, log, seed
+        super().__init__(cfg, secret=stager.new_secret(), log_hint=f"its log says why: {log}")
+        self._model_dir, self._device, self._log, self._seed = model_dir, device, log, seed
         self._host = host
-        self._secret = stager.new_secret()
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []
-        self._http = httpx.Client(timeout=cfg.apply_timeout_s)
 
     @property
     def url(self) -> str:
@@ -145,50 +250,6 @@ class SGLangServer:
         except httpx.HTTPError:
             return False
 
-    def model_version(self) -> int:
-        """Version that the engine puts on its answers; 0 before the first update. Raises EngineFailed."""
-        return to_version(self._call("GET", "/model_info").get("weight_version"))
-
-    def in_flight(self) -> int:
-        """Requests that run or wait in the engine. Raises EngineFailed."""
-        return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in self._call("GET", "/v1/loads")["loads"])
-
-    def load(self, *, timeout_s: float) -> tuple[int, int] | None:
-        """Requests that run and that wait in the engine; None when it does not say so in time."""
-        try:
-            loads = self._http.get(f"{self.url}/v1/loads", timeout=timeout_s).json()["loads"]
-            return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return None
-
-    # -- weights --------------------------------------------------------------------------------------------------
-    @contextmanager
-    def preparing(self) -> Iterator[Preparation]:
-        """Brings a version as near to the weights as can be while they serve; the engine is as it was."""
-        with stager.Asking(self._secret, self.tensor_parallel, timeout_s=self._cfg.apply_timeout_s) as stagers:
-            yield Preparation(stagers)
-
-    def apply(self, prepared: Prepared, version: int) -> None:
-        """Replaces the weights, verified in the loader; sets ``version``.
-
-        With ``engine.pause=retract`` requests in flight are taken back to the queue: what they have stays with the old
-        version, their KV cache is computed again under the new one, and the answer says where the version changed.
-        Raises EngineFailed; the weights are then in doubt and the engine must not serve again.
-        """
-        self._call("POST", "/pause_generation", {"mode": self._cfg.pause})
-        self._call("POST", "/begin_weight_update", {})
-        # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
-        # the prefix cache, which holds KV of the old weights (and cannot be dropped under requests that use it).
-        self._call("POST", "/update_weights_from_tensor", {
-            "serialized_named_tensors": [pack(prepared.request)] * self.tensor_parallel, "load_format": LOADER,
-            "weight_version": str(version), "flush_cache": self._cfg.pause == "retract"})
-        self._call("POST", "/end_weight_update", {})
-        self._call("POST", "/continue_generation", {})
-        # Asked after the pause, to keep it short: until it is answered the record says `applying`.
-        seen = self.model_version()
-        if seen != version or not self.alive():
-            raise EngineFailed(f"the engine reports version {seen} after version {version} was applied")
-
     @property
     def tensor_parallel(self) -> int:
         """Schedulers that share the weights."""
@@ -197,22 +258,6 @@ class SGLangServer:
             if flag in extra:
                 return int(extra[extra.index(flag) + 1])
         return 1
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            reply = self._http.request(method, self.url + path, json=body)
-        except httpx.HTTPError as e:
-            raise EngineFailed(f"engine {self.url} failed at {path}: {type(e).__name__}",
-                               hint=f"its log says why: {self._log}") from e
-        if not reply.is_success:
-            raise EngineFailed(f"engine {self.url} refuses {path}: {reply.status_code} {reply.text[:300]}")
-        try:
-            answer = reply.json()
-        except json.JSONDecodeError:
-            answer = {}
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineFailed(f"engine {self.url} failed {path}: {answer.get('message', '')}")
-        return answer if isinstance(answer, dict) else {"items": answer}
 
     # -- end ------------------------------------------------------------------------------------------------------
     def stop(self, *, grace_s: float = 0.0) -> None:
@@ -228,11 +273,6 @@ class SGLangServer:
             if _runs(process):
                 process.kill()
         self._process = None
-
-    def close(self) -> None:
-        """Stops the server and drops the connections to it."""
-        self.stop()
-        self._http.close()
 
 
 def _cores_of_ranks(ranks: int) -> dict[str, str]:

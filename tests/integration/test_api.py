@@ -145,6 +145,7 @@ def test_a_dry_run_of_each_change_says_what_would_be_and_changes_nothing(house: 
                           headers={"Idempotency-Key": "d"}),
         "drain": api.post(f"/v1/engines/{engine}/drain?dry_run=true"),
         "restart": api.post("/v1/restarts?dry_run=true", json={"target": f"engines/{engine}"}),
+        "adopt": api.post("/v1/engines?dry_run=true", json={"url": "http://10.0.0.9:30000", "pool": pool}),
         "cancel": api.delete(f"/v1/operations/{begun}?dry_run=true")}
     assert {name: a.status_code for name, a in answers.items()} == dict.fromkeys(answers, 200)
     assert not any("location" in a.headers for a in answers.values())
@@ -175,6 +176,21 @@ def test_operations_are_begun_followed_and_cancelled(api: httpx.Client, pool: st
         problem(api.post(path, json=body), 404, "not-found")
     problem(api.delete("/v1/operations/none"), 404, "not-found")
     problem(api.post("/v1/restarts", json={"target": "moon"}), 422, "invalid")
+
+
+def test_a_server_is_adopted_once_and_the_wish_can_be_taken_back(house: House, api: httpx.Client, pool: str) -> None:
+    body, key = {"url": f"http://{pool}:30000/", "pool": pool}, {"Idempotency-Key": f"adopt-{pool}"}
+    first, again = (api.post("/v1/engines", json=body, headers=key) for _ in range(2))
+    assert first.status_code == again.status_code == 202
+    assert first.headers["location"] == again.headers["location"] and again.headers["idempotency-replayed"] == "true"
+    assert (first.json()["kind"], first.json()["params"]["url"]) == ("adopt", f"http://{pool}:30000")
+    problem(api.post("/v1/engines", json=body), 409, "conflict")
+    problem(api.post("/v1/engines", json={**body, "pool": "none"}), 404, "not-found")
+    for wrong in ({}, {"url": "moon"}, {"url": "https://a:1"}, {"url": 1}, {**body, "x": 1}):
+        problem(api.post("/v1/engines", json=wrong), 422, "invalid")
+    assert api.delete(first.headers["location"]).json()["state"] == "cancelled"
+    assert house.store.get(house.keys.adoption(f"http://{pool}:30000")) is None
+    assert api.post("/v1/engines", json=body).status_code == 202
 
 
 # -- idempotency -------------------------------------------------------------------------------------------------------

@@ -192,6 +192,30 @@ def test_a_drain_marks_the_engine_and_waits_for_its_replacement(lead: Any, plane
     assert until(leader.desk, op, ended).state is OperationState.SUCCEEDED
 
 
+def test_an_adoption_that_nobody_carries_out_is_taken_back_at_its_deadline_and_a_drain_of_it_replaces_nothing(
+        lead: Any, plane: Plane, store: Store, keys: Keys, cfg: Config) -> None:
+    quick = cfg.model_copy(update={"engine": cfg.engine.model_copy(update={"start_timeout_s": 0.5})})
+    leader, url = lead("a"), "http://10.0.0.9:30000"
+    hasty = OperationDesk(store, keys, leader.election, quick)
+    lost = until(leader.desk, hasty.adopt(url, POOL, by="ann"), ended)
+    assert lost.state is OperationState.FAILED and "waiting for the driver" in lost.error
+    assert store.get(keys.adoption(url)) is None
+    op = leader.desk.adopt(url, POOL, by="ann")
+    engine_id = op.target.removeprefix("engines/")
+    with pytest.raises(Problem, match=engine_id):
+        leader.desk.adopt(url, POOL, by="ann")
+    store.put(keys.engine(engine_id), Engine(id=engine_id, pool=POOL, state=EngineState.READY, epoch=1, url=url,
+                                             version=3, adopted=True).encode())
+    assert until(leader.desk, op, ended).result["version"] == 3
+    assert store.get(keys.adoption(url)) is not None, "it stays until it is drained"
+    op = leader.desk.drain(engine_id, by="ann")
+    assert store.get(keys.adoption(url)) is None
+    assert PoolSpec.decode(store.get(keys.pool_spec(POOL)).value).desired == 1
+    until(leader.desk, op, lambda o: o.phase == "draining")
+    store.delete(keys.engine(engine_id))
+    assert until(leader.desk, op, ended).state is OperationState.SUCCEEDED, "although the pool has no engine at all"
+
+
 def test_a_request_that_counts_once_is_refused_when_it_was_carried_out_already(lead: Any, store: Store, keys: Keys
                                                                                ) -> None:
     leader = lead("a")

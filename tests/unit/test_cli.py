@@ -50,9 +50,9 @@ def test_help_and_the_manual_name_every_exit_code(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("command", [
-    "status", "pools", "engines", "members", "events", "scale", "drain", "restart", "operations ls", "operations show",
-    "operations wait", "operations cancel", "alerts ls", "alerts silence", "alerts unsilence", "alerts silences",
-    "alerts test"])
+    "status", "pools", "engines", "members", "events", "scale", "drain", "adopt", "restart", "operations ls",
+    "operations show", "operations wait", "operations cancel", "alerts ls", "alerts silence", "alerts unsilence",
+    "alerts silences", "alerts test"])
 def test_every_command_that_talks_to_a_cluster_can_be_told_where_it_is(command: str, capsys: pytest.CaptureFixture[str]
                                                                        ) -> None:
     assert run(*command.split(), "--help") == 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_rl.coordinator.operations import View, cancelled, settle
 from elastic_rl.coordinator.records import (
+    Adoption,
     Engine,
     EngineState,
     JobStatus,
@@ -23,6 +24,7 @@ from elastic_rl.coordinator.records import (
 )
 
 POOL = "rollout"
+URL = "http://10.0.0.9:30000"
 
 
 def scale(desired: int, previous: int = 1) -> Operation:
@@ -38,6 +40,18 @@ def restart(target: str, **params: object) -> Operation:
 def drain(replace: bool) -> Operation:
     return Operation(id="op-3", kind=OperationKind.DRAIN, target="engines/e0", created_at=0.0, deadline_at=100.0,
                      params={"pool": POOL, "replace": replace})
+
+
+def adopt() -> Operation:
+    return Operation(id="op-4", kind=OperationKind.ADOPT, target="engines/a0", created_at=0.0, deadline_at=100.0,
+                     params={"pool": POOL, "url": URL})
+
+
+def adopting(now: float, state: EngineState | None = None, ended: str = "", **more: object) -> View:
+    """The world with the wish of ``adopt`` and, once its engine has a record, with that."""
+    wish = Adoption(engine="a0", pool=POOL, url=URL, ended=ended)
+    there = [Engine(id="a0", pool=POOL, state=state, epoch=1, url=URL, adopted=True, **more)] if state else []
+    return View(now=now, adoptions={"a0": (wish, 7)}, engines={e.id: e for e in there})
 
 
 def engine(n: int, state: EngineState = EngineState.READY) -> Engine:
@@ -112,6 +126,34 @@ def test_a_global_restart_is_over_in_a_later_epoch_when_the_loop_and_the_trainer
 def test_a_wish_that_was_taken_back_cancels_its_restart() -> None:
     op = settle(restart("trainer"), View(now=11.0, restarts={"trainer": Restart(target="trainer", wanted=0)}))
     assert op.state is OperationState.CANCELLED
+
+
+def test_an_adoption_is_probed_and_synced_and_ends_when_the_engine_is_ready() -> None:
+    op = settle(adopt(), adopting(1.0))
+    assert op.phase == "probing" and "driver" in op.message
+    op = settle(op, adopting(2.0, EngineState.STARTING))
+    assert op.phase == "probing" and URL in op.message
+    op = settle(op, adopting(3.0, EngineState.SYNCING))
+    assert (op.phase, op.done, op.total) == ("syncing", 1, 2)
+    op = settle(op, adopting(4.0, EngineState.READY, version=7))
+    assert (op.state, op.phase, op.done) == (OperationState.SUCCEEDED, "ready", 2)
+    assert (op.result["engine"], op.result["version"]) == ("a0", 7)
+
+
+def test_an_adoption_fails_with_the_reason_of_its_engine_and_is_cancelled_with_its_wish() -> None:
+    refused = settle(adopt(), adopting(1.0, ended="it was started without the loader"))
+    assert (refused.state, refused.error) == (OperationState.FAILED, "it was started without the loader")
+    dead = settle(adopt(), adopting(1.0, EngineState.DEAD, reason="its process died"))
+    assert (dead.state, dead.error) == (OperationState.FAILED, "its process died")
+    assert settle(adopt(), View(now=1.0)).state is OperationState.CANCELLED
+    assert "waiting for the driver" in settle(settle(adopt(), adopting(1.0)), adopting(100.0)).error
+
+
+def test_an_adopted_engine_counts_for_no_number_that_is_wanted() -> None:
+    extra = engine(9).but(adopted=True)
+    assert settle(scale(2), world(1.0, 2, engine(0), extra, starting=1)).state is OperationState.RUNNING
+    assert settle(scale(1, 2), world(1.0, 1, engine(0), extra)).state is OperationState.SUCCEEDED
+    assert settle(drain(replace=True), world(2.0, 2, engine(1), extra)).phase == "replacing"
 
 
 def test_what_is_not_done_at_its_deadline_fails_and_says_what_was_missing() -> None:

@@ -10,7 +10,7 @@ from elastic_rl.coordinator import pools
 from elastic_rl.coordinator.api import describe
 from elastic_rl.coordinator.api.context import Ctx, asker
 from elastic_rl.coordinator.api.describe import described
-from elastic_rl.coordinator.api.models import Drain, RestartOf, Scale
+from elastic_rl.coordinator.api.models import Adopt, Drain, RestartOf, Scale
 from elastic_rl.coordinator.api.once import OPERATIONS, DryRun, Key, Made, carry_out, hand_on
 from elastic_rl.coordinator.api.reads import Name
 from elastic_rl.coordinator.pools import PoolView
@@ -24,6 +24,7 @@ def install(app: FastAPI) -> None:
     """Adds the routes."""
     app.patch("/v1/pools/{name}", response_model=PoolView, **described(describe.PATCH_POOL))(patch_pool)
     app.post("/v1/pools/{name}/scale", response_model=Operation, **described(describe.SCALE))(scale_pool)
+    app.post("/v1/engines", response_model=Operation, **described(describe.ADOPT))(adopt_engine)
     app.post("/v1/engines/{engine_id}/drain", response_model=Operation, **described(describe.DRAIN))(drain_engine)
     app.post("/v1/restarts", response_model=Operation, **described(describe.RESTART))(restart)
     app.delete("/v1/operations/{operation_id}", response_model=Operation, **described(describe.CANCEL))(cancel)
@@ -55,6 +56,13 @@ def drain_engine(request: Request, ctx: Ctx, engine_id: Name, body: Annotated[Dr
     """It gets no new requests, finishes those in flight, and leaves."""
     return carry_out(request, ctx, body, idempotency_key, lambda once: _made(ctx.desk.drain(
         engine_id, replace=body.replace, by=asker(request), dry_run=dry_run, once=once)), dry_run=dry_run)
+
+
+def adopt_engine(request: Request, ctx: Ctx, body: Annotated[Adopt, Body()], dry_run: DryRun = False,
+                 idempotency_key: Key = None) -> Response:
+    """It gets the newest version and, once that is verified, requests. Its server is never ended."""
+    return carry_out(request, ctx, body, idempotency_key, lambda once: _made(ctx.desk.adopt(
+        body.url, body.pool, by=asker(request), dry_run=dry_run, once=once)), dry_run=dry_run)
 
 
 def restart(request: Request, ctx: Ctx, body: Annotated[RestartOf, Body()], dry_run: DryRun = False,

@@ -150,6 +150,7 @@ SCALE = _operation("scalePool", "Bring a pool to a number of engines", (*_POSTS,
 ENGINES = Route("listEngines", "Engines", "engines", _READS, _page(_ENGINE))
 ENGINE = Route("getEngine", "One engine", "engines", _ONE, _ENGINE)
 DRAIN = _operation("drainEngine", "Let an engine finish its requests and leave", _POSTS)
+ADOPT = _operation("adoptEngine", "Have an engine that somebody else runs take part in a pool", _POSTS)
 RESTART = _operation("restart", "Start a part of the compute plane anew", _POSTS)
 OPERATIONS = Route("listOperations", "Operations, the newest first", "operations", _READS, _page(_OPERATION))
 OPERATION = Route("getOperation", "One operation", "operations", _ONE, _OPERATION)

@@ -28,6 +28,13 @@ class Drain(Body):
     """Whether another engine takes its place; if not, the pool is wanted one smaller from then on."""
 
 
+class Adopt(Body):
+    url: StrictStr = Field(min_length=1, max_length=300, examples=["http://10.0.0.9:30000"])
+    """Of an SGLang server on a host of the job, as ``http://HOST:PORT``."""
+    pool: StrictStr = Field(default="rollout", min_length=1, max_length=200)
+    """It takes part in this pool, beyond the number of engines that is wanted of it."""
+
+
 class RestartOf(Body):
     target: StrictStr = Field(min_length=1, max_length=200, examples=["trainer"])
     """``engines/ID``, ``roles/NAME``, ``trainer`` or ``job``."""

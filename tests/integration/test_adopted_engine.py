@@ -1,0 +1,164 @@
+"""A real SGLang server that the test runs itself, taken into a pool by the driver's part and let go of again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import ray
+from engine_rig import Rig
+
+from elastic_rl.coordinator import events
+from elastic_rl.coordinator.records import Adoption, Engine, EngineState
+from elastic_rl.driver.adopted import AdoptedEngines
+from elastic_rl.engine.loader import LOADER
+from elastic_rl.engine.router import RouterClient
+from elastic_rl.processes import free_port, python, spawn, stop, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+POOL = "rollout"
+
+
+class Foreign:
+    """A server, started as the manual says."""
+
+    def __init__(self, rig: Rig) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = rig.ctx.config.run_dir / "foreign.log"
+        self.process: subprocess.Popen[bytes] = spawn(python(
+            "elastic_rl.engine.launch", "--model-path", rig.ctx.model_dir, "--port", str(port), "--dtype", "float32",
+            "--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-server-warmup", "--device", "cpu",
+            "--attention-backend", "torch_native", "--disable-overlap-schedule", "--disable-cuda-graph",
+            "--disable-radix-cache", "--max-total-tokens", "4096", "--max-running-requests", "16", "--log-level",
+            "warning", "--sleep-on-idle"), log=self.log, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"})
+
+    def version(self) -> str:
+        """What it says of its weights; empty when it does not answer."""
+        try:
+            return str(httpx.get(f"{self.url}/model_info", timeout=2).json()["weight_version"])
+        except httpx.HTTPError:
+            return ""
+
+    def answers(self) -> bool:
+        body = {"input_ids": [5, 6, 3], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+        return bool(httpx.post(f"{self.url}/generate", json=body, timeout=20).json()["output_ids"])
+
+
+@pytest.fixture
+def rig(etcd, tmp_path) -> Iterator[Rig]:
+    rig = Rig(etcd, tmp_path)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def foreign(rig: Rig) -> Iterator[Foreign]:
+    server = Foreign(rig)
+    yield server
+    stop(server.process.pid)
+    server.process.wait(10)
+
+
+@pytest.fixture
+def plane(rig: Rig, foreign: Foreign) -> Iterator[AdoptedEngines]:
+    """What the driver has of it, on Ray; the server starts meanwhile."""
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    made = AdoptedEngines(rig.ctx, rig.store, lambda phase: None, POOL)
+    yield made
+    made.close()
+    ray.shutdown()
+
+
+def wish(rig: Rig, engine: str, url: str) -> Adoption:
+    adoption = Adoption(engine=engine, pool=POOL, url=url)
+    rig.store.put(rig.ctx.keys.adoption(url), adoption.encode())
+    return adoption
+
+
+def records(rig: Rig) -> dict[str, Engine]:
+    found = [Engine.decode(kv.value) for kv in rig.store.range(rig.ctx.keys.engines_prefix())[0]]
+    return {e.id: e for e in found}
+
+
+def ready_at(rig: Rig, plane: AdoptedEngines, engine: str, version: int) -> Engine:
+    def there() -> Engine | None:
+        plane.reconcile({}, records(rig))
+        found = records(rig).get(engine)
+        return found if found and (found.state, found.version) == (EngineState.READY, version) else None
+
+    return wait_until(there, timeout_s=90, what=f"{engine} at version {version}")
+
+
+def reason(rig: Rig, plane: AdoptedEngines, url: str) -> str:
+    """Why the engine of a server ended, once it has."""
+    def ended() -> str:
+        plane.reconcile({}, records(rig))
+        found = rig.store.get(rig.ctx.keys.adoption(url))
+        return Adoption.decode(found.value).ended if found else ""
+
+    return wait_until(ended, timeout_s=90, what=f"the end of the engine at {url}")
+
+
+def workers(rig: Rig) -> dict[str, bool]:
+    return RouterClient(rig.router.url).workers()
+
+
+def told(rig: Rig, engine: str) -> list[str]:
+    return [e.kind for e in events.recent(rig.store, rig.ctx.keys) if e.subject == engine]
+
+
+def test_a_server_of_somebody_else_takes_part_and_outlives_it(rig: Rig, foreign: Foreign, plane: AdoptedEngines
+                                                              ) -> None:
+    first = rig.publish(seed=1)
+    wait_until(foreign.version, timeout_s=120, what=f"the server (log: {foreign.log})",
+               alive=lambda: foreign.process.poll() is None)
+    wish(rig, "a0", foreign.url)
+    engine = ready_at(rig, plane, "a0", first)
+    assert engine.adopted and engine.pid == 0 and engine.url == foreign.url
+    assert workers(rig) == {foreign.url: True} and plane.reconcile({}, records(rig)) == 1
+    [greedy] = rig.ask()
+    assert (greedy.token_ids, greedy.version) == (rig.expected(), first)
+    second = rig.publish(seed=2)
+    ready_at(rig, plane, "a0", second)
+    [greedy] = rig.ask()
+    assert (greedy.token_ids, greedy.version) == (rig.expected(), second)
+
+    # Its runner is killed: the server gets no request any more, and is not taken in again.
+    ray.kill(plane._held["a0"].placed.actor)
+    assert reason(rig, plane, foreign.url)
+    assert workers(rig) == {} and "a0" not in records(rig) and told(rig, "a0")[-2:] == ["engine.dead", "engine.removed"]
+    assert foreign.version() == str(second)
+
+    # Wished for anew, and the wish taken back: drained.
+    wish(rig, "a1", foreign.url)
+    ready_at(rig, plane, "a1", second)
+    rig.store.delete(rig.ctx.keys.adoption(foreign.url))
+
+    def left() -> bool:
+        plane.reconcile({}, records(rig))
+        return not plane._held
+
+    wait_until(left, timeout_s=30, what="the end of the drain")
+    assert workers(rig) == {} and records(rig) == {} and told(rig, "a1")[-1] == "engine.stopped"
+    assert foreign.version() == str(second) and foreign.answers(), "it is drained and goes on for others"
+
+    # Somebody else changes what it says of its weights, as a server does that was started anew; then it dies.
+    wish(rig, "a2", foreign.url)
+    ready_at(rig, plane, "a2", second)
+    httpx.post(f"{foreign.url}/update_weight_version", json={"new_version": "default"}, timeout=5).raise_for_status()
+    assert "not with the version" in reason(rig, plane, foreign.url) and workers(rig) == {} and foreign.answers()
+    wish(rig, "a3", foreign.url)
+    ready_at(rig, plane, "a3", second)
+    os.kill(foreign.process.pid, signal.SIGKILL)
+    assert "answers no longer" in reason(rig, plane, foreign.url)
+    assert workers(rig) == {} and told(rig, "a3")[-2:] == ["engine.dead", "engine.removed"]
+
+    # Nobody is there: it is refused, and that is no death.
+    wish(rig, "a4", "http://192.0.2.1:9")
+    assert "not an address of" in reason(rig, plane, "http://192.0.2.1:9")
+    assert told(rig, "a4") == ["engine.starting", "engine.refused", "engine.removed"]
