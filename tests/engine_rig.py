@@ -50,8 +50,8 @@ class Rig:
         self.runners: dict[str, EngineRunner] = {}
         self.threads: dict[str, threading.Thread] = {}
 
-    def run_engine(self, engine_id: str) -> threading.Thread:
-        runner = self.runners[engine_id] = EngineRunner(self.ctx, engine_id)
+    def run_engine(self, engine_id: str, *, attach_to: str = "") -> threading.Thread:
+        runner = self.runners[engine_id] = EngineRunner(self.ctx, engine_id, attach_to=attach_to)
         thread = self.threads[engine_id] = threading.Thread(target=runner.run, daemon=True)
         thread.start()
         return thread

@@ -40,7 +40,7 @@ class AttachedServer(Server):
         self._ranks, self._dtype = 1, ""
         self._given: int | None = None
         """Version that it has to name; None before the first, and while it changes."""
-        self._failures, self._next_look = 0, 0.0
+        self._failures, self._next_look, self._lost = 0, 0.0, ""
 
     @property
     def url(self) -> str:
@@ -83,13 +83,21 @@ class AttachedServer(Server):
         if now >= self._next_look and self._failures < _FAILURES:
             self._next_look = now + _LOOK_S
             found = self._look()
+            version = to_version(found.get("weight_version")) if found else 0
             if found is None:
                 self._failures += 1
-            elif self._given is not None and to_version(found.get("weight_version")) != self._given:
-                self._failures = _FAILURES  # another one, or somebody else changed its weights
+                self._lost = f"{self._url} no longer answers"
+            elif self._given is not None and version != self._given:
+                self._failures = _FAILURES
+                self._lost = (f"{self._url} names version {version} and was given {self._given}: it was started anew, "
+                              "or somebody else changed its weights")
             else:
                 self._failures = 0
         return self._failures < _FAILURES
+
+    @property
+    def lost(self) -> str:
+        return self._lost
 
     def apply(self, prepared: Prepared, version: int) -> None:
         """As of ``Server``. One that fails is left paused: its weights may be half of two versions."""

@@ -130,8 +130,7 @@ class EngineRunner:
                 self._tick_at = time.time()
                 self._member.progress(self._life.version, "follow")
                 if not self._server.alive():
-                    raise EngineFailed("the SGLang server answers no longer, or not with the version that it was given"
-                                       if self._adopted else "a process of the SGLang server ended")
+                    raise EngineFailed(self._server.lost)
                 self._alive_at = time.time()
                 try:
                     self._obey_record()

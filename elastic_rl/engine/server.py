@@ -94,6 +94,11 @@ class Server(ABC):
     def alive(self) -> bool:
         """Whether it still runs, and has the weights that it was given."""
 
+    @property
+    def lost(self) -> str:
+        """What happened to one that is not alive."""
+        return "a process of the SGLang server ended"
+
     @abstractmethod
     def stop(self) -> None:
         """Ends the server, if it is ours."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 import ray
 from engine_rig import Rig
 
+from elastic_rl.context import RunContext
 from elastic_rl.coordinator import events
+from elastic_rl.coordinator.epochs import raise_epoch
 from elastic_rl.coordinator.records import Adoption, Engine, EngineState
 from elastic_rl.driver.adopted import AdoptedEngines
 from elastic_rl.engine.loader import LOADER
@@ -44,6 +46,12 @@ class Foreign:
         except httpx.HTTPError:
             return ""
 
+    def forget(self) -> None:
+        httpx.post(f"{self.url}/update_weight_version", json={"new_version": "default"}, timeout=5).raise_for_status()
+
+    def die(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+
     def answers(self) -> bool:
         body = {"input_ids": [5, 6, 3], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
         return bool(httpx.post(f"{self.url}/generate", json=body, timeout=20).json()["output_ids"])
@@ -65,12 +73,18 @@ def foreign(rig: Rig) -> Iterator[Foreign]:
 
 
 @pytest.fixture
-def plane(rig: Rig, foreign: Foreign) -> Iterator[AdoptedEngines]:
-    """What the driver has of it, on Ray; the server starts meanwhile."""
+def drivers(rig: Rig, foreign: Foreign) -> Iterator[Callable[[RunContext], AdoptedEngines]]:
+    """Makes what a driver has of it, on Ray. The server starts meanwhile."""
+    made: list[AdoptedEngines] = []
+
+    def make(ctx: RunContext) -> AdoptedEngines:
+        made.append(AdoptedEngines(ctx, rig.store, lambda phase: None, POOL))
+        return made[-1]
+
     ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
-    made = AdoptedEngines(rig.ctx, rig.store, lambda phase: None, POOL)
-    yield made
-    made.close()
+    yield make
+    for each in made:
+        each.close()
     ray.shutdown()
 
 
@@ -112,8 +126,9 @@ def told(rig: Rig, engine: str) -> list[str]:
     return [e.kind for e in events.recent(rig.store, rig.ctx.keys) if e.subject == engine]
 
 
-def test_a_server_of_somebody_else_takes_part_and_outlives_it(rig: Rig, foreign: Foreign, plane: AdoptedEngines
-                                                              ) -> None:
+def test_a_server_of_somebody_else_takes_part_and_outlives_it(
+        rig: Rig, foreign: Foreign, drivers: Callable[[RunContext], AdoptedEngines]) -> None:
+    plane = drivers(rig.ctx)
     first = rig.publish(seed=1)
     wait_until(foreign.version, timeout_s=120, what=f"the server (log: {foreign.log})",
                alive=lambda: foreign.process.poll() is None)
@@ -134,9 +149,15 @@ def test_a_server_of_somebody_else_takes_part_and_outlives_it(rig: Rig, foreign:
     assert workers(rig) == {} and "a0" not in records(rig) and told(rig, "a0")[-2:] == ["engine.dead", "engine.removed"]
     assert foreign.version() == str(second)
 
-    # Wished for anew, and the wish taken back: drained.
+    # Wished for anew; the next driver takes it in again, under its epoch; the wish is taken back: drained.
     wish(rig, "a1", foreign.url)
     ready_at(rig, plane, "a1", second)
+    plane.close()
+    assert workers(rig) == {} and foreign.version() == str(second)
+    epoch = raise_epoch(rig.store, rig.ctx.keys, "the next driver").number
+    rig.ctx = rig.ctx.model_copy(update={"epoch": epoch})
+    plane = drivers(rig.ctx)
+    assert ready_at(rig, plane, "a1", second).epoch == epoch
     rig.store.delete(rig.ctx.keys.adoption(foreign.url))
 
     def left() -> bool:
@@ -147,18 +168,18 @@ def test_a_server_of_somebody_else_takes_part_and_outlives_it(rig: Rig, foreign:
     assert workers(rig) == {} and records(rig) == {} and told(rig, "a1")[-1] == "engine.stopped"
     assert foreign.version() == str(second) and foreign.answers(), "it is drained and goes on for others"
 
-    # Somebody else changes what it says of its weights, as a server does that was started anew; then it dies.
-    wish(rig, "a2", foreign.url)
-    ready_at(rig, plane, "a2", second)
-    httpx.post(f"{foreign.url}/update_weight_version", json={"new_version": "default"}, timeout=5).raise_for_status()
-    assert "not with the version" in reason(rig, plane, foreign.url) and workers(rig) == {} and foreign.answers()
-    wish(rig, "a3", foreign.url)
-    ready_at(rig, plane, "a3", second)
-    os.kill(foreign.process.pid, signal.SIGKILL)
-    assert "answers no longer" in reason(rig, plane, foreign.url)
-    assert workers(rig) == {} and told(rig, "a3")[-2:] == ["engine.dead", "engine.removed"]
-
     # Nobody is there: it is refused, and that is no death.
-    wish(rig, "a4", "http://192.0.2.1:9")
+    wish(rig, "a2", "http://192.0.2.1:9")
     assert "not an address of" in reason(rig, plane, "http://192.0.2.1:9")
-    assert told(rig, "a4") == ["engine.starting", "engine.refused", "engine.removed"]
+    assert told(rig, "a2") == ["engine.starting", "engine.refused", "engine.removed"]
+
+    # Somebody else changes what it says of its weights, as a server does that was started anew; then it dies.
+    for engine_id, harm, said in (("a3", foreign.forget, "names version 0"), ("a4", foreign.die, "no longer answers")):
+        rig.run_engine(engine_id, attach_to=foreign.url)
+        rig.wait_ready(engine_id, second)
+        assert workers(rig) == {foreign.url: True}
+        harm()
+        assert said in rig.wait_state(engine_id, EngineState.DEAD).reason
+        rig.threads[engine_id].join(30)
+        assert not rig.threads[engine_id].is_alive() and workers(rig) == {}
+        assert told(rig, engine_id)[-1] == "engine.dead"
