@@ -26,7 +26,7 @@ from elastic_rl.commands.exits import Exit
 from elastic_rl.coordinator import auth, events
 from elastic_rl.coordinator.keys import Keys
 from elastic_rl.coordinator.membership import Membership
-from elastic_rl.coordinator.records import Engine, EngineState, Operation, PoolSpec, Restart
+from elastic_rl.coordinator.records import Adoption, Engine, EngineState, Operation, PoolSpec, Restart
 from elastic_rl.coordinator.store import Store
 from elastic_rl.processes import wait_until
 
@@ -247,6 +247,24 @@ def test_a_restart_is_begun_with_yes_and_can_be_cancelled(control: Control, run:
     assert code == Exit.OK and op["params"]["reason"] == "new driver"
     assert "cancelled: restart of trainer" in run("operations", "cancel", op["id"])[1]
     assert run("restart", "everything")[0] == Exit.REFUSED
+
+
+def test_an_engine_is_adopted_or_it_is_said_why_not(control: Control, run: Run) -> None:
+    before, url = len(control.operations()), "http://10.0.0.9:30000"
+    code, said, _ = run("adopt", url, "--dry-run")
+    assert code == Exit.OK and f"{url} joins pool rollout" in said and len(control.operations()) == before
+
+    def driver() -> None:
+        key, at = control.keys.adoption(url), control.begun(before).params["url"]
+        wish = Adoption.decode(control.store.get(key).value)
+        control.store.put(key, wish.but(ended=f"no SGLang server answers at {at}").encode())
+
+    acting = meanwhile(driver)
+    code, _, told = run("adopt", url, "--wait")
+    acting.join(_LIMIT_S)
+    assert code == Exit.FAILED and "no SGLang server answers" in told
+    assert control.store.get(control.keys.adoption(url)) is None
+    assert run("adopt", "moon")[0] == run("adopt", url, "--pool", "none")[0] == Exit.REFUSED
 
 
 class Terminal:
