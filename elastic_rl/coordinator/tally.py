@@ -123,8 +123,8 @@ def _mended(tally: Tally, event: Event) -> list[str]:
     part, _, what = event.kind.partition(".")
     mine = [f for f in tally.open if f.startswith(f"{part}/")]
     if event.kind == "engine.ready":
-        if event.data.get("adopted"):
-            return []  # it is extra
+        if event.data.get("adopted"):  # it is extra, and has its name again under the next driver
+            return [f for f in mine if f == f"engine/{event.subject}"]
         # A replacement has another id. It is one if it was started after the fault; each mends one fault.
         started = event.at - float(event.data.get("start_s", 0.0)) + _CLOCKS_S
         return [f for f in sorted(mine, key=lambda f: tally.open[f]) if tally.open[f] <= started][:1]

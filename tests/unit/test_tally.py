@@ -33,7 +33,8 @@ def test_several_events_of_one_engines_end_are_one_fault_and_its_replacement_men
 def test_the_fault_of_an_adopted_engine_is_over_and_was_not_mended() -> None:
     tally = count(Tally(), [at(10, "engine.dead", "e0"), at(11, "engine.dead", "a0"), at(12, "engine.removed", "a0")])
     assert (tally.faults, tally.open, tally.recover) == ({"engine": 2}, {"engine/e0": 10.0}, {})
-    assert count(tally, [at(40, "engine.ready", "a1", start_s=5.0, adopted=True)]).open == {"engine/e0": 10.0}
+    tally = count(tally, [at(20, "engine.dead", "a1"), at(40, "engine.ready", "a1", start_s=5.0, adopted=True)])
+    assert tally.open == {"engine/e0": 10.0} and recovered(tally, "engine") == (1, 20.0)
 
 
 def test_an_engine_that_was_on_its_way_before_the_fault_mends_nothing() -> None:
