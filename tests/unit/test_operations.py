@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator.operations import View, cancelled, settle
@@ -23,6 +24,7 @@ from elastic_rl.coordinator.records import (
     Restart,
 )
 
+SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "100"))
 POOL = "rollout"
 URL = "http://10.0.0.9:30000"
 
@@ -173,6 +175,7 @@ def test_cancelling_keeps_the_reason_and_the_time() -> None:
     assert (op.state, op.ended_at, op.error) == (OperationState.CANCELLED, 7.0, "cancelled by ann")
 
 
+@settings(max_examples=SEEDS)
 @given(seed=st.integers(0, 2**32))
 def test_whoever_leads_an_operation_ends_once_and_in_time(seed: int) -> None:
     """A pool that gains and loses engines at random, looked at by leaders that come and go and whose clocks differ:

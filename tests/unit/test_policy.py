@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_rl.config import PolicyConfig
@@ -15,6 +16,7 @@ from elastic_rl.coordinator.operations import JOB
 from elastic_rl.coordinator.policy import POLICY, Action, Fault, FaultLog, Rule
 from elastic_rl.coordinator.records import JobStatus
 
+SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "100"))
 CFG = PolicyConfig(budget=3, window_s=100.0, backoff_s=2.0, backoff_max_s=16.0, settle_s=5.0, stop_after=3)
 TRAINER_DEAD = policy.rule_for("trainer", Fault.DEAD)
 TRAINER_HUNG = policy.rule_for("trainer", Fault.HUNG)
@@ -99,6 +101,7 @@ def test_progress_grows_from_the_warm_up_into_rl(phase: str, step: int, more: st
     assert policy.progress_of(JobStatus(phase="warmup", step=3000)) < policy.progress_of(JobStatus(phase="rl", step=0))
 
 
+@settings(max_examples=SEEDS)
 @given(seed=st.integers(0, 2**32))
 def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int) -> None:
     """A trainer that fails at random times, with leaders that carry out late; only the log survives a leader."""
