@@ -11,12 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from etcd_server import EtcdServers  # noqa: E402
-from fixtures import keys, store  # noqa: E402, F401
+from support.etcd_server import EtcdServers  # noqa: E402
+from support.shared_fixtures import etcd, keys  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+def etcd_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
     """One etcd member for tests that leave it alone; they keep apart by their own ``keys``."""
     servers = EtcdServers(tmp_path_factory.mktemp("etcd"), 1)
     try:

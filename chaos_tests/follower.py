@@ -6,21 +6,21 @@ import threading
 from collections import Counter
 
 import torch
-from hub_publisher import content
+from dcs_publisher_loop import content
 
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.store import Store
-from elastic_rl.dcs.puller import Puller
+from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.errors import ElasticRLError, VersionNotFound
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
 
 
 class Follower(threading.Thread):
     """Pulls every head it sees and compares each byte with what its publisher meant. A version that cannot be had now
     is asked for again until a newer one is the head."""
 
-    def __init__(self, store: Store, keys: Keys, node: str, name: str = "follower") -> None:
+    def __init__(self, etcd: EtcdClient, keys: Keys, node: str, name: str = "follower") -> None:
         super().__init__(name=name, daemon=True)
-        self.puller = Puller(store, keys, name, pin_ttl_s=5, io_timeout_s=10, node=node)
+        self.puller = Puller(etcd, keys, name, pin_ttl_s=5, io_timeout_s=10, node=node)
         self.seen: list[int] = []
         self.torn: list[int] = []
         self.failures: Counter[str] = Counter()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from elastic_rl.coordinator.keys import Keys
+from elastic_rl.etcd.keys import Keys
 
 
 @dataclass(frozen=True)

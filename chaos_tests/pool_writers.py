@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from etcd_server import EtcdServers
 from leadership import Change, Verdict
+from support.etcd_server import EtcdServers
 
-from elastic_rl import processes
-from elastic_rl.coordinator.keys import Keys
+from elastic_rl import runtime
+from elastic_rl.etcd.keys import Keys
 
 _OBSERVER = Path(__file__).parent / "observer.py"
 
@@ -65,9 +65,9 @@ def patch(url: str, desired: int, timeout_s: float = 2.0) -> Written:
     return Written(url, answer.status_code, desired, int(answer.headers.get("etag", '"0"').strip('"')))
 
 
-def observe(etcd: EtcdServers, keys: Keys, since: int, last: str) -> list[Change]:
+def observe(etcd_servers: EtcdServers, keys: Keys, since: int, last: str) -> list[Change]:
     done = subprocess.run(
-        [sys.executable, str(_OBSERVER), etcd.endpoints[0], keys.root, str(since), last], capture_output=True,
+        [sys.executable, str(_OBSERVER), etcd_servers.endpoints[0], keys.root, str(since), last], capture_output=True,
         text=True, timeout=60, env={**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"})
     assert done.returncode == 0, done.stderr[-2000:]
     return [Change(**json.loads(line)) for line in done.stdout.splitlines()]
@@ -76,7 +76,7 @@ def observe(etcd: EtcdServers, keys: Keys, since: int, last: str) -> list[Change
 def more(writer: Writer, n: int) -> None:
     """Until ``n`` more writes were accepted: the fault is over for the clients."""
     goal = writer.accepted() + n
-    processes.wait_until(lambda: writer.accepted() >= goal, timeout_s=20, what=f"{n} more accepted writes")
+    runtime.wait_until(lambda: writer.accepted() >= goal, timeout_s=20, what=f"{n} more accepted writes")
 
 
 def _stands(written: Written, verdict: Verdict) -> bool:

@@ -11,20 +11,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from coordinators import Replicas
-from etcd_server import EtcdServers
 from leadership import Change, check
 from pool_writers import Writer, lost, more, observe, patch
+from support.coordinators import Replicas
+from support.etcd_server import EtcdServers
 
-from elastic_rl import processes
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import PoolSpec
-from elastic_rl.coordinator.store import Store
+from elastic_rl import runtime
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import PoolSpec
+from elastic_rl.host import processes
 
 
 @pytest.fixture
-def replicas(etcd: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[Replicas]:
-    made = Replicas(tmp_path, keys, etcd.endpoints)
+def replicas(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[Replicas]:
+    made = Replicas(tmp_path, keys, etcd_servers.endpoints)
     try:
         yield made
     finally:
@@ -36,8 +37,8 @@ def frozen(process: subprocess.Popen[bytes]) -> bool:
 
 
 def test_no_write_of_a_stale_leader_is_accepted_when_leaders_are_killed_and_frozen(
-        etcd: EtcdServers, store: Store, keys: Keys, replicas: Replicas) -> None:
-    since = store.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, replicas: Replicas) -> None:
+    since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
     replicas.start("a", "b")
     writer = Writer(list(replicas.urls.values()), seed=7)
     try:
@@ -50,27 +51,27 @@ def test_no_write_of_a_stale_leader_is_accepted_when_leaders_are_killed_and_froz
         url = replicas.urls[killed]
         replicas.running[killed] = processes.spawn(replicas.command(killed, int(url.rpartition(":")[2])),
                                                    log=replicas.log(killed))
-        processes.wait_until(lambda: replicas.ready(killed), timeout_s=20, what="the killed replica's return")
+        runtime.wait_until(lambda: replicas.ready(killed), timeout_s=20, what="the killed replica's return")
         more(writer, 10)
 
         # Frozen as the leader with a write on its way: it wakes up as a leader of the past and must not write.
         replicas.kill(second, signal.SIGSTOP)
-        processes.wait_until(lambda: frozen(replicas.running[second]), timeout_s=5, what="the freeze")
+        runtime.wait_until(lambda: frozen(replicas.running[second]), timeout_s=5, what="the freeze")
         with ThreadPoolExecutor(4) as late:
             pending = [late.submit(patch, replicas.urls[second], n, 20.0) for n in range(61, 65)]
-            processes.wait_until(lambda: store.get(keys.leader(second)) is None, timeout_s=10, what="its lease's end")
+            runtime.wait_until(lambda: etcd.get(keys.leader(second)) is None, timeout_s=10, what="its lease's end")
             more(writer, 10)
             assert frozen(replicas.running[second])
             replicas.kill(second, signal.SIGCONT)
             late_writes = [p.result(timeout=25) for p in pending]
-        processes.wait_until(lambda: store.get(keys.leader(second)), timeout_s=10, what="its new candidacy")
+        runtime.wait_until(lambda: etcd.get(keys.leader(second)), timeout_s=10, what="its new candidacy")
         more(writer, 10)
     finally:
         writer.close()
     last = f"{keys.root}zz-end"
-    store.put(last, b"end")
+    etcd.put(last, b"end")
 
-    history = observe(etcd, keys, since, last)
+    history = observe(etcd_servers, keys, since, last)
     verdict = check(history, keys)
     assert verdict.faults == []
     assert [name for _, name in verdict.terms] == verdict.announced and len(verdict.announced) == 3, verdict.terms

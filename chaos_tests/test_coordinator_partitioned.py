@@ -8,17 +8,17 @@ from pathlib import Path
 
 import httpx
 import pytest
-from coordinators import Replicas
-from etcd_server import EtcdServers
-from hosts import TwoNetworks
 from leadership import Change, check
 from pool_writers import Writer, lost, more, observe, patch
+from support.coordinators import Replicas
+from support.etcd_server import EtcdServers
+from support.hosts import TwoNetworks
 
-from elastic_rl import processes
-from elastic_rl.coordinator.alerts import Alert, Phase
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import PoolSpec
-from elastic_rl.coordinator.store import Store
+from elastic_rl import runtime
+from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import PoolSpec
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -65,8 +65,8 @@ def told(history: Sequence[Change], keys: Keys, kind: str) -> list[tuple[str, st
 
 def test_a_leader_that_etcd_cannot_hear_steps_down_and_its_late_writes_are_refused(
         far_etcd: EtcdServers, networks: TwoNetworks, replicas: Replicas, keys: Keys) -> None:
-    with far_etcd.connect() as store:
-        since = store.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
+    with far_etcd.connect() as etcd:
+        since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
         replicas.start("a", "b")
         writer = Writer(list(replicas.urls.values()), seed=11)
         try:
@@ -76,25 +76,25 @@ def test_a_leader_that_etcd_cannot_hear_steps_down_and_its_late_writes_are_refus
 
             networks.cut_from_etcd(stale)  # under writes: what it has sent lies in its sockets, and goes out later
             assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
-            processes.wait_until(lambda: store.get(keys.leader(stale)) is None, timeout_s=10, what="its lease's end")
+            runtime.wait_until(lambda: etcd.get(keys.leader(stale)) is None, timeout_s=10, what="its lease's end")
             more(writer, 20)  # the other one leads
             assert not believes_to_lead(replicas, stale)
             refused = patch(replicas.urls[stale], 61, timeout_s=20.0)
             assert refused.status in (503, 504), refused  # in time, and typed
             assert httpx.get(f"{replicas.urls[stale]}/readyz", timeout=20.0, trust_env=False).status_code == 503
-            processes.wait_until(lambda: _open(store, keys, stale), timeout_s=10, what="the alert")
+            runtime.wait_until(lambda: _open(etcd, keys, stale), timeout_s=10, what="the alert")
             assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
 
             networks.heal(stale)
-            processes.wait_until(lambda: store.get(keys.leader(stale)), timeout_s=20, what="its new candidacy")
-            processes.wait_until(lambda: replicas.ready(stale), timeout_s=20, what="its readiness")
+            runtime.wait_until(lambda: etcd.get(keys.leader(stale)), timeout_s=20, what="its new candidacy")
+            runtime.wait_until(lambda: replicas.ready(stale), timeout_s=20, what="its readiness")
             assert not believes_to_lead(replicas, stale)
-            processes.wait_until(lambda: not _open(store, keys, stale), timeout_s=20, what="the alert's end")
+            runtime.wait_until(lambda: not _open(etcd, keys, stale), timeout_s=20, what="the alert's end")
             more(writer, 20)
         finally:
             writer.close()
         last = f"{keys.root}zz-end"
-        store.put(last, b"end")
+        etcd.put(last, b"end")
 
     history = observe(far_etcd, keys, since, last)
     verdict = check(history, keys)
@@ -108,6 +108,6 @@ def test_a_leader_that_etcd_cannot_hear_steps_down_and_its_late_writes_are_refus
     assert (fired[1], fired[2]) == (stale, Phase.FIRING) and resolved == (fired[0], stale, Phase.RESOLVED)
 
 
-def _open(store: Store, keys: Keys, replica: str) -> bool:
-    alerts = [Alert.decode(kv.value) for kv in store.range(keys.alerts_prefix())[0]]
+def _open(etcd: EtcdClient, keys: Keys, replica: str) -> bool:
+    alerts = [Alert.decode(kv.value) for kv in etcd.range(keys.alerts_prefix())[0]]
     return any(a.kind == "coordinator.dead" and a.subject == replica and a.open for a in alerts)

@@ -14,54 +14,56 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dcs_nodes import await_node, spawn_node
-from etcd_server import EtcdServers
+from dcs_publisher_loop import FENCED_EXIT
 from follower import Follower
-from hub_publisher import FENCED_EXIT
+from support.dcs_nodes import await_node, spawn_node
+from support.etcd_server import EtcdServers
 
-from elastic_rl.coordinator import epochs
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import DcsNode, Version, VersionState
-from elastic_rl.coordinator.store import Store
-from elastic_rl.dcs import catalog
-from elastic_rl.dcs.arena import SHM
-from elastic_rl.dcs.janitor import Janitor
-from elastic_rl.dcs.retention import Keep
-from elastic_rl.processes import stop, wait_until
+from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
+from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.storage.arena import SHM
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import DcsNode, Version, VersionState
+from elastic_rl.host.processes import stop
+from elastic_rl.runtime import wait_until
 
 KILLS = 10
 NODE = "a"
 
 
 @pytest.fixture
-def node(etcd: EtcdServers, store: Store, keys: Keys, tmp_path: Path) -> Iterator[DcsNode]:
-    process = spawn_node(etcd.endpoints, keys, NODE, tmp_path)
+def node(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[DcsNode]:
+    process = spawn_node(etcd_servers.endpoints, keys, NODE, tmp_path)
     try:
-        yield await_node(store, keys, process)
+        yield await_node(etcd, keys, process)
     finally:
         stop(process.pid)
         process.wait(timeout=10)
 
 
-def publisher(etcd: EtcdServers, keys: Keys, epoch: int) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, str(Path(__file__).with_name("hub_publisher.py")), etcd.endpoints[0],
+def publisher(etcd_servers: EtcdServers, keys: Keys, epoch: int) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, str(Path(__file__).with_name("dcs_publisher_loop.py")),
+                             etcd_servers.endpoints[0],
                              keys.job, str(epoch), NODE], stdout=subprocess.PIPE, text=True)
 
 
-def versions(store: Store, keys: Keys) -> list[Version]:
-    return catalog.list_versions(store, keys, "policy")
+def versions(etcd: EtcdClient, keys: Keys) -> list[Version]:
+    return catalog.list_versions(etcd, keys, "policy")
 
 
 @pytest.mark.timeout(180)
 def test_killed_publishers_never_show_half_a_version_and_leave_nothing(
-        etcd: EtcdServers, store: Store, keys: Keys, node: DcsNode) -> None:
-    rng, janitor = random.Random(7), Janitor(store, keys, Keep(2))
-    epoch = epochs.raise_epoch(store, keys, "first").number
-    follower = Follower(store, keys, NODE)
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, node: DcsNode) -> None:
+    rng, janitor = random.Random(7), GarbageCollector(etcd, keys, RetentionPolicy(2))
+    epoch = fencing.raise_epoch(etcd, keys, "first").number
+    follower = Follower(etcd, keys, NODE)
     follower.start()
     interrupted = 0
     for _ in range(KILLS):
-        victim = publisher(etcd, keys, epoch)
+        victim = publisher(etcd_servers, keys, epoch)
         assert victim.stdout is not None
         for _ in range(rng.randint(1, 4)):
             assert victim.stdout.readline(), "the publisher must have committed before it is killed"
@@ -69,18 +71,18 @@ def test_killed_publishers_never_show_half_a_version_and_leave_nothing(
         victim.kill()
         assert victim.wait(timeout=10) == -9
         victim.stdout.close()
-        interrupted += any(v.state is VersionState.STAGING for v in versions(store, keys))
+        interrupted += any(v.state is VersionState.STAGING for v in versions(etcd, keys))
         janitor.sweep([])
     assert interrupted, "no kill hit a publish in progress: this test has shown nothing"
 
-    zombie = publisher(etcd, keys, epoch)
+    zombie = publisher(etcd_servers, keys, epoch)
     assert zombie.stdout is not None and zombie.stdout.readline()
-    raised = epochs.raise_epoch(store, keys, "second").number
-    before = {v.number for v in versions(store, keys) if v.state is VersionState.COMMITTED}
+    raised = fencing.raise_epoch(etcd, keys, "second").number
+    before = {v.number for v in versions(etcd, keys) if v.state is VersionState.COMMITTED}
     assert zombie.wait(timeout=20) == FENCED_EXIT
     zombie.stdout.close()
-    assert {v.number for v in versions(store, keys) if v.state is VersionState.COMMITTED} <= before
-    successor = publisher(etcd, keys, raised)
+    assert {v.number for v in versions(etcd, keys) if v.state is VersionState.COMMITTED} <= before
+    successor = publisher(etcd_servers, keys, raised)
     assert successor.stdout is not None
     last = int(successor.stdout.readline())
     successor.kill()
@@ -95,10 +97,10 @@ def test_killed_publishers_never_show_half_a_version_and_leave_nothing(
 
     def settled() -> bool:
         janitor.sweep([])
-        return all(v.state is not VersionState.STAGING for v in versions(store, keys))
+        return all(v.state is not VersionState.STAGING for v in versions(etcd, keys))
 
     wait_until(settled, timeout_s=20, what="the abort of what the dead had staged", poll_s=0.2)
-    kept = versions(store, keys)
+    kept = versions(etcd, keys)
     assert len({v.number for v in kept}) == len(kept)
     by_number = sorted((v.number, v.epoch) for v in kept if v.committed_at)
     assert [e for _, e in by_number] == sorted(e for _, e in by_number)  # I1

@@ -25,31 +25,31 @@ class ConfigError(ElasticRLError):
     """The configuration is wrong; nothing was started."""
 
 
-class StoreUnavailable(ElasticRLError):
+class EtcdUnavailable(ElasticRLError):
     """etcd does not serve the call now, mostly since no member answered within the retry budget. A write did not
     happen (but see OutcomeUnknown). Whoever works without new decisions meanwhile goes on working."""
 
     retryable = True
 
 
-class OutcomeUnknown(StoreUnavailable):
+class OutcomeUnknown(EtcdUnavailable):
     """A write was sent and its answer lost, and no member answered since: it may have been applied, or may still be."""
 
 
-class StoreDenied(StoreUnavailable):
+class EtcdDenied(EtcdUnavailable):
     """etcd does not let this client in, or not do this: certificate, user, password or role. Raised at once; nothing
     helps but a person."""
 
     retryable = False
 
 
-class StoreFull(StoreUnavailable):
+class EtcdFull(EtcdUnavailable):
     """etcd's database is at its quota (or corrupt) and takes no writes until a person mends it; it may still read."""
 
     retryable = False
 
 
-class StoreRefused(ElasticRLError):
+class EtcdRefused(ElasticRLError):
     """etcd refused the request itself: too large or malformed."""
 
 
@@ -141,5 +141,5 @@ class TrainerFailed(ElasticRLError):
     retryable = True
 
 
-class MachineUnfit(ElasticRLError):
+class PreflightFailed(ElasticRLError):
     """The machine lacks something that is needed (a port, shared memory, a program, a package)."""

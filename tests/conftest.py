@@ -19,12 +19,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of the tests, such as etcd_server
 
-from etcd_server import EtcdServers  # noqa: E402
-from fixtures import keys, store  # noqa: E402, F401
+from support.etcd_server import EtcdServers  # noqa: E402
+from support.shared_fixtures import etcd, keys  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+def etcd_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
     """One etcd member for the whole session; tests keep apart by their own ``keys``. ``.endpoints``: host:port list."""
     servers = EtcdServers(tmp_path_factory.mktemp("etcd"), 1)
     try:

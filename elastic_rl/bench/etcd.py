@@ -7,8 +7,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from elastic_rl import etcd_server
-from elastic_rl.processes import free_port, spawn, stop, wait_until
+from elastic_rl.host import etcd_server
+from elastic_rl.host.processes import spawn, stop
+from elastic_rl.runtime import free_port, wait_until
 
 _START_S = 60.0
 

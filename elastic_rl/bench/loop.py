@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_rl.cluster import Cluster
+from elastic_rl.bench.measurement import Row
 from elastic_rl.config import Config, parse
 from elastic_rl.errors import ElasticRLError
-from elastic_rl.measure import Row
+from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.report.build import effective_steps, read_records
 from elastic_rl.report.charts import PHASE_ORDER
 
@@ -38,7 +38,7 @@ def run(quick: bool) -> list[Row]:
 def settings(folder: Path, *, steps: int) -> Config:
     """The default job, cut short: a hardly warmed-up model costs the loop as much as a good one."""
     return parse({"job": f"bench-{secrets.token_hex(3)}", "run_dir": str(folder),
-                  "warmup": {"max_steps": 25}, "train": {"steps": steps, "eval_every_steps": steps}})
+                  "sft": {"max_steps": 25}, "train": {"steps": steps, "eval_every_steps": steps}})
 
 
 def rows(records: Sequence[dict[str, Any]]) -> list[Row]:

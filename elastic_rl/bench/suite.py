@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Options
 from elastic_rl.errors import ConfigError
-from elastic_rl.measure import Row
-from elastic_rl.processes import freeze_heap
+from elastic_rl.runtime import freeze_heap
 
 log = logging.getLogger(__name__)
 

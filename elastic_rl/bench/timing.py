@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from elastic_rl.measure import Row
+from elastic_rl.bench.measurement import Row
 
 
 def seconds(run: Callable[[], object], samples: int, *, before: Callable[[], object] = lambda: None,

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError
-from elastic_rl.processes import die_with_parent, freeze_heap, python, stop
+from elastic_rl.host.processes import python, stop
+from elastic_rl.runtime import die_with_parent, freeze_heap
 
 _READ = 1 << 16
 

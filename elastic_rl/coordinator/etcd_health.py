@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_rl.coordinator.alerts import Condition
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import Severity
-from elastic_rl.coordinator.store import MemberStatus, Store
+from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd.client import EtcdClient, MemberStatus
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Severity
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ def conditions(health: Health, slow_s: float, largest_bytes: float) -> list[Cond
 class EtcdProbe:
     """Keeps the last look at etcd."""
 
-    def __init__(self, store: Store, keys: Keys) -> None:
-        self._store, self._keys = store, keys
+    def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
+        self._etcd, self._keys = etcd, keys
         self._lock = threading.Lock()
         self._health, self._at = Health(), 0.0
         self._stopping, self._wanted = threading.Event(), threading.Event()
@@ -83,9 +83,9 @@ class EtcdProbe:
             self._wanted.clear()
             try:
                 started = time.monotonic()
-                self._store.get(self._keys.epoch())
+                self._etcd.get(self._keys.epoch())
                 read_s = time.monotonic() - started
-                members = self._store.statuses()
+                members = self._etcd.statuses()
             except ElasticRLError as e:
                 log.debug("etcd was not looked at: %s", e)
                 continue

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from pydantic import BaseModel
 
-from elastic_rl.coordinator import events
-from elastic_rl.coordinator.election import Election
-from elastic_rl.coordinator.keys import Keys
+from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
-from elastic_rl.coordinator.records import PoolSpec, PoolStatus
-from elastic_rl.coordinator.store import Compare, KeyValue, Op, Store
 from elastic_rl.errors import OutcomeUnknown
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import PoolSpec, PoolStatus
 
 
 class PoolView(BaseModel):
@@ -83,28 +83,28 @@ def views(keys: Keys, kvs: Iterable[KeyValue]) -> list[PoolView]:
     return [view(found[keys.pool_spec(n)], found.get(keys.pool_status(n))) for n in names]
 
 
-def all_pools(store: Store, keys: Keys) -> list[PoolView]:
-    return sorted(views(keys, store.range(keys.pools_prefix())[0]), key=lambda pool: pool.name)
+def all_pools(etcd: EtcdClient, keys: Keys) -> list[PoolView]:
+    return sorted(views(keys, etcd.range(keys.pools_prefix())[0]), key=lambda pool: pool.name)
 
 
-def page(store: Store, keys: Keys, limit: int, after: str = "") -> tuple[list[PoolView], bool]:
+def page(etcd: EtcdClient, keys: Keys, limit: int, after: str = "") -> tuple[list[PoolView], bool]:
     """At most ``limit`` pools behind the one named ``after``, in key order, and whether there are more."""
     prefix = keys.pools_prefix()
     # A pool has two keys, so these hold one pool more than is asked for, where there is one.
-    found = store.page(prefix, limit=2 * limit + 2, after=f"{prefix}{after}/\x7f" if after else "")
+    found = etcd.page(prefix, limit=2 * limit + 2, after=f"{prefix}{after}/\x7f" if after else "")
     there = views(keys, found.kvs)
     return there[:limit], len(there) > limit or found.more
 
 
-def get_pool(store: Store, keys: Keys, name: str) -> PoolView:
+def get_pool(etcd: EtcdClient, keys: Keys, name: str) -> PoolView:
     """Raises a 404 problem."""
-    spec = store.get(keys.pool_spec(name))
+    spec = etcd.get(keys.pool_spec(name))
     if spec is None:
         raise not_found("pool", name)
-    return view(spec, store.get(keys.pool_status(name)))
+    return view(spec, etcd.get(keys.pool_status(name)))
 
 
-def set_desired(store: Store, keys: Keys, election: Election, name: str, desired: int, *, by: str,
+def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, desired: int, *, by: str,
                 if_revision: int | None = None, dry_run: bool = False) -> PoolView:
     """Changes what the operator wants, together with its event, in one transaction that only the leader's guard lets
     through. ``if_revision``: the spec's revision that the change was made from. ``dry_run``: only says what would be.
@@ -114,28 +114,28 @@ def set_desired(store: Store, keys: Keys, election: Election, name: str, desired
     """
     key = keys.pool_spec(name)
     for _ in range(8):
-        spec = store.get(key)
+        spec = etcd.get(key)
         if spec is None:
             raise not_found("pool", name)
         check_revision(spec, if_revision)
         old = PoolSpec.decode(spec.value)
         if old.desired == desired:
-            return view(spec, store.get(keys.pool_status(name)))
+            return view(spec, etcd.get(keys.pool_status(name)))
         if dry_run:
-            return view(replace(spec, value=old.but(desired=desired).encode()), store.get(keys.pool_status(name)))
+            return view(replace(spec, value=old.replace(desired=desired).encode()), etcd.get(keys.pool_status(name)))
         event = events.build("pool.scaled", name, f"{name}: {old.desired} → {desired} engines, by {by}",
                              previous=old.desired, desired=desired, by=by, replica=election.replica)
-        guard, new = list(election.guard), old.but(desired=desired)
+        guard, new = list(election.guard), old.replace(desired=desired)
         try:
-            result = store.txn([*guard, Compare.mod(key, "==", spec.mod_revision)],
+            result = etcd.txn([*guard, Compare.mod(key, "==", spec.mod_revision)],
                                [Op.put(key, new.encode()), events.put_op(keys, event)])
             applied_at = result.revision if result.succeeded else 0
         except OutcomeUnknown:
-            written = store.get(keys.event(event.id))  # the event is the token of this change
+            written = etcd.get(keys.event(event.id))  # the event is the token of this change
             applied_at = written.create_revision if written else 0
         if applied_at:
-            status = store.get(keys.pool_status(name))
+            status = etcd.get(keys.pool_status(name))
             return view(replace(spec, value=new.encode(), mod_revision=applied_at), status)
-        if not election.is_leader or not store.txn(guard, []).succeeded:
+        if not election.is_leader or not etcd.txn(guard, []).succeeded:
             raise no_leader(f"{election.replica} no longer leads")
     raise Problem(409, "conflict", "Somebody else changes the pool all the time", "try again")

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from elastic_rl.errors import Conflict, ElasticRLError, Fenced, OutcomeUnknown, StoreUnavailable
+from elastic_rl.errors import Conflict, ElasticRLError, EtcdUnavailable, Fenced, OutcomeUnknown
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def of_error(error: ElasticRLError) -> Problem:
     match error:
         case OutcomeUnknown():
             return Problem(504, Kind.OUTCOME_UNKNOWN, "The outcome of the write is unknown", str(error))
-        case StoreUnavailable():
+        case EtcdUnavailable():
             return Problem(503, Kind.STORE_UNAVAILABLE, "The store does not answer", str(error),
                            headers={"Retry-After": "2"})
         case Fenced():

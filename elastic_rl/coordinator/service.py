@@ -21,25 +21,25 @@ from starlette.types import ASGIApp
 
 from elastic_rl import config
 from elastic_rl.config import Config
-from elastic_rl.coordinator import auth
+from elastic_rl.coordinator.alerts.notifier import Notifier
+from elastic_rl.coordinator.api import auth
 from elastic_rl.coordinator.api.app import make_app
+from elastic_rl.coordinator.api.auth import TokenTable
+from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.api.context import Context
+from elastic_rl.coordinator.api.forwarding import Forwarder
 from elastic_rl.coordinator.api.server import Server, advertised, bind, make_server
-from elastic_rl.coordinator.auth import TokenTable
-from elastic_rl.coordinator.election import Election
-from elastic_rl.coordinator.feed import Feed
-from elastic_rl.coordinator.forward import Forwarder
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.membership import Membership
-from elastic_rl.coordinator.notify import Notifier
-from elastic_rl.coordinator.operation_desk import OperationDesk
-from elastic_rl.coordinator.reconcile import Reconciler
-from elastic_rl.coordinator.roster import COORDINATOR
-from elastic_rl.coordinator.store import Store
-from elastic_rl.coordinator.waker import Waker
-from elastic_rl.dcs.upkeep import Upkeep
-from elastic_rl.errors import ConfigError, MachineUnfit, StoreUnavailable
-from elastic_rl.processes import freeze_heap
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.membership.registry import COORDINATOR
+from elastic_rl.coordinator.operations.service import OperationService
+from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.coordinator.watch_trigger import WatchTrigger
+from elastic_rl.dcs.catalog.maintenance import Maintenance
+from elastic_rl.errors import ConfigError, EtcdUnavailable, PreflightFailed
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.runtime import freeze_heap
 from elastic_rl.telemetry import logs, traces
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,10 @@ def main(argv: list[str] | None = None) -> int:
         logs.setup(args.replica, cfg.telemetry.log_level)
         traces.setup(cfg.telemetry.otlp_endpoint, "elastic-rl.coordinator")
         return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port))
-    except (MachineUnfit, ConfigError) as e:
+    except (PreflightFailed, ConfigError) as e:
         log.error("%s", e)
         return EXIT_UNFIT
-    except StoreUnavailable as e:
+    except EtcdUnavailable as e:
         log.error("%s", e)
         return EXIT_NO_STORE
 
@@ -81,38 +81,39 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def serve(cfg: Config, etcd: list[str], replica: str, port: int) -> int:
-    """Runs one replica until it is told to stop. Raises MachineUnfit, ConfigError or StoreUnavailable at the start."""
+async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> int:
+    """Runs one replica until it is told to stop. Raises MachineUnfit, ConfigError or EtcdUnavailable at the start."""
     listener = bind(cfg.coordinator.host, port)
     url = advertised(cfg.coordinator, listener.getsockname()[1])
     keys, stopping = Keys(cfg.job), threading.Event()
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(listener.close)
         tokens = TokenTable(cfg.cluster_dir / "tokens.json", must_exist=auth.tokens_required(cfg.coordinator))
-        store = Store.from_config(cfg.etcd, etcd)
-        cleanup.callback(store.close)
-        store.get(keys.epoch())  # raises StoreUnavailable now, with every endpoint, and not somewhere in a thread
-        api_store = Store.from_config(cfg.etcd, etcd, retry_budget_s=min(_API_RETRY_BUDGET_S, cfg.etcd.retry_budget_s))
+        etcd = EtcdClient.from_config(cfg.etcd, endpoints)
+        cleanup.callback(etcd.close)
+        etcd.get(keys.epoch())  # raises EtcdUnavailable now, with every endpoint, and not somewhere in a thread
+        api_store = EtcdClient.from_config(cfg.etcd, endpoints,
+                                           retry_budget_s=min(_API_RETRY_BUDGET_S, cfg.etcd.retry_budget_s))
         cleanup.callback(api_store.close)
         notifier = Notifier(cfg.job, cfg.alerts)
         cleanup.callback(notifier.close)
-        election = Election(store, keys, replica, url, cfg.coordinator.lease_ttl_s)
-        member = Membership(store, keys, COORDINATOR, replica, ttl_s=cfg.coordinator.lease_ttl_s, url=url).start()
+        election = Election(etcd, keys, replica, url, cfg.coordinator.lease_ttl_s)
+        member = Membership(etcd, keys, COORDINATOR, replica, ttl_s=cfg.coordinator.lease_ttl_s, url=url).start()
         cleanup.callback(member.close)
         election.start()
         cleanup.callback(election.stop)
-        upkeep = Upkeep(store, keys, cfg)
+        upkeep = Maintenance(etcd, keys, cfg)
         cleanup.callback(upkeep.close)
-        reconciler = Reconciler(store, keys, cfg, election, notifier, sweep=upkeep.sweep)
-        waker = Waker(store, keys, reconciler.wake)
+        reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=upkeep.sweep)
+        waker = WatchTrigger(etcd, keys, reconciler.wake)
         reconciler.start()
         cleanup.callback(reconciler.stop)
         waker.start()
         cleanup.callback(waker.stop)
         forwarder = Forwarder(replica, timeout_s=_FORWARD_TIMEOUT_S, tls_ca=cfg.coordinator.tls_ca)
         cleanup.callback(forwarder.close)
-        desk = OperationDesk(api_store, keys, election, cfg)
-        feed = Feed(api_store, keys, replica, most=cfg.coordinator.max_streams)
+        desk = OperationService(api_store, keys, election, cfg)
+        feed = ChangeStream(api_store, keys, replica, most=cfg.coordinator.max_streams)
         told = [receiver.name for receiver in notifier.receivers]
         context = Context(cfg, keys, api_store, election, tokens, stopping, forwarder, desk, feed, told)
         server = _server(make_app(context), cfg)
@@ -142,7 +143,7 @@ async def _listen(server: Server, listener: socket.socket, stopping: threading.E
         stopping.set()
         try:
             await asyncio.to_thread(election.stop)
-        except StoreUnavailable as e:
+        except EtcdUnavailable as e:
             log.warning("could not resign, the lease will end: %s", e)
         server.should_exit = True
 

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import Epoch, LedgerEntry
-from elastic_rl.coordinator.store import Compare, Op, Store
 from elastic_rl.errors import Conflict, Fenced, OutcomeUnknown
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Epoch, LedgerEntry
+from elastic_rl.etcd.transaction import batches
 
 # etcd refuses a transaction of more than 128 operations by default.
-_OPS_A_TXN = 100
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def audit_entries(entries: Iterable[LedgerEntry], *, up_to_step: int, per_step: 
 class Ledger:
     """The ledger of one job. Every write is guarded by the fencing epoch of the run."""
 
-    def __init__(self, store: Store, keys: Keys) -> None:
-        self._store = store
+    def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
+        self._etcd = etcd
         self._keys = keys
 
     def record(self, entry: LedgerEntry) -> None:
@@ -62,13 +62,13 @@ class Ledger:
         guard = self._guard(entry.epoch)
         key, value = self._keys.ledger(entry.step), entry.encode()
         try:
-            done = self._store.txn([guard, Compare.absent(key)], [Op.put(key, value)]).succeeded
+            done = self._etcd.txn([guard, Compare.absent(key)], [Op.put(key, value)]).succeeded
         except OutcomeUnknown:
             done = False
         if done:
             return
         # Not entered, or entered by an attempt whose answer was lost: what is there now tells which.
-        there = self._store.get(key)
+        there = self._etcd.get(key)
         if there is not None and there.value == value:
             return
         self._guard(entry.epoch)
@@ -87,15 +87,14 @@ class Ledger:
         doomed = [e for e in self.entries() if e.step > to_step]
         # Newest first: whenever this stops half-way, what is left has no gap.
         doomed.reverse()
-        for at in range(0, len(doomed), _OPS_A_TXN):
-            part = doomed[at:at + _OPS_A_TXN]
-            if not self._store.txn([guard], [Op.delete(self._keys.ledger(e.step)) for e in part]).succeeded:
+        for batch in batches([Op.delete(self._keys.ledger(e.step)) for e in doomed]):
+            if not self._etcd.txn([guard], batch).succeeded:
                 raise Fenced("the ledger belongs to a newer epoch", hint="stop; another incarnation runs the job")
         return sorted(e.step for e in doomed)
 
     def entries(self) -> list[LedgerEntry]:
         """Every entry, by step."""
-        found, _ = self._store.range(self._keys.ledger_prefix())
+        found, _ = self._etcd.range(self._keys.ledger_prefix())
         return sorted((LedgerEntry.decode(kv.value) for kv in found), key=lambda e: e.step)
 
     def audit(self, up_to_step: int, per_step: int) -> Audit:
@@ -105,7 +104,7 @@ class Ledger:
     def _guard(self, epoch: int | None) -> Compare:
         """Compare that the epoch record is still the one that is read here. Raises Fenced if it is not ``epoch``."""
         key = self._keys.epoch()
-        held = self._store.get(key)
+        held = self._etcd.get(key)
         if held is None:
             if epoch is None:
                 return Compare.absent(key)

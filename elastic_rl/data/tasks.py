@@ -25,7 +25,7 @@ class Addition:
     length. Answers have their least significant digit first unless ``answer_order`` is ``normal``.
 
     All pairs are shuffled by the seed and cut once: what is held out is never trained on, in any phase. ``train`` and
-    ``heldout`` are lists of Problem, the same in every process that has the same config.
+    ``eval`` are lists of Problem, the same in every process that has the same config.
     """
 
     eos_id = EOS_ID
@@ -38,8 +38,8 @@ class Addition:
         self._answer_width = len(str(2 * (below - 1)))
         pairs = [(a, b) for a in range(below) for b in range(below)]
         random.Random(f"addition-split-{seed}").shuffle(pairs)
-        cut = max(1, round(len(pairs) * cfg.heldout_fraction))
-        self.heldout: list[Problem] = [self._problem(a, b) for a, b in pairs[:cut]]
+        cut = max(1, round(len(pairs) * cfg.eval_fraction))
+        self.eval: list[Problem] = [self._problem(a, b) for a, b in pairs[:cut]]
         self.train: list[Problem] = [self._problem(a, b) for a, b in pairs[cut:]]
 
     @property

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import DcsNode
-from elastic_rl.coordinator.store import Compare, Store
 from elastic_rl.dcs import protocol
-from elastic_rl.dcs.arena import is_owned
-from elastic_rl.dcs.digests import XXH3
+from elastic_rl.dcs.codecs.digests import XXH3
 from elastic_rl.dcs.security import Security
+from elastic_rl.dcs.storage.arena import is_owned
 from elastic_rl.errors import AccessDenied, NodeUnavailable
+from elastic_rl.etcd.client import Compare, EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import DcsNode
 
 Located = tuple[str, int, int]
 """A chunk in a node's arena: digest, offset, bytes."""
@@ -251,15 +251,15 @@ def _teller(before: int, total: int, on_progress: Progress | None, on_chunks: On
     return tell
 
 
-class HubClient:
+class DcsClient:
     """The nodes of a job. One connection to each that was needed is kept; ``open`` and ``open_local`` give further
     ones. Thread-safe."""
 
-    def __init__(self, store: Store, keys: Keys, *, io_timeout_s: float, local_host: str = "", node: str = "",
+    def __init__(self, etcd: EtcdClient, keys: Keys, *, io_timeout_s: float, local_host: str = "", node: str = "",
                  security: Security | None = None) -> None:
         """``node``: id of the node to take as local. Otherwise it is the one whose arena is on this host, if there are
         several, first one at ``local_host``, then by id."""
-        self._store, self._keys = store, keys
+        self._etcd, self._keys = etcd, keys
         self._io_timeout_s, self._security = io_timeout_s, security
         self._local_host, self._node = local_host, node
         self._lock = threading.Lock()
@@ -272,7 +272,7 @@ class HubClient:
         return [node for node, _ in self._registered()]
 
     def _registered(self) -> list[tuple[DcsNode, int]]:
-        kvs, _ = self._store.range(self._keys.dcs_nodes_prefix())
+        kvs, _ = self._etcd.range(self._keys.dcs_nodes_prefix())
         return [(DcsNode.decode(kv.value), kv.create_revision) for kv in kvs]
 
     def open(self, node: DcsNode, *, as_node: str = "") -> NodeConnection:

@@ -28,7 +28,7 @@ _ERRORS: dict[str, type[ElasticRLError]] = {
     cls.__name__: cls for cls in (
         errors.AccessDenied, errors.ArenaFull, errors.ChunkCorrupt, errors.ChunkMissing, errors.ConfigError,
         errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable, errors.StagingFailed,
-        errors.StoreDenied, errors.StoreFull, errors.StoreUnavailable)}
+        errors.EtcdDenied, errors.EtcdFull, errors.EtcdUnavailable)}
 
 
 class ProtocolError(ElasticRLError):

@@ -15,20 +15,20 @@ import sys
 import threading
 from pathlib import Path
 
-from elastic_rl import processes
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import epochs
-from elastic_rl.coordinator.membership import Membership
-from elastic_rl.coordinator.records import JobStatus
+from elastic_rl import runtime
 from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import JobStatus
+from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.telemetry import logs, traces
 
 log = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    processes.die_with_parent()
+    runtime.die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("--context", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -47,17 +47,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def drive(ctx: RunContext, stop: threading.Event) -> int:
     """Runs until the job ends or ``stop`` is set; returns the exit code."""
-    store = ctx.store()
-    epoch = epochs.raise_epoch(store, ctx.keys, holder=f"driver-{os.getpid()}")
+    etcd = ctx.connect()
+    epoch = fencing.raise_epoch(etcd, ctx.keys, holder=f"driver-{os.getpid()}")
     ctx = ctx.model_copy(update={"epoch": epoch.number})
-    member = Membership(store, ctx.keys, "driver", f"driver-{os.getpid()}", ttl_s=ctx.config.coordinator.lease_ttl_s,
+    member = Membership(etcd, ctx.keys, "driver", f"driver-{os.getpid()}", ttl_s=ctx.config.coordinator.lease_ttl_s,
                         epoch=ctx.epoch).start()
-    plane = ComputePlane(ctx, store, lambda phase: member.progress(0, phase))
+    plane = ComputePlane(ctx, etcd, lambda phase: member.progress(0, phase))
     try:
         plane.start()
         while not stop.wait(ctx.config.coordinator.reconcile_interval_s):
             plane.reconcile()
-            found = store.get(ctx.keys.job_status())
+            found = etcd.get(ctx.keys.job_status())
             phase = JobStatus.decode(found.value).phase if found else ""
             member.progress(JobStatus.decode(found.value).step if found else 0, phase)
             if phase in ("finished", "failed"):
@@ -66,7 +66,7 @@ def drive(ctx: RunContext, stop: threading.Event) -> int:
     finally:
         plane.close()
         member.close()
-        store.close()
+        etcd.close()
 
 
 if __name__ == "__main__":

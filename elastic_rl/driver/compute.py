@@ -11,17 +11,17 @@ from collections.abc import Callable
 import ray
 from ray import serve
 
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import epochs, events
-from elastic_rl.coordinator.membership import members, sign_off
-from elastic_rl.coordinator.operations import JOB, TRAINER, role_target
-from elastic_rl.coordinator.records import Engine, EngineState, Restart, Severity
-from elastic_rl.coordinator.store import Compare, Store
+from elastic_rl.coordinator.operations.state_machine import JOB, TRAINER, role_target
 from elastic_rl.driver.pool import EnginePool
+from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.trainer_group import TrainerGroup
-from elastic_rl.driver.wishes import carried_out, open_wishes
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import TrainerFailed
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import Compare, EtcdClient
+from elastic_rl.etcd.membership import members, sign_off
+from elastic_rl.etcd.records import Engine, EngineState, RestartRequest, Severity
+from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.roles.registry import ROLES
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ _OBJECT_STORE_BYTES = 80 << 20
 
 
 class ComputePlane:
-    def __init__(self, ctx: RunContext, store: Store, sign: Callable[[str], None]) -> None:
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, sign: Callable[[str], None]) -> None:
         """``sign`` takes a phase: a sign of life before something that may take long."""
-        self.ctx, self.store, self._sign = ctx, store, sign
+        self.ctx, self.etcd, self._sign = ctx, etcd, sign
         self.router = RouterProcess(host=ctx.host, log=ctx.config.cluster_dir / "logs" / "router.log")
         self.pool: EnginePool | None = None
         self.trainer: TrainerGroup | None = None
@@ -49,12 +49,12 @@ class ComputePlane:
         self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
         context_file = cfg.cluster_dir / "context.json"
         self.ctx.save(context_file)
-        self.trainer = TrainerGroup(self.ctx, self.store, context_file, self._sign)
-        self.pool = EnginePool(self.ctx, self.store, self._sign)
+        self.trainer = TrainerGroup(self.ctx, self.etcd, context_file, self._sign)
+        self.pool = EnginePool(self.ctx, self.etcd, self._sign)
         self.pool.adopt()
-        for wish in open_wishes(self.store, self.ctx.keys).values():
+        for wish in open_requests(self.etcd, self.ctx.keys).values():
             if wish.target != JOB:  # all of it starts anew with this driver
-                carried_out(self.store, self.ctx.keys, wish, self._guard)
+                acknowledge(self.etcd, self.ctx.keys, wish, self._guard)
         self.reconcile()
         self._deploy_roles()
 
@@ -69,7 +69,7 @@ class ComputePlane:
 
     def reconcile(self) -> None:
         assert self.pool and self.trainer
-        wishes = open_wishes(self.store, self.ctx.keys)
+        wishes = open_requests(self.etcd, self.ctx.keys)
         self._keep_router()
         if (wish := wishes.get(TRAINER)) is not None:
             self.trainer.restart(wish)
@@ -82,30 +82,30 @@ class ComputePlane:
             raise TrainerFailed(f"the trainer agent ended {self.trainer.failures} times",
                                 hint=f"see {self.ctx.config.cluster_dir}/logs/trainer.log")
 
-    def _restart_role(self, name: str, wish: Restart) -> None:
+    def _restart_role(self, name: str, wish: RestartRequest) -> None:
         """Ends every replica of a role, hung or not; Ray Serve starts new ones, under the handles that others hold."""
         log.warning("starting role %s anew: %s", name, wish.reason)
-        there = members(self.store, self.ctx.keys, name)
+        there = members(self.etcd, self.ctx.keys, name)
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
-        sign_off(self.store, self.ctx.keys, there)
-        carried_out(self.store, self.ctx.keys, wish, self._guard)
+        sign_off(self.etcd, self.ctx.keys, there)
+        acknowledge(self.etcd, self.ctx.keys, wish, self._guard)
 
     @property
     def _guard(self) -> Compare:
-        return epochs.epoch_guard(self.ctx.keys, self.ctx.epoch)
+        return fencing.epoch_guard(self.ctx.keys, self.ctx.epoch)
 
     def _keep_router(self) -> None:
         """Starts a router that died again on the same port, and tells it the workers that etcd knows."""
         if self.router.alive():
             return
-        events.emit(self.store, self.ctx.keys, "router.restarted", "router", "the router ended; starting it again",
+        events.emit(self.etcd, self.ctx.keys, "router.restarted", "router", "the router ended; starting it again",
                     severity=Severity.WARNING)
         self.router.start()
         client = RouterClient(self.router.url)
-        items, _ = self.store.range(self.ctx.keys.engines_prefix())
+        items, _ = self.etcd.range(self.ctx.keys.engines_prefix())
         for engine in (Engine.decode(kv.value) for kv in items):
             if engine.state is EngineState.READY:
                 client.add(engine.url, timeout_s=10.0)

@@ -9,10 +9,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_rl.config import Config
-from elastic_rl.errors import MachineUnfit
+from elastic_rl.errors import PreflightFailed
 
 
-class Placed:
+class PlacedActor:
     """A placement group of one bundle with one Ray actor in it; both go together."""
 
     WAITING = "waiting for room"
@@ -23,7 +23,7 @@ class Placed:
         self.group: PlacementGroup = placement_group([bundle], name=name)
         if not self.group.wait(timeout_s):
             remove_placement_group(self.group)
-            raise MachineUnfit(f"the cluster has no room for {name}: {bundle}", hint="add a machine or scale in")
+            raise PreflightFailed(f"the cluster has no room for {name}: {bundle}", hint="add a machine or scale in")
         self.actor = ray.remote(cls).options(
             num_cpus=cpus, num_gpus=gpus, max_concurrency=4,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group)).remote(*args)
@@ -39,6 +39,4 @@ def gpus_per_engine(cfg: Config) -> int:
 
 def uses_cuda(cfg: Config) -> bool:
     """Whether this configuration computes on GPUs; ``auto`` asks Ray's view of the cluster."""
-    if cfg.device.type == "auto":
-        return ray.cluster_resources().get("GPU", 0) > 0
-    return cfg.device.type == "cuda"
+    return cfg.device.uses_cuda(lambda: ray.cluster_resources().get("GPU", 0) > 0)

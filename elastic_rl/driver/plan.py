@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_rl.coordinator.records import EngineState
+from elastic_rl.etcd.records import EngineState
 
 
 @dataclass(frozen=True)

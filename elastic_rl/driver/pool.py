@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import RayError
 
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import epochs, events
-from elastic_rl.coordinator.membership import members, sign_off
-from elastic_rl.coordinator.operations import engine_target
-from elastic_rl.coordinator.records import Engine, EngineState, PoolSpec, PoolStatus, Restart, Severity
-from elastic_rl.coordinator.roster import ENGINE
-from elastic_rl.coordinator.store import Compare, Op, Store
-from elastic_rl.driver.adopted import AdoptedEngines
-from elastic_rl.driver.placement import Placed, gpus_per_engine
+from elastic_rl.coordinator.membership.registry import ENGINE
+from elastic_rl.coordinator.operations.state_machine import engine_target
+from elastic_rl.driver.external_engines import AdoptedEngines
+from elastic_rl.driver.placement import PlacedActor, gpus_per_engine
 from elastic_rl.driver.plan import Running, StartBudget, plan
-from elastic_rl.driver.wishes import carried_out
+from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.membership import members, sign_off
+from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
+from elastic_rl.etcd.run_context import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class _Slot:
     """An engine this driver started. ``done`` resolves when the engine's runner returned or its process died."""
 
-    placed: Placed
+    placed: PlacedActor
     done: ray.ObjectRef
     started_at: float
     was_ready: bool = False
@@ -43,24 +43,24 @@ class _Slot:
 class EnginePool:
     """Level-triggered: each ``reconcile`` looks at etcd and at Ray anew, and keeps only handles in memory."""
 
-    def __init__(self, ctx: RunContext, store: Store, sign: Callable[[str], None], name: str = "rollout") -> None:
-        self.ctx, self.store, self.keys, self.name, self._sign = ctx, store, ctx.keys, name, sign
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, sign: Callable[[str], None], name: str = "rollout") -> None:
+        self.ctx, self.etcd, self.keys, self.name, self._sign = ctx, etcd, ctx.keys, name, sign
         self._slots: dict[str, _Slot] = {}
         self._budget = StartBudget()
         self._status: PoolStatus | None = None
-        self._adopted = AdoptedEngines(ctx, store, sign, name)
+        self._adopted = AdoptedEngines(ctx, etcd, sign, name)
 
     def adopt(self) -> None:
         """Writes the first spec if there is none and forgets engines of older epochs: they died with their driver."""
         key = self.keys.pool_spec(self.name)
         spec = PoolSpec(name=self.name, desired=self.ctx.config.rollout.engines)
-        self.store.txn([Compare.absent(key), epochs.epoch_guard(self.keys, self.ctx.epoch)],
+        self.etcd.txn([Compare.absent(key), fencing.epoch_guard(self.keys, self.ctx.epoch)],
                        [Op.put(key, spec.encode())])
         for engine in self._records().values():
             if engine.epoch < self.ctx.epoch:
                 self._write(Op.delete(self.keys.engine(engine.id)))
 
-    def reconcile(self, wishes: Mapping[str, Restart]) -> None:
+    def reconcile(self, wishes: Mapping[str, RestartRequest]) -> None:
         """One look; ``wishes`` are the open restarts, by target."""
         for engine_id, slot in self._slots.items():
             if (wish := wishes.get(engine_target(engine_id))) is not None:
@@ -97,35 +97,36 @@ class EnginePool:
     # -- one engine ---------------------------------------------------------------------------------------------
     def _start(self) -> None:
         engine_id = f"{self.name}-{uuid.uuid4().hex[:6]}"
-        self._sign(Placed.WAITING)
-        placed = Placed(engine_id, EngineActor, self.ctx, engine_id, cpus=1.0, gpus=gpus_per_engine(self.ctx.config),
+        self._sign(PlacedActor.WAITING)
+        placed = PlacedActor(engine_id, EngineActor, self.ctx, engine_id, cpus=1.0,
+                             gpus=gpus_per_engine(self.ctx.config),
                         timeout_s=self.ctx.config.engine.start_timeout_s)
         self._slots[engine_id] = _Slot(placed, placed.actor.run.remote(), time.time())
-        events.emit(self.store, self.keys, "engine.starting", engine_id, f"engine {engine_id} is starting")
+        events.emit(self.etcd, self.keys, "engine.starting", engine_id, f"engine {engine_id} is starting")
 
     def _drain(self, engine_id: str, record: Engine | None) -> None:
-        events.emit(self.store, self.keys, "engine.draining", engine_id, f"engine {engine_id} leaves the pool")
+        events.emit(self.etcd, self.keys, "engine.draining", engine_id, f"engine {engine_id} leaves the pool")
         slot = self._slots[engine_id]
         slot.told_to_drain = True
         slot.placed.actor.drain.remote()
         if record:
             self._set_state(record, EngineState.DRAINING)
 
-    def _end(self, slot: _Slot, engine_id: str, wish: Restart) -> None:
+    def _end(self, slot: _Slot, engine_id: str, wish: RestartRequest) -> None:
         """Ends an engine that may hang: it is not asked. Its server dies with it, and the router's other workers take
         its requests."""
         slot.ended_for = wish.reason or f"restart wanted by {wish.by}"
         log.warning("ending engine %s: %s", engine_id, slot.ended_for)
         ray.kill(slot.placed.actor)
         ray.wait([slot.done], timeout=10.0)
-        sign_off(self.store, self.keys, [m for m in members(self.store, self.keys, ENGINE) if m.id == engine_id])
-        carried_out(self.store, self.keys, wish, epochs.epoch_guard(self.keys, self.ctx.epoch))
+        sign_off(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, ENGINE) if m.id == engine_id])
+        acknowledge(self.etcd, self.keys, wish, fencing.epoch_guard(self.keys, self.ctx.epoch))
 
     def _set_state(self, record: Engine, state: EngineState) -> None:
         def change(raw: bytes | None) -> bytes | None:
-            return Engine.decode(raw).but(state=state, updated_at=time.time()).encode() if raw else None
-        self.store.update(self.keys.engine(record.id), change,
-                          guards=[epochs.epoch_guard(self.keys, self.ctx.epoch)])
+            return Engine.decode(raw).replace(state=state, updated_at=time.time()).encode() if raw else None
+        self.etcd.update(self.keys.engine(record.id), change,
+                          guards=[fencing.epoch_guard(self.keys, self.ctx.epoch)])
 
     def _reap(self) -> None:
         """Takes away what has ended; an engine that ended without being asked to counts as a failure."""
@@ -146,7 +147,7 @@ class EnginePool:
             if not drained:
                 log.warning("engine %s ended: %s %s", engine_id, record and record.reason, reason)
                 why = slot.ended_for or (record and record.reason) or reason or "unknown"
-                events.emit(self.store, self.keys, "engine.replaced", engine_id, severity=Severity.WARNING,
+                events.emit(self.etcd, self.keys, "engine.replaced", engine_id, severity=Severity.WARNING,
                             message=f"engine {engine_id} ended ({why}); replacing it")
                 if not slot.was_ready and not slot.ended_for:
                     self._budget = self._budget.after_failure(time.time())
@@ -156,10 +157,10 @@ class EnginePool:
     # -- etcd ---------------------------------------------------------------------------------------------------
     def _write(self, op: Op) -> None:
         """Raises Fenced once a newer driver has begun its epoch: this one then ends and touches nothing more."""
-        epochs.write(self.store, self.keys, self.ctx.epoch, op)
+        fencing.write(self.etcd, self.keys, self.ctx.epoch, op)
 
     def _records(self) -> dict[str, Engine]:
-        items, _ = self.store.range(self.keys.engines_prefix())
+        items, _ = self.etcd.range(self.keys.engines_prefix())
         return {e.id: e for e in (Engine.decode(kv.value) for kv in items) if e.pool == self.name}
 
     def _as_running(self, engine_id: str, record: Engine | None) -> Running:
@@ -167,7 +168,7 @@ class EnginePool:
         return Running(engine_id, state, self._slots[engine_id].started_at)
 
     def _desired(self) -> int:
-        found = self.store.get(self.keys.pool_spec(self.name))
+        found = self.etcd.get(self.keys.pool_spec(self.name))
         return PoolSpec.decode(found.value).desired if found else self.ctx.config.rollout.engines
 
     def _write_status(self, running: list[Running], adopted: int) -> None:

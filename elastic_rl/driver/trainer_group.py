@@ -11,14 +11,14 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from elastic_rl import processes
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import epochs, events
-from elastic_rl.coordinator.records import Restart, Severity
-from elastic_rl.coordinator.store import Store
-from elastic_rl.driver.placement import Placed, uses_cuda
+from elastic_rl.driver.placement import PlacedActor, uses_cuda
 from elastic_rl.driver.plan import StartBudget
-from elastic_rl.driver.wishes import carried_out
+from elastic_rl.driver.restart_requests import acknowledge
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.records import RestartRequest, Severity
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host import processes
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class TrainerHost:
 class TrainerGroup:
     """Starts the agent and starts it again when it ended, until the restart budget is spent."""
 
-    def __init__(self, ctx: RunContext, store: Store, context_file: Path, sign: Callable[[str], None]) -> None:
-        self.ctx, self.store, self.context_file, self._sign = ctx, store, context_file, sign
-        self._placed: Placed | None = None
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, context_file: Path, sign: Callable[[str], None]) -> None:
+        self.ctx, self.etcd, self.context_file, self._sign = ctx, etcd, context_file, sign
+        self._placed: PlacedActor | None = None
         self._done: ray.ObjectRef | None = None
         self._budget = StartBudget()
 
@@ -68,26 +68,26 @@ class TrainerGroup:
         self._placed = None
         self._budget = self._budget.after_failure(time.time())
         log.warning("the trainer agent ended: %s", outcome)
-        events.emit(self.store, self.ctx.keys, "trainer.agent_ended", "trainer", severity=Severity.ERROR, message=
+        events.emit(self.etcd, self.ctx.keys, "trainer.agent_ended", "trainer", severity=Severity.ERROR, message=
                     f"the trainer agent ended ({outcome}); start {self._budget.failures + 1} follows")
 
     @property
     def failures(self) -> int:
         return self._budget.failures
 
-    def restart(self, wish: Restart) -> None:
+    def restart(self, wish: RestartRequest) -> None:
         """Ends the agent and its ranks, hung or not, and starts them again."""
         log.warning("starting the trainer group anew: %s", wish.reason)
         self.close()
         self._budget = StartBudget()
-        carried_out(self.store, self.ctx.keys, wish, epochs.epoch_guard(self.ctx.keys, self.ctx.epoch))
+        acknowledge(self.etcd, self.ctx.keys, wish, fencing.epoch_guard(self.ctx.keys, self.ctx.epoch))
         self._start()
 
     def _start(self) -> None:
         cfg = self.ctx.config
         world = cfg.trainer.ranks
-        self._sign(Placed.WAITING)
-        self._placed = Placed("trainer", TrainerHost, str(self.context_file),
+        self._sign(PlacedActor.WAITING)
+        self._placed = PlacedActor("trainer", TrainerHost, str(self.context_file),
                               str((cfg.cluster_dir / "logs" / "trainer.log").resolve()),
                               cpus=float(world), gpus=world if uses_cuda(cfg) else 0,
                               timeout_s=cfg.trainer.start_timeout_s)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_rl.context import RunContext
 from elastic_rl.engine.runner import EngineRunner
-from elastic_rl.processes import freeze_heap
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import freeze_heap
 from elastic_rl.telemetry import logs, traces
 
 

@@ -14,7 +14,7 @@ import os
 
 import torch
 
-from elastic_rl.processes import die_with_parent
+from elastic_rl.runtime import die_with_parent
 
 ON_CPU = not torch.cuda.is_available()
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic_rl.coordinator.records import EngineState
 from elastic_rl.errors import IllegalTransition
+from elastic_rl.etcd.records import EngineState
 
 _ENDED = (EngineState.QUARANTINED, EngineState.DEAD)
 
 
 @dataclass(frozen=True)
-class Life:
+class EngineLifecycle:
     """State of one engine. ``version``: verified in it; ``applying``: begun, not verified yet; 0: none."""
 
     state: EngineState = EngineState.STARTING
@@ -36,12 +36,12 @@ class Life:
         """Whether the router may send requests to it."""
         return self.state is EngineState.READY
 
-    def up(self) -> Life:
+    def up(self) -> EngineLifecycle:
         """The server answers; its weights are nobody's version yet."""
         self._need(EngineState.STARTING, event="up")
         return replace(self, state=EngineState.SYNCING)
 
-    def begin(self, version: int) -> Life:
+    def begin(self, version: int) -> EngineLifecycle:
         """The next byte that changes belongs to ``version``."""
         self._need(EngineState.SYNCING, EngineState.READY, event="begin")
         if self.applying:
@@ -50,7 +50,7 @@ class Life:
             raise IllegalTransition(f"begin({version}) would roll an engine back that has version {self.version}")
         return replace(self, applying=version)
 
-    def verified(self, version: int) -> Life:
+    def verified(self, version: int) -> EngineLifecycle:
         """Every byte of ``version`` was seen in the engine."""
         self._need(EngineState.SYNCING, EngineState.READY, EngineState.DRAINING, event="verified")
         if not version or version != self.applying:
@@ -58,20 +58,20 @@ class Life:
         state = EngineState.DRAINING if self.state is EngineState.DRAINING else EngineState.READY
         return replace(self, state=state, version=version, applying=0)
 
-    def torn(self, reason: str) -> Life:
+    def torn(self, reason: str) -> EngineLifecycle:
         """An update ended without verification: the weights may be half of two versions."""
         self._need(EngineState.SYNCING, EngineState.READY, EngineState.DRAINING, event="torn")
         if not self.applying:
             raise IllegalTransition("torn without an update in progress")
         return replace(self, state=EngineState.QUARANTINED, reason=reason)
 
-    def drain(self) -> Life:
+    def drain(self) -> EngineLifecycle:
         """It takes no new request and leaves the pool. Asking twice is harmless."""
         if self.state in _ENDED:
             raise IllegalTransition(f"drain of an engine that is {self.state}")
         return replace(self, state=EngineState.DRAINING)
 
-    def died(self, reason: str) -> Life:
+    def died(self, reason: str) -> EngineLifecycle:
         """Its process ended. ``applying`` stays: it tells that the weights were being changed."""
         if self.state in _ENDED:
             raise IllegalTransition(f"died of an engine that is {self.state} already")

@@ -28,7 +28,7 @@ from torch import nn
 
 from elastic_rl.config import EngineConfig
 from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.mapping import load_tensors
+from elastic_rl.dcs.fetch.mapping import load_tensors
 from elastic_rl.engine import stager
 from elastic_rl.engine.staging import Staging, call_load_weights, poison, require_covered
 from elastic_rl.errors import EngineFailed, StagingFailed

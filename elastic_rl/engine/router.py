@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 
 from elastic_rl.errors import EngineFailed
-from elastic_rl.processes import free_port, python, spawn, stop, wait_until
+from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.runtime import free_port, wait_until
 
 _FLAGS = {
     # The client spreads equal batches itself; measured alike to cache_aware on short prompts, and it needs no tree.

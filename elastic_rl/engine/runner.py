@@ -10,15 +10,12 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import epochs, events
-from elastic_rl.coordinator.membership import Membership
-from elastic_rl.coordinator.records import Engine, EngineState, Severity, Version
-from elastic_rl.coordinator.roster import ENGINE
-from elastic_rl.dcs.puller import Puller
+from elastic_rl.config import Stream
+from elastic_rl.coordinator.membership.registry import ENGINE
+from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
-from elastic_rl.engine.attached import AttachedServer
-from elastic_rl.engine.lifecycle import Life
+from elastic_rl.engine.external_server import AttachedServer
+from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server import Prepared, Server, SGLangServer
 from elastic_rl.errors import (
@@ -28,17 +25,20 @@ from elastic_rl.errors import (
     DeadlineExceeded,
     ElasticRLError,
     EngineFailed,
+    EtcdUnavailable,
     NodeUnavailable,
     StagingFailed,
-    StoreUnavailable,
     VersionNotFound,
 )
-from elastic_rl.processes import wait_until
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import wait_until
 from elastic_rl.telemetry import traces
 
 log = logging.getLogger(__name__)
 
-POLICY = "policy"
 # A look at the processes, the drain flag and the head at least this often; the head itself comes by a watch.
 _TICK_S = 0.1
 _RECORD_LOOK_S = 0.5
@@ -48,7 +48,7 @@ _ROUTER_TIMEOUT_S = 30.0
 _TELL_AFTER = 5
 """Failures to fetch in a row that make an event."""
 # A pull that ended so changed nothing in the engine: it goes on with what it has and tries again.
-_PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StagingFailed, StoreUnavailable,
+_PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StagingFailed, EtcdUnavailable,
                 VersionNotFound)
 
 
@@ -61,11 +61,11 @@ class EngineRunner:
     def __init__(self, ctx: RunContext, engine_id: str, *, pool: str = "rollout", attach_to: str = "") -> None:
         self._ctx, self._id, self._pool = ctx, engine_id, pool
         self._cfg = ctx.config.engine
-        self._life = Life()
+        self._life = EngineLifecycle()
         self._drain = threading.Event()
         self._stop = threading.Event()
-        self._store = ctx.store()
-        self._member = Membership(self._store, ctx.keys, ENGINE, engine_id, ttl_s=ctx.config.coordinator.lease_ttl_s,
+        self._etcd = ctx.connect()
+        self._member = Membership(self._etcd, ctx.keys, ENGINE, engine_id, ttl_s=ctx.config.coordinator.lease_ttl_s,
                                   epoch=ctx.epoch)
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0
@@ -112,7 +112,7 @@ class EngineRunner:
         finally:
             self._server.close()
             self._member.close()
-            self._store.close()
+            self._etcd.close()
 
     @property
     def _leaving(self) -> bool:
@@ -120,10 +120,10 @@ class EngineRunner:
 
     def _follow(self) -> None:
         dcs = self._ctx.config.dcs
-        puller = Puller(self._store, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=dcs.pin_ttl_s,
+        puller = Puller(self._etcd, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=dcs.pin_ttl_s,
                         io_timeout_s=dcs.io_timeout_s,
                         security=Security.from_config(dcs, self._ctx.config.cluster_dir / TOKEN_FILE))
-        heads = puller.watch_head(POLICY)
+        heads = puller.watch_head(Stream.POLICY)
         wanted: Version | None = None
         try:
             while not self._leaving:
@@ -140,8 +140,8 @@ class EngineRunner:
                         wanted = None
                     else:
                         self._stop.wait(_TICK_S)
-                        wanted = puller.head(POLICY)  # the one that failed may have been released meanwhile
-                except StoreUnavailable as e:  # without etcd nothing new is decided, and the engine goes on serving
+                        wanted = puller.head(Stream.POLICY)  # the one that failed may have been released meanwhile
+                except EtcdUnavailable as e:  # without etcd nothing new is decided, and the engine goes on serving
                     log.warning("engine %s: %s", self._id, e)
                     self._stop.wait(_TICK_S)  # a refusal comes at once, unlike the end of a budget
         finally:
@@ -173,7 +173,7 @@ class EngineRunner:
             return False
         self._pull_apply_s = time.monotonic() - began
         if self._fetch_failures >= _TELL_AFTER:
-            events.emit(self._store, self._ctx.keys, "engine.fetch_recovered", self._id,
+            events.emit(self._etcd, self._ctx.keys, "engine.fetch_recovered", self._id,
                         f"engine {self._id} has version {wanted.number} now", version=wanted.number)
         self._fetch_failures = 0
         first = not self._life.version
@@ -183,7 +183,7 @@ class EngineRunner:
             self._route()
         self._write()
         if first:
-            events.emit(self._store, self._ctx.keys, "engine.ready", self._id,
+            events.emit(self._etcd, self._ctx.keys, "engine.ready", self._id,
                         f"engine {self._id} serves version {wanted.number}", version=wanted.number,
                         adopted=self._adopted, start_s=round(time.time() - self._started_at, 3))
         return True
@@ -200,7 +200,7 @@ class EngineRunner:
                 self._member.progress(self._life.version, phase)
                 preparation.add(part)
 
-            with puller.pull(POLICY, wanted.number, on_part=stage) as pulled:
+            with puller.pull(Stream.POLICY, wanted.number, on_part=stage) as pulled:
                 yield preparation.finish(pulled.reference())
 
     def _cannot_fetch(self, wanted: Version, error: ElasticRLError) -> None:
@@ -208,7 +208,7 @@ class EngineRunner:
         log.warning("engine %s cannot fetch version %d: %s", self._id, wanted.number, error)
         self._fetch_failures += 1
         if self._fetch_failures == _TELL_AFTER:
-            events.emit(self._store, self._ctx.keys, "engine.cannot_fetch", self._id, severity=Severity.WARNING,
+            events.emit(self._etcd, self._ctx.keys, "engine.cannot_fetch", self._id, severity=Severity.WARNING,
                         message=f"engine {self._id} cannot fetch version {wanted.number}: {type(error).__name__}: "
                                 f"{error}", version=wanted.number)
 
@@ -224,19 +224,19 @@ class EngineRunner:
                 wait_until(lambda: self._stop.is_set() or self._server.in_flight() == 0,
                            timeout_s=self._cfg.drain_timeout_s, what="the last request of the engine", poll_s=0.1)
             except DeadlineExceeded:
-                events.emit(self._store, self._ctx.keys, "engine.drain_timeout", self._id, severity=Severity.WARNING,
+                events.emit(self._etcd, self._ctx.keys, "engine.drain_timeout", self._id, severity=Severity.WARNING,
                             message=f"engine {self._id} was stopped with requests in flight")
         else:
             self._unroute()
         self._server.stop()
-        self._store.delete(self._ctx.keys.engine(self._id))
-        events.emit(self._store, self._ctx.keys, "engine.stopped", self._id, f"engine {self._id} left the pool")
+        self._etcd.delete(self._ctx.keys.engine(self._id))
+        events.emit(self._etcd, self._ctx.keys, "engine.stopped", self._id, f"engine {self._id} left the pool")
 
     def _end(self, reason: str) -> None:
         """Failed: dead, or quarantined when an update was under way. It never serves again; the driver replaces it."""
         if self._stop.is_set() or (self._drain.is_set() and self._life.state is EngineState.STARTING):
             self._unroute()
-            self._store.delete(self._ctx.keys.engine(self._id))  # it was asked to go: nothing failed
+            self._etcd.delete(self._ctx.keys.engine(self._id))  # it was asked to go: nothing failed
             return
         detect_s = round(max(0.0, time.time() - self._alive_at), 3)
         alive = self._server.alive()
@@ -249,7 +249,7 @@ class EngineRunner:
             # One that never took part leaves no gap: that it does not fit concerns only who asked for it.
             kind, severity = ("refused", Severity.WARNING) if self._adopted and not self._life.version else (
                 str(self._life.state), Severity.ERROR)
-            events.emit(self._store, self._ctx.keys, f"engine.{kind}", self._id, severity=severity,
+            events.emit(self._etcd, self._ctx.keys, f"engine.{kind}", self._id, severity=severity,
                         message=f"engine {self._id}: {reason}", version=self._life.version,
                         applying=self._life.applying, detect_s=detect_s)
         finally:
@@ -280,7 +280,7 @@ class EngineRunner:
             return
         self._next_look = now + _RECORD_LOOK_S
         self._look_at_load(now)
-        found = self._store.get(self._ctx.keys.engine(self._id))
+        found = self._etcd.get(self._ctx.keys.engine(self._id))
         if found is None:
             self._stop.set()
             return
@@ -300,9 +300,9 @@ class EngineRunner:
             self._load = load
             self._write()
 
-    def _write(self, life: Life | None = None) -> bool:
+    def _write(self, life: EngineLifecycle | None = None) -> bool:
         """Writes the record. The driver's wish to drain, or the leader's that it goes, stands in the same record and is
-        never overwritten; false when it is there. Raises StoreUnavailable, and Fenced when the epoch is over: the
+        never overwritten; false when it is there. Raises EtcdUnavailable, and Fenced when the epoch is over: the
         engine then ends."""
         life = life or self._life
         expelled = False
@@ -319,12 +319,12 @@ class EngineRunner:
             return self._record(life, EngineState.DRAINING if self._drain.is_set() else life.state)
 
         self._unwritten = True
-        self._store.update(self._ctx.keys.engine(self._id), change,
-                           guards=[epochs.epoch_guard(self._ctx.keys, self._ctx.epoch)])
+        self._etcd.update(self._ctx.keys.engine(self._id), change,
+                           guards=[fencing.epoch_guard(self._ctx.keys, self._ctx.epoch)])
         self._unwritten = False
         return not (self._drain.is_set() or expelled)
 
-    def _record(self, life: Life, state: EngineState) -> bytes:
+    def _record(self, life: EngineLifecycle, state: EngineState) -> bytes:
         server = self._server
         return Engine(id=self._id, pool=self._pool, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
                       url=server.url if server.pid or self._adopted else "", pid=server.pid, version=life.version,

@@ -26,7 +26,8 @@ from elastic_rl.engine import stager
 from elastic_rl.engine.client import to_version
 from elastic_rl.engine.loader import LIMIT_ENV, LOADER, REQUEST
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
-from elastic_rl.processes import free_port, python, spawn, stop, wait_until
+from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.runtime import free_port, wait_until
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Prepared:
     checksums: list[str]
 
 
-class Preparation:
+class StagedUpdate:
     """A version on its way to an engine: verified, loaded and checked beside the weights that serve.
 
     Every call raises ChunkCorrupt, NodeUnavailable and StagingFailed.
     """
 
-    def __init__(self, stagers: stager.Asking) -> None:
+    def __init__(self, stagers: stager.StagingClient) -> None:
         self._stagers = stagers
 
     def add(self, reference: dict[str, Any]) -> None:
@@ -121,10 +122,10 @@ class Server(ABC):
 
     # -- weights --------------------------------------------------------------------------------------------------
     @contextmanager
-    def preparing(self) -> Iterator[Preparation]:
+    def preparing(self) -> Iterator[StagedUpdate]:
         """Brings a version as near to the weights as can be while they serve; the engine is as it was."""
-        with stager.Asking(self._secret, self.tensor_parallel, timeout_s=self._cfg.apply_timeout_s) as stagers:
-            yield Preparation(stagers)
+        with stager.StagingClient(self._secret, self.tensor_parallel, timeout_s=self._cfg.apply_timeout_s) as stagers:
+            yield StagedUpdate(stagers)
 
     def apply(self, prepared: Prepared, version: int) -> None:
         """Replaces the weights, verified in the loader; sets ``version``.
@@ -219,7 +220,7 @@ class SGLangServer(Server):
         self._family = [main, *main.children(recursive=True)]
 
     def uses_cuda(self) -> bool:
-        return self._device.type == "cuda" or (self._device.type == "auto" and torch.cuda.is_available())
+        return self._device.uses_cuda(torch.cuda.is_available)
 
     def arguments(self, cuda: bool) -> list[str]:
         """Command line of sglang.launch_server."""

@@ -17,7 +17,7 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from elastic_rl.errors import MachineUnfit
+from elastic_rl.errors import PreflightFailed
 
 PACKAGES = ("triton", "torchvision", "sgl_kernel")
 # SGLang asks for these by ImportError and, given one, would hook into it.
@@ -111,7 +111,7 @@ def install() -> list[str]:
     import torch
 
     if torch.cuda.is_available():
-        raise MachineUnfit("the SGLang CPU stand-ins refuse to install where CUDA is available",
+        raise PreflightFailed("the SGLang CPU stand-ins refuse to install where CUDA is available",
                            hint="install the `gpu` extra: SGLang runs there with its real kernels")
     absent = missing()
     if "triton" in absent:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol, Self
 
 from elastic_rl.dcs import protocol
-from elastic_rl.dcs.digests import BLAKE3, digest_of
+from elastic_rl.dcs.codecs.digests import BLAKE3, digest_of
 from elastic_rl.errors import ChunkCorrupt, ElasticRLError, NodeUnavailable, StagingFailed
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _MAX_REQUEST = 256 << 20
 """Bytes; the reference of a version of 100,000 tensors has 12 million."""
 
 
-class Loads(Protocol):
+class StagingTarget(Protocol):
     """What a stager does with a version; see ``loader.Loader``."""
 
     def begin(self) -> None: ...
@@ -59,7 +59,7 @@ def _address(secret: str, rank: int) -> str:
 class Stager(threading.Thread):
     """Serves a loader to whoever has the secret, one at a time. A daemon: it ends with its process."""
 
-    def __init__(self, secret: str, rank: int, loader: Loads) -> None:
+    def __init__(self, secret: str, rank: int, loader: StagingTarget) -> None:
         super().__init__(name="stager", daemon=True)
         self._secret = secret
         self._loader = loader
@@ -110,13 +110,13 @@ class Stager(threading.Thread):
         return {}
 
 
-def start(loader: Loads, rank: int) -> None:
+def start(loader: StagingTarget, rank: int) -> None:
     """Starts the stager of this process, if whoever started the server wants one."""
     if secret := os.environ.get(ENV):
         Stager(secret, rank, loader).start()
 
 
-class Asking:
+class StagingClient:
     """The stagers of one server, asked together to stage one version. A context manager; for one thread.
 
     Every call raises ChunkCorrupt, NodeUnavailable and StagingFailed; the live weights are as they were.

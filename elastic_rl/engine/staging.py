@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.digests import digest_of
-from elastic_rl.dcs.tensors import checksum
+from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.codecs.tensors import checksum
 from elastic_rl.errors import EngineFailed
 
 Tensors = Iterable[tuple[str, torch.Tensor]]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_rl.coordinator.records import Version
 from elastic_rl.data.ledger import Audit
+from elastic_rl.etcd.records import Version
 
 Record = dict[str, Any]
 
@@ -107,11 +107,11 @@ def _fault(record: Record) -> Record:
     return out
 
 
-def _heldout(records: Sequence[Record]) -> list[float]:
-    """Held-out accuracies of RL by step, with the end of the warm-up before them if step 0 was not measured."""
+def _eval_accuracy(records: Sequence[Record]) -> list[float]:
+    """Eval accuracies of RL by step, with the end of the SFT phase before them if step 0 was not measured."""
     evals = effective_steps(records, "eval")
-    values = [float(r["heldout"]) for r in evals]
-    warm = [float(r["heldout"]) for r in records if r["kind"] == "warmup" and r.get("heldout") is not None]
+    values = [float(r["eval_accuracy"]) for r in evals]
+    warm = [float(r["eval_accuracy"]) for r in records if r["kind"] == "sft" and r.get("eval_accuracy") is not None]
     if warm and (not evals or int(evals[0]["step"]) > 0):
         values.insert(0, warm[-1])
     return values
@@ -141,12 +141,13 @@ def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[
     seconds = [r.get("seconds") or {} for r in steps]
     total = [float(s["total"]) for s in seconds if s.get("total") is not None]
     stalls = [float(s["publish_stall"]) for s in seconds if s.get("publish_stall") is not None]
-    rewards, heldout, at = _numbers(steps, "reward_mean"), _heldout(records), _numbers(list(records), "at")
+    rewards, eval_accuracy, at = _numbers(steps, "reward_mean"), _eval_accuracy(records), _numbers(list(records), "at")
     done = sum(1 for r in records if r["kind"] == "step")
     return {
         "job": job, "seed": seed, "status": status, "steps": len(steps), "steps_redone": done - len(steps),
         "reward_first": rewards[0] if rewards else None, "reward_last": rewards[-1] if rewards else None,
-        "heldout_first": heldout[0] if heldout else None, "heldout_last": heldout[-1] if heldout else None,
+        "eval_accuracy_first": eval_accuracy[0] if eval_accuracy else None,
+        "eval_accuracy_last": eval_accuracy[-1] if eval_accuracy else None,
         "versions_committed": _committed(versions, records),
         "staleness_max": int(max(_numbers(steps, "staleness"), default=0)),
         "logprob_diff_max": max(_numbers(steps, "logprob_diff_max"), default=None),

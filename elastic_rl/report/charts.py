@@ -88,10 +88,10 @@ def _smooth(points: Sequence[Point], window: int) -> list[Point]:
     return [(x, sum(ys) / len(ys)) for (x, _), ys in zip(points, near, strict=True)]
 
 
-def learning(rewards: Sequence[Point], heldout: Sequence[Point], faults: Sequence[tuple[float, str]]) -> str:
-    """Mean reward of each step (faint) with its moving average, and held-out accuracy, over RL steps."""
-    last = max([x for x, _ in (*rewards, *heldout)], default=1)
-    frame = _Frame((0, last), (0, 1), 280, "Reward and held-out accuracy over steps")
+def learning(rewards: Sequence[Point], eval_accuracy: Sequence[Point], faults: Sequence[tuple[float, str]]) -> str:
+    """Mean reward of each step (faint) with its moving average, and eval accuracy, over RL steps."""
+    last = max([x for x, _ in (*rewards, *eval_accuracy)], default=1)
+    frame = _Frame((0, last), (0, 1), 280, "Reward and eval accuracy over steps")
     frame.axes("RL step", y_ticks=(0, 0.25, 0.5, 0.75, 1), whole_x=True)
     frame.fault_marks(faults)
     if rewards:
@@ -102,10 +102,10 @@ def learning(rewards: Sequence[Point], heldout: Sequence[Point], faults: Sequenc
         frame.add(*(f'<rect class="hit" x="{frame.px(x) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" '
                     f'height="{frame.height - frame.bottom - _TOP}" data-tip="step {_num(x)}: reward {y:.3f}"/>'
                     for x, y in rewards))
-    if heldout:
-        frame.add(f'<path class="line c2" d="{_path(frame, heldout)}"/>')
+    if eval_accuracy:
+        frame.add(f'<path class="line c2" d="{_path(frame, eval_accuracy)}"/>')
         frame.add(*(f'<circle class="dot c2" cx="{frame.px(x)}" cy="{frame.py(y)}" r="4" '
-                    f'data-tip="step {_num(x)}: held-out {y:.3f}"/>' for x, y in heldout))
+                    f'data-tip="step {_num(x)}: eval accuracy {y:.3f}"/>' for x, y in eval_accuracy))
     return frame.done()
 
 

@@ -21,12 +21,12 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
     """HTML of a report (``build``'s) and the records it was made from."""
     steps = effective_steps(records)
     marks = [(float(f["step"]), str(f["name"])) for f in report["faults"] if f.get("step") is not None]
-    heldout = [(float(r["step"]), float(r["heldout"])) for r in effective_steps(records, "eval")]
+    eval_accuracy = [(float(r["step"]), float(r["eval_accuracy"])) for r in effective_steps(records, "eval")]
     rewards = [(float(r["step"]), float(r["reward_mean"])) for r in steps if r.get("reward_mean") is not None]
     sections = [
-        _section("Learning", charts.learning(rewards, heldout, marks),
+        _section("Learning", charts.learning(rewards, eval_accuracy, marks),
                  _legend(("c1", "mean reward of the step (moving average over the faint line)"),
-                         ("c2", "held-out accuracy, greedy"))),
+                         ("c2", "eval accuracy, greedy"))),
         _section("Where a step's time goes",
                  charts.step_seconds([(int(r["step"]), r.get("seconds") or {}) for r in steps], marks),
                  _legend(*((f"p-{p}", _PHASE_WORDS[p]) for p in charts.PHASE_ORDER)), _phase_table(steps)),
@@ -76,7 +76,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
     faults = report["faults"]
     healed = sum(f.get("healed_at") is not None for f in faults)
     tiles = [
-        ("held-out accuracy", _value(report["heldout_last"], 3), f"from {_value(report['heldout_first'], 3)}"),
+        ("eval accuracy", _value(report["eval_accuracy_last"], 3), f"from {_value(report['eval_accuracy_first'], 3)}"),
         ("reward", _value(report["reward_last"], 3), f"from {_value(report['reward_first'], 3)}"),
         ("steps", str(report["steps"]), f"{report['samples_trained']:,} samples"),
         ("step time, median", _value(report["step_s_p50"], 2, " s"), f"{_value(report['tokens_per_s'], 0)} tokens/s"),

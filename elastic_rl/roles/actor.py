@@ -8,13 +8,13 @@ from typing import Any
 
 from ray import serve
 
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import events
-from elastic_rl.coordinator.records import Severity
 from elastic_rl.errors import ElasticRLError, Fenced
-from elastic_rl.roles.contract import Role
+from elastic_rl.etcd import events
+from elastic_rl.etcd.records import Severity
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.base import Role
 from elastic_rl.roles.loop import TrainingLoop
-from elastic_rl.roles.peers import Peers
+from elastic_rl.roles.role_clients import RoleClients
 from elastic_rl.trainer.client import TrainerClient
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,12 @@ class ActorRole(Role):
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
         cfg = ctx.config
-        trainer = TrainerClient(self.store, ctx.keys, step_timeout_s=cfg.trainer.step_timeout_s,
+        trainer = TrainerClient(self.etcd, ctx.keys, step_timeout_s=cfg.trainer.step_timeout_s,
                                 start_timeout_s=cfg.trainer.start_timeout_s)
-        self._peers = Peers(rollout=serve.get_app_handle("rollout"), advantages=serve.get_app_handle("advantages"),
+        self._peers = RoleClients(rollout=serve.get_app_handle("rollout"),
+                                  advantages=serve.get_app_handle("advantages"),
                             timeout_s=cfg.engine.request_timeout_s * (cfg.rollout.retries + 1))
-        self.loop = TrainingLoop(ctx, self.store, self.member, trainer, self._peers)
+        self.loop = TrainingLoop(ctx, self.etcd, self.member, trainer, self._peers)
         self._failure: ElasticRLError | None = None
         self._thread = threading.Thread(target=self._run, name="training-loop", daemon=True)
         self._thread.start()
@@ -47,7 +48,7 @@ class ActorRole(Role):
             log.exception("the run stopped")
             self._failure = e
             self.loop.status.write("failed", message=str(e))
-            events.emit(self.store, self.ctx.keys, "run.failed", self.ctx.job, str(e), severity=Severity.ERROR)
+            events.emit(self.etcd, self.ctx.keys, "run.failed", self.ctx.job, str(e), severity=Severity.ERROR)
 
     def check_health(self) -> None:
         """The loop's thread may only end by finishing or by a recorded failure; anything else replaces the replica."""

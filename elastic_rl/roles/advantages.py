@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elastic_rl.algorithms.registry import ALGOS
-from elastic_rl.roles.contract import Role
+from elastic_rl.roles.base import Role
 
 
 class AdvantagesRole(Role):

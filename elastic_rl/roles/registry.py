@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_rl.roles.actor import ActorRole
 from elastic_rl.roles.advantages import AdvantagesRole
-from elastic_rl.roles.contract import RoleSpec
+from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.rollout import RolloutRole
 
 ROLES: dict[str, RoleSpec] = {

@@ -10,11 +10,11 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from elastic_rl.context import RunContext
 from elastic_rl.engine.client import GenerateClient, Sample
 from elastic_rl.errors import EngineFailed
-from elastic_rl.roles.contract import Role
-from elastic_rl.roles.first_tokens import FirstTokens
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.base import Role
+from elastic_rl.roles.first_sample_trace import FirstSampleTrace
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RolloutRole(Role):
         self.client = GenerateClient(ctx.router_url, timeout_s=ctx.config.engine.request_timeout_s,
                                      retries=ctx.config.rollout.retries)
         self._answered = self._in_flight = 0  # prompt groups
-        self._first_tokens = FirstTokens(self.store, ctx.keys)
+        self._first_tokens = FirstSampleTrace(self.etcd, ctx.keys)
 
     async def generate(self, request: GenerationRequest) -> list[list[Sample]]:
         """One list of samples a prompt, in the prompts' order. Raises EngineFailed when the budget is spent."""

@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 _ROWS = 1000
 """Rows that may wait for a tracker; further ones are dropped."""
-_RUNS = {"step": "rl", "eval": "rl", "warmup": "warmup"}
+_RUNS = {"step": "rl", "eval": "rl", "sft": "sft"}
 """Kind of record → the run that it belongs to: each counts its steps for itself."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Numbers of one step of a run (rl or warmup)."""
+    """Numbers of one step of a run (rl or sft)."""
 
     run: str
     step: int

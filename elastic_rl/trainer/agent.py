@@ -16,15 +16,15 @@ import sys
 import threading
 from typing import Any
 
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import epochs, events
-from elastic_rl.coordinator.membership import members, sign_off
-from elastic_rl.coordinator.records import Severity
-from elastic_rl.coordinator.store import Store
-from elastic_rl.errors import ConfigError, StoreUnavailable
-from elastic_rl.processes import die_with_parent
+from elastic_rl.errors import ConfigError, EtcdUnavailable
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.membership import members, sign_off
+from elastic_rl.etcd.records import Severity
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import die_with_parent
 from elastic_rl.telemetry import logs
-from elastic_rl.trainer.model import Shape
+from elastic_rl.trainer.model import ModelArch
 from elastic_rl.trainer.parallel import require_supported
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         ctx = RunContext.load(args.context)
         # Here and not in the ranks, where torch elastic would start them again and again.
         require_supported(ctx.config)
-        Shape.read(ctx.model_dir).geometry(ctx.config.trainer.tensor_parallel)
+        ModelArch.read(ctx.model_dir).geometry(ctx.config.trainer.tensor_parallel)
     except ConfigError as e:
         print(e, file=sys.stderr)
         return 2
@@ -51,12 +51,12 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps its TP collectives by this order
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with ctx.store() as store:
-        _watch_epoch(ctx, store)
-        return _run(ctx, store, args.context)
+    with ctx.connect() as etcd:
+        _watch_epoch(ctx, etcd)
+        return _run(ctx, etcd, args.context)
 
 
-def _run(ctx: RunContext, store: Store, context_file: str) -> int:
+def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -69,15 +69,15 @@ def _run(ctx: RunContext, store: Store, context_file: str) -> int:
             return 0
         failure = ChildFailedError("trainer", result.failures)
         log.error("the trainer group failed for good: %s", failure)
-        events.emit(store, ctx.keys, "trainer.gave_up", "trainer", severity=Severity.ERROR, message=
+        events.emit(etcd, ctx.keys, "trainer.gave_up", "trainer", severity=Severity.ERROR, message=
                     f"{ctx.config.trainer.max_restarts} restarts did not help; the last failure: {failure}")
         return 1
     except SignalException as e:
         log.info("stopped by %s", e.sigval.name)
-        sign_off(store, ctx.keys, [m for m in members(store, ctx.keys, "trainer") if m.epoch == ctx.epoch])
+        sign_off(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, "trainer") if m.epoch == ctx.epoch])
         return 0
     finally:
-        store.delete_prefix(ctx.keys.rendezvous_prefix() + run_id)
+        etcd.delete_prefix(ctx.keys.rendezvous_prefix() + run_id)
 
 
 def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
@@ -94,12 +94,12 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
         def _stop_workers(self, worker_group: Any) -> None:
             self._shutdown(timeout=_RANK_GRACE_S)
 
-    trainer, etcd = ctx.config.trainer, ctx.config.etcd
-    cuda = ctx.config.device.type == "cuda" or (ctx.config.device.type == "auto" and torch.cuda.is_available())
+    trainer, etcd_cfg = ctx.config.trainer, ctx.config.etcd
+    cuda = ctx.config.device.uses_cuda(torch.cuda.is_available)
     handler = get_rendezvous_handler(RendezvousParameters(
-        backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd), run_id=run_id, min_nodes=1, max_nodes=1,
+        backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd_endpoints), run_id=run_id, min_nodes=1, max_nodes=1,
         local_addr=ctx.host, prefix=ctx.keys.rendezvous_prefix(), join_timeout=trainer.start_timeout_s,
-        last_call_timeout=1, **etcd.model_dump(exclude={"endpoints"})))
+        last_call_timeout=1, **etcd_cfg.model_dump(exclude={"endpoints"})))
     # Forked from a server that has imported everything but holds no thread, socket or CUDA context, a restarted rank
     # saves the seconds of its imports. CUDA must not be forked, and there the imports are the smaller part.
     method = "spawn" if cuda else "forkserver"
@@ -122,15 +122,15 @@ def _raise_signal(number: int, _frame: Any) -> None:
     raise SignalException(f"signal {number}", signal.Signals(number))
 
 
-def _watch_epoch(ctx: RunContext, store: Store) -> None:
+def _watch_epoch(ctx: RunContext, etcd: EtcdClient) -> None:
     """Ends this process, and with it its ranks, once the epoch is over: restarting them would be in vain."""
 
     def watch() -> None:
         pause = threading.Event()
         while not pause.wait(1.0):
             try:
-                now = epochs.current_epoch(store, ctx.keys)
-            except StoreUnavailable:
+                now = fencing.current_epoch(etcd, ctx.keys)
+            except EtcdUnavailable:
                 continue  # running work goes on without etcd; publishing is fenced by itself
             if now > ctx.epoch:
                 log.error("epoch %d is over (now %d): the trainer ends", ctx.epoch, now)

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import Member
-from elastic_rl.coordinator.store import Store
 from elastic_rl.errors import ConfigError, TrainerFailed
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Member
 from elastic_rl.trainer.batch import TrainBatch
 
 _POLL_S = 0.1
@@ -28,7 +28,7 @@ class TrainerStatus:
     """Differs after each re-formation of the group."""
     step: int
     phase: str
-    """``warmup`` or ``rl``."""
+    """``sft`` or ``rl``."""
     policy_version: int
     state_version: int
     restarts: int
@@ -38,8 +38,8 @@ class TrainerStatus:
 class TrainerClient:
     """Talks to rank 0, found through etcd. Every wait is bounded; any loss of the group is a TrainerFailed."""
 
-    def __init__(self, store: Store, keys: Keys, *, step_timeout_s: float, start_timeout_s: float) -> None:
-        self._store, self._keys = store, keys
+    def __init__(self, etcd: EtcdClient, keys: Keys, *, step_timeout_s: float, start_timeout_s: float) -> None:
+        self._etcd, self._keys = etcd, keys
         self._step_timeout_s, self._start_timeout_s = step_timeout_s, start_timeout_s
         self._http = httpx.Client(timeout=httpx.Timeout(5.0))
         self._url = ""
@@ -66,16 +66,17 @@ class TrainerClient:
                                     hint="the trainer's log says why")
             time.sleep(_POLL_S)
 
-    def warmup(self, on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Runs or continues the supervised warm-up to its end and returns ``{"steps", "heldout", "loss"}``.
+    def sft(self, on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Runs or continues the SFT phase to its end and returns ``{"steps", "eval_accuracy", "loss"}``.
 
-        ``on_progress`` gets ``{"step", "loss", "heldout", "at"}`` at each evaluation. Returns at once when the phase is
+        ``on_progress`` gets ``{"step", "loss", "eval_accuracy",
+                                "at"}`` at each evaluation. Returns at once when the phase is
         over. Raises TrainerFailed when the group is lost or makes no progress for ``step_timeout_s``.
         """
-        self._ask("POST", "/warmup", timeout_s=5.0)
+        self._ask("POST", "/sft", timeout_s=5.0)
         seen, moved = 0, time.monotonic()
         while True:
-            answer = self._ask("GET", f"/warmup?since={seen}", timeout_s=5.0)
+            answer = self._ask("GET", f"/sft?since={seen}", timeout_s=5.0)
             for record in answer["records"]:
                 on_progress(record)
             if answer["result"]:
@@ -83,7 +84,7 @@ class TrainerClient:
             if answer["records"]:
                 seen, moved = answer["next"], time.monotonic()
             elif time.monotonic() - moved > self._step_timeout_s:
-                raise TrainerFailed(f"the warm-up made no progress for {self._step_timeout_s:g} s")
+                raise TrainerFailed(f"the SFT phase made no progress for {self._step_timeout_s:g} s")
             self._check_incarnation()
             time.sleep(_POLL_S)
 
@@ -99,7 +100,7 @@ class TrainerClient:
         return self._ask("POST", "/train", body, timeout_s=self._step_timeout_s)
 
     def _member(self) -> Member | None:
-        kv = self._store.get(self._keys.member("trainer", "rank-0"))
+        kv = self._etcd.get(self._keys.member("trainer", "rank-0"))
         return None if kv is None else Member.decode(kv.value)
 
     def _look(self, *, since: float) -> tuple[TrainerStatus | None, bool]:

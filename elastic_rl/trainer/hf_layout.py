@@ -16,7 +16,7 @@ import torch
 from elastic_rl.errors import ConfigError
 
 
-class Cut(Enum):
+class ShardLayout(Enum):
     """How a parameter is divided over tensor-parallel ranks."""
 
     WHOLE = "whole"
@@ -32,7 +32,7 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True)
-class Geometry:
+class AttentionDims:
     """The sizes that the layout needs. ``padded_vocab`` rows exist in Megatron, ``vocab`` of them in HF."""
 
     heads: int
@@ -58,27 +58,27 @@ class Rule:
     """One Megatron parameter: the HF tensors it is made of and how it is cut."""
 
     hf: tuple[str, ...]
-    cut: Cut
+    cut: ShardLayout
 
 
 _TOP = {
-    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), Cut.VOCAB),
-    "output_layer.weight": Rule(("lm_head.weight",), Cut.VOCAB),
-    "decoder.final_layernorm.weight": Rule(("model.norm.weight",), Cut.WHOLE),
+    "embedding.word_embeddings.weight": Rule(("model.embed_tokens.weight",), ShardLayout.VOCAB),
+    "output_layer.weight": Rule(("lm_head.weight",), ShardLayout.VOCAB),
+    "decoder.final_layernorm.weight": Rule(("model.norm.weight",), ShardLayout.WHOLE),
 }
 _LAYER = {
-    "input_layernorm.weight": (("input_layernorm.weight",), Cut.WHOLE),
+    "input_layernorm.weight": (("input_layernorm.weight",), ShardLayout.WHOLE),
     # Transformer Engine fuses the two norms into the linear layers after them.
-    "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), Cut.WHOLE),
-    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), Cut.WHOLE),
-    "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), Cut.WHOLE),
+    "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), ShardLayout.WHOLE),
+    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), ShardLayout.WHOLE),
+    "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), ShardLayout.WHOLE),
     "self_attention.linear_qkv.weight": (
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), Cut.QKV),
-    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), Cut.COLUMNS),
-    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), Cut.WHOLE),
-    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), Cut.WHOLE),
-    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), Cut.GATE_UP),
-    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), Cut.COLUMNS),
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), ShardLayout.QKV),
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), ShardLayout.COLUMNS),
+    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), ShardLayout.WHOLE),
+    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), ShardLayout.WHOLE),
+    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), ShardLayout.GATE_UP),
+    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), ShardLayout.COLUMNS),
 }
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -101,19 +101,19 @@ def rule_of(megatron_name: str) -> Rule:
     return Rule(tuple(f"model.layers.{match[1]}.{n}" for n in names), cut)
 
 
-def merge(rule: Rule, shards: Sequence[torch.Tensor], geo: Geometry) -> dict[str, torch.Tensor]:
+def merge(rule: Rule, shards: Sequence[torch.Tensor], geo: AttentionDims) -> dict[str, torch.Tensor]:
     """Shards in rank order → contiguous full HF tensors by name."""
-    if rule.cut is Cut.WHOLE:
+    if rule.cut is ShardLayout.WHOLE:
         return {rule.hf[0]: shards[0].contiguous()}
-    if rule.cut is Cut.COLUMNS:
+    if rule.cut is ShardLayout.COLUMNS:
         return {rule.hf[0]: torch.cat(list(shards), dim=1)}
-    if rule.cut is Cut.GATE_UP:
+    if rule.cut is ShardLayout.GATE_UP:
         halves = [s.chunk(2, dim=0) for s in shards]
         return {name: torch.cat([h[i] for h in halves], dim=0) for i, name in enumerate(rule.hf)}
     full = torch.cat(list(shards), dim=0)
-    if rule.cut is Cut.VOCAB:
+    if rule.cut is ShardLayout.VOCAB:
         return {rule.hf[0]: full[:geo.vocab].contiguous()}
-    if rule.cut is Cut.ROWS:
+    if rule.cut is ShardLayout.ROWS:
         return {rule.hf[0]: full}
     per_group = geo.heads // geo.kv_heads
     grouped = full.view(geo.kv_heads, per_group + 2, geo.head_dim, *full.shape[1:])
@@ -121,7 +121,7 @@ def merge(rule: Rule, shards: Sequence[torch.Tensor], geo: Geometry) -> dict[str
     return {name: part.reshape(-1, *full.shape[1:]).contiguous() for name, part in zip(rule.hf, parts, strict=True)}
 
 
-def split(rule: Rule, hf: Mapping[str, torch.Tensor], geo: Geometry, *, tp: int, tp_rank: int) -> torch.Tensor:
+def split(rule: Rule, hf: Mapping[str, torch.Tensor], geo: AttentionDims, *, tp: int, tp_rank: int) -> torch.Tensor:
     """The shard of one rank, from full HF tensors; the inverse of ``merge``. Padded vocabulary rows are zero.
 
     Raises ConfigError when a tensor is missing.
@@ -131,17 +131,17 @@ def split(rule: Rule, hf: Mapping[str, torch.Tensor], geo: Geometry, *, tp: int,
         raise ConfigError(f"the model has no tensor {', '.join(missing)}",
                           hint="only dense Qwen3-shaped models with untied embeddings are supported")
     tensors = [hf[name] for name in rule.hf]
-    if rule.cut is Cut.WHOLE:
+    if rule.cut is ShardLayout.WHOLE:
         return tensors[0].clone()
-    if rule.cut is Cut.GATE_UP:
+    if rule.cut is ShardLayout.GATE_UP:
         return torch.cat([t.chunk(tp, dim=0)[tp_rank] for t in tensors], dim=0)
-    if rule.cut is Cut.COLUMNS:
+    if rule.cut is ShardLayout.COLUMNS:
         return tensors[0].chunk(tp, dim=1)[tp_rank].clone(memory_format=torch.contiguous_format)
     full = tensors[0]
-    if rule.cut is Cut.VOCAB:
+    if rule.cut is ShardLayout.VOCAB:
         pad = full.new_zeros(geo.padded_vocab - full.shape[0], *full.shape[1:])
         full = torch.cat([full, pad], dim=0)
-    elif rule.cut is Cut.QKV:
+    elif rule.cut is ShardLayout.QKV:
         rest = full.shape[1:]
         full = torch.cat([t.view(geo.kv_heads, -1, geo.head_dim, *rest) for t in tensors], dim=1).reshape(-1, *rest)
     return full.chunk(tp, dim=0)[tp_rank].clone()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from elastic_rl.errors import MachineUnfit
+from elastic_rl.errors import PreflightFailed
 
 _installed = False
 
@@ -24,7 +24,7 @@ def install() -> None:
     """Redirects torch.cuda to the CPU for Megatron. Raises MachineUnfit when CUDA is available. Idempotent."""
     global _installed
     if torch.cuda.is_available():
-        raise MachineUnfit("the CPU stand-in for Megatron was asked for on a host with CUDA",
+        raise PreflightFailed("the CPU stand-in for Megatron was asked for on a host with CUDA",
                            hint="set device.type to cuda or auto")
     if _installed:
         return

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from elastic_rl.config import Config
 from elastic_rl.errors import ConfigError
 from elastic_rl.trainer import hf_layout
-from elastic_rl.trainer.hf_layout import Geometry
-from elastic_rl.trainer.parallel import Parallel
+from elastic_rl.trainer.hf_layout import AttentionDims
+from elastic_rl.trainer.parallel import ParallelDims
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelArch:
     """What a Qwen3 ``config.json`` says about the model."""
 
     layers: int
@@ -34,7 +34,7 @@ class Shape:
     norm_eps: float
 
     @classmethod
-    def read(cls, model_dir: Path | str) -> Shape:
+    def read(cls, model_dir: Path | str) -> ModelArch:
         """Raises ConfigError when the folder holds no Qwen3 model that the trainer can take."""
         path = Path(model_dir) / "config.json"
         try:
@@ -55,14 +55,15 @@ class Shape:
                    rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
                    norm_eps=raw["rms_norm_eps"])
 
-    def geometry(self, tp: int) -> Geometry:
-        return Geometry(self.heads, self.kv_heads, self.head_dim, self.vocab, hf_layout.padded_vocab(self.vocab, tp))
+    def geometry(self, tp: int) -> AttentionDims:
+        return AttentionDims(self.heads, self.kv_heads, self.head_dim, self.vocab,
+                             hf_layout.padded_vocab(self.vocab, tp))
 
 
 class Policy:
     """The model of this rank, and its weights in HF layout both ways."""
 
-    def __init__(self, shape: Shape, cfg: Config, par: Parallel) -> None:
+    def __init__(self, shape: ModelArch, cfg: Config, par: ParallelDims) -> None:
         self.shape, self.par = shape, par
         self.geometry = shape.geometry(par.tp)
         # The optimizer and gradient code read the model through Megatron's DDP, so it is wrapped for one replica too.
@@ -120,12 +121,12 @@ class Policy:
         self.load_hf(tensors)
 
 
-def _uses_te(cfg: Config, par: Parallel) -> bool:
+def _uses_te(cfg: Config, par: ParallelDims) -> bool:
     spec = cfg.device.layer_spec
     return spec == "te" or (spec == "auto" and par.device.type == "cuda")
 
 
-def _build(shape: Shape, geometry: Geometry, cfg: Config, par: Parallel) -> torch.nn.Module:
+def _build(shape: ModelArch, geometry: AttentionDims, cfg: Config, par: ParallelDims) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,

@@ -14,7 +14,7 @@ from elastic_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelDims:
     """This rank's place in the trainer group. Ranks of one tensor-parallel group are neighbours, and so are those of
     one pipeline stage."""
 
@@ -63,11 +63,11 @@ def require_supported(cfg: Config) -> None:
                           hint="set device.dtype to float32")
 
 
-def init(cfg: Config) -> Parallel:
+def init(cfg: Config) -> ParallelDims:
     """Joins the group that torch elastic described in the environment. Raises ConfigError when the sizes do not fit."""
     trainer = cfg.trainer
     require_supported(cfg)
-    cuda = cfg.device.type == "cuda" or (cfg.device.type == "auto" and torch.cuda.is_available())
+    cuda = cfg.device.uses_cuda(torch.cuda.is_available)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -92,27 +92,27 @@ def init(cfg: Config) -> Parallel:
         pipeline_model_parallel_size=trainer.pipeline_parallel,
         distributed_timeout_minutes=max(1, round(trainer.collective_timeout_s / 60)),
         create_gloo_process_groups=False)
-    return Parallel(rank=dist.get_rank(), world=world, tp=trainer.tensor_parallel,
+    return ParallelDims(rank=dist.get_rank(), world=world, tp=trainer.tensor_parallel,
                     tp_rank=parallel_state.get_tensor_model_parallel_rank(), dp=trainer.data_parallel,
                     dp_rank=parallel_state.get_data_parallel_rank(), device=device, pp=trainer.pipeline_parallel,
                     pp_rank=parallel_state.get_pipeline_model_parallel_rank())
 
 
-def sum_over_data(values: torch.Tensor, par: Parallel) -> torch.Tensor:
+def sum_over_data(values: torch.Tensor, par: ParallelDims) -> torch.Tensor:
     """Sums a small fp32 tensor over the data-parallel group, in place."""
     if par.dp > 1:
         dist.all_reduce(values, group=par.dp_group)
     return values
 
 
-def max_over_data(values: torch.Tensor, par: Parallel) -> torch.Tensor:
+def max_over_data(values: torch.Tensor, par: ParallelDims) -> torch.Tensor:
     """Element-wise maximum over the data-parallel group, in place."""
     if par.dp > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=par.dp_group)
     return values
 
 
-def from_last_stage(values: torch.Tensor, par: Parallel) -> torch.Tensor:
+def from_last_stage(values: torch.Tensor, par: ParallelDims) -> torch.Tensor:
     """A small tensor of the last pipeline stage on every stage, in place."""
     if par.pp > 1:
         from megatron.core import parallel_state

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic_rl.processes import die_with_parent
+from elastic_rl.runtime import die_with_parent
 from elastic_rl.trainer import megatron_cpu
 
 die_with_parent()

@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-Phase = Literal["warmup", "rl"]
+Phase = Literal["sft", "rl"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """``step`` counts the current phase's steps: supervised ones in warm-up, RL steps after it."""
+    """``step`` counts the current phase's steps: supervised ones in SFT phase, RL steps after it."""
 
-    phase: Phase = "warmup"
+    phase: Phase = "sft"
     step: int = 0
     updates: int = 0
     """Adam's update count."""
-    warmup: dict[str, Any] = field(default_factory=dict)
-    """Result of the warm-up once it ended: steps, heldout, loss."""
+    sft: dict[str, Any] = field(default_factory=dict)
+    """Result of the SFT phase once it ended: steps, eval_accuracy, loss."""
     cursor: dict[str, Any] = field(default_factory=dict)
     """What the controller gave with the last step; handed back after a restart."""
 
-    def but(self, **changes: Any) -> Progress:
+    def replace(self, **changes: Any) -> Progress:
         return replace(self, **changes)
 
     def meta(self) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from elastic_rl import config
 from elastic_rl.config import EtcdConfig
-from elastic_rl.coordinator.ops import Compare, Op
-from elastic_rl.coordinator.store import Store
 from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.transaction import Compare, Op
 
 BACKEND = "elastic-rl-etcd3"
 _STATE_TTL_S = 2 * 3600
@@ -34,12 +34,12 @@ _STATE_TTL_S = 2 * 3600
 class _Lease:
     """A lease that keys are put under; taken anew at half its life, so a key outlives its last writer by hours only."""
 
-    def __init__(self, store: Store) -> None:
-        self._store, self._id, self._until = store, 0, 0.0
+    def __init__(self, etcd: EtcdClient) -> None:
+        self._etcd, self._id, self._until = etcd, 0, 0.0
 
     def id(self) -> int:
         if time.monotonic() > self._until:
-            self._id = self._store.grant(_STATE_TTL_S)
+            self._id = self._etcd.grant(_STATE_TTL_S)
             self._until = time.monotonic() + _STATE_TTL_S / 2
         return self._id
 
@@ -47,8 +47,8 @@ class _Lease:
 class Etcd3Backend(RendezvousBackend):
     """The rendezvous state; its fencing token is the key's mod revision."""
 
-    def __init__(self, store: Store, key: str) -> None:
-        self._store, self._key, self._lease = store, key, _Lease(store)
+    def __init__(self, etcd: EtcdClient, key: str) -> None:
+        self._etcd, self._key, self._lease = etcd, key, _Lease(etcd)
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Etcd3Backend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         """The state and its token, or None before the first write."""
         try:
-            kv = self._store.get(self._key)
+            kv = self._etcd.get(self._key)
         except ElasticRLError as e:
             raise RendezvousConnectionError(str(e)) from e
         return None if kv is None else (kv.value, kv.mod_revision)
@@ -67,7 +67,7 @@ class Etcd3Backend(RendezvousBackend):
         it is ours."""
         guard = Compare.absent(self._key) if token is None else Compare.mod(self._key, "==", int(token))
         try:
-            result = self._store.txn([guard], [Op.put(self._key, state, lease=self._lease.id())], [Op.get(self._key)])
+            result = self._etcd.txn([guard], [Op.put(self._key, state, lease=self._lease.id())], [Op.get(self._key)])
         except ElasticRLError as e:
             raise RendezvousConnectionError(str(e)) from e
         if result.succeeded:
@@ -80,26 +80,26 @@ class Etcd3Backend(RendezvousBackend):
 class Etcd3Store(TorchStore):
     """The c10d store that agents share: ranks, the master's address, the exit barrier. Ranks do not use it."""
 
-    def __init__(self, store: Store, prefix: str, *, timeout_s: float) -> None:
+    def __init__(self, etcd: EtcdClient, prefix: str, *, timeout_s: float) -> None:
         super().__init__()
-        self._store, self._prefix, self._timeout_s, self._lease = store, prefix, timeout_s, _Lease(store)
+        self._etcd, self._prefix, self._timeout_s, self._lease = etcd, prefix, timeout_s, _Lease(etcd)
 
     def _key(self, key: str | bytes) -> str:
         return self._prefix + (key if isinstance(key, str) else key.decode())
 
     def set(self, key: str, value: str | bytes) -> None:
         raw = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.put(self._key(key), raw, lease=self._lease.id())
+        self._etcd.put(self._key(key), raw, lease=self._lease.id())
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        kv = self._store.get(self._key(key))
+        kv = self._etcd.get(self._key(key))
         if kv is None:
             raise LookupError(f"the key {key!r} was deleted while it was read")
         return kv.value
 
     def add(self, key: str, value: int) -> int:
-        written = self._store.update(self._key(key), lambda old: str(int(old or 0) + value).encode(),
+        written = self._etcd.update(self._key(key), lambda old: str(int(old or 0) + value).encode(),
                                      lease=self._lease.id())
         return int(written or 0)
 
@@ -109,13 +109,13 @@ class Etcd3Store(TorchStore):
         expected, desired = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected_value, desired_value))
         name = self._key(key)
         guard = Compare.value(name, "==", expected) if expected else Compare.absent(name)
-        result = self._store.txn([guard], [Op.put(name, desired, lease=self._lease.id())], [Op.get(name)])
+        result = self._etcd.txn([guard], [Op.put(name, desired, lease=self._lease.id())], [Op.get(name)])
         if result.succeeded:
             return desired
         return result.kvs[0].value if result.kvs else expected
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._store.get(self._key(k)) is not None for k in keys)
+        return all(self._etcd.get(self._key(k)) is not None for k in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         limit = timeout.total_seconds() if timeout is not None else self._timeout_s
@@ -134,17 +134,17 @@ class Etcd3Store(TorchStore):
         return timedelta(seconds=self._timeout_s)
 
     def delete_key(self, key: str) -> bool:
-        return self._store.delete(self._key(key))
+        return self._etcd.delete(self._key(key))
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Called by torch elastic. Raises ConfigError; RendezvousConnectionError later on, when etcd cannot be reached."""
     endpoints = [e.strip() for e in params.endpoint.split(",") if e.strip()]
     given = {name: params.get(name) for name in EtcdConfig.model_fields if params.get(name) is not None}
-    store = Store.from_config(config.parse({"etcd": {**given, "endpoints": endpoints}}).etcd, endpoints)
+    etcd = EtcdClient.from_config(config.parse({"etcd": {**given, "endpoints": endpoints}}).etcd, endpoints)
     prefix = f"{params.get('prefix', '/elastic_rl/rendezvous/')}{params.run_id}/"
-    shared = Etcd3Store(store, prefix + "store/", timeout_s=float(params.get("store_timeout_s", 60.0)))
-    return create_handler(shared, Etcd3Backend(store, prefix + "state"), params)
+    shared = Etcd3Store(etcd, prefix + "store/", timeout_s=float(params.get("store_timeout_s", 60.0)))
+    return create_handler(shared, Etcd3Backend(etcd, prefix + "state"), params)
 
 
 def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:

@@ -1,6 +1,6 @@
 """Rank 0's HTTP side. Requests become jobs of a queue that the main thread works off: tensors stay on one thread.
 
-``GET /status`` · ``GET /warmup?since=N`` (progress records from N on) · ``POST /warmup`` (202) · ``POST /train``
+``GET /status`` · ``GET /sft?since=N`` (progress records from N on) · ``POST /sft`` (202) · ``POST /train``
 (safetensors; answers when the step is done). Errors are JSON ``{"error": …}``: 400 bad batch, 409 wrong step or busy.
 """
 
@@ -38,18 +38,18 @@ class TrainJob:
     done: Future[dict[str, Any]] = field(default_factory=Future)
 
 
-class Desk:
+class StepQueue:
     """What the HTTP threads and the main thread share."""
 
     def __init__(self, step_timeout_s: float) -> None:
         self.step_timeout_s = step_timeout_s
         self.jobs: queue.Queue[TrainJob] = queue.Queue(maxsize=1)
-        self.warmup_wanted = threading.Event()
+        self.sft_requested = threading.Event()
         self.wake = threading.Event()
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {"ready": False}
         self._records: list[dict[str, Any]] = []
-        self._warmup: dict[str, Any] = {}
+        self._sft: dict[str, Any] = {}
         self._beat_at = 0.0
 
     def beat(self) -> None:
@@ -64,20 +64,20 @@ class Desk:
         with self._lock:
             return {**self._status, "beat_age_s": time.monotonic() - self._beat_at}
 
-    def record_warmup(self, record: dict[str, Any]) -> None:
+    def record_sft(self, record: dict[str, Any]) -> None:
         with self._lock:
             self._records.append(record)
 
-    def end_warmup(self, result: dict[str, Any]) -> None:
+    def end_sft(self, result: dict[str, Any]) -> None:
         with self._lock:
-            self._warmup = result
+            self._sft = result
 
-    def warmup(self, since: int) -> dict[str, Any]:
+    def sft(self, since: int) -> dict[str, Any]:
         with self._lock:
-            return {"records": self._records[since:], "next": len(self._records), "result": self._warmup or None}
+            return {"records": self._records[since:], "next": len(self._records), "result": self._sft or None}
 
-    def start_warmup(self) -> None:
-        self.warmup_wanted.set()
+    def start_sft(self) -> None:
+        self.sft_requested.set()
         self.wake.set()
 
     def train(self, body: bytes) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Desk:
 class CommandServer:
     """Serves a Desk on ``host`` at a free port until ``close``."""
 
-    def __init__(self, desk: Desk, host: str) -> None:
+    def __init__(self, desk: StepQueue, host: str) -> None:
         self._http = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"desk": desk}))
         self._http.daemon_threads = True
         self.url = f"http://{host}:{self._http.server_address[1]}"
@@ -117,7 +117,7 @@ class CommandServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    desk: Desk
+    desk: StepQueue
     protocol_version = "HTTP/1.1"
     timeout = 120  # a client that stops sending in mid-request frees its thread
 
@@ -125,11 +125,11 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlparse(self.path)
         if url.path == "/status":
             return self._answer(200, self.desk.status())
-        if url.path == "/warmup":
+        if url.path == "/sft":
             since = parse_qs(url.query).get("since", ["0"])[0]
             if not since.isdecimal():
                 return self._answer(400, {"error": "since must be a number"})
-            return self._answer(200, self.desk.warmup(int(since)))
+            return self._answer(200, self.desk.sft(int(since)))
         return self._answer(404, {"error": f"no such path: {url.path}"})
 
     def do_POST(self) -> None:
@@ -138,8 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return self._answer(413, {"error": f"a body of 0 to {_MAX_BODY} bytes with a Content-Length is needed"})
         body = self.rfile.read(int(size))
-        if self.path == "/warmup":
-            self.desk.start_warmup()
+        if self.path == "/sft":
+            self.desk.start_sft()
             return self._answer(202, self.desk.status())
         if self.path == "/train":
             return self._train(body)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from elastic_rl.trainer import hf_layout
-from elastic_rl.trainer.device import Named
+from elastic_rl.trainer.host_copy import Named
 from elastic_rl.trainer.model import Policy
 from elastic_rl.trainer.optimizer import MOMENTS, Adam
-from elastic_rl.trainer.shares import gather_to_owners
+from elastic_rl.trainer.ownership import gather_to_owners
 
 _RNG = "rng."
 _PLACES = 4
@@ -24,14 +24,14 @@ has in all."""
 
 def weights(policy: Policy, bucket_bytes: int) -> Iterator[Named]:
     """This rank's share of the full HF tensors, each with its place. A collective of the tensor-parallel group."""
-    yield from share(policy, dict(policy.parameters()), bucket_bytes)
+    yield from owned_tensors(policy, dict(policy.parameters()), bucket_bytes)
 
 
 def extras(policy: Policy, adam: Adam, bucket_bytes: int) -> Iterator[Named]:
     """This rank's share of what a trainer_state has besides the weights: ``exp_avg.<hf name>``,
     ``exp_avg_sq.<hf name>`` and ``rng.pp<p>tp<r>.<tracker>`` (uint8); likewise."""
     for i, (kind, shards) in enumerate(adam.moments().items()):
-        yield from share(policy, shards, bucket_bytes, f"{kind}.", i + 1)
+        yield from owned_tensors(policy, shards, bucket_bytes, f"{kind}.", i + 1)
     par = policy.par
     if par.dp_rank == 0:
         at = (len(MOMENTS) + 1) * _SECTION + par.pp_rank * _STAGE + par.tp_rank * _TRACKERS
@@ -39,11 +39,12 @@ def extras(policy: Policy, adam: Adam, bucket_bytes: int) -> Iterator[Named]:
             yield at + i, _rng_name(par.pp_rank, par.tp_rank, name), state
 
 
-def share(policy: Policy, shards: Mapping[str, torch.Tensor], bucket_bytes: int, prefix: str = "", section: int = 0
+def owned_tensors(policy: Policy, shards: Mapping[str, torch.Tensor], bucket_bytes: int, prefix: str = "",
+                  section: int = 0
           ) -> Iterator[Named]:
     """This rank's share of tensors that are named and cut as the parameters are."""
     rules = [hf_layout.rule_of(name) for name in shards]
-    whole = [rule.cut is hf_layout.Cut.WHOLE for rule in rules]
+    whole = [rule.cut is hf_layout.ShardLayout.WHOLE for rule in rules]
     start = section * _SECTION + policy.par.pp_rank * _STAGE
     for i, parts in gather_to_owners(list(shards.values()), whole, policy.par, bucket_bytes=bucket_bytes):
         for j, (hf_name, full) in enumerate(hf_layout.merge(rules[i], parts, policy.geometry).items()):

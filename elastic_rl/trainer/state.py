@@ -15,33 +15,34 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import events
-from elastic_rl.coordinator.records import Severity, VersionState
-from elastic_rl.coordinator.store import Store
-from elastic_rl.dcs import catalog
-from elastic_rl.dcs.client import HubClient
-from elastic_rl.dcs.part_writer import LocalArena
-from elastic_rl.dcs.publisher import Publisher
-from elastic_rl.dcs.puller import Pulled, Puller
+from elastic_rl.config import Stream
+from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs.catalog.catalog import Staged
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.fetch.puller import Pulled, Puller
+from elastic_rl.dcs.publish.part_writer import LocalArena
+from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ElasticRLError, TrainerFailed, VersionNotFound
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.records import Severity, VersionState
+from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.telemetry import traces
 from elastic_rl.trainer import snapshot
-from elastic_rl.trainer.behind import Begun, Behind
-from elastic_rl.trainer.channel import share_numbers
-from elastic_rl.trainer.device import ToHost
+from elastic_rl.trainer.async_publish import AsyncPublisher, InFlightPublish
+from elastic_rl.trainer.broadcast import broadcast_numbers
+from elastic_rl.trainer.host_copy import HostCopier
 from elastic_rl.trainer.model import Policy
 from elastic_rl.trainer.optimizer import Adam
-from elastic_rl.trainer.parallel import Parallel
+from elastic_rl.trainer.owned_tensors import OwnedTensorWriter
+from elastic_rl.trainer.parallel import ParallelDims
 from elastic_rl.trainer.progress import Progress
-from elastic_rl.trainer.share_writer import ShareWriter
 
 log = logging.getLogger(__name__)
 
-POLICY, STATE = "policy", "trainer_state"
 _WEIGHTS, _EXTRAS = "weights", "extras"
-_PARTS = {POLICY: (_WEIGHTS,), STATE: (_WEIGHTS, _EXTRAS)}
+_PARTS: dict[str, tuple[str, ...]] = {Stream.POLICY: (_WEIGHTS,), Stream.TRAINER_STATE: (_WEIGHTS, _EXTRAS)}
 """Both streams refer to the same chunks of the weights."""
 _RETRY_S, _MAX_RETRY_S, _RETRIES = 0.2, 10.0, 10
 
@@ -63,22 +64,22 @@ class Published:
 class Checkpoints:
     """All ranks call the same methods in the same order."""
 
-    def __init__(self, ctx: RunContext, store: Store, par: Parallel, policy: Policy, adam: Adam,
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, par: ParallelDims, policy: Policy, adam: Adam,
                  incarnation: str, on_dropped: Callable[[], None] = lambda: None) -> None:
         """``on_dropped`` is called on rank 0, in another thread, when ``owed`` has something new to say."""
         self.par, self.policy, self.adam, self.incarnation = par, policy, adam, incarnation
         self._cfg, keys = ctx.config.dcs, ctx.keys
         dcs, security = self._cfg, Security.from_config(self._cfg, ctx.config.cluster_dir / TOKEN_FILE)
-        self._publishers = {stream: Publisher(
-            store, keys, stream, epoch=ctx.epoch, owner=f"trainer-{incarnation}", chunk_bytes=dcs.chunk_bytes,
+        self._publishers: dict[str, Publisher] = {stream: Publisher(
+            etcd, keys, stream, epoch=ctx.epoch, owner=f"trainer-{incarnation}", chunk_bytes=dcs.chunk_bytes,
             replicas=dcs.replicas, digest=dcs.digest, staging_ttl_s=dcs.staging_ttl_s,
-            io_timeout_s=dcs.io_timeout_s, security=security) for stream in (POLICY, STATE) if par.rank == 0}
-        self._store, self._keys = store, keys
-        self._puller = Puller(store, keys, f"trainer-{par.rank}-{incarnation}", pin_ttl_s=dcs.pin_ttl_s,
+            io_timeout_s=dcs.io_timeout_s, security=security) for stream in Stream if par.rank == 0}
+        self._etcd, self._keys = etcd, keys
+        self._puller = Puller(etcd, keys, f"trainer-{par.rank}-{incarnation}", pin_ttl_s=dcs.pin_ttl_s,
                               io_timeout_s=dcs.io_timeout_s, security=security)
-        self._hub = HubClient(store, keys, io_timeout_s=dcs.io_timeout_s, security=security)
-        self._arena, self._to_host = LocalArena(self._hub), ToHost(par.device)
-        self._behind = Behind(par, dcs, store, keys, self._publishers, on_dropped)
+        self._hub = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
+        self._arena, self._to_host = LocalArena(self._hub), HostCopier(par.device)
+        self._behind = AsyncPublisher(par, dcs, etcd, keys, self._publishers, on_dropped)
         self._owed: set[str] = set()
         self._failures = 0
         self._retry_at = 0.0
@@ -92,7 +93,7 @@ class Checkpoints:
 
         Returns as soon as every byte is copied out of the live parameters; both versions become visible together
         later, or neither does. Raises Fenced when the epoch is over, TrainerFailed when a rank was lost, and
-        StoreUnavailable when no number can be had.
+        EtcdUnavailable when no number can be had.
         """
         start = time.perf_counter()
         if self._behind.join():
@@ -105,10 +106,10 @@ class Checkpoints:
     def _publish(self, progress: Progress, policy: bool, state: bool, start: float, waited: float) -> Published:
         begun = self._begin(progress, policy, state) if self.par.rank == 0 else None
         numbers = [begun.staged[s].version.number if s in begun.staged else 0
-                   for s in (POLICY, STATE)] if begun is not None else [0, 0]
-        policy_number, state_number = share_numbers(numbers, self.par)
+                   for s in (Stream.POLICY, Stream.TRAINER_STATE)] if begun is not None else [0, 0]
+        policy_number, state_number = broadcast_numbers(numbers, self.par)
         gathering = time.perf_counter()
-        share = ShareWriter(self._hub, self._arena, self._cfg)
+        share = OwnedTensorWriter(self._hub, self._arena, self._cfg)
         for order, name, tensor in self._to_host(snapshot.weights(self.policy, self._cfg.bucket_bytes)):
             share.add(_WEIGHTS, name, tensor, order)
         if state_number:
@@ -122,21 +123,21 @@ class Checkpoints:
         return Published(policy_number, state_number, gather_s=end - gathering - share.copy_s, copy_s=share.copy_s,
                          stall_s=end - start, waited_s=waited)
 
-    def _begin(self, progress: Progress, policy: bool, state: bool) -> Begun:
+    def _begin(self, progress: Progress, policy: bool, state: bool) -> InFlightPublish:
         """Takes numbers for what is asked for, and for what earlier publishes still owe."""
         self._note_outcome()
-        wanted = self._owed | ({POLICY} if policy else set()) | ({STATE} if state else set())
+        wanted = self._owed | ({Stream.POLICY} if policy else set()) | ({Stream.TRAINER_STATE} if state else set())
         self._owed = set()
-        staged = {}
+        staged: dict[str, Staged] = {}
         number = self.policy_version
-        if POLICY in wanted:
-            staged[POLICY] = self._publishers[POLICY].begin({
+        if Stream.POLICY in wanted:
+            staged[Stream.POLICY] = self._publishers[Stream.POLICY].begin({
                 "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation})
-            number = staged[POLICY].version.number
-        if STATE in wanted:
-            meta: dict[str, Any] = {**progress.but(updates=self.adam.updates).meta(), "policy_version": number}
-            staged[STATE] = self._publishers[STATE].begin(meta)
-        return Begun(staged, {stream: _PARTS[stream] for stream in staged}, progress.step, traces.inject())
+            number = staged[Stream.POLICY].version.number
+        if Stream.TRAINER_STATE in wanted:
+            meta: dict[str, Any] = {**progress.replace(updates=self.adam.updates).meta(), "policy_version": number}
+            staged[Stream.TRAINER_STATE] = self._publishers[Stream.TRAINER_STATE].begin(meta)
+        return InFlightPublish(staged, {stream: _PARTS[stream] for stream in staged}, progress.step, traces.inject())
 
     def _note_outcome(self) -> None:
         dropped = self._behind.take_dropped()
@@ -171,10 +172,10 @@ class Checkpoints:
         Raises the error of the newest one when none can be had.
         """
         found = self._newest() if self.par.rank == 0 else None
-        number = share_numbers([found.version.number if found is not None else 0], self.par)[0]
+        number = broadcast_numbers([found.version.number if found is not None else 0], self.par)[0]
         if not number:
             return None
-        with found or self._puller.pull(STATE, number) as pulled:
+        with found or self._puller.pull(Stream.TRAINER_STATE, number) as pulled:
             progress = Progress.of(pulled.version.meta)
             snapshot.restore(self.policy, self.adam, dict(pulled.tensors()), updates=progress.updates)
             self.policy_version = int(pulled.version.meta.get("policy_version", 0))
@@ -185,17 +186,17 @@ class Checkpoints:
     def _newest(self) -> Pulled | None:
         """The newest state whose every chunk is still somewhere: with one copy, a node that died took what it had not
         saved yet. Going back some steps beats not going on."""
-        committed = [v for v in catalog.list_versions(self._store, self._keys, STATE)
+        committed = [v for v in catalog.list_versions(self._etcd, self._keys, Stream.TRAINER_STATE)
                      if v.state is VersionState.COMMITTED]
         first: ElasticRLError | None = None
         for version in reversed(committed):
             try:
-                pulled = self._puller.pull(STATE, version.number)
+                pulled = self._puller.pull(Stream.TRAINER_STATE, version.number)
             except (ChunkMissing, ChunkCorrupt, VersionNotFound) as e:
                 first = first or e
                 continue
             if first is not None:
-                events.emit(self._store, self._keys, "trainer.state_lost", STATE, severity=Severity.ERROR,
+                events.emit(self._etcd, self._keys, "trainer.state_lost", Stream.TRAINER_STATE, severity=Severity.ERROR,
                             message=f"the newest state cannot be had, going on from {version.number}: {first.message}")
             return pulled
         if first is not None:

@@ -17,7 +17,7 @@ from elastic_rl.data.tasks import Problem
 from elastic_rl.trainer.batch import TrainBatch
 from elastic_rl.trainer.model import Policy
 from elastic_rl.trainer.optimizer import Adam
-from elastic_rl.trainer.parallel import Parallel, from_last_stage, max_over_data, sum_over_data
+from elastic_rl.trainer.parallel import ParallelDims, from_last_stage, max_over_data, sum_over_data
 from elastic_rl.trainer.pipeline import Finish, run
 
 _MEANS = ("loss", "logprob_diff_mean", "ratio_mean", "clip_fraction", "kl")
@@ -25,7 +25,7 @@ _MEANS = ("loss", "logprob_diff_mean", "ratio_mean", "clip_fraction", "kl")
 
 
 @dataclass(frozen=True)
-class Window:
+class ResponseIndex:
     """Response positions of a batch, cut to the same R for all. Shapes [N, R]."""
 
     rows: torch.Tensor
@@ -37,7 +37,8 @@ class Window:
     """fp32; 1 where the response has a token."""
 
     @classmethod
-    def of(cls, tokens: torch.Tensor, prompt_len: torch.Tensor, response_len: torch.Tensor, width: int) -> Window:
+    def of(cls, tokens: torch.Tensor, prompt_len: torch.Tensor, response_len: torch.Tensor,
+           width: int) -> ResponseIndex:
         j = torch.arange(width, device=tokens.device)[None]
         mask = (j < response_len[:, None]).float()
         position = (prompt_len[:, None] + j).clamp(max=tokens.shape[1] - 1)
@@ -45,7 +46,7 @@ class Window:
         return cls(rows, position - 1, tokens.gather(1, position), mask)
 
 
-def response_logprobs(logits: torch.Tensor, window: Window) -> torch.Tensor:
+def response_logprobs(logits: torch.Tensor, window: ResponseIndex) -> torch.Tensor:
     """log p(token | before) at temperature 1 for the window's tokens: [N, R] fp32, defined where the mask is 1.
 
     ``logits``: this rank's columns, of all tokens but the last: [N, T - 1, padded_vocab / TP]. Only the maximum, the
@@ -62,10 +63,10 @@ def _micro(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-class Stepper:
+class TrainStep:
     """Runs steps on one rank; all ranks call the same method with the same batch."""
 
-    def __init__(self, policy: Policy, adam: Adam, cfg: Config, par: Parallel) -> None:
+    def __init__(self, policy: Policy, adam: Adam, cfg: Config, par: ParallelDims) -> None:
         self.policy, self.adam, self.cfg, self.par = policy, adam, cfg, par
         self._loss = ALGOS[cfg.algorithm.name].loss
 
@@ -116,7 +117,8 @@ class Stepper:
         # Nothing is predicted from the last token.
         run(self.policy, [t[:, :-1].to(self.par.device) for t in tokens], finish, train=train)
 
-    def _of_all(self, values: list[float], over_data: Callable[[torch.Tensor, Parallel], torch.Tensor] = sum_over_data
+    def _of_all(self, values: list[float],
+                over_data: Callable[[torch.Tensor, ParallelDims], torch.Tensor] = sum_over_data
                 ) -> list[float]:
         """What the last stage has, over all replicas."""
         tensor = over_data(torch.tensor(values, device=self.par.device), self.par)
@@ -126,7 +128,7 @@ class Stepper:
                  ) -> tuple[torch.Tensor, dict[str, float], float]:
         """A micro-batch's part of the loss and of the metrics, and its largest difference of log-probs."""
         dev = self.par.device
-        window = Window.of(rows.tokens.to(dev), rows.prompt_len.to(dev), rows.response_len.to(dev),
+        window = ResponseIndex.of(rows.tokens.to(dev), rows.prompt_len.to(dev), rows.response_len.to(dev),
                            rows.engine_logprobs.shape[1])
         old = rows.engine_logprobs.to(dev)
         logp = response_logprobs(logits, window)
@@ -175,13 +177,14 @@ class Stepper:
         return int(from_last_stage(torch.tensor([right], device=self.par.device), self.par)) / len(problems)
 
     def _windows(self, problems: list[Problem], pad: int, share: slice
-                 ) -> tuple[list[torch.Tensor], list[Window], float]:
+                 ) -> tuple[list[torch.Tensor], list[ResponseIndex], float]:
         """Micro-batches of this share: their tokens and windows; and the answers' tokens of all problems."""
         tokens, prompt_len, response_len = encode(problems, pad)
         width, dev = int(response_len.max()), self.par.device
         parts = [slice(share.start + part.start, share.start + part.stop)
                  for part in _micro(share.stop - share.start, self.cfg.trainer.micro_batch_size)]
-        windows = [Window.of(tokens[p].to(dev), prompt_len[p].to(dev), response_len[p].to(dev), width) for p in parts]
+        windows = [ResponseIndex.of(tokens[p].to(dev), prompt_len[p].to(dev), response_len[p].to(dev),
+                                    width) for p in parts]
         return [tokens[p] for p in parts], windows, float(response_len.sum())
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:

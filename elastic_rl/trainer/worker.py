@@ -14,41 +14,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_rl.context import RunContext
-from elastic_rl.coordinator import epochs, events
-from elastic_rl.coordinator.membership import Membership
-from elastic_rl.coordinator.records import Severity
-from elastic_rl.coordinator.store import Store
 from elastic_rl.data.tasks import Addition
 from elastic_rl.errors import ElasticRLError, Fenced
-from elastic_rl.processes import die_with_parent, freeze_heap
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import Severity
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import die_with_parent, freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.trainer import parallel
 from elastic_rl.trainer.batch import TrainBatch
-from elastic_rl.trainer.channel import Command, Kind, share
-from elastic_rl.trainer.model import Policy, Shape
+from elastic_rl.trainer.broadcast import Command, Kind, broadcast_command
+from elastic_rl.trainer.model import ModelArch, Policy
 from elastic_rl.trainer.optimizer import Adam
 from elastic_rl.trainer.progress import Progress
-from elastic_rl.trainer.server import CommandServer, Desk, TrainJob
+from elastic_rl.trainer.server import CommandServer, StepQueue, TrainJob
 from elastic_rl.trainer.state import Checkpoints
-from elastic_rl.trainer.step import Stepper
+from elastic_rl.trainer.step import TrainStep
 
 log = logging.getLogger(__name__)
 
 FENCED_EXIT = 3
-_WARMUP_SAVE_STEPS = 500
+_SFT_SAVE_STEPS = 500
 
 
-class Rank:
+class TrainerWorker:
     """One rank. Rank 0 also owns the desk; the others follow its commands."""
 
-    def __init__(self, ctx: RunContext, store: Store, par: parallel.Parallel, member: Membership,
-                 desk: Desk | None) -> None:
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, par: parallel.ParallelDims, member: Membership,
+                 desk: StepQueue | None) -> None:
         self.ctx, self.cfg, self.par, self.member, self.desk = ctx, ctx.config, par, member, desk
-        self.policy = Policy(Shape.read(ctx.model_dir), self.cfg, par)
+        self.policy = Policy(ModelArch.read(ctx.model_dir), self.cfg, par)
         self.adam = Adam(self.policy, self.cfg)
-        self.stepper = Stepper(self.policy, self.adam, self.cfg, par)
-        self.checkpoints = Checkpoints(ctx, store, par, self.policy, self.adam, member.incarnation,
+        self.stepper = TrainStep(self.policy, self.adam, self.cfg, par)
+        self.checkpoints = Checkpoints(ctx, etcd, par, self.policy, self.adam, member.incarnation,
                                        desk.wake.set if desk is not None else lambda: None)
         self.task = Addition(self.cfg.data, self.cfg.seed)
         self.progress = Progress()
@@ -62,12 +62,12 @@ class Rank:
         while True:
             if self.desk is not None:
                 self.desk.beat()
-            command = share(self._next(idle_s) if self.par.rank == 0 else None, self.par)
+            command = broadcast_command(self._next(idle_s) if self.par.rank == 0 else None, self.par)
             if command.kind is Kind.STOP:
                 self.checkpoints.finish()
                 return
-            if command.kind is Kind.WARMUP:
-                self._warmup(command.count)
+            if command.kind is Kind.SFT:
+                self._sft(command.count)
             elif command.kind is Kind.TRAIN:
                 self._train(TrainBatch.from_bytes(command.payload))
             elif command.kind is Kind.PUBLISH:
@@ -87,7 +87,7 @@ class Rank:
                 # A new number for the old weights: engines that hold a later step roll forward to it, never back.
                 self.checkpoints.publish(restored)
         if self.desk is not None:
-            self.desk.end_warmup(self.progress.warmup)
+            self.desk.end_sft(self.progress.sft)
         self._report(ready=True)
 
     def _next(self, idle_s: float) -> Command:
@@ -95,8 +95,8 @@ class Rank:
         assert self.desk is not None
         if self.checkpoints.owed():
             return Command(Kind.PUBLISH)
-        if self.desk.warmup_wanted.is_set() and self.progress.phase == "warmup":
-            return Command(Kind.WARMUP, self.cfg.warmup.eval_every_steps)
+        if self.desk.sft_requested.is_set() and self.progress.phase == "sft":
+            return Command(Kind.SFT, self.cfg.sft.eval_every_steps)
         try:
             self._job = self.desk.jobs.get_nowait()
             return Command(Kind.TRAIN, self._job.step, self._job.body)
@@ -116,38 +116,38 @@ class Rank:
                                  **({"ready": True} if ready else {}))
 
     # -- commands -------------------------------------------------------------------------------------------------
-    def _warmup(self, count: int) -> None:
+    def _sft(self, count: int) -> None:
         """Up to ``count`` supervised steps; ends the phase when the target or the last step is reached."""
-        cfg, step, loss = self.cfg.warmup, self.progress.step, float("nan")
+        cfg, step, loss = self.cfg.sft, self.progress.step, float("nan")
         until = min(step + count, cfg.max_steps)
         while step < until:
             step += 1
-            # From the seed and the step alone, so that a resumed warm-up sees the same batches, on every rank.
-            picks = random.Random(f"warmup-{self.cfg.seed}-{step}").choices(self.task.train, k=cfg.batch_size)
+            # From the seed and the step alone, so that a resumed SFT phase sees the same batches, on every rank.
+            picks = random.Random(f"sft-{self.cfg.seed}-{step}").choices(self.task.train, k=cfg.batch_size)
             loss = self.stepper.sft(picks, pad=self.task.pad_id, lr=cfg.lr)
-        heldout = self.stepper.exact_match(self.task.heldout, pad=self.task.pad_id)
-        self.progress = self.progress.but(step=step)
+        eval_accuracy = self.stepper.exact_match(self.task.eval, pad=self.task.pad_id)
+        self.progress = self.progress.replace(step=step)
         if self.desk is not None:
-            self.desk.record_warmup({"step": step, "loss": loss, "heldout": heldout, "at": time.time()})
-        if heldout >= cfg.target_heldout or step >= cfg.max_steps:
-            self._end_warmup({"steps": step, "heldout": heldout, "loss": loss})
-        elif step // _WARMUP_SAVE_STEPS > (step - count) // _WARMUP_SAVE_STEPS:
+            self.desk.record_sft({"step": step, "loss": loss, "eval_accuracy": eval_accuracy, "at": time.time()})
+        if eval_accuracy >= cfg.target_eval_accuracy or step >= cfg.max_steps:
+            self._end_sft({"steps": step, "eval_accuracy": eval_accuracy, "loss": loss})
+        elif step // _SFT_SAVE_STEPS > (step - count) // _SFT_SAVE_STEPS:
             self.checkpoints.publish(self.progress, policy=False, state=True)
         self._report()
 
-    def _end_warmup(self, result: dict[str, Any]) -> None:
+    def _end_sft(self, result: dict[str, Any]) -> None:
         self.adam.reset()  # RL starts with its own learning rate and no momentum of the supervised gradient
-        self.progress = Progress(phase="rl", warmup=result)
+        self.progress = Progress(phase="rl", sft=result)
         self.checkpoints.publish(self.progress, state=True)
         if self.desk is not None:
-            self.desk.warmup_wanted.clear()
-            self.desk.end_warmup(result)
+            self.desk.sft_requested.clear()
+            self.desk.end_sft(result)
 
     def _train(self, batch: TrainBatch) -> None:
         self._report("train")
         metrics: dict[str, Any] = dict(self.stepper.train(batch, self.progress.step + 1))
         cursor = self._job.cursor if self._job is not None else {}
-        self.progress = self.progress.but(step=self.progress.step + 1, cursor=cursor)
+        self.progress = self.progress.replace(step=self.progress.step + 1, cursor=cursor)
         state = self.progress.step % self.cfg.train.state_every_steps == 0
         published = self.checkpoints.publish(self.progress, state=state)
         metrics |= {"publish_stall_s": published.stall_s, "gather_s": published.gather_s,
@@ -173,27 +173,27 @@ def serve(context_file: str) -> None:
     traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.trainer")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     try:
-        with ctx.store() as store:
-            _serve(ctx, store, rank)
+        with ctx.connect() as etcd:
+            _serve(ctx, etcd, rank)
     except Fenced as e:
         log.error("this trainer's epoch %d is over, it ends: %s", ctx.epoch, e)
         sys.exit(FENCED_EXIT)
 
 
-def _serve(ctx: RunContext, store: Store, rank: int) -> None:
-    if (now := epochs.current_epoch(store, ctx.keys)) > ctx.epoch:
+def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
+    if (now := fencing.current_epoch(etcd, ctx.keys)) > ctx.epoch:
         raise Fenced(f"the run's epoch is {now}")
-    desk = Desk(ctx.config.trainer.step_timeout_s) if rank == 0 else None
+    desk = StepQueue(ctx.config.trainer.step_timeout_s) if rank == 0 else None
     server = CommandServer(desk, ctx.host).start() if desk is not None else None
-    member = Membership(store, ctx.keys, "trainer", f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,
+    member = Membership(etcd, ctx.keys, "trainer", f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,
                         url=server.url if server is not None else "", epoch=ctx.epoch,
                         info={"restarts": restarts()}).start()
     try:
         par = parallel.init(ctx.config)
-        worker = Rank(ctx, store, par, member, desk)
+        worker = TrainerWorker(ctx, etcd, par, member, desk)
         if rank == 0:
             kind = "trainer.restarted" if restarts() else "trainer.started"
-            events.emit(store, ctx.keys, kind, "trainer",
+            events.emit(etcd, ctx.keys, kind, "trainer",
                         f"group of {par.world} ranks, TP={par.tp} PP={par.pp} DP={par.dp}",
                         severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),
                         incarnation=member.incarnation)

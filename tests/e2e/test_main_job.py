@@ -13,16 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
-from otlp_collector import Collector, collecting
+from support.otlp_collector import Collector, collecting
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from elastic_rl import config, processes, train
-from elastic_rl.cluster import Cluster, ClusterInfo
-from elastic_rl.coordinator import events
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import Event, JobStatus, StepPoint
-from elastic_rl.coordinator.store import Store
-from elastic_rl.drill import (
+from elastic_rl import config, train
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Event, JobStatus, StepMetrics
+from elastic_rl.faults.drill import (
     CoordinatorKilled,
     EngineKilled,
     FaultPlan,
@@ -31,8 +31,10 @@ from elastic_rl.drill import (
     TrainerRankKilled,
     TrainerRankStopped,
 )
+from elastic_rl.host import processes
+from elastic_rl.host.local_cluster import Cluster
 
-UNTAUGHT = {"warmup.max_steps": 25}
+UNTAUGHT = {"sft.max_steps": 25}
 """For runs that need not learn: a model that was hardly warmed up costs the loop as much as a good one."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -59,8 +61,8 @@ class Job:
 
     def events(self) -> list[Event]:
         """All of the cluster that is up."""
-        with Store(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd, call_timeout_s=2.0) as store:
-            return events.recent(store, Keys(self.cfg.job), 2000)
+        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+            return events.recent(etcd, Keys(self.cfg.job), 2000)
 
     def leftovers(self) -> list[str]:
         """What should be gone once the cluster is down."""
@@ -94,11 +96,12 @@ def assert_sound(report: dict[str, Any], steps: int) -> None:
 def assert_told(job: Job, report: dict[str, Any], steps: int) -> None:
     """What others are told of a run: a point of the curve for each step, the same to TensorBoard and W&B, and of each
     version one trace from its publish to the first sample that it made."""
-    with Store(ClusterInfo.load(job.cluster.cfg.cluster_dir).etcd, call_timeout_s=2.0) as store:
-        points = [StepPoint.decode(kv.value) for kv in store.range(Keys(job.cfg.job).steps_prefix())[0]]
-        status = JobStatus.decode(store.get(Keys(job.cfg.job).job_status()).value)
+    with EtcdClient(ClusterInfo.load(job.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+        points = [StepMetrics.decode(kv.value) for kv in etcd.range(Keys(job.cfg.job).steps_prefix())[0]]
+        status = JobStatus.decode(etcd.get(Keys(job.cfg.job).job_status()).value)
     assert [p.step for p in points] == list(range(1, steps + 1))
-    assert points[-1].heldout == status.heldout == report["heldout_last"] and points[-1].tokens > points[-1].samples
+    assert points[-1].eval_accuracy == status.eval_accuracy == report["eval_accuracy_last"]
+    assert points[-1].tokens > points[-1].samples
     assert sum(p.seconds["total"] for p in points) < status.productive_s < status.updated_at - status.started_at
 
     shown = EventAccumulator(str(job.cluster.cfg.job_dir / "tensorboard" / "rl")).Reload()
@@ -117,8 +120,8 @@ def assert_told(job: Job, report: dict[str, Any], steps: int) -> None:
 def test_a_short_run_learns_tells_of_it_and_leaves_nothing_behind(job: Job) -> None:
     report = job.run()
     assert_sound(report, 60)
-    assert 0.2 <= report["heldout_first"] <= 0.6
-    assert report["heldout_last"] >= report["heldout_first"] + 0.1
+    assert 0.2 <= report["eval_accuracy_first"] <= 0.6
+    assert report["eval_accuracy_last"] >= report["eval_accuracy_first"] + 0.1
     assert report["reward_last"] > report["reward_first"]
     assert (job.cluster.cfg.job_dir / "report.html").read_text().startswith("<!doctype html>")
     assert_told(job, report, 60)

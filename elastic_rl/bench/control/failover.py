@@ -9,10 +9,10 @@ from __future__ import annotations
 import signal
 import time
 
-from elastic_rl.bench.control.rig import TTL_S, Replicas, Rig
-from elastic_rl.coordinator.reconcile import Leadership
+from elastic_rl.bench.control.testbed import TTL_S, Replicas, Testbed
+from elastic_rl.bench.measurement import Row
+from elastic_rl.coordinator.reconciler import Leadership
 from elastic_rl.errors import DeadlineExceeded
-from elastic_rl.measure import Row
 
 _HOW = {"kill": (signal.SIGKILL, "kill -9 of the leader → the next one has written", TTL_S + 1.0),
         "stop": (signal.SIGSTOP, "SIGSTOP of the leader → the next one has written", TTL_S + 1.0),
@@ -20,7 +20,7 @@ _HOW = {"kill": (signal.SIGKILL, "kill -9 of the leader → the next one has wri
 _LONGEST_S = 30.0
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     rows = []
     trials = 5 if rig.options.quick else 30
     with rig.replicas("a", "b", "c") as replicas:
@@ -35,8 +35,8 @@ def measure(rig: Rig) -> list[Row]:
 
 def _trial(replicas: Replicas, number: signal.Signals) -> float:
     victim = replicas.leader()
-    _, revision = replicas.store.range(replicas.keys.leadership())
-    with replicas.store.watch(replicas.keys.leadership(), start_revision=revision + 1) as changes:
+    _, revision = replicas.etcd.range(replicas.keys.leadership())
+    with replicas.etcd.watch(replicas.keys.leadership(), start_revision=revision + 1) as changes:
         began = time.monotonic()
         replicas.signal(victim, number)
         while (change := changes.get(_LONGEST_S)) is not None:

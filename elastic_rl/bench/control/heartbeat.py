@@ -13,19 +13,19 @@ from collections.abc import Callable
 
 import psutil
 
-from elastic_rl.bench.control.rig import TTL_S, Rig
+from elastic_rl.bench.control.testbed import TTL_S, Testbed
+from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.bench.timing import seconds
 from elastic_rl.bench.workers import Worker
-from elastic_rl.coordinator.ops import Compare, Op
-from elastic_rl.coordinator.records import Member
-from elastic_rl.measure import Row
+from elastic_rl.etcd.records import Member
+from elastic_rl.etcd.transaction import Compare, Op
 
 _MEMBERS = 1000
 _OTHER = "torchft lighthouse"
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     samples, window_s = (200, 5.0) if rig.options.quick else (1000, 15.0)
     with rig.replicas("a") as replicas:
         beat = _beats(rig, replicas.keys)
@@ -44,17 +44,17 @@ def measure(rig: Rig) -> list[Row]:
                 "them", value=per_beat * 1e6, unit="µs", alternatives={_OTHER: theirs_cpu * 1e6})]
 
 
-def _beats(rig: Rig, keys: object) -> Callable[[], None]:
+def _beats(rig: Testbed, keys: object) -> Callable[[], None]:
     """A member's beat as ``coordinator/membership.py`` writes it."""
-    from elastic_rl.coordinator.keys import Keys
+    from elastic_rl.etcd.keys import Keys
     assert isinstance(keys, Keys)
     member = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="i")
-    key, lease = keys.member(member.role, member.id), rig.store.grant(10 * TTL_S)
-    at = [rig.store.put(key, member.encode(), lease=lease)]
+    key, lease = keys.member(member.role, member.id), rig.etcd.grant(10 * TTL_S)
+    at = [rig.etcd.put(key, member.encode(), lease=lease)]
 
     def beat() -> None:
-        outcome = rig.store.txn([Compare.mod(key, "==", at[0])],
-                                [Op.put(key, member.but(beat_at=time.time()).encode(), lease)])
+        outcome = rig.etcd.txn([Compare.mod(key, "==", at[0])],
+                                [Op.put(key, member.replace(beat_at=time.time()).encode(), lease)])
         at[0] = outcome.revision
 
     return beat
@@ -68,7 +68,7 @@ def _cpu(servers: list[psutil.Process], window_s: float, beats: Callable[[], int
     return (sum(sum(p.cpu_times()[:2]) for p in servers) - busy) / max(1, beats() - count)
 
 
-def _lighthouse(rig: Rig, samples: int, window_s: float) -> tuple[list[float], float]:
+def _lighthouse(rig: Testbed, samples: int, window_s: float) -> tuple[list[float], float]:
     if importlib.util.find_spec("torchft") is None:
         raise Unmeasurable("torchft is not installed: pip install 'elastic-rl[bench]'")
     with contextlib.ExitStack() as stack:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_rl.bench.control.rig import TTL_S
+from elastic_rl.bench.control.testbed import TTL_S
 from elastic_rl.bench.workers import serve
 
 

@@ -7,19 +7,19 @@ from functools import partial
 
 import httpx
 
-from elastic_rl.bench.control.rig import Rig
+from elastic_rl.bench.control.testbed import Testbed
+from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.timing import seconds
-from elastic_rl.coordinator import events
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.records import Version, VersionState
-from elastic_rl.coordinator.store import Op
-from elastic_rl.measure import Row
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Version, VersionState
 
 COUNT = 10_000
 _BATCH = 100
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     samples = 10 if rig.options.quick else 50
     rows = []
     with rig.replicas("a", coordinator={"events_keep": COUNT + 1000}) as replicas:
@@ -29,9 +29,9 @@ def measure(rig: Rig) -> list[Row]:
             pages: list[float] = []
             for what, prefix in ranges.items():
                 page = seconds(partial(_page, client, what), samples)
-                bare = seconds(partial(rig.store.range, prefix, limit=100, newest_first=True), samples)
+                bare = seconds(partial(rig.etcd.range, prefix, limit=100, newest_first=True), samples)
                 whole = seconds(partial(_walk, client, what), 3)
-                everything = seconds(partial(rig.store.range, prefix), 3)
+                everything = seconds(partial(rig.etcd.range, prefix), 3)
                 pages += page
                 rows += [Row.of(f"list-10k-{what}", f"a page of 100 of {COUNT:,} {what}", [t * 1e3 for t in page], "ms",
                                 limit=sorted(bare)[len(bare) // 2] * 1e3),
@@ -58,14 +58,14 @@ def _walk(client: httpx.Client, what: str) -> None:
         raise RuntimeError(f"{seen} of {COUNT} {what} came")
 
 
-def _fill(rig: Rig, keys: Keys) -> None:
+def _fill(rig: Testbed, keys: Keys) -> None:
     now = time.time()
-    rig.store.put(keys.stream_next("policy"), str(COUNT + 1).encode())  # as the catalog leaves it
+    rig.etcd.put(keys.stream_next("policy"), str(COUNT + 1).encode())  # as the catalog leaves it
     for start in range(0, COUNT, _BATCH):
         numbers = range(start + 1, start + _BATCH + 1)
-        rig.store.txn([], [Op.put(keys.version("policy", n), Version(
+        rig.etcd.txn([], [Op.put(keys.version("policy", n), Version(
             stream="policy", number=n, state=VersionState.COMMITTED, epoch=1, manifest=f"{n:032x}", nbytes=1 << 30,
             nodes=["node-0"], created_at=now + n, committed_at=now + n, meta={"step": n}).encode()) for n in numbers])
-        rig.store.txn([], [events.put_op(keys, events.make(
+        rig.etcd.txn([], [events.put_op(keys, events.make(
             "version.committed", "policy", f"version {n} is committed", at=now - COUNT + n, salt=f"{n:04x}"))
             for n in numbers])

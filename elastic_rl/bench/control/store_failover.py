@@ -11,13 +11,13 @@ import signal
 import threading
 import time
 
-from elastic_rl.bench.control.rig import Rig
+from elastic_rl.bench.control.testbed import Testbed
 from elastic_rl.bench.etcd import Members
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.store import Store
+from elastic_rl.bench.measurement import Row
 from elastic_rl.errors import DeadlineExceeded
-from elastic_rl.measure import Row
-from elastic_rl.processes import wait_until
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.runtime import wait_until
 
 _HOW = {"kill": (signal.SIGKILL, "kill -9 of the leading etcd member"), "stop": (signal.SIGSTOP, "SIGSTOP of it")}
 _GOAL_S = 2.5
@@ -26,7 +26,7 @@ _AFTER_S = 5.0
 _EVERY_S = 0.005
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     rows, trials = [], 3 if rig.options.quick else 15
     with contextlib.ExitStack() as stack:
         members = Members(rig.folder, stack)
@@ -43,14 +43,14 @@ def measure(rig: Rig) -> list[Row]:
 def _trial(members: Members, number: signal.Signals) -> tuple[float, float]:
     """Seconds of the longest pause of the writes, and of the watch."""
     keys, victim = Keys("bench-store"), _leader(members)
-    with _beginning_at(members, victim) as store:
-        revision, done = store.put(keys.root + "n", b""), threading.Event()
+    with _beginning_at(members, victim) as etcd:
+        revision, done = etcd.put(keys.root + "n", b""), threading.Event()
         wrote, heard = [time.monotonic()], [time.monotonic()]
-        with store.watch(keys.root + "n", start_revision=revision + 1) as watch:
+        with etcd.watch(keys.root + "n", start_revision=revision + 1) as watch:
 
             def write() -> None:
                 while not done.wait(_EVERY_S):
-                    store.put(keys.root + "n", b"")
+                    etcd.put(keys.root + "n", b"")
                     wrote.append(time.monotonic())
 
             def hear() -> None:
@@ -80,15 +80,15 @@ def _longest(times: list[float], fault: float) -> float:
 
 
 def _leader(members: Members) -> int:
-    with Store(members.endpoints, call_timeout_s=2.0) as store:
-        return int(wait_until(lambda: [i for i, s in enumerate(store.statuses()) if s.is_leader], timeout_s=20,
+    with EtcdClient(members.endpoints, call_timeout_s=2.0) as etcd:
+        return int(wait_until(lambda: [i for i, s in enumerate(etcd.statuses()) if s.is_leader], timeout_s=20,
                               what="a leading member")[0])
 
 
-def _beginning_at(members: Members, i: int) -> Store:
+def _beginning_at(members: Members, i: int) -> EtcdClient:
     """A client as it is by default; it takes a member by chance, so we try until it took this one."""
     while True:
-        store = Store(members.endpoints)
-        if store.endpoint == members.endpoints[i]:
-            return store
-        store.close()
+        etcd = EtcdClient(members.endpoints)
+        if etcd.endpoint == members.endpoints[i]:
+            return etcd
+        etcd.close()

@@ -5,25 +5,25 @@ A row that cannot be measured here is in the result all the same and says why.
 
 from __future__ import annotations
 
+from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Options
 from elastic_rl.bench.suite import Suite
-from elastic_rl.measure import Row
 
 SUITE = Suite(__name__, {
     "limits": ("limit-memcpy", "limit-tcp", "limit-disk"),
     "deltas": ("P5-bytes", "P5-encode", "P5-decode"),
-    "hold": ("P1",),
-    "link": ("P2-link",),
+    "pull_latency": ("P1",),
+    "link_throughput": ("P2-link",),
     "fleet": ("P2-fleet", "P2-fleet-sent", "P2-fleet-slow", "P2-fleet-slow-sent"),
     "commit": ("commit-100k",),
     "node_memory": ("memory-node",),
     "stall": ("P3", "memory-trainer"),
-    "applied": ("P1-apply-1", "P1-apply-2", "P4", "memory-engine"),
+    "apply_latency": ("P1-apply-1", "P1-apply-2", "P4", "memory-engine"),
 })
 
 
 def run(options: Options) -> list[Row]:
     """Measures the wanted rows on processes of their own that all end here."""
     SUITE.wanted(options.rows)  # a wrong id is told before torch is imported
-    from elastic_rl.bench.dcs.rig import Rig
-    return SUITE.run(options, lambda: Rig.start(options))
+    from elastic_rl.bench.dcs.testbed import Testbed
+    return SUITE.run(options, lambda: Testbed.start(options))

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 
 import torch
 
-from elastic_rl.bench.dcs.rig import Rig
-from elastic_rl.measure import Row
+from elastic_rl.bench.dcs.testbed import Testbed
+from elastic_rl.bench.measurement import Row
 
 TENSORS = 100_000
 GOAL_S = 1.0
 _ELEMENTS = 64
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     commits, pulls = [], []
     with rig.cluster() as cluster:
         cluster.node("n0", 4 * TENSORS * _ELEMENTS * 2 + (128 << 20))

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from elastic_rl.bench.dcs.rig import DCS, Rig
-from elastic_rl.dcs import delta
-from elastic_rl.measure import Row
+from elastic_rl.bench.dcs.testbed import DCS, Testbed
+from elastic_rl.bench.measurement import Row
+from elastic_rl.dcs.codecs import delta
 
 SHARES = (0.005, 0.02, 0.05, 0.20)
 GOAL_SHARE = 0.02
@@ -43,7 +43,7 @@ class Coded:
     exact: bool = True
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     base = weights(min(rig.nbytes, _MOST_BYTES) // 2)
     with one_core():
         return rows({share: code(base, changed(base, share), rig.samples) for share in SHARES})

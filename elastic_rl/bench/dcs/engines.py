@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from elastic_rl import config
 from elastic_rl.bench.dcs import loaders
-from elastic_rl.bench.dcs.rig import Cluster
+from elastic_rl.bench.dcs.testbed import Cluster
 from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.bench.workers import last_line
 from elastic_rl.config import Config

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:  # engines load a part of this module, and have no use for these
-    from elastic_rl.bench.dcs.rig import Cluster
+    from elastic_rl.bench.dcs.testbed import Cluster
     from elastic_rl.bench.dcs.weights import Weights
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -55,9 +55,9 @@ class FileExchange:
         return self._folder / f"v{self._count}"
 
     def holders(self, count: int) -> list[Holder]:
-        from elastic_rl.bench.dcs.rig import require_ram
+        from elastic_rl.bench.dcs.testbed import require_ram
         require_ram(self._nbytes * (count + 1 if self._kind == "dcp" else 1))  # each DCP reader has a copy of its own
-        out = [self._cluster.worker("holder") for _ in range(count)]
+        out = [self._cluster.worker("pull_worker") for _ in range(count)]
         for holder in out:
             holder.call("open", kind=self._kind)
         return list(out)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
-from elastic_rl.bench.dcs.rig import Cluster, Rig
+from elastic_rl.bench.dcs.testbed import Cluster, Testbed
 from elastic_rl.bench.dcs.weights import Weights
+from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.workers import Worker
-from elastic_rl.dcs.puller import Puller
-from elastic_rl.measure import Row
-from elastic_rl.processes import free_port
+from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.runtime import free_port
 
 HOSTS = 16
 LINK_BYTES_PER_S, SLOW_LINK_BYTES_PER_S = 64e6, 16e6
@@ -28,13 +28,13 @@ _MOST_BYTES, _QUICK_BYTES = 256 << 20, 64 << 20
 _SOURCE = "source"
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     nbytes = min(rig.nbytes, _QUICK_BYTES if rig.options.quick else _MOST_BYTES)
     return [*_fleet(rig, "P2-fleet", nbytes, LINK_BYTES_PER_S),
             *_fleet(rig, "P2-fleet-slow", nbytes // 2, SLOW_LINK_BYTES_PER_S)]
 
 
-def _fleet(rig: Rig, row: str, nbytes: int, bytes_per_s: float) -> list[Row]:
+def _fleet(rig: Testbed, row: str, nbytes: int, bytes_per_s: float) -> list[Row]:
     weights = Weights(nbytes)
     with rig.cluster() as cluster:
         links, names = _start(cluster, weights.nbytes, bytes_per_s)

@@ -12,16 +12,16 @@ from statistics import median
 
 import torch
 
-from elastic_rl.bench.dcs.rig import Rig
+from elastic_rl.bench.dcs.testbed import Testbed
+from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.timing import gbps, seconds
 from elastic_rl.bench.workers import Worker, serve
-from elastic_rl.measure import Row
 
 _PIECE = 4 << 20
 _STREAMS = (1, 2, 4)
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     disk, _ = rig.temporary()
     return [Row.of("limit-memcpy", "limit: copy in memory", memcpy_gbps(rig.nbytes, rig.samples), "GB/s", op=">="),
             Row.of("limit-tcp", "limit: TCP over loopback", tcp_gbps(rig, rig.nbytes), "GB/s", op=">="),
@@ -48,7 +48,7 @@ def disk_gbps(folder: Path, nbytes: int, samples: int) -> list[float]:
     return gbps(max(nbytes // _PIECE, 1) * _PIECE, seconds(write, samples))
 
 
-def tcp_gbps(rig: Rig, nbytes: int) -> list[float]:
+def tcp_gbps(rig: Testbed, nbytes: int) -> list[float]:
     """Samples with the number of streams that is fastest. Both ends have all the bytes in memory that was touched
     before, as a version is, so this is the speed of the link for such bytes and not that of a cache."""
     best: list[float] = []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from elastic_rl.bench.dcs.exchanges import DcpReader
-from elastic_rl.dcs import mapping
+from elastic_rl.dcs.fetch import mapping
 
 BARE = f"{__name__}.bare"
 DCP = f"{__name__}.dcp"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from elastic_rl.bench.dcs.memory import Peak, pss
-from elastic_rl.bench.dcs.rig import Rig
+from elastic_rl.bench.dcs.testbed import Testbed
 from elastic_rl.bench.dcs.weights import Weights
-from elastic_rl.measure import Row
+from elastic_rl.bench.measurement import Row
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     """Two nodes: one is published to and serves, the other pulls. The larger of the two counts, at its peak: its own
     memory, and what its arena uses more than the version has bytes."""
     weights = Weights(rig.nbytes)

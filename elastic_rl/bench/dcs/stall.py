@@ -12,14 +12,14 @@ from statistics import median
 
 from elastic_rl import config
 from elastic_rl.bench.dcs.memory import Peak
-from elastic_rl.bench.dcs.rig import DCS, STREAM, Cluster, Rig
+from elastic_rl.bench.dcs.testbed import DCS, STREAM, Cluster, Testbed
+from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.workers import Worker
 from elastic_rl.config import Config
-from elastic_rl.context import RunContext
 from elastic_rl.data.tiny_model import hf_config
-from elastic_rl.dcs import catalog
-from elastic_rl.measure import Row
-from elastic_rl.processes import free_port, wait_until
+from elastic_rl.dcs.catalog import catalog
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import free_port, wait_until
 
 TP = 2
 GOAL_STALL = 1.2
@@ -29,7 +29,7 @@ _LAYER_BYTES = 60 << 20
 _SETUP_S, _STEP_S = 240.0, 120.0
 
 
-def measure(rig: Rig) -> list[Row]:
+def measure(rig: Testbed) -> list[Row]:
     with rig.cluster() as cluster:
         cfg = configure(rig.folder, cluster.keys.job, min(rig.nbytes, _MOST_BYTES))
         ranks = _ranks(cluster, cfg)
@@ -70,7 +70,7 @@ def configure(folder: Path, job: str, nbytes: int) -> Config:
 def _context(cluster: Cluster, cfg: Config) -> Path:
     folder = cluster.rig.folder / "trainer"
     hf_config(cfg).save_pretrained(folder)
-    ctx = RunContext(config=cfg, etcd=[cluster.rig.endpoint], job=cluster.keys.job, epoch=cluster.epoch,
+    ctx = RunContext(config=cfg, etcd_endpoints=[cluster.rig.endpoint], job=cluster.keys.job, epoch=cluster.epoch,
                      model_dir=str(folder))
     return ctx.save(folder / "context.json")
 
@@ -102,7 +102,7 @@ def _publish(cluster: Cluster, ranks: Sequence[Worker]) -> float:
     number = max(int(answer["version"]) for answer in answers)
 
     def committed() -> bool:
-        head = catalog.head(cluster.store, cluster.keys, STREAM)
+        head = catalog.head(cluster.etcd, cluster.keys, STREAM)
         return head is not None and head.number >= number
 
     wait_until(committed, timeout_s=_STEP_S, what=f"the commit of version {number}", poll_s=0.02)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from elastic_rl.bench.workers import serve
-from elastic_rl.context import RunContext
+from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.trainer import parallel, snapshot
-from elastic_rl.trainer.model import Policy, Shape
+from elastic_rl.trainer.model import ModelArch, Policy
 from elastic_rl.trainer.optimizer import Adam
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.state import Checkpoints
@@ -26,11 +26,11 @@ class Rank:
         ctx = RunContext.load(Path(context))
         self._bucket_bytes = ctx.config.dcs.bucket_bytes
         self._par = parallel.init(ctx.config)
-        self._policy = Policy(Shape.read(ctx.model_dir), ctx.config, self._par)
+        self._policy = Policy(ModelArch.read(ctx.model_dir), ctx.config, self._par)
         with torch.no_grad():
             for _, param in self._policy.parameters():
                 param.normal_(std=0.02)
-        self._checkpoints = Checkpoints(ctx, ctx.store(), self._par, self._policy, Adam(self._policy, ctx.config),
+        self._checkpoints = Checkpoints(ctx, ctx.connect(), self._par, self._policy, Adam(self._policy, ctx.config),
                                         f"bench-{self._par.rank}")
         self._copy = torch.empty(0, dtype=torch.uint8)
         self._step = 0

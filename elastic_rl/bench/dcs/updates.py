@@ -20,10 +20,10 @@ import torch
 from elastic_rl.bench.dcs import loaders
 from elastic_rl.bench.dcs.engines import BenchEngine, everywhere
 from elastic_rl.bench.dcs.exchanges import save_dcp, save_safetensors
-from elastic_rl.bench.dcs.rig import STREAM, Cluster
+from elastic_rl.bench.dcs.testbed import STREAM, Cluster
 from elastic_rl.engine.server import pack
 from elastic_rl.errors import EngineFailed
-from elastic_rl.processes import free_port
+from elastic_rl.runtime import free_port
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 Update = Callable[[Tensors], None]
@@ -31,7 +31,7 @@ _NODE = "n0"
 _HEAD_S = 120.0
 
 
-class Hub:
+class DcsUpdate:
     """Ours: publish; each engine's runner follows the head, pulls and applies."""
 
     def __init__(self, cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int) -> None:
@@ -143,9 +143,9 @@ def _join_as_first(name: str, port: int, world: int) -> Any:
     """Rank 0 of a group beside any default one, joined as SGLang's engines join it: torch has no public call for a
     group that its members start from different programs."""
     from torch.distributed import PrefixStore, distributed_c10d, rendezvous
-    store, rank, world = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world))
+    etcd, rank, world = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world))
     group, _ = distributed_c10d._new_process_group_helper(
-        world, rank, [], distributed_c10d.Backend("gloo"), PrefixStore(name, store), group_name=name,
+        world, rank, [], distributed_c10d.Backend("gloo"), PrefixStore(name, etcd), group_name=name,
         backend_options=None, timeout=distributed_c10d.default_pg_timeout)
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
     return group

@@ -7,9 +7,9 @@ from starlette.types import ASGIApp
 
 import elastic_rl
 from elastic_rl.coordinator import dashboard, problems
-from elastic_rl.coordinator.api import changes, hearing, openapi, reads, streams
+from elastic_rl.coordinator.api import alert_routes, change_routes, openapi, read_routes, stream_routes
 from elastic_rl.coordinator.api.context import Context
-from elastic_rl.coordinator.api.gate import Gate
+from elastic_rl.coordinator.api.middleware import RequestMiddleware
 from elastic_rl.coordinator.problems import Kind, Problem
 
 _ABOUT = """Admin API of an elastic-rl job. Every replica answers; changes go through the leader.
@@ -24,10 +24,10 @@ def routes() -> FastAPI:
                   description=_ABOUT, separate_input_output_schemas=False, redirect_slashes=False,
                   dependencies=[Depends(_known_parameters)])
     problems.install(app)
-    reads.install(app)
-    streams.install(app)
-    changes.install(app)
-    hearing.install(app)
+    read_routes.install(app)
+    stream_routes.install(app)
+    change_routes.install(app)
+    alert_routes.install(app)
     openapi.install(app)
     dashboard.install(app)
     return app
@@ -36,7 +36,7 @@ def routes() -> FastAPI:
 def make_app(context: Context) -> ASGIApp:
     app = routes()
     app.state.context = context
-    return Gate(app, context)
+    return RequestMiddleware(app, context)
 
 
 async def _known_parameters(request: Request) -> None:

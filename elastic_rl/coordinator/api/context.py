@@ -10,13 +10,13 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.auth import Token, TokenTable
-from elastic_rl.coordinator.election import Election
-from elastic_rl.coordinator.feed import Feed
-from elastic_rl.coordinator.forward import Forwarder
-from elastic_rl.coordinator.keys import Keys
-from elastic_rl.coordinator.operation_desk import OperationDesk
-from elastic_rl.coordinator.store import Store
+from elastic_rl.coordinator.api.auth import Token, TokenTable
+from elastic_rl.coordinator.api.change_stream import ChangeStream
+from elastic_rl.coordinator.api.forwarding import Forwarder
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.operations.service import OperationService
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Context:
 
     cfg: Config
     keys: Keys
-    store: Store
+    etcd: EtcdClient
     election: Election
     tokens: TokenTable
     stopping: threading.Event
     forwarder: Forwarder
-    desk: OperationDesk
-    feed: Feed
+    desk: OperationService
+    feed: ChangeStream
     receivers: Sequence[str]
     """Names of those that are told of alerts."""
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from elastic_rl.coordinator.alerts import Alert
+from elastic_rl.coordinator.alerts.silences import LONGEST_S
+from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.pools import PoolView
-from elastic_rl.coordinator.records import Engine, Event, Member, Operation, Silence, StepPoint, Version
-from elastic_rl.coordinator.silences import LONGEST_S
+from elastic_rl.etcd.records import Engine, Event, Member, Operation, Silence, StepMetrics, Version
 
 
 class Body(BaseModel):
@@ -91,7 +91,7 @@ class EventPage(_Page):
 
 
 class StepPage(_Page):
-    items: list[StepPoint]
+    items: list[StepMetrics]
 
 
 class Health(BaseModel):

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from elastic_rl.coordinator.api.describe import PROBLEMS
 from elastic_rl.coordinator.api.models import ProblemBody
+from elastic_rl.coordinator.api.route_docs import PROBLEMS
 from elastic_rl.coordinator.problems import TYPE_PREFIX
 
 _SCHEMA = "#/components/schemas/{model}"

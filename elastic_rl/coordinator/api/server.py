@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from elastic_rl.config import CoordinatorConfig
-from elastic_rl.errors import MachineUnfit
-from elastic_rl.processes import require_port_free
+from elastic_rl.errors import PreflightFailed
+from elastic_rl.runtime import require_port_free
 
 _HEADER_BYTES = 32 * 1024
 _KEEP_ALIVE_S = 30
@@ -60,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(256)
     except OSError as e:
         listener.close()
-        raise MachineUnfit(f"port {port} on {host} cannot be bound (coordinator.ports): {e.strerror}",
+        raise PreflightFailed(f"port {port} on {host} cannot be bound (coordinator.ports): {e.strerror}",
                            hint="stop what listens there, or set another port") from e
     return listener
 

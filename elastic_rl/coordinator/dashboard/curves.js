@@ -4,7 +4,7 @@ import { Chart } from "./charts.js";
 
 const CURVES = [
   { id: "reward", title: "Reward", smooth: true, digits: 3, of: (p) => p.reward },
-  { id: "heldout", title: "Held-out", low: 0, high: 1, digits: 3, of: (p) => p.heldout },
+  { id: "eval_accuracy", title: "Eval accuracy", low: 0, high: 1, digits: 3, of: (p) => p.eval_accuracy },
   { id: "throughput", title: "Throughput", unit: "samples/s", low: 0, smooth: true,
     of: (p) => (p.seconds?.total > 0 && p.samples ? p.samples / p.seconds.total : null) },
   { id: "staleness", title: "Staleness", unit: "versions", low: 0, high: 1, digits: 0, of: (p) => p.staleness },

@@ -56,7 +56,7 @@ export class Model {
     const map = this[many];
     if (many === "steps") { // every second point of the older half goes, so that a curve keeps its shape
       const old = [...map.values()].sort((a, b) => a.step - b.step).slice(0, map.size / 2);
-      old.forEach((point, i) => { if (i % 2 && point.heldout === null) map.delete(String(point.step)); });
+      old.forEach((point, i) => { if (i % 2 && point.eval_accuracy === null) map.delete(String(point.step)); });
       if (map.size <= LIMITS.steps) return;
     }
     const oldest = [...map.entries()].filter(([, o]) => many !== "operations" || ENDED.includes(o.state))

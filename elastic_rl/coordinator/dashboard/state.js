@@ -14,7 +14,7 @@ export class State {
     this.reasons = section.querySelector("#reasons");
     this.tiles = new Map();
     this.grid = section.querySelector("#tiles");
-    for (const [id, name] of [["step", "Step"], ["reward", "Reward"], ["heldout", "Held-out"],
+    for (const [id, name] of [["step", "Step"], ["reward", "Reward"], ["eval_accuracy", "Eval accuracy"],
       ["throughput", "Throughput"], ["step-time", "Step time"], ["staleness", "Staleness"], ["version", "Version"],
       ["leader", "Leader"]]) {
       const value = el("span", { class: "value" });
@@ -61,8 +61,9 @@ export class State {
       + (status ? " · " : "no run"));
     if (status) since(this.changed, status.updated_at);
     this.#tile("reward", number(status?.reward, 3), trend(points.map((p) => p.reward)));
-    const heldout = points.filter((p) => p.heldout !== null && p.heldout !== undefined);
-    this.#tile("heldout", number(status?.heldout, 3), heldout.length ? `taken after step ${heldout.at(-1).step}` : "");
+    const evaluated = points.filter((p) => p.eval_accuracy !== null && p.eval_accuracy !== undefined);
+    this.#tile("eval_accuracy", number(status?.eval_accuracy, 3),
+      evaluated.length ? `taken after step ${evaluated.at(-1).step}` : "");
     const rates = points.slice(-20).filter((p) => p.seconds?.total > 0).map((p) => p.samples / p.seconds.total);
     this.#tile("throughput", rates.length ? number(mean(rates)) : "–", "samples/s, last 20 steps");
     this.#tile("step-time", seconds(model.stepSeconds), last ? slowest(last) : "");

@@ -1,0 +1,172 @@
+"""A process of the checkpoint service is killed at every step of publish, pull, clean-up and storing, one by one.
+
+Whoever dies, and wherever: what is committed stays whole (I2, I3), nothing half-done is ever visible, the next publish
+works, and after a sweep nothing is left of the dead (I8).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from dcs_publisher_loop import CHUNK_BYTES, content
+from support.dcs_nodes import await_node, spawn_node
+from support.etcd_server import EtcdServers
+
+from elastic_rl.dcs import failpoints
+from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
+from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.dcs.storage.arena import SHM
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import VersionState
+from elastic_rl.host.processes import stop
+from elastic_rl.runtime import wait_until
+
+NODE = "a"
+KILLED = -signal.SIGKILL
+
+
+@dataclass
+class Hub:
+    """One node, and actors around it."""
+
+    etcd_servers: EtcdServers
+    etcd: EtcdClient
+    keys: Keys
+    folder: Path
+    epoch: int
+    node: subprocess.Popen[bytes] | None = None
+
+    def start_node(self, point: str = "") -> None:
+        """Starts the node; with a point it may die before it has registered."""
+        with patch.dict(os.environ, {failpoints.ENV: point}):
+            self.node = spawn_node(self.etcd_servers.endpoints, self.keys, NODE, self.folder, disk_bytes=64 << 20,
+                                   orphan_grace_s=0)
+        if point != "node.indexed":
+            await_node(self.etcd, self.keys, self.node)
+
+    def stop_node(self) -> None:
+        assert self.node is not None
+        stop(self.node.pid)
+        self.node.wait(timeout=10)
+
+    def run(self, what: str, *args: object, point: str = "") -> subprocess.CompletedProcess[str]:
+        """An actor's step, from start to end; ``point`` names the place where it dies."""
+        script = Path(__file__).with_name("dcs_actor.py")
+        command = [sys.executable, str(script), self.etcd_servers.endpoints[0], self.keys.job, str(self.epoch), NODE,
+                   what]
+        return subprocess.run([*command, *map(str, args)], env={**os.environ, failpoints.ENV: point}, text=True,
+                              capture_output=True, timeout=60, check=False)
+
+    def publish(self, seed: int) -> int:
+        """In this process, where no point is reached: it starts faster."""
+        with Publisher(self.etcd, self.keys, "policy", epoch=self.epoch, owner="test", chunk_bytes=CHUNK_BYTES,
+                       staging_ttl_s=2, io_timeout_s=10, node=NODE) as publisher:
+            return publisher.publish(content(seed), meta={"seed": seed}).number
+
+    def puller(self) -> Puller:
+        return Puller(self.etcd, self.keys, "judge", pin_ttl_s=5, io_timeout_s=10, node=NODE)
+
+    def require_whole(self, number: int | None = None) -> int:
+        """Pulls a version, compares every byte with what its publisher meant, and returns its number."""
+        with self.puller() as puller, puller.pull("policy", number) as pulled:
+            found, wanted = dict(pulled.tensors()), dict(content(pulled.version.meta["seed"]))
+            assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+            return pulled.version.number
+
+    def require_clean(self) -> None:
+        """After enough sweeps there is one version, its chunks, and nothing else."""
+        janitor, hub = GarbageCollector(self.etcd, self.keys, RetentionPolicy(1)), DcsClient(self.etcd, self.keys,
+                                                                                             io_timeout_s=5)
+        try:
+            def swept() -> bool:
+                janitor.sweep([])
+                versions = catalog.list_versions(self.etcd, self.keys, "policy")
+                living = [v for v in versions if catalog.TRANSITIONS[v.state]]
+                stat = hub.connect(NODE).stat()
+                with self.puller() as puller, puller.pull("policy") as pulled:
+                    chunks = len(pulled.manifest.chunks) + 1
+                return ([v.state for v in living] == [VersionState.COMMITTED] and stat["chunks"] == chunks
+                        and stat["pending"] == 0 and stat["held"] == 0)
+
+            wait_until(swept, timeout_s=30, what="a hub with nothing left of the dead", poll_s=0.3)
+        finally:
+            janitor.close()
+            hub.close()
+        assert len(list(SHM.glob(f"elastic-rl-{self.keys.job}-*"))) == 1
+        wait_until(lambda: not list(self.folder.rglob("*.partial")), timeout_s=10, what="the end of partial files")
+
+
+@pytest.fixture
+def hub(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Hub]:
+    out = Hub(etcd_servers, etcd, keys, tmp_path, fencing.raise_epoch(etcd, keys, "test").number)
+    out.start_node()
+    try:
+        yield out
+    finally:
+        out.stop_node()
+
+
+@pytest.mark.parametrize("point", failpoints.PUBLISHER)
+def test_a_publisher_that_dies_at_any_step_shows_a_whole_version_or_none(hub: Hub, point: str) -> None:
+    assert hub.publish(1) == 1
+    assert hub.run("publish", 2, point=point).returncode == KILLED
+    assert hub.require_whole() == (2 if point == "publish.committed" else 1)
+    assert hub.publish(3) == 3, "a number was used again, or the dead one stood in the way"
+    assert hub.require_whole() == 3
+    hub.require_clean()
+
+
+@pytest.mark.parametrize("point", failpoints.PULLER)
+def test_a_puller_that_dies_at_any_step_keeps_nothing_for_ever(hub: Hub, point: str) -> None:
+    hub.publish(1)
+    assert hub.run("pull", point=point).returncode == KILLED
+    assert catalog.pinned(hub.etcd, hub.keys, "policy") == {1}, "it died before it had pinned: nothing was shown"
+    hub.publish(2)
+    assert hub.require_whole() == 2
+    hub.require_clean()  # with the pin's lease version 1 goes, too
+    assert catalog.pinned(hub.etcd, hub.keys, "policy") == set()
+
+
+@pytest.mark.parametrize("point", failpoints.JANITOR)
+def test_a_janitor_that_dies_at_any_step_is_followed_by_one_that_ends_its_work(hub: Hub, point: str) -> None:
+    for seed in (1, 2, 3):
+        hub.publish(seed)
+    assert hub.run("sweep", 1, point=point).returncode == KILLED
+    assert hub.require_whole() == 3
+    assert hub.publish(4) == 4
+    hub.require_clean()
+    assert hub.require_whole() == 4
+
+
+@pytest.mark.parametrize("point", failpoints.NODE)
+def test_a_node_that_dies_at_any_step_has_every_saved_version_after_its_restart(hub: Hub, point: str) -> None:
+    hub.publish(1)
+    hub.publish(2)
+    hub.stop_node()  # which saves what is not on disk yet
+    hub.start_node(point)
+    assert hub.node is not None
+    for what, arg in (("publish", 3), ("sweep", 2)):  # which bring the node to each of its points
+        if hub.node.poll() is None:
+            hub.run(what, arg)
+    assert hub.node.wait(timeout=30) == KILLED
+    hub.start_node()
+    assert hub.require_whole(2) == 2  # with one copy, what was published and not saved yet may be gone with the node
+    head = catalog.head(hub.etcd, hub.keys, "policy")
+    assert head is not None and head.number in (2, 3)
+    assert hub.publish(4) > head.number
+    hub.require_clean()

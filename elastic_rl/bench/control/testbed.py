@@ -1,0 +1,133 @@
+"""What every row needs: an etcd, coordinator replicas, a crowd of simulated members, and the end of them all."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+import yaml
+
+from elastic_rl.bench.etcd import end, start_etcd
+from elastic_rl.bench.options import Options
+from elastic_rl.bench.workers import Worker
+from elastic_rl.config import CoordinatorConfig
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import PoolSpec, PoolStatus
+from elastic_rl.host.processes import python, spawn
+from elastic_rl.runtime import free_port, wait_until
+
+TTL_S = CoordinatorConfig().lease_ttl_s
+_START_S = 60.0
+
+
+class Replicas:
+    """Coordinator replicas of a job of its own."""
+
+    def __init__(self, rig: Testbed, stack: contextlib.ExitStack, settings: dict[str, Any]) -> None:
+        self.rig, self.etcd = rig, rig.etcd
+        self.keys = Keys(f"bench-{secrets.token_hex(4)}")
+        self._folder = rig.folder / self.keys.job
+        self._folder.mkdir()
+        self._config = self._folder / "config.yaml"
+        self._config.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self._folder), **settings}))
+        self._stack = stack
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.urls: dict[str, str] = {}
+
+    def start(self, *names: str) -> None:
+        """Starts replicas and waits until each is ready."""
+        for name in names:
+            port = free_port()
+            self.urls[name] = f"http://127.0.0.1:{port}"
+            self.running[name] = process = spawn(python(
+                "elastic_rl.coordinator.service", "--config", str(self._config), "--etcd", self.rig.endpoint,
+                "--replica", name, "--port", str(port)), log=self._folder / f"{name}.log")
+            self._stack.callback(end, process)
+        for name in names:
+            wait_until(lambda n=name: self._ready(n), timeout_s=_START_S, what=f"replica {name}",
+                       alive=lambda n=name: self.running[n].poll() is None)
+
+    def _ready(self, name: str) -> bool:
+        try:
+            return httpx.get(f"{self.urls[name]}/readyz", timeout=2.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def leader(self) -> str:
+        """Name of the replica whose leadership is announced and that is alive; waits for one."""
+        from elastic_rl.coordinator.reconciler import Leadership
+
+        def look() -> str:
+            found = self.etcd.get(self.keys.leadership())
+            name = Leadership.decode(found.value).replica if found else ""
+            return name if name in self.running and self.etcd.get(self.keys.leader(name)) else ""
+
+        return str(wait_until(look, timeout_s=_START_S, what="a leader"))
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.running[name].send_signal(number)
+
+    def end(self, name: str) -> None:
+        """Ends a replica, stopped or not, and forgets it."""
+        process = self.running.pop(name)
+        process.kill()
+        process.wait(10)
+
+    def process(self, name: str) -> psutil.Process:
+        return psutil.Process(self.running[name].pid)
+
+
+class Testbed:
+    """One run of the bench. Everything it starts ends with the ``with`` block."""
+
+    def __init__(self, options: Options, stack: contextlib.ExitStack) -> None:
+        self.options, self._stack = options, stack
+        self.folder = Path(tempfile.mkdtemp(prefix="erl-bench-control-"))
+        stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.endpoint, self.etcd_pid = start_etcd(self.folder, stack)
+        self.etcd = stack.enter_context(EtcdClient([self.endpoint], call_timeout_s=5.0))
+        self._names = itertools.count(1)
+
+    @classmethod
+    @contextmanager
+    def start(cls, options: Options) -> Iterator[Self]:
+        with contextlib.ExitStack() as stack:
+            yield cls(options, stack)
+
+    @contextmanager
+    def replicas(self, *names: str, **settings: Any) -> Iterator[Replicas]:
+        with contextlib.ExitStack() as stack:
+            made = Replicas(self, stack, settings)
+            made.start(*names)
+            yield made
+
+    @contextmanager
+    def crowd(self, keys: Keys, members: int) -> Iterator[Worker]:
+        """Simulated members in a process of their own, each with its lease and its beats."""
+        worker = Worker("elastic_rl.bench.control.simulated_members", self.endpoint, keys.job, str(members), str(TTL_S),
+                        log=self.folder / f"crowd-{next(self._names)}.log")
+        try:
+            worker.call("start", timeout_s=120.0)
+            yield worker
+        finally:
+            worker.close()
+
+    def pools(self, keys: Keys, count: int) -> None:
+        """Writes pools that are as they are wanted."""
+        for n in range(count):
+            name = f"pool-{n:03d}"
+            self.etcd.txn([], [
+                Op.put(keys.pool_spec(name), PoolSpec(name=name, desired=4).encode()),
+                Op.put(keys.pool_status(name), PoolStatus(name=name, ready=4, starting=0, draining=0).encode())])

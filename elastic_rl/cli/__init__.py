@@ -1,0 +1,1 @@
+"""The ``elastic-rl`` command."""

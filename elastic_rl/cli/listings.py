@@ -1,0 +1,171 @@
+"""Commands that only look: how far the run is, what there is, and what happened."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastic_rl.cli import tables, watch_loop
+from elastic_rl.cli.common import EXTRA, File, Output, Target, api_command, load, out
+from elastic_rl.cli.tables import Format
+from elastic_rl.cli.watch_loop import Look
+
+if TYPE_CHECKING:
+    from elastic_rl.coordinator.client.admin_client import AdminClient
+
+app = typer.Typer()
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Go on looking, until Ctrl-C.")]
+
+_POOL = ("name", "desired", "ready", "starting", "draining", "adopted")
+_ENGINE = ("id", "state", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
+_ENGINE_WIDE = ("pool", "host", "url", "pid", "adopted", "applying", "epoch", "started_at")
+_MEMBER = ("role", "id", "pid", "step", "progress_at", "phase")
+_MEMBER_WIDE = ("host", "url", "epoch", "beat_at")
+OPERATION = ("id", "kind", "target", "state", "phase", "done", "created_at", "message")
+OPERATION_WIDE = ("by", "ended_at", "deadline_at")
+ALERT = ("severity", "kind", "subject", "phase", "since_at", "message")
+ALERT_WIDE = ("silenced_by", "resolved_at", "cause", "told")
+_EVENT = ("at", "severity", "kind", "message")
+_EVENT_WIDE = ("subject", "data")
+
+
+def _listing(place: Target, path: str, columns: Sequence[str], wide: Sequence[str], output: Format, *,
+             watch: bool = False) -> None:
+    with place.api() as api:
+        def look() -> Look:
+            rows = api.items(path)
+            return Look(rows, tables.table(rows, columns, output, wide=wide))
+
+        watch_loop.show(look, output, watch=watch)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+@api_command(app)
+def status(place: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
+    """How far the run is, what is under way, what is wrong."""
+    with place.api() as api:
+        watch_loop.show(lambda: _status(api, output), output, watch=watch)
+
+
+def _status(api: AdminClient, output: Format) -> Look:
+    from rich.console import Group
+    found = {"job": api.get("/v1/job"), "pools": api.items("/v1/pools"),
+             "operations": api.items("/v1/operations?state=running"), "alerts": api.items("/v1/alerts"),
+             "members": api.items("/v1/members")}
+    parts = [tables.facts(job_facts(found["job"])), "", tables.table(found["pools"], _POOL, output)]
+    if found["operations"]:
+        parts += ["", tables.table(operation_rows(found["operations"]), OPERATION, output, wide=OPERATION_WIDE)]
+    if found["alerts"]:
+        parts += ["", tables.table(alert_rows(found["alerts"]), ALERT, output, wide=ALERT_WIDE)]
+    parts += ["", tables.table(found["members"], _MEMBER, output, wide=_MEMBER_WIDE)]
+    return Look(found, Group(*parts))
+
+
+def job_facts(job: dict[str, Any]) -> dict[str, Any]:
+    """A job as the API shows it, in the order in which a person asks."""
+    run, leader = job.get("status") or {}, job.get("leader") or {}
+    steps = f"{run['step']} of {run['steps']}" if run.get("steps") else run.get("step")
+    led = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait until a coordinator is elected"
+    return {"job": job["job"], "phase": run.get("phase") or "no run has begun", "step": steps,
+            "reward": run.get("reward"), "eval accuracy": run.get("eval_accuracy"),
+            "policy_version": run.get("policy_version"), "staleness": run.get("staleness"), "message":
+            run.get("message"), "started_at": run.get("started_at"), "updated_at": run.get("updated_at"),
+            "epoch": job.get("epoch"), "leader": led}
+
+
+def operation_rows(operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Operations for a table: how far in one cell, and what went wrong in place of the message."""
+    return [{**o, "done": f"{o['done']}/{o['total']}" if o["total"] else "", "message": o["error"] or o["message"]}
+            for o in operations]
+
+
+def alert_rows(alerts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Alerts for a table."""
+    return [{**a, "since_at": a["since"]} for a in alerts]
+
+
+@api_command(app)
+def pools(place: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
+    """Pools of engines: how many are wanted, and there."""
+    _listing(place, "/v1/pools", _POOL, (), output, watch=watch)
+
+
+@api_command(app)
+def engines(place: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
+    """Engines with their state and the version they serve."""
+    _listing(place, "/v1/engines", _ENGINE, _ENGINE_WIDE, output, watch=watch)
+
+
+@api_command(app)
+def members(place: Target, role: Annotated[str, typer.Option(help="Only of this role.")] = "",
+            watch: Watch = False, output: Output = Format.TABLE) -> None:
+    """Processes that are alive, and how far each is."""
+    from urllib.parse import quote
+    _listing(place, f"/v1/members?role={quote(role)}", _MEMBER, _MEMBER_WIDE, output, watch=watch)
+
+
+@app.command(context_settings=EXTRA)
+def failure_policy(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
+    """What is done when a part fails."""
+    from elastic_rl.coordinator.failure.policy import POLICY
+    cfg = load(ctx, file).failure_policy
+    rows = [asdict(r) for r in POLICY]
+    if output is Format.JSON:
+        tables.write_json({"rules": rows, "budgets": cfg.model_dump(mode="json")})
+        return
+    rows = [{**r, "counts": "yes" if r["counts"] else ""} for r in rows]
+    tables.show(out, rows, ("part", "fault", "action", "counts", "does"), output, wide=("meanwhile",))
+    out.print(f"\nFaults that count use up a part's budget: more than {cfg.budget} within {cfg.window_s:g} s are a "
+              f"global restart, and {cfg.stop_after} of those without progress end the run.", highlight=False)
+
+
+# -- what happened -----------------------------------------------------------------------------------------------------
+@api_command(app)
+def events(place: Target, follow: Annotated[bool, typer.Option("--follow", "-f", help="And what happens from now on, "
+                                                              "until Ctrl-C.")] = False,
+           limit: Annotated[int, typer.Option(min=1, max=1000, help="Newest so many.")] = 50,
+           kind: Annotated[str, typer.Option(metavar="GLOB", help="Only these, such as 'engine.*'.")] = "*",
+           since: Annotated[str, typer.Option(metavar="TIME", help="Not before 15m ago, 14:05 or "
+                                              "2026-11-21T14:05.")] = "",
+           output: Output = Format.TABLE) -> None:
+    """What happened, newest last."""
+    from elastic_rl.config import durations
+    begin = durations.moment(since, time.time()) if since else 0.0
+    filtered = bool(since) or kind != "*"
+
+    def wanted(event: dict[str, Any]) -> bool:
+        return event["at"] >= begin and fnmatch.fnmatchcase(event["kind"], kind)
+
+    if follow:
+        _follow(place, limit, wanted, output)
+        return
+    with place.api() as api:
+        found = [e for e in api.items("/v1/events", most=0 if filtered else limit) if wanted(e)][:limit][::-1]
+    tables.show(out, found, _EVENT, output, wide=_EVENT_WIDE)
+
+
+def _follow(place: Target, limit: int, wanted: Callable[[dict[str, Any]], bool], output: Format) -> None:
+    from elastic_rl.coordinator.client.event_stream import EventFollower
+    try:
+        with place.api():  # for its hints
+            for event in EventFollower(place.info(), limit=limit):
+                if not wanted(event):
+                    continue
+                if output is Format.JSON:
+                    tables.write_json(event, line=True)
+                else:
+                    out.print(event_line(event, wide=output is Format.WIDE), markup=False, highlight=False,
+                              soft_wrap=True)
+    except KeyboardInterrupt:
+        return  # the way to end it
+
+
+def event_line(event: dict[str, Any], *, wide: bool) -> str:
+    """``14:02:11  warning  engine.dead  …``."""
+    more = f"  {event['subject']}  {tables.cell(event['data'], 'data')}" if wide else ""
+    return f"{tables.cell(event['at'], 'at')}  {event['severity']:<7}  {event['kind']:<20}  {event['message']}{more}"

@@ -1,0 +1,206 @@
+"""Commands that run things on this machine: a cluster, a run, a measurement, a look at the machine and its settings."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastic_rl import __version__
+from elastic_rl.cli import tables
+from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, load, out
+from elastic_rl.cli.exit_codes import Exit
+from elastic_rl.cli.tables import Format
+from elastic_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elastic_rl.config import Config
+
+app = typer.Typer()
+config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or its schema.", rich_markup_mode=None)
+
+
+# -- the cluster and the run -------------------------------------------------------------------------------------------
+@app.command(context_settings=EXTRA)
+def up(ctx: typer.Context, file: File = None) -> None:
+    """Start a local cluster, or what is missing of it."""
+    from elastic_rl.host.local_cluster import Cluster
+    cluster = Cluster(load(ctx, file), say=_say)
+    with interruptible():
+        info = cluster.up()
+    out.print(f"up: {info.job}", highlight=False)
+    _how_to_talk(info)
+
+
+@app.command(context_settings=EXTRA)
+def down(ctx: typer.Context, file: File = None) -> None:
+    """Stop all of a job, also what a crash left behind."""
+    stopped = find_cluster(ctx, file).down()
+    out.print("stopped: " + (", ".join(stopped) or "nothing was running"), highlight=False)
+
+
+@app.command(context_settings=EXTRA)
+def train(ctx: typer.Context, file: File = None,
+          with_cluster: Annotated[bool, typer.Option("--with-cluster", help="Bring a cluster up, then down.")] = False,
+          keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
+          faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
+          ) -> None:
+    """Train on a cluster that is up, or on one for this run only."""
+    from elastic_rl.host.local_cluster import Cluster
+    cfg = load(ctx, file)
+    cluster = Cluster(cfg, say=_say)
+    code = int(Exit.FAILED)
+    with interruptible():
+        try:
+            info = cluster.up() if with_cluster else cluster.connect()
+            code = _train(cluster.cfg, info, faults=faults)
+        finally:
+            if with_cluster and not keep_up:
+                with ignore_signals():
+                    _say("taking the cluster down")
+                    cluster.down()
+    if with_cluster and keep_up:
+        out.print("the cluster is left running", highlight=False)
+        _how_to_talk(info)
+    raise typer.Exit(code)
+
+
+def _train(cfg: Config, info: Any, *, faults: bool) -> int:
+    import json
+
+    from elastic_rl import train as training
+    from elastic_rl.cli.live_view import LiveView, summary
+    from elastic_rl.etcd.client import EtcdClient
+    _log_to(Path(info.cluster_dir) / "logs" / "train.log", cfg)
+    etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints)
+    view = LiveView(job=cfg.job, steps=cfg.train.steps, steps_path=cfg.job_dir / "steps.jsonl", etcd=etcd)
+    try:
+        code = training.run(cfg, info, faults=faults, on_tick=view.tick)
+    finally:
+        view.close()
+        etcd.close()
+    report = cfg.job_dir / "report.json"
+    if report.exists():
+        out.print(summary(json.loads(report.read_text()), cfg.job_dir / "report.html"))
+    if code:
+        err.print(f"the run ended with exit code {code}; the logs are in {info.cluster_dir}/logs", markup=False)
+    return code
+
+
+def _log_to(path: Path, cfg: Config) -> None:
+    """This process's own log lines would tear the live view apart, so they go to a file."""
+    from elastic_rl.telemetry.logs import JsonLines
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(JsonLines("train"))
+    logging.basicConfig(level=cfg.telemetry.log_level.upper(), handlers=[handler], force=True)
+
+
+def _how_to_talk(info: Any) -> None:
+    lines = [f"admin API   {' '.join(info.coordinators)}", f"etcd        {' '.join(info.etcd_endpoints)}",
+             f"tokens      {info.tokens_file}", f"logs        {info.cluster_dir}/logs",
+             f"look        elastic-rl status --job={info.job}", f"scale       elastic-rl scale 3 --job={info.job}",
+             f"stop        elastic-rl down --job={info.job}"]
+    for line in lines:
+        out.print("  " + line, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command(context_settings=EXTRA)
+def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
+    """Check this machine; say how to mend what is wrong."""
+    from elastic_rl.host import preflight as doctors
+    findings = doctors.examine(load(ctx, file))
+    tables.show(out, [f.row() for f in findings], ("check", "verdict", "found", "mend"), output)
+    if doctors.unfit(findings):
+        raise typer.Exit(Exit.MACHINE)
+
+
+@app.command()
+def bench(name: Annotated[str, typer.Argument(help="Measurement to run: dcs or loop.")],
+          quick: Annotated[bool, typer.Option("--quick", help="Fewer samples and bytes.")] = False,
+          size: Annotated[str, typer.Option(help="Bytes that a row moves, such as 64MiB; dcs only.")] = "",
+          rows: Annotated[str, typer.Option(help="Ids of the rows to measure, such as P1,P3; dcs only.")] = "",
+          write: Annotated[Path | None, typer.Option(help="Append the result to this Markdown file.")] = None,
+          output: Output = Format.TABLE) -> None:
+    """Measure something and compare it with its goal."""
+    from elastic_rl.bench import BENCHES, measurement
+    from elastic_rl.bench.options import Options, parse_size
+    if name not in BENCHES:
+        raise ConfigError(f"there is no bench {name!r}", hint=f"known: {', '.join(sorted(BENCHES))}")
+    options = Options(quick=quick, size_bytes=parse_size(size) if size else 0, say=_tell,
+                      rows=tuple(r.strip() for r in rows.split(",") if r.strip()))
+    with interruptible():
+        found = BENCHES[name](options)
+    if write is not None:
+        measurement.append_markdown(write, name, options.command(name), found)
+    if output is Format.JSON:
+        tables.write_json(measurement.result(name, found))
+    else:
+        out.print(measurement.table(name, found))
+
+
+def _tell(line: str) -> None:
+    """Progress, away from the result."""
+    err.print(line, markup=False, highlight=False)
+
+
+@config_app.command("show", context_settings=EXTRA)
+def config_show(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
+    """The configuration with everything applied, as YAML (or JSON)."""
+    import yaml
+    values = load(ctx, file).model_dump(mode="json")
+    if output is Format.JSON:
+        tables.write_json(values)
+    else:
+        sys.stdout.write(yaml.safe_dump(values, sort_keys=False))
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Every key with its type, default and meaning, as JSON Schema."""
+    from elastic_rl.config import Config
+    tables.write_json(Config.model_json_schema())
+
+
+@app.command()
+def version() -> None:
+    """The release of elastic-rl."""
+    sys.stdout.write(__version__ + "\n")
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+def _say(line: str) -> None:
+    out.print(line, markup=False, highlight=False)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that every ``finally`` runs."""
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    with _handlers(interrupt, (signal.SIGTERM, signal.SIGHUP)):
+        yield
+
+
+@contextmanager
+def ignore_signals() -> Iterator[None]:
+    """A second Ctrl-C does not stop the cleaning up after the first."""
+    with _handlers(lambda number, frame: None, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        yield
+
+
+@contextmanager
+def _handlers(handler: Callable[[int, Any], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    before = {n: signal.signal(n, handler) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -1,0 +1,169 @@
+"""``elastic-rl versions``: a version is named STREAM (its head), STREAM/12, or STREAM/-1 (the one before the head)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastic_rl.cli import tables
+from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, out
+from elastic_rl.cli.tables import Format
+
+if TYPE_CHECKING:
+    from elastic_rl.dcs.manifest import Manifest
+    from elastic_rl.dcs.versions.service import Progress, VersionService
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                  help="Versions in the checkpoint service. A version is named STREAM for its head, STREAM/12, or "
+                       "STREAM/-1 for the one before the head.")
+Name = Annotated[str, typer.Argument(metavar="STREAM[/N]", help="Such as policy, policy/12 or policy/-1.")]
+_EXIT_FAULTY = 1
+
+
+@contextmanager
+def _service(ctx: typer.Context, file: Path | None) -> Iterator[VersionService]:
+    from elastic_rl.dcs.versions.service import VersionService
+    cluster = find_cluster(ctx, file)
+    info = cluster.connect()
+    with VersionService(cluster.cfg, info.job, info.etcd_endpoints, Path(info.cluster_dir)) as service:
+        yield service
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Progress]:
+    """A progress bar, on a terminal only."""
+    if not err.is_terminal:
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+@app.command("ls", context_settings=EXTRA)
+def ls(ctx: typer.Context, stream: Annotated[str, typer.Option("--stream", help="Only this one.")] = "",
+       file: File = None, output: Output = Format.TABLE) -> None:
+    """Every version that has a record, the oldest first."""
+    with _service(ctx, file) as service:
+        rows = service.listing(stream)
+    if output is not Format.JSON:
+        rows = [{**r, "is": "head" if r["head"] else "", "durable": "yes" if r["durable"] else ""} for r in rows]
+    tables.show(out, rows, ("stream", "number", "state", "is", "nbytes", "step", "committed_at", "durable", "nodes",
+                             "pins"), output, wide=("epoch", "manifest", "meta"))
+
+
+@app.command(context_settings=EXTRA)
+def show(ctx: typer.Context, name: Name, file: File = None, output: Output = Format.TABLE) -> None:
+    """One version: what it is, and its tensors."""
+    from elastic_rl.dcs.versions.service import tensor_rows
+    with _service(ctx, file) as service:
+        version = service.resolve(name)
+        manifest = service.manifest(version)
+        older = service.before(version)
+        shared = _shared(manifest, service.manifest(older)) if older is not None else 0
+    rows = tensor_rows(manifest)
+    if output is Format.JSON:
+        tables.write_json({"version": version.model_dump(mode="json"), "chunks": dict(manifest.chunks),
+                            "shared_bytes": shared, "tensors": rows})
+        return
+    facts = {"version": f"{version.stream}/{version.number}", "state": version.state, "epoch": version.epoch,
+             "committed": tables.cell(version.committed_at, "committed_at"), "bytes": tables.size(manifest.nbytes),
+             "tensors": len(manifest.tensors), "chunks": len(manifest.chunks), "nodes": ", ".join(version.nodes),
+             "manifest": version.manifest, **version.meta}
+    if older is not None:
+        facts[f"as in {older.number}"] = tables.size(shared)
+    for key, value in facts.items():
+        out.print(f"{key:<14} {tables.cell(value, key)}", highlight=False, markup=False, soft_wrap=True)
+    out.print()
+    tables.show(out, rows, ("dtype", "shape", "nbytes", "name"), output, wide=("slices",))
+
+
+def _shared(new: Manifest, old: Manifest) -> int:
+    return sum(n for d, n in new.chunks.items() if d in old.chunks)
+
+
+@app.command(context_settings=EXTRA)
+def diff(ctx: typer.Context, old: Name, new: Name, file: File = None, output: Output = Format.TABLE) -> None:
+    """Which tensors changed from one version to another, and how much."""
+    with _service(ctx, file) as service:
+        changes = service.diff(old, new)
+    rows: list[dict[str, Any]] = [{**asdict(c), "share": c.share} for c in changes]
+    if output is Format.JSON:
+        tables.write_json(rows)
+        return
+    if not rows:
+        out.print("the same", highlight=False)
+        return
+    shown = [{**r, "changed_%": 100 * r["share"] if r["what"] == "changed" else None} for r in rows]
+    tables.show(out, shown, ("what", "elements", "changed_%", "max_abs", "relative_l2", "name"), output)
+    changed, elements = sum(c.changed for c in changes), sum(c.elements for c in changes)
+    out.print(f"{len(changes)} tensors differ, in {changed} of {elements} elements", highlight=False)
+
+
+@app.command(context_settings=EXTRA)
+def verify(ctx: typer.Context, name: Name, file: File = None, output: Output = Format.TABLE) -> None:
+    """Read every chunk on every node that should have it; exit code 1 when one is missing or corrupt."""
+    with _service(ctx, file) as service, _bar("reading") as progress:
+        version = service.resolve(name)
+        findings, nbytes = service.verify(name, progress)
+    if output is Format.JSON:
+        tables.write_json({"version": f"{version.stream}/{version.number}", "read_bytes": nbytes,
+                            "findings": [asdict(f) for f in findings]})
+    elif findings:
+        tables.show(out, [asdict(f) for f in findings], ("node", "what", "digest"), output)
+    else:
+        where = f"on {', '.join(version.nodes)}" if version.nodes else "(no node should have it)"
+        out.print(f"{version.stream}/{version.number} is sound {where}: {tables.size(nbytes)} read", highlight=False)
+    if findings:
+        raise typer.Exit(_EXIT_FAULTY)
+
+
+# -- keeping ----------------------------------------------------------------------------------------------------------
+@app.command(context_settings=EXTRA)
+def pin(ctx: typer.Context, name: Name, file: File = None,
+        duration: Annotated[str, typer.Option("--for", help="90s, 15m, 2h, 7d.")] = "1d") -> None:
+    """Keep a version from being released, for a while."""
+    with _service(ctx, file) as service:
+        version = service.pin(name, duration)
+        out.print(f"{version.stream}/{version.number} is kept for {service.me} for {duration}", highlight=False)
+
+
+@app.command(context_settings=EXTRA)
+def unpin(ctx: typer.Context, name: Name, holder: Annotated[str, typer.Option(help="Whose pin; yours.")] = "",
+          file: File = None) -> None:
+    """End a pin."""
+    with _service(ctx, file) as service:
+        service.unpin(name, holder)
+    out.print(f"{name} is no longer pinned by {holder or 'you'}", highlight=False)
+
+
+# -- out and in -------------------------------------------------------------------------------------------------------
+@app.command(context_settings=EXTRA)
+def export(ctx: typer.Context, name: Name, folder: Annotated[Path, typer.Argument(help="New folder.")],
+           like: Annotated[Path | None, typer.Option(help="Model folder to take config and tokenizer from.")] = None,
+           shard: Annotated[float, typer.Option(min=0.001, help="Largest file, in GB.")] = 5.0,
+           force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+           file: File = None) -> None:
+    """Write a version as a Hugging Face model folder."""
+    with _service(ctx, file) as service, _bar("writing") as progress:
+        files = service.export(name, folder, like=like, shard_bytes=int(shard * 1e9), force=force, progress=progress)
+    out.print(f"{folder}: {', '.join(files)}", highlight=False, soft_wrap=True)
+
+
+@app.command("import", context_settings=EXTRA)
+def import_(ctx: typer.Context, folder: Annotated[Path, typer.Argument(help="Model folder with safetensors.")],
+            stream: Annotated[str, typer.Argument(help="Such as policy.")],
+            yes: Annotated[bool, typer.Option("--yes", help="Also while a run is at work.")] = False,
+            file: File = None) -> None:
+    """Publish a model folder's weights as a stream's next version."""
+    with _service(ctx, file) as service, _bar("reading") as progress:
+        version = service.import_(folder, stream, yes=yes, progress=progress)
+    out.print(f"{version.stream}/{version.number}: {tables.size(version.nbytes)}", highlight=False)

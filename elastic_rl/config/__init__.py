@@ -1,0 +1,48 @@
+"""Every setting of a run: typed, documented, one module a section. One YAML file, each key also ``--key.sub=value``.
+
+Names carry their unit (``_s`` seconds, ``_bytes`` bytes). An unknown key is an error that names the nearest known one.
+"""
+
+from elastic_rl.config.alerts import AlertConfig, AlertRoute
+from elastic_rl.config.algorithm import AlgorithmConfig
+from elastic_rl.config.coordinator import CoordinatorConfig
+from elastic_rl.config.data import DataConfig
+from elastic_rl.config.dcs import DcsConfig, Stream
+from elastic_rl.config.device import DeviceConfig
+from elastic_rl.config.engine import EngineConfig
+from elastic_rl.config.etcd import EtcdConfig
+from elastic_rl.config.failure_policy import FailurePolicyConfig
+from elastic_rl.config.model import ModelConfig
+from elastic_rl.config.rollout import RolloutConfig
+from elastic_rl.config.root import Config, load, parse
+from elastic_rl.config.section import Positive, Seconds, Section
+from elastic_rl.config.sft import SftConfig
+from elastic_rl.config.telemetry import TelemetryConfig
+from elastic_rl.config.train import TrainConfig
+from elastic_rl.config.trainer import TrainerConfig
+
+__all__ = [
+    "AlertConfig",
+    "AlertRoute",
+    "AlgorithmConfig",
+    "Config",
+    "CoordinatorConfig",
+    "DataConfig",
+    "DcsConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "EtcdConfig",
+    "ModelConfig",
+    "FailurePolicyConfig",
+    "Positive",
+    "RolloutConfig",
+    "Seconds",
+    "Section",
+    "Stream",
+    "TelemetryConfig",
+    "TrainConfig",
+    "TrainerConfig",
+    "SftConfig",
+    "load",
+    "parse",
+]

@@ -1,0 +1,43 @@
+"""How etcd is reached."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from elastic_rl.config.section import Seconds, Section
+
+
+class EtcdConfig(Section):
+    endpoints: list[str] = []
+    """``host:port`` of the members of an etcd that someone else runs. Empty: ``elastic-rl up`` starts one member."""
+    call_timeout_s: Seconds = 0.5
+    """Deadline of one attempt on one member."""
+    retry_budget_s: Seconds = 15.0
+    """How long a call goes from member to member before it raises EtcdUnavailable."""
+    start_timeout_s: Seconds = 20.0
+    """How long ``up`` waits for an etcd that it started."""
+
+    tls_ca: str = ""
+    """PEM file of the authority that signed the members' certificates; set: every connection to etcd is TLS."""
+    tls_cert: str = ""
+    """PEM file with this client's certificate, for an etcd with ``--client-cert-auth``."""
+    tls_key: str = ""
+    """PEM file with its key."""
+    tls_server_name: str = ""
+    """Name that the members' certificates are for, where it is not the one in ``endpoints``."""
+    user: str = ""
+    """User of an etcd with authentication; needs read and write on the prefix ``/elastic_rl/``."""
+    password_file: str = ""
+    """Text file with the user's password; read at each sign-in, so that a new password needs no restart."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> EtcdConfig:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key belong together")
+        if not self.tls_ca and (self.tls_cert or self.tls_server_name):
+            raise ValueError("tls_cert and tls_server_name need tls_ca, the authority of the members' certificates")
+        if bool(self.user) != bool(self.password_file):
+            raise ValueError("user and password_file belong together")
+        if (self.tls_ca or self.user) and not self.endpoints:
+            raise ValueError("tls_ca and user are for an etcd that someone else runs: set endpoints")
+        return self

@@ -1,0 +1,161 @@
+"""Which faults are alerts, which of them are one, when they begin and when they are over. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import replace
+
+from elastic_rl.coordinator.alerts.conditions import conditions
+from elastic_rl.coordinator.alerts.facts import RUN_OVER, World
+from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
+from elastic_rl.coordinator.election import leader_gap
+from elastic_rl.coordinator.membership import registry
+from elastic_rl.etcd.records import EngineState, Event, Severity
+
+__all__ = ["BY_LEADER", "RUN_OVER", "World", "conditions", "ends", "fold", "released", "report"]
+
+BY_LEADER = "leader"
+"""``data["by"]`` of events that the leader made from the roster; the roster opens their alert already."""
+QUIET_S = 60.0
+"""A report of which nobody says when it is over ends when it was not repeated for so long."""
+SETTLE_S = 3.0
+"""Reports of one engine's end by its runner, its driver and the leader come within this time."""
+
+_ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
+_TRAINER = ("trainer.failed", "trainer.agent_ended", "trainer.dead")
+_WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "staleness.")
+_NEWS = ("restart.wanted", "router.restarted", leader_gap.KIND)
+_ENDED_BY = {"trainer.recovered": f"trainer.dead/{registry.TRAINER}",
+             "engine.fetch_recovered": "engine.cannot_fetch/{}",
+             "dcs.durable_recovered": "dcs.durable_failed/{}"}
+"""Kinds of events that declare an alert over, and its key; {} is the event's subject."""
+_ENDS_WITH = {"trainer.hung": "trainer.dead", "engine.lagging": "engine.cannot_fetch",
+              "durable.behind": "dcs.durable_failed", "driver.dead": "run.global_restart",
+              "driver.hung": "run.global_restart"}
+"""Alerts that may stand for one of another kind (see ``fold``), whose end is theirs."""
+_RANK = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
+_RUN = "run"
+
+
+def report(event: Event, revision: int, job: str) -> Condition | None:
+    """The alert that an event asks for, if any."""
+    kind, subject = event.kind, event.subject
+    if kind in _NEWS:
+        return Condition(kind, subject, event.message, event.severity, tell_end=False, revision=revision)
+    if kind in _ENGINE:
+        kind = "engine.dead"
+    elif event.data.get("by") == BY_LEADER:
+        return None
+    elif kind in _TRAINER:
+        kind, subject = "trainer.dead", registry.TRAINER
+    elif kind == "run.failed":
+        kind, subject = "job.failed", job
+    elif kind == "version.dropped":
+        kind = "publish.failed"
+    elif not (event.severity is Severity.ERROR
+              or (event.severity is Severity.WARNING and kind.startswith(_WARNINGS)) or kind == "publish.failed"):
+        return None
+    severity = Severity.ERROR if event.severity is Severity.INFO else event.severity
+    return Condition(kind, subject, event.message, severity, revision=revision)
+
+
+def ends(event: Event, job: str) -> str | None:
+    """Key of the alert that an event declares over, if any."""
+    if event.kind == "operation.cancelled" and event.subject == "job":
+        return f"run.global_restart/{job}"
+    key = _ENDED_BY.get(event.kind)
+    return key.format(event.subject) if key else None
+
+
+def fault_of(kind: str, subject: str) -> str:
+    """What is at fault, so that several signs of one fault are one alert: a member that hangs, is killed for it and
+    dies; a driver whose end makes everything start anew; a store that fails and so falls behind."""
+    part, _, what = kind.partition(".")
+    match kind:
+        case "restart.wanted":
+            group, _, name = subject.partition("/")
+            return _RUN if subject == "job" else {"engines": f"engine/{name}", "roles": f"{name}/"}.get(group, subject)
+        case "run.global_restart":
+            return _RUN
+        case "run.crash_loop" | "job.failed":
+            return "job"
+        case "durable.behind" | "dcs.durable_failed":
+            return "durable"
+    if part == "driver":
+        return _RUN
+    if part == registry.TRAINER and what in ("dead", "hung"):
+        return registry.TRAINER
+    if part == registry.ENGINE or what in ("dead", "hung"):
+        return f"{part}/{subject}"
+    return f"{kind}/{subject}"
+
+
+def fold(found: Iterable[Condition], known: Iterable[Alert]) -> list[Condition]:
+    """Gives signs of a fault that has an open alert already the key of that alert, if it is no less serious: who is
+    only told of errors must hear of an error. News of a fault that has an alert is left out."""
+    open_by_fault: dict[str, list[tuple[str, str, Severity]]] = {}
+    for alert in sorted((a for a in known if a.open), key=lambda a: (-_RANK[a.severity], a.since, a.id)):
+        open_by_fault.setdefault(fault_of(alert.kind, alert.subject), []).append(
+            (alert.kind, alert.subject, alert.severity))
+    out = []
+    for c in sorted(found, key=lambda c: (not c.tell_end, -_RANK[c.severity])):  # the worst opens the alert
+        fault = fault_of(c.kind, c.subject)
+        first = next(iter(open_by_fault.get(fault, ())), None)
+        if not c.tell_end:
+            prefix = fault if fault.endswith("/") else ""  # a role, whichever of its members it is
+            if first is None and not any(prefix and f.startswith(prefix) for f in open_by_fault):
+                out.append(c)
+            continue
+        same = any((c.kind, c.subject) == (k, s) for k, s, _ in open_by_fault.get(fault, ()))
+        if first is not None and not same and _RANK[first[2]] >= _RANK[c.severity]:
+            c = replace(c, kind=first[0], subject=first[1])
+        elif not same:
+            open_by_fault.setdefault(fault, []).insert(0, (c.kind, c.subject, c.severity))
+        out.append(c)
+    return out
+
+
+def with_causes(reports: Iterable[Condition], world: World) -> list[Condition]:
+    """Reports with the host of the engine that they are about."""
+    return [replace(c, cause=engine.host) if c.kind.startswith("engine.") and (engine := world.engine(c.subject)) else c
+            for c in reports]
+
+
+def declared_over(alert: Alert, over: Set[str]) -> bool:
+    """Whether an event said that an alert is over. ``over``: the keys that such events named."""
+    if alert.key in over:
+        return True
+    twin = _ENDS_WITH.get(alert.kind)
+    fault = fault_of(alert.kind, alert.subject)
+    return twin is not None and any(
+        k == twin and fault_of(k, s) == fault for k, _, s in (key.partition("/") for key in over))
+
+
+def released(alert: Alert, world: World, now: float) -> bool:
+    """Whether the trouble of a reported alert is over, by the state of the world."""
+    if not alert.tell_end:
+        return True
+    match alert.kind:
+        case "engine.dead" | "engine.hung":
+            whole = all(world.ready(n) >= world.specs[n].desired for n in world.statuses if n in world.specs)
+            stale = any(e.id == alert.subject and e.state is EngineState.READY and e.updated_at < alert.last_at
+                        for e in world.engines)
+            return world.run_over or (whole and not stale and now - alert.last_at >= SETTLE_S)
+        case "trainer.dead" | "trainer.hung":
+            return world.run_over or any(s.role == registry.TRAINER and s.id == "rank-0" and not s.dead
+                                         and s.first_seen > alert.last_at for s in world.roster)
+        case "driver.dead" | "driver.hung" | "run.global_restart":
+            facts = world.facts
+            return world.run_over or (alert.revision < facts.epoch_revision < facts.status_revision
+                                      and world.status is not None and world.status.phase in ("sft", "rl"))
+        case "engine.cannot_fetch" | "engine.lagging":
+            return world.run_over or world.engine(alert.subject) is None
+        case "dcs.durable_failed" | "durable.behind":
+            return world.run_over
+        case "publish.failed":
+            moved = world.heads.get(alert.subject, max(world.heads.values(), default=0))
+            return moved > alert.revision or world.run_over
+        case "job.failed" | "run.crash_loop":
+            return world.status is None or world.status.phase != "failed"
+        case _:
+            return now - alert.last_at >= QUIET_S

@@ -1,0 +1,100 @@
+"""Silences: what an operator does not want to hear of for a while. A silenced alert is shown with the silence's id."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.operations.service import Once
+from elastic_rl.coordinator.problems import Problem, no_leader, not_found
+from elastic_rl.errors import OutcomeUnknown
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Event, Silence
+
+MOST = 200
+LONGEST_S = 30 * 86400.0
+_TEXT = 500
+
+
+def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration_s: float, kind: str = "*",
+                   subject: str = "*", by: str = "", comment: str = "", once: Once | None = None,
+                   dry_run: bool = False) -> Silence:
+    """Silences alerts whose kind and subject match for so many seconds. Needs the leadership.
+
+    Raises problems: 422 for patterns or a time that make no sense; 409 when there are too many silences; 503 and 504 as
+    every write.
+    """
+    _check(duration_s, kind, subject, comment)
+    now = time.time()
+    silence = Silence(id=f"s-{int(now * 1000):013d}-{secrets.token_hex(3)}", kind=kind, subject=subject,
+                      created_at=now, until=now + duration_s, by=by, comment=comment)
+    if etcd.count(keys.silences_prefix()) >= MOST:
+        raise Problem(409, "conflict", "There are too many silences", f"{MOST} at most; delete some first")
+    if dry_run:
+        return silence
+    key = keys.silence(silence.id)
+    message = f"alerts {kind} of {subject} are silenced for {duration_s:.0f} s" + (f" by {by}" if by else "")
+    event = events.build("alerts.silenced", silence.id, message, by=by, until=silence.until)
+    compares, ops = [Compare.absent(key)], [Op.put(key, silence.encode())]
+    if once is not None:
+        compares, ops = [*compares, *once.compares], [*ops, *once.ops(f"/v1/silences/{silence.id}")]
+    if not _commit(etcd, keys, election, compares, ops, event):
+        raise Problem(409, "conflict", "The same request is being carried out",
+                      "a request with this Idempotency-Key was faster; send it again to get its answer")
+    return silence
+
+
+def list_silences(etcd: EtcdClient, keys: Keys) -> list[Silence]:
+    """The oldest first. One that has ended may be shown until the leader has deleted it."""
+    return [Silence.decode(kv.value) for kv in etcd.range(keys.silences_prefix())[0]]
+
+
+def delete_silence(etcd: EtcdClient, keys: Keys, election: Election, silence_id: str, *, by: str = "",
+                   dry_run: bool = False) -> None:
+    """Ends a silence now; alerts that still fire are then told. Needs the leadership. Raises problems: 404, 503,
+    504."""
+    key = keys.silence(silence_id)
+    if etcd.get(key) is None:
+        raise not_found("silence", silence_id)
+    if dry_run:
+        return
+    message = f"silence {silence_id} was ended" + (f" by {by}" if by else "")
+    event = events.build("alerts.unsilenced", silence_id, message, by=by)
+    if not _commit(etcd, keys, election, [Compare.exists(key)], [Op.delete(key)], event):
+        raise not_found("silence", silence_id)
+
+
+def _check(duration_s: float, kind: str, subject: str, comment: str) -> None:
+    faults = []
+    if not 0 < duration_s <= LONGEST_S:
+        faults.append(("/duration_s", f"between 0 and {LONGEST_S:.0f} seconds"))
+    for name, text in (("/kind", kind), ("/subject", subject)):
+        if not 0 < len(text) <= _TEXT:
+            faults.append((name, f"1 to {_TEXT} characters; * stands for anything"))
+    if len(comment) > _TEXT:
+        faults.append(("/comment", f"at most {_TEXT} characters"))
+    if faults:
+        raise Problem(422, "invalid", "The request is not valid", "; ".join(f"{p}: {d}" for p, d in faults),
+                      errors=[{"pointer": p, "detail": d} for p, d in faults])
+
+
+def _commit(etcd: EtcdClient, keys: Keys, election: Election, compares: Sequence[Compare], ops: Sequence[Op],
+            event: Event) -> bool:
+    """Whether the transaction went through; false when a condition besides the leadership did not hold."""
+    if not election.is_leader:
+        raise no_leader(f"{election.replica} does not lead")
+    guard = election.guard
+    try:
+        if etcd.txn([*guard, *compares], [*ops, events.put_op(keys, event)]).succeeded:
+            return True
+    except OutcomeUnknown:
+        if etcd.get(keys.event(event.id)) is not None:  # the event is the token of this change
+            return True
+        raise
+    if not etcd.txn(guard, []).succeeded:
+        raise no_leader(f"{election.replica} no longer leads")
+    return False

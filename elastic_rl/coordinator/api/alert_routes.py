@@ -1,0 +1,77 @@
+"""Routes about who hears of alerts: silences, and tests of the receivers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Body, FastAPI, Request, Response
+
+from elastic_rl.coordinator import problems
+from elastic_rl.coordinator.alerts import alert_test, silences
+from elastic_rl.coordinator.alerts.alert_test import TestResult
+from elastic_rl.coordinator.api import pages, route_docs
+from elastic_rl.coordinator.api.context import Context, Ctx, asker
+from elastic_rl.coordinator.api.idempotency import Claim
+from elastic_rl.coordinator.api.idempotent import SILENCES, TESTS, DryRun, Key, Made, carry_out, hand_on
+from elastic_rl.coordinator.api.models import SilenceOf, SilencePage
+from elastic_rl.coordinator.api.pages import After, Limit
+from elastic_rl.coordinator.api.read_routes import Name
+from elastic_rl.coordinator.api.route_docs import described
+from elastic_rl.etcd.records import Silence
+
+
+def install(app: FastAPI) -> None:
+    """Adds the routes."""
+    app.get("/v1/silences", response_model=SilencePage, **described(route_docs.LIST_SILENCES))(list_silences)
+    app.post("/v1/silences", response_model=Silence, **described(route_docs.SILENCE))(silence)
+    app.delete("/v1/silences/{silence_id}", response_model=Silence, **described(route_docs.END_SILENCE))(end_silence)
+    app.post("/v1/alerts/test", response_model=TestResult, **described(route_docs.TEST_ALERTS))(test_alerts)
+    app.get("/v1/alerts/tests/{test_id}", response_model=TestResult, **described(route_docs.TEST_RESULT))(test_result)
+
+
+def list_silences(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """The oldest first. One that has ended may be shown until the leader has deleted it."""
+    return pages.stored(ctx.etcd, ctx.keys.silences_prefix(), limit, after)
+
+
+def silence(request: Request, ctx: Ctx, body: Annotated[SilenceOf, Body()], dry_run: DryRun = False,
+            idempotency_key: Key = None) -> Response:
+    """Alerts whose kind and subject match are not told for a while; ``*`` stands for anything."""
+    def change(once: Claim | None) -> Made:
+        made = silences.create_silence(ctx.etcd, ctx.keys, ctx.election, duration_s=body.duration_s, kind=body.kind,
+                                       subject=body.subject, comment=body.comment, by=asker(request), once=once,
+                                       dry_run=dry_run)
+        return Made(SILENCES + made.id, made.model_dump_json())
+
+    return carry_out(request, ctx, body, idempotency_key, change, dry_run=dry_run, status=201)
+
+
+def end_silence(request: Request, ctx: Ctx, silence_id: Name, dry_run: DryRun = False) -> Response:
+    """Answers with the silence as it was. Alerts that still fire are told now."""
+    if not ctx.election.is_leader:
+        return hand_on(request, ctx)
+    found = ctx.etcd.get(ctx.keys.silence(silence_id))
+    if found is None:
+        raise problems.not_found("silence", silence_id)
+    silences.delete_silence(ctx.etcd, ctx.keys, ctx.election, silence_id, by=asker(request), dry_run=dry_run)
+    return Response(found.value, media_type=pages.JSON)
+
+
+def test_alerts(request: Request, ctx: Ctx, dry_run: DryRun = False, idempotency_key: Key = None) -> Response:
+    """Each receiver is sent a message; look at Location until none of them is ``waiting`` any more."""
+    def change(once: Claim | None) -> Made:
+        if dry_run:
+            return Made("", alert_test.planned(ctx.receivers).model_dump_json())
+        test_id = alert_test.begin(ctx.etcd, ctx.keys, ctx.election, by=asker(request), once=once)
+        return Made(TESTS + test_id, _result(ctx, test_id))
+
+    return carry_out(request, ctx, None, idempotency_key, change, dry_run=dry_run)
+
+
+def test_result(ctx: Ctx, test_id: Name) -> Response:
+    """What became of a test so far; it is kept for some minutes."""
+    return Response(_result(ctx, test_id), media_type=pages.JSON)
+
+
+def _result(ctx: Context, test_id: str) -> str:
+    return alert_test.result(ctx.etcd, ctx.keys, ctx.receivers, test_id).model_dump_json()

@@ -1,0 +1,152 @@
+"""The job's state as its watchers see it: what a change of a key means to them. No I/O.
+
+Most kinds are one record under one key and go out as they are stored. A pool is two keys (what is wanted and what is)
+and the job is several (its status, the epoch, who leads), so a ``ChangeProjector`` remembers these parts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import orjson
+from pydantic import ValidationError
+
+from elastic_rl.coordinator import job_view, pools
+from elastic_rl.etcd.client import KeyValue, WatchEvent
+from elastic_rl.etcd.keys import Keys
+
+log = logging.getLogger(__name__)
+
+KINDS = ("job", "pool", "engine", "version", "operation", "alert", "event", "member", "step")
+
+
+@dataclass(frozen=True)
+class Change:
+    """An object that is new or different, or that is gone."""
+
+    revision: int
+    kind: str
+    """One of KINDS."""
+    id: str
+    """Unique within its kind: a pool's name, ``role/id`` of a member, ``stream/number`` of a version, the number of a
+    step, ``kind/subject`` of an alert, the id of anything else; the job's name."""
+    object: bytes | None
+    """The object as JSON; None when it is gone."""
+
+    @cached_property
+    def frame(self) -> bytes:
+        """As a Server-Sent Event; encoded once, whoever gets it."""
+        head = f'id: {self.revision}\nevent: change\ndata: {{"kind":"{self.kind}","id":{json.dumps(self.id)},"object":'
+        return head.encode() + (self.object or b"null") + b"}\n\n"
+
+
+class ChangeProjector:
+    """What was last seen of the job. Used by one thread."""
+
+    def __init__(self, keys: Keys, replica: str) -> None:
+        self._keys, self._replica = keys, replica
+        self._parts: dict[str, KeyValue] = {}  # of pools and of the job
+        self._alerts: dict[str, str] = {}  # key of an alert's condition → key of its newest record
+        self._readers: dict[str, Callable[[str, WatchEvent], Change | None]] = {
+            "pools": self._pool, "job": self._job, "epoch": self._job, "leader": self._job,
+            "engines": _record("engine"), "operations": _record("operation"), "members": self._member,
+            "alerts": self._alert, "events": _growing("event"), "steps": _growing("step"), "dcs": _version}
+
+    def load(self, kvs: Iterable[KeyValue]) -> None:
+        """Takes keys as they are, to begin with: those of the pools, of the job and of the alerts."""
+        for kv in kvs:
+            name = kv.key.removeprefix(self._keys.root)
+            if name.startswith("alerts/"):
+                self._alerts[name.rpartition("/")[0]] = kv.key
+            else:
+                self._parts[kv.key] = kv
+
+    def apply(self, event: WatchEvent) -> Change | None:
+        """The change that an event of the store means; None where there is nothing to tell."""
+        name = event.kv.key.removeprefix(self._keys.root)
+        reader = self._readers.get(name.partition("/")[0])
+        if reader is None:
+            return None
+        try:
+            return reader(name, event)
+        except (ValidationError, ValueError, KeyError) as e:  # a record that this release cannot read
+            log.warning("a change of %s cannot be told: %s", event.kv.key, e)
+            return None
+
+    # -- what is made of several keys ---------------------------------------------------------------------------
+    def _remember(self, event: WatchEvent) -> None:
+        if event.type == "put":
+            self._parts[event.kv.key] = event.kv
+        else:
+            self._parts.pop(event.kv.key, None)
+
+    def _pool(self, name: str, event: WatchEvent) -> Change | None:
+        self._remember(event)
+        pool = name.split("/")[1]
+        spec = self._parts.get(self._keys.pool_spec(pool))
+        if spec is None and event.kv.key != self._keys.pool_spec(pool):
+            return None
+        shown = pools.view(spec, self._parts.get(self._keys.pool_status(pool))) if spec else None
+        return Change(event.kv.mod_revision, "pool", pool, shown.model_dump_json().encode() if shown else None)
+
+    def _job(self, name: str, event: WatchEvent) -> Change:
+        self._remember(event)
+        prefix = self._keys.leader_prefix()
+        candidates = [kv for key, kv in self._parts.items() if key.startswith(prefix)]
+        shown = job_view.view(self._keys, self._replica, self._parts.get(self._keys.job_status()),
+                          self._parts.get(self._keys.epoch()), candidates)
+        return Change(event.kv.mod_revision, "job", self._keys.job, shown.model_dump_json().encode())
+
+    def _alert(self, name: str, event: WatchEvent) -> Change | None:
+        condition = name.rpartition("/")[0]
+        if event.type == "put":
+            self._alerts[condition] = event.kv.key
+        elif self._alerts.get(condition) != event.kv.key:
+            return None  # an old alert is dropped while the condition holds again
+        else:
+            del self._alerts[condition]
+        return _whole("alert", condition.removeprefix("alerts/"), event)
+
+    def _member(self, name: str, event: WatchEvent) -> Change | None:
+        if event.type == "put" and event.prev is not None and _only_beat(event.prev.value, event.kv.value):
+            return None
+        return _whole("member", name.removeprefix("members/"), event)
+
+
+def _only_beat(old: bytes, new: bytes) -> bool:
+    """Whether a member said no more than that it lives."""
+    before, after = orjson.loads(old), orjson.loads(new)
+    return bool({**before, "beat_at": 0} == {**after, "beat_at": 0})
+
+
+def _whole(kind: str, name: str, event: WatchEvent) -> Change:
+    return Change(event.kv.mod_revision, kind, name, event.kv.value if event.type == "put" else None)
+
+
+def _record(kind: str) -> Callable[[str, WatchEvent], Change | None]:
+    def read(name: str, event: WatchEvent) -> Change:
+        return _whole(kind, name.partition("/")[2], event)
+
+    return read
+
+
+def _growing(kind: str) -> Callable[[str, WatchEvent], Change | None]:
+    """Of a log: that its old entries are trimmed is nothing to tell."""
+    def read(name: str, event: WatchEvent) -> Change | None:
+        if event.type == "delete":
+            return None
+        entry = name.partition("/")[2]
+        return _whole(kind, str(int(entry)) if kind == "step" else entry, event)
+
+    return read
+
+
+def _version(name: str, event: WatchEvent) -> Change | None:
+    parts = name.split("/")  # dcs/streams/<stream>/versions/<number>
+    if len(parts) != 5 or parts[1] != "streams" or parts[3] != "versions":
+        return None
+    return _whole("version", f"{parts[2]}/{int(parts[4])}", event)

@@ -1,0 +1,200 @@
+"""Routes that only look."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import orjson
+from fastapi import FastAPI, Path, Query, Response
+
+from elastic_rl.config import Stream
+from elastic_rl.coordinator import job_view, pools, problems
+from elastic_rl.coordinator.api import pages, route_docs
+from elastic_rl.coordinator.api.context import Ctx
+from elastic_rl.coordinator.api.models import (
+    AlertPage,
+    EnginePage,
+    Health,
+    MemberPage,
+    OperationPage,
+    PoolPage,
+    Readiness,
+    StepPage,
+    VersionPage,
+)
+from elastic_rl.coordinator.api.pages import After, Limit
+from elastic_rl.coordinator.api.route_docs import described
+from elastic_rl.coordinator.job_view import JobView
+from elastic_rl.coordinator.metrics import scrape
+from elastic_rl.coordinator.pools import PoolView
+from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.etcd.records import Engine, Operation, OperationState
+from elastic_rl.telemetry import metrics as registry
+
+Name = Annotated[str, Path(max_length=200)]
+_SCANNED = 2_000
+"""Records that a filtered listing looks at for one page; the page may then be short, and still have a ``next``."""
+
+
+def install(app: FastAPI) -> None:
+    """Adds the routes."""
+    for path, answer, handler, route in (
+            ("/healthz", Health, healthz, route_docs.HEALTH), ("/readyz", Readiness, readyz, route_docs.READY),
+            ("/v1/job", JobView, job, route_docs.JOB),
+            ("/v1/pools", PoolPage, list_pools, route_docs.POOLS),
+            ("/v1/pools/{name}", PoolView, one_pool, route_docs.POOL),
+            ("/v1/engines", EnginePage, list_engines, route_docs.ENGINES),
+            ("/v1/engines/{engine_id}", Engine, one_engine, route_docs.ENGINE),
+            ("/v1/operations", OperationPage, list_operations, route_docs.OPERATIONS),
+            ("/v1/operations/{operation_id}", Operation, one_operation, route_docs.OPERATION),
+            ("/v1/versions", VersionPage, list_versions, route_docs.VERSIONS),
+            ("/v1/members", MemberPage, list_members, route_docs.MEMBERS),
+            ("/v1/alerts", AlertPage, list_alerts, route_docs.ALERTS),
+            ("/v1/steps", StepPage, list_steps, route_docs.STEPS)):
+        app.get(path, response_model=answer, **described(route))(handler)
+    app.get("/metrics", response_model=None, response_class=_Text, **described(route_docs.METRICS))(prometheus)
+
+
+class _Text(Response):
+    media_type = "text/plain"
+
+
+# -- probes ------------------------------------------------------------------------------------------------------------
+async def healthz(ctx: Ctx) -> Health:
+    """Says nothing about etcd."""
+    return Health(status="ok", replica=ctx.election.replica)
+
+
+def readyz(ctx: Ctx) -> Readiness:
+    """503 while etcd does not answer or the replica stops."""
+    if ctx.stopping.is_set():
+        raise Problem(503, Kind.STOPPING, "The replica is stopping")
+    leader = ctx.election.current()
+    return Readiness(status="ready", replica=ctx.election.replica, leader=leader.replica if leader else None)
+
+
+def prometheus(ctx: Ctx) -> Response:
+    """In the text format. While etcd is away the job's numbers are those of the last scrape."""
+    return Response(scrape.scrape(ctx.etcd, ctx.keys, ctx.election), media_type=registry.CONTENT_TYPE)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+def job(ctx: Ctx) -> Response:
+    """All as of one moment."""
+    return _json(job_view.read(ctx.etcd, ctx.keys, ctx.election.replica).model_dump_json().encode())
+
+
+def list_pools(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """By name."""
+    found, more = pools.page(ctx.etcd, ctx.keys, limit, pages.place(after) if after else "")
+    return pages.page([p.model_dump_json().encode() for p in found], found[-1].name if more and found else None)
+
+
+def one_pool(ctx: Ctx, name: Name) -> Response:
+    """With its ETag, which a change of what is wanted changes (and what is there does not)."""
+    found = pools.get_pool(ctx.etcd, ctx.keys, name)
+    return _json(found.model_dump_json().encode(), {"ETag": found.etag})
+
+
+def list_engines(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """By id."""
+    return pages.stored(ctx.etcd, ctx.keys.engines_prefix(), limit, after)
+
+
+def one_engine(ctx: Ctx, engine_id: Name) -> Response:
+    """The engine's record."""
+    return _record(ctx, ctx.keys.engine(engine_id), "engine", engine_id)
+
+
+def list_operations(ctx: Ctx, state: Annotated[OperationState | None, Query(description="Only those in it.")] = None,
+                    limit: Limit = 100, after: After = "") -> Response:
+    """The newest first; with ``state`` a page may be short and still have a ``next``."""
+    prefix = ctx.keys.operations_prefix()
+    if state is None:
+        return pages.stored(ctx.etcd, prefix, limit, after, newest_first=True)
+    found = ctx.etcd.page(prefix, limit=_SCANNED, before=prefix + pages.place(after) if after else "",
+                           newest_first=True)
+    items: list[bytes] = []
+    last = ""
+    for kv in found.kvs:
+        if len(items) == limit:
+            return pages.page(items, last)
+        last = kv.key.removeprefix(prefix)
+        if orjson.loads(kv.value)["state"] == state:
+            items.append(kv.value)
+    return pages.page(items, last if found.more else None)
+
+
+def one_operation(ctx: Ctx, operation_id: Name) -> Response:
+    """How far it is."""
+    return _record(ctx, ctx.keys.operation(operation_id), "operation", operation_id)
+
+
+def list_versions(ctx: Ctx, stream: Annotated[str | None, Query(max_length=100, description="Only this one.")] = None,
+                  limit: Limit = 100, after: After = "") -> Response:
+    """The newest first, of one stream or of both."""
+    places = _places(after) if after else {}
+    heads = []
+    for name in Stream if stream is None else (stream,):
+        if places.get(name) != 1:
+            found = pages.newest_versions(ctx.etcd, ctx.keys, name, limit + 1, below=places.get(name, 0))
+            heads.append([_Head(float(orjson.loads(kv.value).get("created_at", 0.0)), name,
+                                int(kv.key.rpartition("/")[2]), kv.value) for kv in found])
+    merged = _merge(heads)
+    for head in merged[:limit]:
+        places[head.stream] = head.number
+    rest = ",".join(f"{name}:{number}" for name, number in sorted(places.items()))
+    return pages.page([head.record for head in merged[:limit]], rest if len(merged) > limit else None)
+
+
+def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, description="Only of this role.")] = "",
+                 limit: Limit = 100, after: After = "") -> Response:
+    """By role and id."""
+    return pages.stored(ctx.etcd, ctx.keys.members_prefix(role), limit, after)
+
+
+def list_alerts(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """By what they are about."""
+    return pages.stored(ctx.etcd, ctx.keys.alerts_prefix(), limit, after)
+
+
+def list_steps(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
+    """One point a step; old ones are thinned out."""
+    return pages.stored(ctx.etcd, ctx.keys.steps_prefix(), limit, after, newest_first=True)
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+class _Head(NamedTuple):
+    """A version in a listing of several streams."""
+
+    created_at: float
+    stream: str
+    number: int
+    record: bytes
+
+
+def _merge(streams: list[list[_Head]]) -> list[_Head]:
+    """By age, the youngest first; those of one stream stay in their order."""
+    merged: list[_Head] = []
+    while left := [s for s in streams if s]:
+        merged.append(max(left, key=lambda s: s[0].created_at).pop(0))
+    return merged
+
+
+def _places(after: str) -> dict[str, int]:
+    """The last number given of each stream. Raises a 422 problem for what is no cursor of this listing."""
+    places = dict(part.rpartition(":")[::2] for part in pages.place(after).split(","))
+    if not all(n.isascii() and n.isdecimal() and 0 < len(n) < 13 and int(n) for n in places.values()):
+        raise pages.bad_cursor(after)
+    return {name: int(number) for name, number in places.items()}
+
+
+def _record(ctx: Ctx, key: str, what: str, name: str) -> Response:
+    found = ctx.etcd.get(key)
+    if found is None:
+        raise problems.not_found(what, name)
+    return _json(found.value)
+
+
+def _json(content: bytes, headers: dict[str, str] | None = None) -> Response:
+    return Response(content, headers=headers, media_type=pages.JSON)

@@ -1,0 +1,176 @@
+"""What the OpenAPI document says of each route beyond its types: summary, examples, and every error answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_rl.coordinator.problems import MEDIA_TYPE, TYPE_PREFIX, Kind
+
+PROBLEMS: Mapping[Kind, tuple[int, str]] = {
+    Kind.MALFORMED: (400, "The body is not JSON."),
+    Kind.UNAUTHORIZED: (401, "There is no token in the request."),
+    Kind.UNKNOWN_TOKEN: (401, "The token is not in the table; it is misspelt or was withdrawn."),
+    Kind.FORBIDDEN: (403, "The token is a viewer's, and this needs an operator's."),
+    Kind.NOT_FOUND: (404, "There is no such thing (or no such path)."),
+    Kind.METHOD_NOT_ALLOWED: (405, "The path does not take this method; `Allow` names those that it takes."),
+    Kind.REQUEST_TIMEOUT: (408, "The request's body took longer than coordinator.request_timeout_s to arrive."),
+    Kind.CONFLICT: (409, "What is there does not allow it, or somebody else was faster; `detail` says which."),
+    Kind.GONE: (410, "The request was carried out, but what it made is no longer kept."),
+    Kind.PRECONDITION_FAILED: (412, "The pool is not the one that If-Match names; GET it again."),
+    Kind.BODY_TOO_LARGE: (413, "The body has more than coordinator.max_body_bytes."),
+    Kind.UNSUPPORTED_MEDIA_TYPE: (415, "A body must be `application/json`."),
+    Kind.INVALID: (422, "The request is well-formed and wrong; `errors` points at what."),
+    Kind.UNKNOWN_PARAMETER: (422, "A query parameter that the route does not have."),
+    Kind.IDEMPOTENCY_KEY_REUSED: (422, "The Idempotency-Key was used for another request."),
+    Kind.PRECONDITION_REQUIRED: (428, "The change needs If-Match with the pool's ETag, or `*`."),
+    Kind.NO_LEADER: (503, "No replica leads at the moment; try again after `Retry-After` seconds."),
+    Kind.STORE_UNAVAILABLE: (503, "etcd does not answer; nothing was changed."),
+    Kind.TOKEN_TABLE: (503, "The replica cannot read its token table."),
+    Kind.OVERLOADED: (503, "The replica works on coordinator.max_requests requests; try again."),
+    Kind.TOO_MANY_STREAMS: (503, "coordinator.max_streams streams are open; ask another replica."),
+    Kind.STOPPING: (503, "The replica is about to end."),
+    Kind.OUTCOME_UNKNOWN: (504, "The answer was lost and the change may have happened; send it again with the same "
+                                "Idempotency-Key, or look."),
+    Kind.INTERNAL: (500, "A bug; the replica's log has the traceback."),
+    Kind.HTTP: (400, "Any other error of the protocol."),
+}
+"""Every problem: its usual status, and what it means."""
+
+_READS = (Kind.UNAUTHORIZED, Kind.UNKNOWN_TOKEN, Kind.INVALID, Kind.UNKNOWN_PARAMETER, Kind.STORE_UNAVAILABLE,
+          Kind.TOKEN_TABLE, Kind.OVERLOADED)
+_CHANGES = (*_READS, Kind.FORBIDDEN, Kind.NOT_FOUND, Kind.REQUEST_TIMEOUT, Kind.CONFLICT, Kind.BODY_TOO_LARGE,
+            Kind.UNSUPPORTED_MEDIA_TYPE, Kind.NO_LEADER, Kind.OUTCOME_UNKNOWN)
+_POSTS = (*_CHANGES, Kind.MALFORMED, Kind.GONE, Kind.IDEMPOTENCY_KEY_REUSED)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route, as people read about it."""
+
+    name: str
+    summary: str
+    tag: str
+    errors: Sequence[Kind]
+    example: Any = None
+    status: int = 200
+    success: str = "What was asked for."
+    headers: Mapping[str, str] | None = None
+    """Headers of the answer, and what they hold."""
+    media_type: str = "application/json"
+    dry_run: Any = None
+    """Example of what a dry run answers with 200, where that is not the status of the change."""
+    makes: str = ""
+    """Schema of that."""
+
+
+def described(route: Route) -> dict[str, Any]:
+    """The arguments of FastAPI's decorator."""
+    content: dict[str, Any] = {route.media_type: {"example": route.example} if route.example is not None else {}}
+    if route.media_type == "text/event-stream":
+        content[route.media_type]["schema"] = {"type": "string"}
+    success: dict[str, Any] = {"description": route.success, "content": content}
+    if route.headers:
+        success["headers"] = {name: {"description": text, "schema": {"type": "string"}}
+                              for name, text in route.headers.items()}
+    responses: dict[int | str, dict[str, Any]] = {route.status: success, **_errors(route.errors)}
+    if route.dry_run is not None:
+        responses[200] = {"description": "A dry run: what would be done.", "content": {
+            "application/json": {"schema": {"$ref": f"#/components/schemas/{route.makes}"}, "example": route.dry_run}}}
+    return {"operation_id": route.name, "summary": route.summary, "tags": [route.tag],
+            "status_code": route.status, "responses": dict(sorted(responses.items(), key=lambda r: int(r[0])))}
+
+
+def _errors(kinds: Sequence[Kind]) -> dict[int | str, dict[str, Any]]:
+    found: dict[int | str, dict[str, Any]] = {}
+    for kind in kinds:
+        status, text = PROBLEMS[kind]
+        answer = found.setdefault(status, {"description": "", "content": {
+            MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}}})
+        answer["description"] = f"{answer['description']} {text}".strip()
+        answer["content"][MEDIA_TYPE]["examples"][kind.value] = {"value": {
+            "type": TYPE_PREFIX + kind, "title": text, "status": status, "detail": text, "instance": "/v1/…"}}
+        if status == 503:
+            answer["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
+        if status == 401:
+            answer["headers"] = {"WWW-Authenticate": {"description": "Bearer.", "schema": {"type": "string"}}}
+    return found
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+_POOL = {"name": "rollout", "desired": 4, "ready": 3, "starting": 1, "draining": 0, "revision": 812, "etag": '"812"'}
+_ENGINE = {"id": "rollout-3f2a", "pool": "rollout", "state": "ready", "epoch": 2, "url": "http://10.0.0.7:30000",
+           "pid": 4711, "version": 118, "host": "gpu-7", "pull_apply_s": 0.84, "pause_s": 0.03}
+_OPERATION = {"id": "op-1763724040123-5be1d2", "kind": "scale", "target": "pools/rollout", "params":
+              {"desired": 4, "previous": 2}, "state": "running", "phase": "starting", "done": 3, "total": 4, "message":
+              "3 of 4 engines ready", "by": "ada", "created_at": 1763724040.1, "updated_at": 1763724051.7,
+              "deadline_at": 1763724280.1}
+_VERSION = {"stream": "policy", "number": 118, "state": "committed", "epoch": 2, "manifest": "9f1c…", "nbytes": 1048576,
+            "nodes": ["node-0"], "created_at": 1763724031.2, "committed_at": 1763724031.9, "meta": {"step": 117}}
+_MEMBER = {"role": "trainer", "id": "rank-0", "pid": 4242, "host": "gpu-1", "epoch": 2, "step": 117, "phase": "train",
+           "progress_at": 1763724049.0, "beat_at": 1763724050.0}
+_ALERT = {"id": "a81c", "kind": "engine.dead", "subject": "rollout-1b07", "message": "engine rollout-1b07 died",
+          "severity": "error", "phase": "firing", "since": 1763724000.0}
+_SILENCE = {"id": "s-1763724040123-0c41aa", "kind": "engine.*", "subject": "*", "created_at": 1763724040.1,
+            "until": 1763727640.1, "by": "ada", "comment": "new kernel on gpu-7"}
+_TEST = {"id": "5d1e0c9a7b42", "receivers": [{"receiver": "pager", "fate": "waiting", "detail": ""}]}
+_EVENT = {"id": "001763724040123-9c1e", "at": 1763724040.123, "kind": "pool.scaled", "subject": "rollout", "message":
+          "rollout: 2 → 4 engines, by ada", "severity": "info", "data": {"previous": 2, "desired": 4}}
+_STEP = {"step": 117, "at": 1763724049.0, "reward": 0.61, "eval_accuracy": 0.58, "staleness": 0, "policy_version": 118,
+         "samples": 512, "tokens": 9216, "seconds": {"total": 3.1, "generate": 1.9, "train": 0.8}}
+_JOB = {"job": "quickstart", "status": {"phase": "rl", "step": 117, "steps": 400}, "epoch": 2, "leader":
+        {"replica": "coordinator-0", "url": "http://10.0.0.1:8400", "pid": 311}, "replica": "coordinator-1"}
+_LOCATION = {"Location": "Path of the operation."}
+_ETAG = {"ETag": "For If-Match of a change."}
+
+
+def _page(item: Any) -> dict[str, Any]:
+    return {"items": [item], "next": "cm9sbG91dC0zZjJh"}
+
+
+def _operation(name: str, summary: str, errors: Sequence[Kind]) -> Route:
+    return Route(name, summary, "operations", errors, _OPERATION, 202, "It has begun; follow it at Location.",
+                 _LOCATION, dry_run=_OPERATION, makes="Operation")
+
+
+_ONE = (*_READS, Kind.NOT_FOUND)
+HEALTH = Route("health", "Whether the process answers", "probes", (), {"status": "ok", "replica": "coordinator-0"})
+READY = Route("readiness", "Whether requests can be served", "probes", (Kind.STORE_UNAVAILABLE, Kind.STOPPING),
+              {"status": "ready", "replica": "coordinator-0", "leader": "coordinator-1"})
+METRICS = Route("metrics", "Metrics for Prometheus", "probes", (Kind.UNAUTHORIZED, Kind.UNKNOWN_TOKEN, Kind.TOKEN_TABLE,
+                                                               Kind.OVERLOADED), media_type="text/plain")
+JOB = Route("getJob", "The job: how far it is, and who leads", "state", _READS, _JOB)
+POOLS = Route("listPools", "Pools of engines", "pools", _READS, _page(_POOL))
+POOL = Route("getPool", "One pool", "pools", _ONE, _POOL, headers=_ETAG)
+PATCH_POOL = Route("changePool", "Change a pool, if it is still the one that was read", "pools",
+                   (*_CHANGES, Kind.MALFORMED, Kind.PRECONDITION_FAILED, Kind.PRECONDITION_REQUIRED), _POOL,
+                   headers=_ETAG)
+SCALE = _operation("scalePool", "Bring a pool to a number of engines", (*_POSTS, Kind.PRECONDITION_FAILED))
+ENGINES = Route("listEngines", "Engines", "engines", _READS, _page(_ENGINE))
+ENGINE = Route("getEngine", "One engine", "engines", _ONE, _ENGINE)
+DRAIN = _operation("drainEngine", "Let an engine finish its requests and leave", _POSTS)
+ADOPT = _operation("adoptEngine", "Have an engine that somebody else runs take part in a pool", _POSTS)
+RESTART = _operation("restart", "Start a part of the compute plane anew", _POSTS)
+OPERATIONS = Route("listOperations", "Operations, the newest first", "operations", _READS, _page(_OPERATION))
+OPERATION = Route("getOperation", "One operation", "operations", _ONE, _OPERATION)
+CANCEL = _operation("cancelOperation", "Cancel an operation", _CHANGES)
+VERSIONS = Route("listVersions", "Versions of the weights and of the trainer's state, the newest first", "state",
+                 _READS, _page(_VERSION))
+MEMBERS = Route("listMembers", "Processes that are alive", "state", _READS, _page(_MEMBER))
+ALERTS = Route("listAlerts", "Alerts that are open, or whose end was not told to every receiver", "alerts", _READS,
+               _page(_ALERT))
+LIST_SILENCES = Route("listSilences", "Silences", "alerts", _READS, _page(_SILENCE))
+SILENCE = Route("silence", "Silence alerts for a while", "alerts", _POSTS, _SILENCE, 201, "It is silent.",
+                {"Location": "Path of the silence, for DELETE."}, dry_run=_SILENCE, makes="Silence")
+END_SILENCE = Route("endSilence", "End a silence", "alerts", _CHANGES, _SILENCE)
+TEST_ALERTS = Route("testAlerts", "Send a test to every receiver of alerts", "alerts", _POSTS, _TEST, 202,
+                    "It is on its way; follow it at Location.", {"Location": "Path of the test."}, dry_run=_TEST,
+                    makes="TestResult")
+TEST_RESULT = Route("getTest", "What became of a test", "alerts", _ONE, _TEST)
+STEPS = Route("listSteps", "The run's curves, the newest step first", "state", _READS, _page(_STEP))
+EVENTS = Route("listEvents", "What happened, as a listing or as a stream", "state", (*_READS, Kind.TOO_MANY_STREAMS),
+               _page(_EVENT))
+CHANGES = Route("followChanges", "The state of the job as a stream of changes", "state",
+                (*_READS, Kind.TOO_MANY_STREAMS), 'id: 812\nevent: change\ndata: {"kind":"pool","id":"rollout",'
+                '"object":{…}}\n\n', media_type="text/event-stream")

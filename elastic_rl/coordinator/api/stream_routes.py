@@ -1,0 +1,198 @@
+"""Server-Sent Events: the log of events, and the changes of everything that the API shows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Annotated
+
+from fastapi import FastAPI, Header, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
+
+from elastic_rl.coordinator.api import job_snapshot, pages
+from elastic_rl.coordinator.api.change_projector import Change
+from elastic_rl.coordinator.api.change_stream import ChangeStream, Subscription
+from elastic_rl.coordinator.api.context import Context, Ctx, token_of
+from elastic_rl.coordinator.api.models import EventPage
+from elastic_rl.coordinator.api.pages import After
+from elastic_rl.coordinator.api.route_docs import CHANGES, EVENTS, described
+from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.errors import Compacted, ConfigError
+from elastic_rl.etcd.client import KeyValue
+from elastic_rl.etcd.records import Event
+
+MEDIA_TYPE = "text/event-stream"
+_POLL_S = 0.5
+_KEEPALIVE_S = 10.0
+_CHECK_S = 2.0
+"""How often it is seen whether a stream's token was withdrawn."""
+_SEND_S = 15.0
+"""A client that takes nothing for so long is given up."""
+_FARTHEST = 50_000
+"""Revisions that a client may lie behind and still get every change; beyond that a snapshot is less work."""
+_MOST_EVENTS = 10_000
+
+EventLimit = Annotated[int, Query(ge=0, le=pages.MOST, description="Most events to begin with.")]
+LastEventId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=32,
+                                           description="Revision to go on from: the ``id`` of the last frame.")]
+
+
+def install(app: FastAPI) -> None:
+    app.get("/v1/events", response_model=EventPage, **described(EVENTS))(list_events)
+    app.get("/v1/changes", response_model=None, **described(CHANGES))(follow_changes)
+
+
+async def list_events(request: Request, ctx: Ctx, limit: EventLimit = 100, after: After = "",
+                      last_event_id: LastEventId = None) -> Response:
+    """The newest events first, in pages.
+
+    With ``Accept: text/event-stream`` the newest ``limit`` events in the order in which they happened, and then every
+    new one. A stream resumes behind the revision in ``Last-Event-ID`` (or in ``after``).
+    """
+    if MEDIA_TYPE not in request.headers.get("accept", ""):
+        return await run_in_threadpool(pages.events, ctx.etcd, ctx.keys, limit, after)
+    since = _revision(last_event_id or after)
+    reader = await ctx.feed.subscribe(frozenset({"event"}))
+    try:
+        kept, revision = await run_in_threadpool(_kept, ctx, limit, since)
+    except BaseException:
+        ctx.feed.leave(reader)
+        raise
+    first = [_event_frame(kv.mod_revision, kv.value) for kv in kept]
+    return _Stream(ctx.feed, reader, _frames(ctx, reader, request, b"".join(first), revision, lambda change:
+                                             _event_frame(change.revision, change.object)))
+
+
+async def follow_changes(request: Request, ctx: Ctx, last_event_id: LastEventId = None) -> Response:
+    """The job as it is, and then every change of it.
+
+    The first frame is ``event: snapshot``: job, pools, engines, versions (the newest 20), operations (those that run
+    and the newest 20), alerts, events (the newest 50), members and steps (at most 500 points, oldest first). Then each
+    change is a frame ``event: change`` with ``kind``, ``id`` and ``object``, which is null when it is gone. The ``id``
+    of a frame is the store's revision; with it in ``Last-Event-ID`` a stream goes on with the changes since (those of
+    that revision come once more), or with a new snapshot where they are no longer kept.
+    """
+    since = await run_in_threadpool(_reachable, ctx, _revision(last_event_id or ""))
+    reader = await ctx.feed.subscribe(after=since)
+    if since is not None and reader.missed is not None:
+        first, revision = b"".join(c.frame for c in reader.missed), 0
+    else:
+        try:
+            first, revision = await run_in_threadpool(_snapshot_frame, ctx)
+        except BaseException:
+            ctx.feed.leave(reader)
+            raise
+    return _Stream(ctx.feed, reader, _frames(ctx, reader, request, first, revision, lambda change: change.frame))
+
+
+def _revision(text: str) -> int | None:
+    """A client's revision. Raises a 422 problem for anything else."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise Problem(422, Kind.INVALID, "The request is not valid", f"Last-Event-ID {text!r} is not a revision",
+                      errors=[{"pointer": "/Last-Event-ID", "detail": "a revision"}])
+    return int(text)
+
+
+def _reachable(ctx: Context, since: int | None) -> int | None:
+    """The revision, if the changes since then can be told: not one of another store, and not one of long ago."""
+    if since is None:
+        return None
+    present = ctx.etcd.page(ctx.keys.leader_prefix(), limit=1).revision
+    return since if 0 < since <= present and present - since <= _FARTHEST else None
+
+
+def _snapshot_frame(ctx: Context) -> tuple[bytes, int]:
+    try:
+        taken, revision = job_snapshot.take(ctx)
+    except Compacted:  # between two of its reads
+        taken, revision = job_snapshot.take(ctx)
+    return b"id: %d\nevent: snapshot\ndata: " % revision + taken + b"\n\n", revision
+
+
+def _kept(ctx: Context, limit: int, since: int | None) -> tuple[list[KeyValue], int]:
+    """Events that a stream begins with, in the order of their revisions, and the revision at which they were read."""
+    found: list[KeyValue] = []
+    before, revision, more = "", 0, True
+    while more and len(found) < (limit if since is None else _MOST_EVENTS):
+        page = pages.newest_events(ctx.etcd, ctx.keys, limit if since is None else pages.MOST, before=before)
+        revision = revision or page.revision
+        fresh = [kv for kv in page.kvs if since is None or kv.mod_revision > since]
+        found += fresh
+        more = page.more and bool(fresh)
+        before = page.kvs[-1].key.removeprefix(ctx.keys.events_prefix()) if page.kvs else ""
+    return sorted((kv for kv in found if kv.mod_revision <= revision), key=lambda kv: kv.mod_revision), revision
+
+
+def _event_frame(revision: int, raw: bytes | None) -> bytes:
+    event = Event.decode(raw or b"")
+    return f"id: {revision}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n".encode()
+
+
+async def _frames(ctx: Context, reader: Subscription, request: Request, first: bytes, revision: int,
+                  encode: Callable[[Change], bytes]) -> AsyncGenerator[bytes, None]:
+    """``first``, then the changes of later revisions than ``revision`` until the reader is cut, the replica stops, or
+    the token is withdrawn. Now and then nothing, so that whoever sends it looks whether the client is still there."""
+    token, header = token_of(request), request.headers.get("authorization", "").partition(" ")[2].strip()
+    sent_at = checked_at = time.monotonic()
+    yield b"retry: 1000\n\n" + first
+    while not ctx.stopping.is_set():
+        changes = await reader.take(_POLL_S)
+        if frames := [encode(c) for c in changes if c.revision > revision]:
+            yield b"".join(frames)
+            sent_at = time.monotonic()
+        elif reader.over:
+            return
+        else:
+            yield b""
+        if token is not None and time.monotonic() - checked_at > _CHECK_S:
+            if not _still_known(ctx, header):
+                return
+            checked_at = time.monotonic()
+        if time.monotonic() - sent_at > _KEEPALIVE_S:
+            yield b": still here\n\n"
+            sent_at = time.monotonic()
+
+
+def _still_known(ctx: Context, token: str) -> bool:
+    try:
+        return ctx.tokens.find(token) is not None
+    except ConfigError:
+        return False
+
+
+class _Stream(Response):
+    """A body of frames that ends when its client goes, or takes nothing for too long."""
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, feed: ChangeStream, reader: Subscription, frames: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._feed, self._reader, self._frames = feed, reader, frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for frame in self._frames:
+                if gone.done() or scope["state"]["head"]:
+                    break
+                if frame:
+                    async with asyncio.timeout(_SEND_S):
+                        await send({"type": "http.response.body", "body": frame, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            pass  # the server closes the connection, since the answer is not complete
+        finally:
+            self._feed.leave(self._reader)
+            gone.cancel()
+            await self._frames.aclose()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,1 @@
+"""Client of the admin API, for the CLI and for other tools."""

@@ -1,0 +1,120 @@
+"""Server-sent events of the admin API, over whichever replicas are alive.
+
+``Decoder`` is the format, pure. ``EventFollower`` goes on with the next replica where the last one broke off, so that
+no event is lost or told twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from elastic_rl.coordinator.api import tls
+from elastic_rl.coordinator.client.admin_client import problem_of
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.errors import EtcdUnavailable
+
+_SILENCE_S = 25.0
+"""A stream that says nothing for so long is dead; a replica gives a sign of life every 10 s."""
+_PAUSE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Frame:
+    """``id`` is the store's revision."""
+
+    id: str
+    event: str
+    data: str
+
+
+class Decoder:
+    """Makes frames of lines (without their ends)."""
+
+    def __init__(self) -> None:
+        self._id, self._event = "", ""
+        self._data: list[str] = []
+
+    def feed(self, line: str) -> Frame | None:
+        """The frame that ends with this line, if one does; one without data is none."""
+        if not line:
+            frame = Frame(self._id, self._event, "\n".join(self._data)) if self._data else None
+            self._event, self._data = "", []
+            return frame
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        match field:
+            case "id":
+                self._id = value
+            case "event":
+                self._event = value
+            case "data":
+                self._data.append(value)
+        return None
+
+
+class EventFollower:
+    """Iterates over the newest ``limit`` events and every one that follows, in their order.
+
+    Raises RequestRefused when a replica says no, and EtcdUnavailable when none was reached for ``patience_s``.
+    """
+
+    def __init__(self, info: ClusterInfo, *, limit: int, patience_s: float = 60.0, role: str = "operator") -> None:
+        self._urls, self._limit, self._patience_s = list(info.coordinators), limit, patience_s
+        token = info.token(role)
+        self._headers = {"Accept": "text/event-stream", **({"Authorization": f"Bearer {token}"} if token else {})}
+        self._trust = tls.trust(info.ca_file)
+        self._revision = 0
+        self._told: set[str] = set()
+        """Ids of the events of ``_revision`` that were told: a transaction may write several."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        said: dict[str, str] = {}
+        seen_at = time.monotonic()
+        for url in itertools.cycle(self._urls):
+            try:
+                for frame in self._frames(url):
+                    if frame is not None and (event := self._new(frame)) is not None:
+                        yield event
+                    seen_at = time.monotonic()
+            except httpx.HTTPError as e:
+                said[url] = type(e).__name__
+            except EtcdUnavailable as e:
+                said[url] = e.message
+            if time.monotonic() - seen_at > self._patience_s:
+                raise EtcdUnavailable(
+                    "no coordinator answered: " + "; ".join(f"{u}: {why}" for u, why in said.items()),
+                    hint="see the logs in the cluster folder; `elastic-rl up` starts what is missing")
+            time.sleep(_PAUSE_S)
+
+    def _frames(self, url: str) -> Iterator[Frame | None]:
+        """Frames of one stream until it ends; None for its other signs of life."""
+        # One revision earlier, since the stream may have broken off between two events of the same one.
+        place = {"Last-Event-ID": str(self._revision - 1)} if self._revision else {}
+        with httpx.stream("GET", f"{url}/v1/events", params={"limit": self._limit}, headers={**self._headers, **place},
+                          timeout=httpx.Timeout(5.0, read=_SILENCE_S), verify=self._trust) as answer:
+            if answer.status_code >= 400:
+                answer.read()
+                problem = problem_of(answer)
+                if answer.status_code < 500:
+                    raise problem
+                raise EtcdUnavailable(problem.message)
+            decoder = Decoder()
+            for line in answer.iter_lines():
+                yield decoder.feed(line)
+
+    def _new(self, frame: Frame) -> dict[str, Any] | None:
+        """The event of a frame, unless it was told before."""
+        revision, event = int(frame.id), dict(json.loads(frame.data))
+        if revision == self._revision and event["id"] in self._told:
+            return None
+        if revision != self._revision:
+            self._revision, self._told = revision, set()
+        self._told.add(event["id"])
+        return event

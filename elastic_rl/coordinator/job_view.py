@@ -1,0 +1,38 @@
+"""The job as the API shows it: how far it is, its epoch, and who leads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from elastic_rl.coordinator.election.election import leading
+from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Epoch, JobStatus, Leader
+
+
+class JobView(BaseModel):
+    """A job. ``status`` is null before its first run, ``leader`` while nobody leads."""
+
+    job: str
+    status: JobStatus | None = None
+    epoch: int = 0
+    leader: Leader | None = None
+    replica: str
+    """The coordinator that answered."""
+
+
+def view(keys: Keys, replica: str, status: KeyValue | None, epoch: KeyValue | None,
+         candidates: Sequence[KeyValue]) -> JobView:
+    first = leading(candidates)
+    return JobView(job=keys.job, status=JobStatus.decode(status.value) if status else None,
+                   epoch=Epoch.decode(epoch.value).number if epoch else 0,
+                   leader=Leader.decode(first.value) if first else None, replica=replica)
+
+
+def read(etcd: EtcdClient, keys: Keys, replica: str) -> JobView:
+    """All of it as of one revision. Raises EtcdUnavailable."""
+    found = etcd.txn([], [Op.get(keys.job_status()), Op.get(keys.epoch()), Op.get_prefix(keys.leader_prefix())])
+    return view(keys, replica, found.get(keys.job_status()), found.get(keys.epoch()),
+                [kv for kv in found.kvs if kv.key.startswith(keys.leader_prefix())])

@@ -1,0 +1,1 @@
+"""Prometheus metrics of a replica: its own numbers, etcd's, and those of the job."""

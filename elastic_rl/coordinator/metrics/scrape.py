@@ -1,0 +1,61 @@
+"""What a replica answers to a scrape: its own numbers, etcd's, and those of the job."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.metrics import job_metrics
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.client import EtcdClient, MemberStatus
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.telemetry import metrics
+
+REQUESTS = metrics.counter("api_requests", "Requests to the admin API", ("method", "route", "status"))
+REQUEST_S = metrics.histogram("api_request_seconds", "Duration of a request to the admin API", ("method", "route"))
+
+_STORE_UP = metrics.gauge("store_up", "1 if etcd answered at this scrape")
+_LEADER = metrics.gauge("is_leader", "1 if this replica leads")
+_SCRAPE_S = metrics.gauge("scrape_store_seconds", "Time that reading the store took at this scrape")
+
+
+class _Page:
+    """Families that were made for one scrape."""
+
+    def __init__(self, found: list[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> list[Metric]:
+        return self._found
+
+
+def scrape(etcd: EtcdClient, keys: Keys, election: Election) -> bytes:
+    """Reads the store and returns every metric in the Prometheus text format. Without a store ``elastic_rl_store_up``
+    is 0 and the numbers of the job are not there: an old number would look like a fresh one."""
+    began = time.monotonic()
+    found = _etcd(etcd.statuses())
+    try:
+        found += job_metrics.families(job_metrics.read(etcd, keys, time.time()))
+        _STORE_UP.set(1)
+    except EtcdUnavailable:
+        _STORE_UP.set(0)
+    _SCRAPE_S.set(time.monotonic() - began)
+    _LEADER.set(election.is_leader)
+    return metrics.render() + generate_latest(_Page(found))  # type: ignore[arg-type]  # it needs collect alone
+
+
+def _etcd(statuses: list[MemberStatus]) -> list[Metric]:
+    up = GaugeMetricFamily(metrics.PREFIX + "etcd_member_up", "1 if the etcd member answered", labels=["endpoint"])
+    leads = GaugeMetricFamily(metrics.PREFIX + "etcd_member_is_leader", "1 if the etcd member leads",
+                              labels=["endpoint"])
+    size = GaugeMetricFamily(metrics.PREFIX + "etcd_db_bytes", "Size of the etcd member's database",
+                             labels=["endpoint"])
+    for status in statuses:
+        up.add_metric([status.endpoint], not status.error)
+        if not status.error:
+            leads.add_metric([status.endpoint], status.is_leader)
+            size.add_metric([status.endpoint], status.db_bytes)
+    return [up, leads, size]

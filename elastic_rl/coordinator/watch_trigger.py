@@ -1,0 +1,62 @@
+"""Wakes the reconciler when something changed that it decides about, so that it does not wait for its interval."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd.client import EtcdClient, WatchEvent
+from elastic_rl.etcd.keys import Keys
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_PAUSE_S = 1.0
+
+
+class WatchTrigger:
+    """A thread that watches the job's keys. It only makes things quicker: what it misses, the next interval finds."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, wake: Callable[[], None]) -> None:
+        self._etcd, self._keys, self._wake = etcd, keys, wake
+        self._prefixes = (keys.members_prefix(), keys.dcs_nodes_prefix(), keys.engines_prefix(), keys.events_prefix(),
+                          keys.pools_prefix(), keys.leader_prefix(), keys.operations_prefix(),
+                          keys.restarts_prefix())
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="waker", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(_POLL_S + _PAUSE_S)
+
+    def matters(self, change: WatchEvent) -> bool:
+        """Heartbeats change members all the time; only coming and going counts for them."""
+        key = change.kv.key
+        if key == self._keys.job_status():
+            return True
+        if not key.startswith(self._prefixes):
+            return False
+        heartbeat = change.type == "put" and change.kv.version > 1
+        return not (heartbeat and key.startswith(self._keys.members_prefix()))
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                _, revision = self._etcd.range(self._keys.leader_prefix())
+                watch = self._etcd.watch(self._keys.root, start_revision=revision + 1)
+                try:
+                    while not self._stopping.is_set():
+                        change = watch.get(_POLL_S)
+                        if change is not None and self.matters(change):
+                            self._wake()
+                finally:
+                    watch.close()
+            except ElasticRLError as e:
+                log.debug("watch ended: %s", e)
+                self._wake()
+                self._stopping.wait(_PAUSE_S)

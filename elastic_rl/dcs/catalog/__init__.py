@@ -1,0 +1,1 @@
+"""The catalog of versions in etcd, and its upkeep: state changes, retention, garbage collection."""

@@ -1,0 +1,1 @@
+"""Pure functions between tensors, bytes, digests and deltas."""

@@ -1,0 +1,1 @@
+"""Copies of committed versions in a durable store: any folder or object store that fsspec can reach."""

@@ -1,0 +1,234 @@
+"""Copies of committed versions outside the nodes: any folder or object store that fsspec can reach.
+
+    chunks/<aa>/<digest>                 a chunk, whole
+    chunks/<aa>/<digest>.<base digest>   what makes it of another chunk, which is there whole (``delta.py``)
+    versions/<stream>/<number>.json      the commit mark: the version's record and every object that it needs
+
+The mark is written last, after each object was read back and verified; what has no mark is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+
+from elastic_rl.dcs.codecs import delta
+from elastic_rl.dcs.codecs.digests import matches
+from elastic_rl.errors import (
+    AccessDenied,
+    ChunkCorrupt,
+    ChunkMissing,
+    ConfigError,
+    DiskFull,
+    ElasticRLError,
+    NodeUnavailable,
+    VersionNotFound,
+)
+from elastic_rl.etcd.records import Version
+
+SCHEMA = 1
+ORPHAN_AGE_S = 3600.0
+"""An object without a mark stays for so long: its version may still be on its way."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A version that is there completely."""
+
+    version: Version
+    anchor: int
+    """Number of the version whose chunks its deltas are made against; its own if it has none."""
+    objects: Mapping[str, str] = field(default_factory=dict)
+    """Digest of each chunk, the manifest's first → digest of its base, empty for a whole one."""
+
+    def encode(self) -> bytes:
+        return json.dumps({"schema": SCHEMA, "version": json.loads(self.version.encode()), "anchor": self.anchor,
+                           "objects": dict(self.objects)}).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Mark:
+        """Raises ChunkCorrupt."""
+        try:
+            value = json.loads(raw)
+            if value["schema"] != SCHEMA:
+                raise ChunkCorrupt(f"a commit mark has schema {value['schema']}; this release reads {SCHEMA}")
+            version = Version.decode(json.dumps(value["version"]).encode())
+            return cls(version, int(value["anchor"]), {str(d): str(b) for d, b in value["objects"].items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ChunkCorrupt(f"a commit mark cannot be read: {e!r}") from e
+
+
+class DurableStore:
+    """One place for the versions of one job. Thread-safe as far as the fsspec file system is."""
+
+    def __init__(self, url: str, job: str) -> None:
+        """``url``: such as file:///mnt/checkpoints or s3://bucket/path; the job has a folder of its own below it.
+        Raises ConfigError for a URL that fsspec does not know."""
+        self.url = url
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        except (ValueError, ImportError) as e:
+            raise ConfigError(f"the durable store {urlsplit(url)._replace(netloc='').geturl()} cannot be used: {e}",
+                              hint="dcs.durable_url is an fsspec URL; s3:// needs the package s3fs") from e
+        self._root = f"{root.rstrip('/')}/{job}"
+
+    # -- chunks ------------------------------------------------------------------------------------------------------
+    def put_chunk(self, digest: str, data: bytes | memoryview) -> None:
+        """Stores a chunk whole, unless it is there, and reads it back. Raises DiskFull, AccessDenied, ChunkCorrupt
+        (the store gave back other bytes) and NodeUnavailable."""
+        path = self._chunk(digest)
+        with _typed(self.url):
+            if self._fs.exists(path) and matches(self._fs.cat_file(path), digest):
+                return
+            self._write(path, bytes(data))
+            if not matches(self._fs.cat_file(path), digest):
+                raise ChunkCorrupt(f"{self.url} gave back other bytes of chunk {digest} than were written")
+
+    def put_delta(self, digest: str, base: str, payload: bytes) -> None:
+        """Stores what makes a chunk of ``base``, which is there whole. The same errors."""
+        path = f"{self._chunk(digest)}.{base}"
+        with _typed(self.url):
+            self._write(path, payload)
+        self._decoded(digest, base)
+
+    def has_chunk(self, digest: str) -> bool:
+        """Whether an object of a whole chunk is there; not whether its bytes are sound."""
+        with _typed(self.url):
+            return bool(self._fs.exists(self._chunk(digest)))
+
+    def read_chunk(self, digest: str) -> bytes:
+        """A chunk's bytes, verified. Raises ChunkMissing, ChunkCorrupt, AccessDenied and NodeUnavailable."""
+        with _typed(self.url):
+            try:
+                data: bytes = self._fs.cat_file(self._chunk(digest))
+                if matches(data, digest):
+                    return data
+                rotten = True
+            except FileNotFoundError:
+                rotten = False
+            found = self._glob(f"{self._chunk(digest)}.*")
+        for path in found:
+            with contextlib.suppress(ChunkMissing, ChunkCorrupt):
+                return self._decoded(digest, path.rpartition(".")[2])
+        if rotten or found:
+            raise ChunkCorrupt(f"chunk {digest} is corrupt in {self.url}")
+        raise ChunkMissing(f"chunk {digest} is not in {self.url}")
+
+    def _decoded(self, digest: str, base: str) -> bytes:
+        with _typed(self.url):
+            try:
+                payload = self._fs.cat_file(f"{self._chunk(digest)}.{base}")
+                old = self._fs.cat_file(self._chunk(base))
+            except FileNotFoundError as e:
+                raise ChunkMissing(f"what chunk {digest} is made of is not in {self.url}") from e
+        out = bytearray(len(old))
+        delta.decode(payload, memoryview(old), memoryview(out))
+        if not matches(out, digest):
+            raise ChunkCorrupt(f"chunk {digest} cannot be made of {base} in {self.url}")
+        return bytes(out)
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+    def commit(self, mark: Mark) -> None:
+        """Makes the version be there; every object of it is, by now."""
+        with _typed(self.url):
+            self._write(self._mark(mark.version.stream, mark.version.number), mark.encode())
+
+    def numbers(self, stream: str) -> list[int]:
+        """Versions of a stream that are there, oldest first."""
+        with _typed(self.url):
+            names = [p.rpartition("/")[2] for p in self._glob(f"{self._root}/versions/{stream}/*.json")]
+        return sorted(int(n.removesuffix(".json")) for n in names if n.removesuffix(".json").isdecimal())
+
+    def mark(self, stream: str, number: int) -> Mark:
+        """The commit mark of a version. Raises VersionNotFound and ChunkCorrupt."""
+        with _typed(self.url):
+            try:
+                return Mark.decode(self._fs.cat_file(self._mark(stream, number)))
+            except FileNotFoundError as e:
+                raise VersionNotFound(f"{self.url} has no {stream} version {number}") from e
+
+    def streams(self) -> list[str]:
+        """Streams that have a version there."""
+        with _typed(self.url):
+            return sorted({p.split("/")[-2] for p in self._glob(f"{self._root}/versions/*/*.json")})
+
+    def drop(self, stream: str, number: int) -> None:
+        """Takes a version away: its mark first; its objects go with the next ``sweep``."""
+        with _typed(self.url), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._mark(stream, number))
+
+    def sweep(self, *, older_than_s: float = ORPHAN_AGE_S) -> int:
+        """Removes objects that no mark refers to; how many. Raises ChunkCorrupt, and removes nothing, when a mark
+        cannot be read."""
+        needed = {f"{digest}.{base}" if base else digest
+                  for stream in self.streams() for number in self.numbers(stream)
+                  for digest, base in self.mark(stream, number).objects.items()}
+        removed = 0
+        with _typed(self.url):
+            for path in self._glob(f"{self._root}/chunks/*/*"):
+                if path.rpartition("/")[2] not in needed and time.time() - self._changed_at(path) > older_than_s:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.rm_file(path)
+                        removed += 1
+        return removed
+
+    # -- the file system ---------------------------------------------------------------------------------------------
+    def _chunk(self, digest: str) -> str:
+        return f"{self._root}/chunks/{digest[:2]}/{digest}"
+
+    def _mark(self, stream: str, number: int) -> str:
+        return f"{self._root}/versions/{stream}/{number:012d}.json"
+
+    def _glob(self, pattern: str) -> list[str]:
+        return [str(p) for p in self._fs.glob(pattern) if not str(p).endswith(".partial")]
+
+    def _changed_at(self, path: str) -> float:
+        try:
+            return float(self._fs.modified(path).timestamp())
+        except (FileNotFoundError, NotImplementedError):
+            return time.time()
+
+    def _write(self, path: str, data: bytes) -> None:
+        """An object store takes an object whole or not at all; a folder needs a second name for that."""
+        if "file" not in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)):
+            self._fs.pipe_file(path, data)
+            return
+        partial = f"{path}.partial"
+        try:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(partial, data)
+            self._fs.mv(partial, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._fs.rm_file(partial)
+            raise
+
+
+@contextlib.contextmanager
+def _typed(url: str) -> Iterator[None]:
+    """The errors of a file system as ours. Back ends raise the errors of their own libraries too, of any type; to who
+    waits for the store they all mean that it did not do its work."""
+    try:
+        yield
+    except (FileNotFoundError, ElasticRLError):
+        raise
+    except PermissionError as e:
+        raise AccessDenied(f"{url} refuses access: {e}", hint="check the credentials and dcs.durable_url") from e
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"{url} has no room", hint="free some, or set a smaller dcs.durable_keep") from e
+        raise NodeUnavailable(f"the durable store {url} does not answer: {_first_line(e)}") from e
+    except Exception as e:
+        raise NodeUnavailable(f"the durable store {url} fails: {type(e).__name__}: {_first_line(e)}") from e
+
+
+def _first_line(error: Any) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:300]

@@ -1,0 +1,1 @@
+"""Getting a version: the fetch scheduler, its transfers between nodes, and the puller."""

@@ -1,0 +1,159 @@
+"""A DCS node: one process a host that owns the shared-memory arena and a folder on disk, and serves their chunks over
+TCP. What was on its disk when it ended, however it ended, it has again after the next start under the same id.
+
+    python -m elastic_rl.dcs.node.service --etcd host:port[,..] --id N [--config FILE] [--key.sub=value ...]
+
+``dcs.port`` 0 takes a free one. Logs go to stderr. SIGTERM and SIGINT end it cleanly; exit status 2 means that it
+could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_rl import config
+from elastic_rl.config import Config
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.durable.store import DurableStore
+from elastic_rl.dcs.durable.uploader import Uploader
+from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
+from elastic_rl.dcs.node.registration import Registration
+from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.dcs.storage import arena
+from elastic_rl.dcs.storage.chunk_table import ChunkTable
+from elastic_rl.dcs.storage.disk import DiskFolder
+from elastic_rl.errors import ElasticRLError, PreflightFailed
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import DcsNode
+from elastic_rl.runtime import freeze_heap
+from elastic_rl.telemetry import logs
+
+log = logging.getLogger(__name__)
+
+_BEAT_S = 1.0
+"""Pause between two looks at the registration."""
+_TOLD = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved")
+"""Of the table's numbers, those that the registration tells."""
+_FLUSH_S = 2.0
+"""How long a node that is stopped goes on copying chunks to disk; well within the grace it is given."""
+
+
+def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Event) -> None:
+    """Serves until ``stop`` is set. Raises MachineUnfit (memory, disk, port, a second node), ConfigError (token or TLS
+    files) and EtcdUnavailable."""
+    keys, dcs, ttl_s = Keys(cfg.job), cfg.dcs, cfg.coordinator.lease_ttl_s
+    security = Security.from_config(dcs, cfg.cluster_dir / TOKEN_FILE)
+    for path in arena.remove_leftovers():
+        log.warning("removed %s, left by a dead node", path)
+    with contextlib.ExitStack() as stack:
+        etcd = stack.enter_context(EtcdClient.from_config(cfg.etcd, list(endpoints)))
+        listener = stack.enter_context(_listen(dcs.host, dcs.port))
+        record = DcsNode(id=node_id, host=dcs.advertise_host or dcs.host,
+                         port=dcs.advertise_port or listener.getsockname()[1], pid=os.getpid(), arena_path="",
+                         arena_bytes=dcs.arena_bytes)
+        Registration(etcd, keys, record, ttl_s).check_free()
+        disk = _disk(cfg, node_id)
+        if disk is not None:
+            stack.callback(disk.close)
+        memory = arena.ArenaFile.create(cfg.job, node_id, dcs.arena_bytes)
+        stack.callback(memory.close)
+        record = record.replace(arena_path=str(memory.path))
+        # Waits for room end well before a client's patience does.
+        table = ChunkTable(memory.view, disk=disk, orphan_grace_s=dcs.orphan_grace_s,
+                           verify_every_s=dcs.verify_every_s, wait_s=dcs.io_timeout_s / 3)
+        if disk is not None:
+            log.info("%d chunks, %d bytes, are in %s", table.stat()["chunks"], disk.used_bytes, disk.folder)
+            saver = table.saver()
+            saver.start()
+            stack.callback(saver.stop, _FLUSH_S)
+        hub = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
+        stack.callback(hub.close)
+        durable = _durable(cfg)
+        fetcher = Fetcher(table, hub, node_id, FetchSettings.of(dcs), durable)
+        stack.callback(fetcher.close)
+        hello = {"job": cfg.job, "id": node_id, "arena_path": str(memory.path), "arena_bytes": memory.size}
+        server = Server(table, fetcher, hello, listener, dcs, security)
+        server.start()
+        stack.callback(server.stop)
+        registration = Registration(etcd, keys, record, ttl_s)
+        stack.callback(registration.remove)
+        registration.put()
+        if durable is not None:
+            uploader = Uploader(etcd, keys, dcs, table, node_id, durable)
+            uploader.start()
+            stack.callback(uploader.close)
+        log.info("node %s serves %s:%d, arena %s of %d bytes", node_id, record.host, record.port, memory.path,
+                 memory.size)
+        freeze_heap()
+        while not stop.wait(_BEAT_S):
+            try:
+                stat = table.stat()
+                registration.beat(**{name: stat[name] for name in _TOLD}, disk_room_bytes=_disk_room(disk))
+            except ElasticRLError as e:  # etcd is away: chunks are served on, and the next beat tries again
+                log.warning("cannot keep the registration: %s", e)
+    log.info("node %s ended", node_id)
+
+
+def _disk(cfg: Config, node_id: str) -> DiskFolder | None:
+    if not cfg.dcs.disk_bytes:
+        return None
+    root = Path(cfg.dcs.disk_dir).expanduser() if cfg.dcs.disk_dir else cfg.cluster_dir / "disk"
+    return DiskFolder(root / node_id, cfg.dcs.disk_bytes, cfg.job)
+
+
+def _disk_room(disk: DiskFolder | None) -> int:
+    """Bytes that the node could still add to its disk, in steps of a 64th of what it may fill: others use the file
+    system too, and not each of their bytes is worth a write to etcd."""
+    if disk is None:
+        return 0
+    step = max(1, disk.limit_bytes // 64)
+    return -(-disk.room() // step) * step
+
+
+def _durable(cfg: Config) -> DurableStore | None:
+    return DurableStore(cfg.dcs.durable_url, cfg.job) if cfg.dcs.durable_url else None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=128)
+    except OSError as e:
+        raise PreflightFailed(f"port {port} on {host} cannot be bound (dcs.port): {e.strerror}",
+                           hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or set another dcs.port"
+                           ) from e
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="elastic_rl.dcs.node.service",
+                                     description="A node of the checkpoint service.")
+    parser.add_argument("--etcd", required=True, help="host:port of the etcd members, comma-separated")
+    parser.add_argument("--id", required=True, help="name of this node, the same after each start")
+    parser.add_argument("--config", type=Path, help="the job's configuration; each key also as --key.sub=value")
+    args, overrides = parser.parse_known_args(argv)
+    logs.setup(f"dcs-{args.id}", "info")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        cfg = config.load(args.config, overrides)
+        logs.setup(f"dcs-{args.id}", cfg.telemetry.log_level)
+        run(cfg, args.etcd.split(","), args.id, stop)
+    except ElasticRLError as e:
+        log.error("node %s cannot run: %s: %s", args.id, type(e).__name__, e)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

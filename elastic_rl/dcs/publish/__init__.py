@@ -1,0 +1,1 @@
+"""Publishing a version: parts written by the ranks, replicated, committed in one transaction."""

@@ -1,0 +1,1 @@
+"""Versions as people handle them: list, compare, verify, pin, export, import."""

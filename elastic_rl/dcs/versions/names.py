@@ -1,0 +1,41 @@
+"""How people name a version. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from elastic_rl.errors import ConfigError, VersionNotFound
+from elastic_rl.etcd.records import Version, VersionState
+
+_NAME = re.compile(r"([a-z_][a-z0-9_]*)(?:/(-?\d+))?")
+
+
+def parse(name: str) -> tuple[str, int]:
+    """``policy/12`` → (policy, 12); ``policy`` → (policy, 0), the head; ``policy/-1`` → (policy, -1), the one before.
+
+    Raises ConfigError.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ConfigError(f"{name!r} names no version",
+                          hint="write STREAM for its head, STREAM/12, or STREAM/-1 for the one before the head")
+    return found[1], int(found[2] or 0)
+
+
+def pick(versions: Sequence[Version], stream: str, number: int) -> Version:
+    """The committed version that ``parse`` named. ``versions``: all of the stream, oldest first. Raises
+    VersionNotFound, which says what there is."""
+    committed = [v for v in versions if v.state is VersionState.COMMITTED]
+    if number > 0:
+        wanted = next((v for v in versions if v.number == number), None)
+        if wanted is not None and wanted.state is VersionState.COMMITTED:
+            return wanted
+        what = f"it is {wanted.state}" if wanted is not None else "there is no such number"
+    elif len(committed) > -number:
+        return committed[number - 1]
+    else:
+        what = f"it has {len(committed)} committed versions"
+    there = ", ".join(str(v.number) for v in committed[-5:]) or "none"
+    raise VersionNotFound(f"stream {stream} has no version {number or 'at all'}: {what}",
+                          hint=f"committed: {there}; `elastic-rl versions ls` shows all")

@@ -1,0 +1,207 @@
+"""What a person can do with the versions of a job; straight to etcd and the nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from elastic_rl.config import Config, durations
+from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.codecs.digests import matches
+from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.dcs.manifest import Manifest
+from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.dcs.versions import compare, hf_folder, names
+from elastic_rl.errors import ChunkMissing, ConfigError, ElasticRLError, VersionNotFound
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Version, VersionState
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One chunk that a node does not have as it should. ``what``: missing or corrupt."""
+
+    node: str
+    digest: str
+    what: str
+
+
+class VersionService:
+    """Close it after use. Names of versions are as in ``names.py``; every method raises VersionNotFound for one that is
+    not there."""
+
+    def __init__(self, cfg: Config, job: str, etcd_endpoints: Sequence[str], cluster_dir: Path) -> None:
+        """Raises ConfigError when the job's token or TLS files cannot be read."""
+        self.cfg, self.keys = cfg, Keys(job)
+        self._security = Security.from_config(cfg.dcs, cluster_dir / TOKEN_FILE)
+        self.etcd = EtcdClient.from_config(cfg.etcd, list(etcd_endpoints))
+        self._hub = DcsClient(self.etcd, self.keys, io_timeout_s=cfg.dcs.io_timeout_s, security=self._security)
+        self.me = f"{getpass.getuser()}@{socket.gethostname()}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hub.close()
+        self.etcd.close()
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+    def listing(self, stream: str = "") -> list[dict[str, Any]]:
+        """Every version with a record, oldest first: its fields, ``head``, ``pins`` (holders) and ``durable``."""
+        rows = []
+        for name in [stream] if stream else self._streams():
+            head = catalog.head(self.etcd, self.keys, name)
+            pins = self._pins(name)
+            durable = {kv.key for kv in self.etcd.range(self.keys.durable_prefix(name))[0]}
+            for v in catalog.list_versions(self.etcd, self.keys, name):
+                rows.append({**v.model_dump(mode="json"), "head": head is not None and head.number == v.number,
+                             "pins": sorted(pins.get(v.number, [])), "step": v.meta.get("step"),
+                             "durable": self.keys.durable(name, v.number) in durable})
+        return rows
+
+    def resolve(self, name: str) -> Version:
+        stream, number = names.parse(name)
+        return names.pick(catalog.list_versions(self.etcd, self.keys, stream), stream, number)
+
+    def manifest(self, version: Version) -> Manifest:
+        """Raises ChunkMissing when no node that answers has it."""
+        for node_id in dict.fromkeys([*version.nodes, *(n.id for n in self._hub.nodes())]):
+            with contextlib.suppress(ElasticRLError):
+                data = self._hub.connect(node_id).get(version.manifest)
+                if matches(data, version.manifest):
+                    return Manifest.decode(data)
+        raise ChunkMissing(f"no node has a sound manifest of {version.stream} version {version.number}")
+
+    def before(self, version: Version) -> Version | None:
+        """The committed version before this one that is still there."""
+        older = [v for v in catalog.list_versions(self.etcd, self.keys, version.stream)
+                 if v.state is VersionState.COMMITTED and v.number < version.number]
+        return older[-1] if older else None
+
+    def _streams(self) -> list[str]:
+        prefix = self.keys.streams_prefix()
+        return sorted({kv.key.removeprefix(prefix).partition("/")[0] for kv in self.etcd.range(prefix)[0]})
+
+    def _pins(self, stream: str) -> dict[int, list[str]]:
+        prefix = self.keys.pins_prefix(stream)
+        out: dict[int, list[str]] = {}
+        for kv in self.etcd.range(prefix)[0]:
+            number, _, holder = kv.key.removeprefix(prefix).partition("/")
+            out.setdefault(int(number), []).append(holder)
+        return out
+
+    # -- comparing and checking --------------------------------------------------------------------------------------
+    def diff(self, old: str, new: str) -> list[compare.Change]:
+        """What changed from one version to another. Chunks that both have are not looked at."""
+        a, b = self.resolve(old), self.resolve(new)
+        told, look = compare.differing(self.manifest(a), self.manifest(b))
+        if look:
+            with self._puller() as puller, puller.pull(a.stream, a.number) as pa, puller.pull(b.stream, b.number) as pb:
+                told += compare.compare(look, dict(pa.tensors()), dict(pb.tensors()))
+        return sorted(told, key=lambda c: (-c.share, c.name))
+
+    def verify(self, name: str, progress: Progress = lambda done, total: None) -> tuple[list[Finding], int]:
+        """Reads every chunk of a version on every node that should hold it: what is wrong, and the bytes read."""
+        version = self.resolve(name)
+        manifest = self.manifest(version)
+        chunks = {version.manifest: 0, **manifest.chunks}
+        total, done = sum(chunks.values()) * len(version.nodes), 0
+        found = []
+        for node_id in version.nodes:
+            for digest, nbytes in chunks.items():
+                try:
+                    if not matches(self._hub.connect(node_id).get(digest), digest):
+                        found.append(Finding(node_id, digest, "corrupt"))
+                except ElasticRLError as e:
+                    found.append(Finding(node_id, digest, "corrupt" if "orrupt" in type(e).__name__ else "missing"))
+                done += nbytes
+                progress(done, total)
+        return found, done
+
+    # -- keeping -----------------------------------------------------------------------------------------------------
+    def pin(self, name: str, duration: str) -> Version:
+        """Keeps a version for a while, under this person's name; nothing has to stay running for it."""
+        lease = self.etcd.grant(durations.seconds(duration))
+        version = self.resolve(name)
+        return catalog.pin(self.etcd, self.keys, version.stream, version.number, self.me, lease)
+
+    def unpin(self, name: str, holder: str = "") -> None:
+        """Ends a person's pin. Raises VersionNotFound when there is none."""
+        version, holder = self.resolve(name), holder or self.me
+        if not self.etcd.delete(self.keys.pin(version.stream, version.number, holder)):
+            there = ", ".join(self._pins(version.stream).get(version.number, [])) or "nobody"
+            raise VersionNotFound(f"{holder} does not pin {version.stream} version {version.number}",
+                                  hint=f"pinned by: {there}; name one with --holder")
+
+    # -- out and in --------------------------------------------------------------------------------------------------
+    def export(self, name: str, target: Path, *, like: Path | None, shard_bytes: int, force: bool,
+               progress: Progress = lambda done, total: None) -> list[str]:
+        """Writes a version as an HF folder; the names of its files. Raises ConfigError and DiskFull."""
+        version = self.resolve(name)
+        with self._puller() as puller, puller.pull(version.stream, version.number) as pulled:
+            total = pulled.manifest.nbytes
+            counter = _Counter(lambda done: progress(done, total))
+            return hf_folder.write(target, pulled.tensors(), like or self._model_dir(), shard_bytes=shard_bytes,
+                                force=force, progress=counter)
+
+    def import_(self, source: Path, stream: str, *, yes: bool,
+                progress: Progress = lambda done, total: None) -> Version:
+        """Publishes an HF folder as the stream's next version under the present epoch.
+
+        Raises ConfigError for a folder without weights, and unless ``yes`` when a run is at work: its engines would
+        load what is imported.
+        """
+        members = [kv for kv in self.etcd.range(self.keys.members_prefix("trainer"))[0]]
+        if members and not yes:
+            raise ConfigError(f"a trainer of job {self.keys.job} is at work, and its engines would load this version",
+                              hint="stop the run first, or give --yes if that is what you want")
+        epoch = fencing.current_epoch(self.etcd, self.keys)
+        if not epoch:
+            epoch = fencing.raise_epoch(self.etcd, self.keys, f"import by {self.me}").number
+        total, dcs = hf_folder.nbytes_of(source), self.cfg.dcs
+        with Publisher(self.etcd, self.keys, stream, epoch=epoch, owner=f"import-{self.me}",
+                       chunk_bytes=dcs.chunk_bytes, replicas=dcs.replicas, digest=dcs.digest,
+                       staging_ttl_s=dcs.staging_ttl_s, io_timeout_s=dcs.io_timeout_s,
+                       security=self._security) as publisher:
+            counter = _Counter(lambda done: progress(min(done, total), total))
+            return publisher.publish(hf_folder.read(source, counter), meta={"imported": str(source), "by": self.me})
+
+    def _puller(self) -> Puller:
+        return Puller(self.etcd, self.keys, self.me, pin_ttl_s=self.cfg.dcs.pin_ttl_s,
+                      io_timeout_s=self.cfg.dcs.io_timeout_s, security=self._security)
+
+    def _model_dir(self) -> Path:
+        """The folder whose config and tokenizer the run's weights belong to."""
+        found = Path(self.cfg.model.path) if self.cfg.model.path else self.cfg.job_dir / "model"
+        if not (found / "config.json").exists():
+            raise ConfigError(f"the run has no model folder {found}", hint="name one with --like")
+        return found
+
+
+class _Counter:
+    """Adds up what a progress callback is told piece by piece."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell, self._done = tell, 0
+
+    def __call__(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._tell(self._done)
+
+
+def tensor_rows(manifest: Manifest) -> Sequence[dict[str, Any]]:
+    """A row for each tensor of a manifest, for a listing."""
+    return [{"name": t.name, "dtype": t.dtype, "shape": "x".join(map(str, t.shape)) or "scalar", "nbytes": t.nbytes,
+             "slices": [s._asdict() for s in t.slices]} for t in manifest.tensors]

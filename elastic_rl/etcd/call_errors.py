@@ -1,0 +1,109 @@
+"""What a failed attempt at a call of etcd means: may it be repeated, may it have happened, and what does a person do?
+
+Pure: it knows gRPC's codes and etcd's texts, and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import grpc
+
+from elastic_rl.errors import Compacted, ElasticRLError, EtcdDenied, EtcdFull, EtcdRefused, LeaseLost
+
+
+class Failure(enum.Enum):
+    """What a failed attempt says about the request."""
+
+    NOT_SENT = "not sent"
+    """It cannot have been applied; another member may take it."""
+    UNTRUSTED = "untrusted"
+    """It was not sent, since one side does not accept the other's certificate; another member's may be good."""
+    NOT_SIGNED_IN = "not signed in"
+    """It was not applied, since etcd does not know our token, or not any more."""
+    UNKNOWN = "unknown"
+    """It may have been applied, or may still be."""
+    REFUSED = "refused"
+    """The cluster decided against it; another member would say the same."""
+
+
+_NOT_SENT_DETAILS = ("failed to connect", "connection refused", "etcdserver: no leader", "name resolution",
+                     "dns resolution", "too many requests", "etcdserver: not capable", "etcdserver: server stopped")
+_UNTRUSTED_DETAILS = ("tls handshake failed", "ssl handshake failed", "certificate", "verification check failed",
+                      "tsi_data_corrupted", "security handshaker")
+_NOT_SIGNED_IN_DETAILS = ("invalid auth token", "user name is empty", "revision of auth store is old")
+_REFUSED_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DATA_LOSS,
+}
+AUTH_IS_OFF = "authentication is not enabled"
+_CERTIFICATE_HINT = ("check etcd.tls_ca against the members' certificates (their names too: etcd.tls_server_name), and "
+                     "etcd.tls_cert and tls_key where etcd asks its clients for a certificate")
+_HINTS: tuple[tuple[str, type[ElasticRLError], str], ...] = (
+    ("lease not found", LeaseLost, ""),
+    ("compacted", Compacted, ""),
+    ("space exceeded", EtcdFull,
+     "compact and defragment etcd or raise its --quota-backend-bytes, then `etcdctl alarm disarm`"),
+    ("corrupt cluster", EtcdFull, "a member's data differs from the others': see etcd's guide on data corruption"),
+    ("too large", EtcdRefused, "records must stay small; large data belongs into the checkpoint service"),
+    ("larger than max", EtcdRefused, "records must stay small; large data belongs into the checkpoint service"),
+    ("permission denied", EtcdDenied,
+     "grant the user (etcd.user, or the name in etcd.tls_cert) a role with readwrite on the prefix /elastic_rl/: "
+     "`etcdctl role grant-permission`"),
+    ("authentication failed", EtcdDenied, "etcd.user or the password in etcd.password_file is wrong"),
+    ("user name is empty", EtcdDenied, "this etcd asks for a user: set etcd.user and etcd.password_file"),
+    ("invalid auth token", EtcdDenied,
+     "set etcd.user and etcd.password_file; if they are set, etcd's members do not accept each other's tokens"),
+    ("revision of auth store", EtcdDenied, "users or roles of etcd are being changed without end"),
+)
+"""Part of etcd's message, the error that it becomes, and what to do about it."""
+
+
+class AttemptFailed(Exception):
+    """One attempt on one member failed. For callers of ``Channels.once`` and ``Channels.stream`` only."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, failure: Failure) -> None:
+        super().__init__(f"{details} [{code.name}]")
+        self.code, self.details, self.failure = code, details, failure
+
+    @classmethod
+    def of(cls, error: grpc.RpcError) -> AttemptFailed:
+        code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+        return cls(code, details, classify(code, details))
+
+
+def classify(code: grpc.StatusCode, details: str) -> Failure:
+    """Whether a failed attempt may be repeated elsewhere, and whether it may have taken effect."""
+    text = details.lower()
+    if "failed to connect" in text and any(part in text for part in _UNTRUSTED_DETAILS):
+        return Failure.UNTRUSTED
+    if any(part in text for part in _NOT_SENT_DETAILS):
+        return Failure.NOT_SENT
+    if any(part in text for part in _NOT_SIGNED_IN_DETAILS):
+        return Failure.NOT_SIGNED_IN
+    return Failure.REFUSED if code in _REFUSED_CODES else Failure.UNKNOWN
+
+
+def refusal(code: grpc.StatusCode, details: str) -> ElasticRLError:
+    """The typed error of a request that etcd decided against."""
+    text = details.lower()
+    for part, kind, hint in _HINTS:
+        if part in text:
+            return kind(f"etcd refused: {details} [{code.name}]" if hint else details, hint=hint)
+    return EtcdRefused(f"etcd refused: {details} [{code.name}]")
+
+
+def untrusted(details: str) -> EtcdDenied:
+    """The typed error of a cluster none of whose members takes part in a TLS connection with us."""
+    return EtcdDenied(f"no secure connection to etcd: {details.removeprefix('failed to connect to all addresses; ')}",
+                       hint=_CERTIFICATE_HINT)
+
+
+def silence(details: str, *, tls: bool) -> str:
+    """What a person does about members that do not answer, the last of which said ``details``."""
+    if "failed to connect" in details.lower() and "socket closed" in details.lower():
+        have, other = ("we speak TLS (etcd.tls_ca is set)", "may not") if tls else ("we speak no TLS", "may want it")
+        return f"something listens there and hangs up: {have}, and etcd {other}; else it is just starting or ending"
+    return "check that etcd runs and that a majority of its members is healthy"

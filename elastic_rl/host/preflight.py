@@ -1,0 +1,197 @@
+"""Looks at the machine before a run does: what is there, what is not, and how to mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import psutil
+
+from elastic_rl import runtime
+from elastic_rl.config import Config
+from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
+from elastic_rl.etcd.client import Compare, EtcdClient, MemberStatus, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.host import etcd_server
+
+_ETCD_BUDGET_S = 2.0
+_MEMORY_GIB = 8.0
+"""Ray, two engines, two ranks and the durable plane take about 7 GiB on a CPU."""
+_PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "ray": "2.60.0",
+             "sglang-router": "0.3.2", "transformers": "5.19.0"}
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    """A run works, with what the text says."""
+    FAILED = "failed"
+    """A run cannot work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    verdict: Verdict
+    found: str
+    mend: str = ""
+
+    def row(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def examine(cfg: Config) -> list[Finding]:
+    """Every check, in the order in which one would mend them."""
+    checks: tuple[Callable[[Config], Iterable[Finding]], ...] = (
+        _python, _packages, _devices, _memory, _shared_memory, _etcd, _ports, _files)
+    return [finding for check in checks for finding in check(cfg)]
+
+
+def _python(cfg: Config) -> Iterable[Finding]:
+    release = ".".join(map(str, sys.version_info[:3]))
+    good = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield Finding("python", Verdict.OK if good else Verdict.FAILED, release,
+                  "" if good else "install Python 3.11 to 3.13, remove .venv, run `bash ops/setup.sh`")
+
+
+def _packages(cfg: Config) -> Iterable[Finding]:
+    for name, wanted in _PACKAGES.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, Verdict.FAILED, "not installed", "run `bash ops/setup.sh`")
+            continue
+        same = found.partition("+")[0] == wanted
+        yield Finding(name, Verdict.OK if same else Verdict.WARNING, found,
+                      "" if same else f"made and tested with {wanted}; run `bash ops/setup.sh`")
+
+
+def _devices(cfg: Config) -> Iterable[Finding]:
+    import torch
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
+        yield Finding("devices", Verdict.OK, f"{count} × {', '.join(names)}")
+    elif cfg.device.type == "cuda":
+        yield Finding("devices", Verdict.FAILED, "device.type is cuda and torch sees no CUDA device",
+                      "set --device.type=cpu, or mend the driver (`nvidia-smi`) and run `bash ops/setup.sh` again")
+    elif shutil.which("nvidia-smi"):
+        yield Finding("devices", Verdict.WARNING, "nvidia-smi is here but torch sees no CUDA device",
+                      "run `nvidia-smi`; if it lists a GPU, remove .venv and run `bash ops/setup.sh`")
+    else:
+        yield Finding("devices", Verdict.OK, f"CPU, {len(os.sched_getaffinity(0))} cores")
+
+
+def _memory(cfg: Config) -> Iterable[Finding]:
+    free = psutil.virtual_memory().available / 2**30
+    good = free >= _MEMORY_GIB
+    yield Finding("memory", Verdict.OK if good else Verdict.WARNING, f"{free:.1f} GiB available",
+                  "" if good else f"the default job wants {_MEMORY_GIB:g} GiB; use --rollout.engines=1, or free some")
+
+
+def _shared_memory(cfg: Config) -> Iterable[Finding]:
+    free, need = shutil.disk_usage("/dev/shm").free, cfg.dcs.arena_bytes
+    found = f"{free >> 20} MiB free, the arena takes {need >> 20} MiB"
+    if free < need:
+        yield Finding("/dev/shm", Verdict.FAILED, found, "set a smaller --dcs.arena_bytes, or make it larger: "
+                      "`mount -o remount,size=2G /dev/shm`, or `docker run --shm-size=2g`")
+    else:
+        yield Finding("/dev/shm", Verdict.OK, found)
+
+
+def _etcd(cfg: Config) -> Iterable[Finding]:
+    if cfg.etcd.endpoints:
+        yield from _etcd_cluster(cfg)
+        return
+    try:
+        binary = etcd_server.find_binary()
+        release = etcd_server.version(binary)
+    except PreflightFailed as e:
+        yield Finding("etcd", Verdict.FAILED, e.message, e.hint)
+        return
+    why = etcd_server.objection(release)
+    yield Finding("etcd", Verdict.WARNING if why else Verdict.OK, f"{'.'.join(map(str, release))} at {binary}",
+                  f"{why}; install 3.4.23+, 3.5.21+ or 3.6" if why else "")
+
+
+def _etcd_cluster(cfg: Config) -> Iterable[Finding]:
+    """An etcd that someone else runs: every member, and what we may do there."""
+    try:
+        etcd = EtcdClient.from_config(cfg.etcd, cfg.etcd.endpoints, retry_budget_s=_ETCD_BUDGET_S)
+    except ConfigError as e:
+        yield Finding("etcd", Verdict.FAILED, e.message, e.hint)
+        return
+    with etcd:
+        members = etcd.statuses()
+        majority = sum(not m.error for m in members) > len(members) / 2
+        for m in members:
+            yield _etcd_member(m, majority=majority)
+        if len(members) % 2 == 0:
+            yield Finding("etcd members", Verdict.WARNING, f"etcd.endpoints names {len(members)}",
+                          "name every member; 3 or 5 stand the loss of 1 or 2, an even number no more than one less")
+        epoch = Keys(cfg.job).epoch()
+        try:
+            etcd.get(epoch)
+            # Never runs, since it cannot hold; but etcd asks first whether we may, and whether it has room.
+            etcd.txn([Compare.absent(epoch), Compare.exists(epoch)], [Op.put(epoch, b"")])
+            yield Finding("etcd access", Verdict.OK, f"may read and write as {cfg.etcd.user or 'anyone'}")
+        except ElasticRLError as e:
+            yield Finding("etcd access", Verdict.FAILED, e.message, e.hint)
+
+
+def _etcd_member(m: MemberStatus, *, majority: bool) -> Finding:
+    check = f"etcd {m.endpoint}"
+    if m.error:
+        return Finding(check, Verdict.WARNING if majority else Verdict.FAILED, f"does not serve: {m.error}",
+                       "start or mend it" + ("; the others are a majority and go on" if majority else ""))
+    found = f"{m.version}, {m.db_bytes >> 20} MiB{', leads' if m.is_leader else ''}"
+    if m.alarms:
+        return Finding(check, Verdict.FAILED, f"{found}; alarm: {', '.join(m.alarms)}",
+                       "for NOSPACE: compact, `etcdctl defrag`, then `etcdctl alarm disarm`")
+    why = etcd_server.objection(etcd_server.parse_version(m.version))
+    return Finding(check, Verdict.WARNING if why else Verdict.OK, found,
+                   f"{why}; install 3.4.23+, 3.5.21+ or 3.6" if why else "")
+
+
+def _ports(cfg: Config) -> Iterable[Finding]:
+    wanted = [(cfg.coordinator.host, port, f"coordinator.ports[{i}]") for i, port in enumerate(cfg.coordinator.ports)]
+    wanted += [(cfg.dcs.host, cfg.dcs.port, "dcs.port")] if cfg.dcs.port else []
+    for host, port, setting in wanted:
+        try:
+            runtime.require_port_free(host, port, setting=setting)
+            yield Finding(f"port {port}", Verdict.OK, f"free ({setting})")
+        except PreflightFailed as e:
+            yield Finding(f"port {port}", Verdict.FAILED, e.message, e.hint)
+    if not wanted:
+        yield Finding("ports", Verdict.OK, "none is fixed; free ones are chosen")
+
+
+def _files(cfg: Config) -> Iterable[Finding]:
+    folder = cfg.run_dir.expanduser().resolve()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / 2**30
+    if not os.access(folder, os.W_OK):
+        yield Finding("run_dir", Verdict.FAILED, f"{folder} cannot be written", "set another --run_dir")
+    else:
+        yield Finding("run_dir", Verdict.OK if free >= 2 else Verdict.WARNING, f"{folder}: {free:.0f} GiB free",
+                      "" if free >= 2 else "free some disk: logs, the store and Ray need about 2 GiB")
+    limit = _open_files()
+    yield Finding("open files", Verdict.OK if limit >= 4096 else Verdict.WARNING, f"at most {limit}",
+                  "" if limit >= 4096 else "`ulimit -n 65536`")
+
+
+def _open_files() -> int:
+    import resource
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return hard if hard != resource.RLIM_INFINITY else 1 << 20
+
+
+def unfit(findings: Iterable[Finding]) -> bool:
+    """Whether a run cannot work here."""
+    return any(f.verdict is Verdict.FAILED for f in findings)

@@ -1,0 +1,168 @@
+"""Owned child processes: they die with their parent, also after kill -9, and leave a record that the next start cleans.
+
+Two kinds. A *child* is bound to its parent by the kernel (PR_SET_PDEATHSIG). A *service* is meant to outlive the
+command that started it; its record in ``<dir>/pids`` (pid and start time, so that a reused pid is never hit) lets a
+later command stop it or sweep up after a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from elastic_rl.errors import PreflightFailed
+from elastic_rl.runtime import die_with_parent
+
+# PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one long-lived thread.
+_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
+
+
+def python(module: str, *args: str) -> list[str]:
+    """Command line that runs a module with this interpreter."""
+    return [sys.executable, "-m", module, *args]
+
+
+def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, service: bool = False,
+          cwd: Path | None = None) -> subprocess.Popen[bytes]:
+    """Starts ``cmd`` in a process group of its own with stdout and stderr appended to ``log``.
+
+    A child dies with this process; a ``service`` does not. Raises MachineUnfit if the program cannot be started.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        try:
+            return _spawner.submit(
+                subprocess.Popen, list(cmd), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})}, start_new_session=True, cwd=cwd,
+                preexec_fn=None if service else die_with_parent).result()
+        except OSError as e:
+            raise PreflightFailed(f"cannot start {cmd[0]}: {e.strerror}", hint="run `elastic-rl doctor`") from e
+
+
+def stop(pid: int, *, grace_s: float = 5.0) -> None:
+    """Ends a process that we started, and its group: SIGTERM, then after ``grace_s`` SIGKILL. Absent ones are fine."""
+    try:
+        process = psutil.Process(pid)
+        # Grandchildren may have left the group (torch and SGLang do); they are found before the parent goes.
+        family = [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    _signal_group(pid, signal.SIGTERM)
+    try:
+        process.wait(grace_s)
+    except (psutil.TimeoutExpired, psutil.NoSuchProcess):
+        pass
+    _kill(family, grace_s=grace_s)
+    _signal_group(pid, signal.SIGKILL)
+
+
+def _kill(family: Iterable[psutil.Process], *, grace_s: float) -> None:
+    """SIGKILL to all of them, but to Python's resource trackers last, and only if they do not end by themselves: they
+    unlink the named semaphores of the processes that were just killed."""
+    trackers: list[psutil.Process] = []
+    others: list[psutil.Process] = []
+    for process in family:
+        try:
+            (trackers if "resource_tracker" in " ".join(process.cmdline()) else others).append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    for group in (others, trackers):
+        if group is trackers:
+            group = psutil.wait_procs(trackers, timeout=grace_s)[1]
+        for process in group:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(group, timeout=grace_s)
+
+
+def _signal_group(pid: int, sig: int) -> None:
+    try:
+        os.killpg(pid, sig)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+RUN_MARK = "ELASTIC_RL_RUN"
+"""Environment variable that every process of a run's compute plane inherits; its value names the run."""
+
+
+def marked(value: str, variable: str = RUN_MARK) -> list[psutil.Process]:
+    """Processes of this user that carry the mark in their environment, this one and its ancestors left out."""
+    found = []
+    own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in own and process.environ().get(variable) == value:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list[int]:
+    """Ends whatever a dead run left behind: Ray's agents outlive a driver that was killed; the mark finds them."""
+    victims = marked(value, variable)
+    _kill(victims, grace_s=grace_s)
+    return [p.pid for p in victims]
+
+
+@dataclass(frozen=True)
+class PidRecord:
+    """A service that was started: enough to find it again, and to know that it is still the same process."""
+
+    name: str
+    pid: int
+    create_time: float
+    url: str = ""
+
+    def alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.create_time) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+class PidBook:
+    """The records of one folder, one JSON file a service."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, pid: int, url: str = "") -> PidRecord:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = PidRecord(name, pid, psutil.Process(pid).create_time(), url)
+        partial = self.folder / f".{name}.partial"
+        partial.write_text(json.dumps(asdict(record)))
+        partial.rename(self.folder / f"{name}.json")
+        return record
+
+    def all(self) -> list[PidRecord]:
+        return [PidRecord(**json.loads(p.read_text())) for p in sorted(self.folder.glob("*.json"))]
+
+    def alive(self) -> list[PidRecord]:
+        return [r for r in self.all() if r.alive()]
+
+    def forget(self, name: str) -> None:
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
+    def stop_all(self, *, grace_s: float = 5.0) -> list[str]:
+        """Stops what is alive and forgets every record; returns the names that were alive."""
+        stopped = []
+        for record in self.all():
+            if record.alive():
+                stop(record.pid, grace_s=grace_s)
+                stopped.append(record.name)
+            self.forget(record.name)
+        return stopped

@@ -1,0 +1,77 @@
+"""Who writes which tensors of a version: every byte once over all ranks, gathered bucket by bucket by its owner."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from elastic_rl.trainer.parallel import ParallelDims
+
+
+def assign(sizes: Sequence[int], ranks: int) -> list[int]:
+    """An owner for each item, so that bytes are split evenly: the largest first, each to who has least. Pure, and the
+    same for the same sizes, so that an item stays where its earlier versions are."""
+    load = [(0, rank) for rank in range(ranks)]
+    owners = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        least, rank = heapq.heappop(load)
+        owners[i] = rank
+        heapq.heappush(load, (least + sizes[i], rank))
+    return owners
+
+
+def bucketed(items: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Runs of ``items`` of at most ``limit`` bytes each, by their ``sizes``; a larger item is alone. Pure."""
+    out: list[list[int]] = []
+    size = 0
+    for item in items:
+        if not out or size + sizes[item] > limit:
+            out.append([])
+            size = 0
+        out[-1].append(item)
+        size += sizes[item]
+    return out
+
+
+def gather_to_owners(shards: Sequence[torch.Tensor], whole: Sequence[bool], par: ParallelDims, *, bucket_bytes: int
+                     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Yields (index, [shard of TP rank 0, 1, …]) of the tensors that this rank owns.
+
+    A collective of the tensor-parallel group; every rank of a pipeline stage passes tensors of the same shapes and of
+    one dtype, and the stage's ranks divide them among themselves. What is ``whole`` on every rank does not travel: its
+    list has one tensor. Beyond its own shards a rank holds one bucket, and
+    whatever the caller makes of the tensors that it was given last.
+    """
+    full = [t.nbytes * (1 if w else par.tp) for t, w in zip(shards, whole, strict=True)]
+    owners = [par.stage[i] for i in assign(full, len(par.stage))]
+    mine = [i for i, owner in enumerate(owners) if owner == par.rank]
+    for i in mine:
+        if whole[i] or par.tp == 1:
+            yield i, [shards[i].detach()]
+    if par.tp == 1:
+        return
+    first = par.rank - par.tp_rank  # ranks of one tensor-parallel group are neighbours
+    for owner in range(first, first + par.tp):
+        travel = [i for i in range(len(shards)) if owners[i] == owner and not whole[i]]
+        for bucket in bucketed(travel, full, bucket_bytes):
+            yield from _gather_bucket(bucket, [shards[i].detach() for i in bucket], owner, first, par)
+
+
+def _gather_bucket(bucket: Sequence[int], own: Sequence[torch.Tensor], owner: int, first: int, par: ParallelDims
+                   ) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    flat = torch.cat([t.reshape(-1) for t in own])
+    if par.rank != owner:
+        dist.send(flat, dst=owner, group=par.tp_group)
+        return
+    flats = []
+    for rank in range(first, first + par.tp):
+        flats.append(flat if rank == owner else torch.empty_like(flat))
+        if rank != owner:
+            dist.recv(flats[-1], src=rank, group=par.tp_group)
+    offset = 0
+    for i, tensor in zip(bucket, own, strict=True):
+        yield i, [f[offset:offset + tensor.numel()].view(tensor.shape) for f in flats]
+        offset += tensor.numel()

@@ -1,0 +1,272 @@
+"""Alerts over a real etcd and through real Apprise services."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.coordinators import Replicas
+from support.etcd_server import EtcdServers
+
+from elastic_rl import config, runtime
+from elastic_rl.coordinator.alerts import alert_test, silences
+from elastic_rl.coordinator.alerts.alert_test import DeliveryStatus
+from elastic_rl.coordinator.alerts.facts import read_facts
+from elastic_rl.coordinator.alerts.notifier import Notifier
+from elastic_rl.coordinator.alerts.receivers import receiver_name
+from elastic_rl.coordinator.alerts.state_machine import Alert
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.election.leader_gap import LeaderGap
+from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
+from elastic_rl.coordinator.membership.registry import LastSeen
+from elastic_rl.coordinator.problems import Problem
+from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.errors import EtcdFull
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import DcsNode, Engine, EngineState, JobStatus, Version, VersionState
+
+
+class Service:
+    """A notification service: what was posted to each of its paths. It refuses those of ``refuses``."""
+
+    def __init__(self) -> None:
+        self.got: dict[str, list[str]] = {}
+        self.refuses: set[str] = set()
+        service = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                path = self.path.strip("/")
+                if path not in service.refuses:
+                    service.got.setdefault(path, []).append(f"{body['title']}\n{body['message']}")
+                self.send_response(500 if path in service.refuses else 200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def url(self, path: str) -> str:
+        return f"json://127.0.0.1:{self.server.server_port}/{path}"
+
+    def about(self, path: str, word: str, subject: str = "") -> list[str]:
+        return [m for m in self.got.get(path, []) if m.startswith(f"[{word}]") and subject in m]
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+class Leader:
+    """The leader's loop in this process."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, **alerts: Any) -> None:
+        self.cfg = config.parse({"job": keys.job, "alerts": {"group_wait_s": 0.2, "timeout_s": 5.0, **alerts},
+                                 "coordinator": {"reconcile_interval_s": 0.2}})
+        self.notifier = Notifier(keys.job, self.cfg.alerts)
+        self.election = Election(etcd, keys, "a", "http://a", 3).start()
+        self.reconciler = Reconciler(etcd, keys, self.cfg, self.election, self.notifier)
+        self.reconciler.start()
+        runtime.wait_until(lambda: self.election.is_leader, timeout_s=10, what="the leadership")
+
+    def close(self) -> None:
+        self.election.stop()
+        self.reconciler.stop()
+        self.notifier.close()
+
+
+def known(etcd: EtcdClient, keys: Keys) -> list[Alert]:
+    return [Alert.decode(kv.value) for kv in etcd.range(keys.alerts_prefix())[0]]
+
+
+def sighted(etcd: EtcdClient, keys: Keys, name: str) -> str:
+    """A DCS node that the leader has seen. Its key is then to be deleted, for it to be dead."""
+    node = DcsNode(id=name, host="h", port=1, pid=1, arena_path="/x", arena_bytes=100)
+    etcd.put(keys.dcs_node(name), node.encode())
+    runtime.wait_until(lambda: etcd.get(keys.roster("dcs", name)), timeout_s=10, what="the sighting")
+    return keys.dcs_node(name)
+
+
+def test_twelve_deaths_of_one_moment_are_one_message_and_one_end_though_the_leader_is_killed_in_between(
+        etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, service: Service, tmp_path: Path) -> None:
+    hanging = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
+    replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"alerts": {
+        "urls": [f"json://127.0.0.1:{hanging.getsockname()[1]}", service.url("chat")], "timeout_s": 1.0,
+        "routes": [{"url": service.url("pager"), "tags": ["dcs"]}, {"url": service.url("none"), "tags": ["info"]}]}})
+    try:
+        replicas.start("a", "b")
+        node = DcsNode(id="n", host="h", port=1, pid=1, arena_path="/x", arena_bytes=1)
+        lease, names = etcd.grant(60), [f"n{i:02}" for i in range(12)]
+        for name in names:
+            etcd.put(keys.dcs_node(name), node.replace(id=name).encode(), lease=lease)
+        runtime.wait_until(lambda: etcd.count(f"{keys.roster_prefix()}dcs/") == 12, timeout_s=20,
+                             what="the sightings")
+        etcd.revoke(lease)
+        for path in ("chat", "pager"):
+            runtime.wait_until(lambda p=path: service.about(p, "FIRING", "dcs.dead"), timeout_s=20, what="the alerts")
+        old = replicas.leader()
+        replicas.kill(old)
+        for name in names:
+            etcd.put(keys.dcs_node(name), node.replace(id=name, pid=2).encode())
+        for path in ("chat", "pager"):
+            runtime.wait_until(lambda p=path: service.about(p, "RESOLVED", "dcs.dead"), timeout_s=30, what="the ends")
+            told = service.got[path]
+            # A leader that died before it wrote the delivery down sends the same message again.
+            fired = {m for m in told if m.startswith("[FIRING]") and "dcs.dead" in m}
+            (ids,) = {re.search(r"ids=(\S+)", m)[1] for m in fired}
+            assert len(set(ids.split(","))) == 12 and len({re.search(r"message=(\w+)", m)[1] for m in fired}) == 1
+            ends = "\n".join(service.about(path, "RESOLVED", "dcs.dead"))
+            assert set(re.findall(r"[0-9a-f]{12}", re.search(r"ids=(\S+)", ends)[1])) == set(ids.split(","))
+        runtime.wait_until(lambda: service.about("chat", "FIRING", f"coordinator.dead {old}"), timeout_s=20,
+                             what="the dead leader's own")
+        assert "coordinator.dead" not in "".join(service.got["pager"]) and not service.got.get("none")
+    finally:
+        replicas.close()
+        hanging.close()
+
+
+def test_a_silence_a_test_and_what_became_of_them(etcd: EtcdClient, keys: Keys, service: Service) -> None:
+    service.refuses.add("sick")
+    leader = Leader(etcd, keys, urls=[service.url("chat")], routes=[
+        {"url": service.url("sick"), "tags": ["nothing"], "name": "sick"},
+        {"url": service.url("quiet"), "tags": ["nothing"]}])
+    try:
+        with pytest.raises(Problem) as e:
+            silences.create_silence(etcd, keys, leader.election, duration_s=0, kind="", by="ada")
+        assert e.value.status == 422 and [x["pointer"] for x in e.value.members["errors"]] == ["/duration_s", "/kind"]
+        silence = silences.create_silence(etcd, keys, leader.election, kind="dcs.*", subject="n*", duration_s=3600,
+                                          by="ada", comment="moving")
+        assert silences.list_silences(etcd, keys) == [silence]
+        for name in ("n0", "m0"):
+            etcd.delete(sighted(etcd, keys, name))
+        runtime.wait_until(lambda: service.about("chat", "FIRING", "dcs.dead m0"), timeout_s=20, what="the other")
+        assert {a.subject: a.silenced_by for a in known(etcd, keys)} == {"n0": silence.id, "m0": ""}
+
+        found = alert_test.run(etcd, keys, leader.election, leader.cfg.alerts, by="ada", timeout_s=20.0)
+        fates = {r.receiver: (r.fate, bool(r.detail)) for r in found.receivers}
+        quiet, chat = receiver_name(service.url("quiet")), receiver_name(service.url("chat"))
+        assert found.done and not found.ok and fates == {
+            chat: (DeliveryStatus.DELIVERED, False), quiet: (DeliveryStatus.DELIVERED,
+                                                             False), "sick": (DeliveryStatus.FAILED, True)}
+        assert [len(service.about(p, "TEST")) for p in ("chat", "quiet", "sick")] == [1, 1, 0]
+
+        assert not service.about("chat", "FIRING", "n0")
+        silences.delete_silence(etcd, keys, leader.election, silence.id, by="ada")
+        runtime.wait_until(lambda: service.about("chat", "FIRING", "dcs.dead n0"), timeout_s=20, what="the alert")
+        with pytest.raises(Problem) as e:
+            silences.delete_silence(etcd, keys, leader.election, silence.id)
+        assert e.value.status == 404
+        kinds = [x.kind for x in events.recent(etcd, keys)]
+        assert kinds.count("alerts.silenced") == kinds.count("alerts.unsilenced") == 1
+    finally:
+        leader.close()
+    with pytest.raises(Problem) as e:
+        alert_test.begin(etcd, keys, leader.election)
+    assert e.value.kind == "no-leader"
+
+
+def test_an_engine_that_lags_behind_the_head_and_a_store_that_is_behind_are_read_from_etcd(
+        etcd: EtcdClient, keys: Keys, service: Service) -> None:
+    versions = [Version(stream="policy", number=n, state=VersionState.COMMITTED, epoch=1, committed_at=1000.0 * n)
+                for n in (1, 2, 3)]
+    for version in versions:
+        etcd.put(keys.version("policy", version.number), version.encode())
+    etcd.put(keys.stream_head("policy"), versions[-1].encode())
+    etcd.put(keys.durable("policy", 2), b"{}")
+    etcd.put(keys.job_status(), JobStatus(phase="rl").encode())
+    engine = Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1, version=1)
+    cfg = config.parse({"job": keys.job, "dcs": {"durable_url": "file:///x", "durable_streams": ["policy"]}})
+    behind = read_facts(etcd, keys, cfg, [engine], Health())
+    assert behind.durable == {"policy": 2} and behind.committed == {"policy": {1: 1000.0, 2: 2000.0, 3: 3000.0}}
+    etcd.put(keys.durable("policy", 3), b"{}")
+    assert read_facts(etcd, keys, cfg, [engine.replace(version=3), engine.replace(state=EngineState.DEAD)], Health()
+                      ).committed == {}
+
+    etcd.put(keys.engine("e1"), engine.encode())
+    leader = Leader(etcd, keys, urls=[service.url("chat")])
+    try:
+        runtime.wait_until(lambda: service.about("chat", "FIRING", "engine.lagging e1"), timeout_s=20, what="alert")
+        etcd.put(keys.engine("e1"), engine.replace(version=3).encode())
+        runtime.wait_until(lambda: service.about("chat", "RESOLVED", "engine.lagging e1"), timeout_s=20, what="end")
+    finally:
+        leader.close()
+
+
+def test_a_silence_that_has_ended_is_deleted_by_the_leader(etcd: EtcdClient, keys: Keys) -> None:
+    leader = Leader(etcd, keys)
+    try:
+        silences.create_silence(etcd, keys, leader.election, duration_s=0.5)
+        runtime.wait_until(lambda: not silences.list_silences(etcd, keys), timeout_s=20, what="its end")
+    finally:
+        leader.close()
+
+
+def test_the_next_leader_tells_how_long_there_was_none_unless_the_last_one_closed(etcd: EtcdClient, keys: Keys) -> None:
+    now = [1000.0]
+
+    def lead(name: str) -> Election:
+        """One look of a leader, which then vanishes."""
+        with_it = Election(etcd, keys, name, "", 3).start()
+        runtime.wait_until(lambda: with_it.is_leader, timeout_s=10, what="the leadership")
+        LeaderGap(etcd, keys, with_it, 15.0, lambda c, ops: etcd.txn(c, ops).succeeded, lambda: now[0]).look()
+        with_it.stop()
+        return with_it
+
+    def gaps() -> list[float]:
+        return [e.data["seconds"] for e in events.recent(etcd, keys) if e.kind == "leader.absent"]
+
+    there = LastSeen(role="coordinator", id="a", incarnation="1", first_seen=1.0)
+    etcd.put(keys.roster("coordinator", "a"), there.encode())
+    lead("a")
+    now[0] += 5.0
+    lead("b")
+    assert gaps() == []
+    etcd.put(keys.roster("coordinator", "b"), there.replace(id="b").encode())
+    now[0] += 60.0
+    lead("a")
+    assert gaps() == [60.0]
+    etcd.delete(keys.roster("coordinator", "a"))  # it said good-bye
+    now[0] += 90.0
+    lead("b")
+    assert gaps() == [60.0]
+
+
+def test_a_silent_member_and_an_etcd_that_is_full_are_seen(tmp_path: Path) -> None:
+    servers = EtcdServers(tmp_path, 3, ["--quota-backend-bytes", "400000"]).start()
+    try:
+        with EtcdClient(servers.endpoints, call_timeout_s=2.0) as etcd:
+            probe = EtcdProbe(etcd, Keys("t"))
+            try:
+                runtime.wait_until(lambda: probe.health().members, timeout_s=20, what="the first look")
+                assert not [m for m in probe.health().members if m.error or m.alarms]
+                with pytest.raises(EtcdFull, match="space"):
+                    for n in range(1000):  # its size is known a moment late
+                        etcd.put(f"/fill/{n}", bytes(50_000))
+                runtime.wait_until(lambda: max(m.db_bytes for m in probe.health().members) > 300_000, timeout_s=30,
+                                     what="the size")
+                runtime.wait_until(lambda: any("NOSPACE" in m.alarms for m in probe.health().members), timeout_s=30,
+                                     what="the alarm")
+                servers.kill(1)
+                runtime.wait_until(lambda: [m.endpoint for m in probe.health().members if m.error]
+                                     == [servers.endpoints[1]], timeout_s=30, what="the silence")
+            finally:
+                probe.close()
+    finally:
+        servers.close()

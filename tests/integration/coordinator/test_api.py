@@ -1,0 +1,407 @@
+"""The admin API of one replica and, where it matters, of two, on a real etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from support.api_cluster import ApiCluster, Reader, items, problem, walk
+from support.etcd_server import EtcdServers
+
+from elastic_rl import runtime
+from elastic_rl.etcd.records import (
+    Engine,
+    EngineState,
+    Event,
+    Member,
+    Operation,
+    OperationKind,
+    OperationState,
+    PoolSpec,
+    StepMetrics,
+    Version,
+    VersionState,
+)
+
+LIMITS: dict[str, Any] = {"max_body_bytes": 2000, "request_timeout_s": 1.0, "max_streams": 3, "max_requests": 12}
+
+
+@pytest.fixture(scope="module")
+def house(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
+    made = ApiCluster(etcd_servers, tmp_path_factory.mktemp("api"), coordinator=LIMITS,
+                 alerts={"urls": [f"json://127.0.0.1:{runtime.free_port()}"]})
+    try:
+        made.start("a")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def api(house: ApiCluster) -> Iterator[httpx.Client]:
+    with house.client("a") as client:
+        yield client
+
+
+@pytest.fixture
+def pool(house: ApiCluster) -> str:
+    """A pool of this test's own, wanted at 2 engines."""
+    name = f"p-{secrets.token_hex(4)}"
+    house.etcd.put(house.keys.pool_spec(name), PoolSpec(name=name, desired=2).encode())
+    return name
+
+
+@pytest.fixture
+def engine(house: ApiCluster, pool: str) -> str:
+    """A ready engine of that pool."""
+    name = f"e-{secrets.token_hex(4)}"
+    house.etcd.put(house.keys.engine(name), Engine(id=name, pool=pool, state=EngineState.READY, epoch=1).encode())
+    return name
+
+
+# -- listings ----------------------------------------------------------------------------------------------------------
+def test_every_listing_comes_in_pages_that_together_hold_everything_once(house: ApiCluster, api: httpx.Client) -> None:
+    keys, names = house.keys, [f"page-{n:02d}" for n in range(25)]
+    house.bulk(
+        [(keys.engine(n), Engine(id=n, pool="x", state=EngineState.READY, epoch=1)) for n in names]
+        + [(keys.pool_spec(n), PoolSpec(name=n, desired=1)) for n in names]
+        + [(keys.member("page", n), Member(role="page", id=n, pid=1, host="h")) for n in names]
+        + [(keys.step_point(n), StepMetrics(step=n, at=n, reward=0.5)) for n in range(25)])
+    assert [m["id"] for m in walk(api, "members?role=page", 7)] == names
+    assert [e["id"] for e in walk(api, "engines", 6) if e["id"] in names] == names
+    assert [p["name"] for p in walk(api, "pools", 4) if p["name"] in names] == names
+    assert [s["step"] for s in walk(api, "steps", 10)] == list(range(25))[::-1]
+    assert len(items(api, "engines?limit=3")) == 3
+    for bad in ("after=%21", "after=bm8", "limit=0", "limit=1001", "limit=x"):
+        assert api.get(f"/v1/{'versions' if bad == 'after=bm8' else 'engines'}?{bad}").status_code == 422, bad
+    problem(api.get("/v1/engines?limt=3"), 422, "unknown-parameter")
+
+
+def test_nothing_is_given_twice_or_left_out_when_things_come_and_go_between_two_pages(house: ApiCluster,
+                                                                                      api: httpx.Client
+                                                                                      ) -> None:
+    keys, names = house.keys, [f"{n:02d}" for n in range(10)]
+    house.bulk([(keys.member("moving", n), Member(role="moving", id=n, pid=1, host="h")) for n in names])
+    first = api.get("/v1/members?role=moving&limit=4").json()
+    for gone in ("01", "03"):
+        house.etcd.delete(keys.member("moving", gone))
+    house.etcd.put(keys.member("moving", "00a"), Member(role="moving", id="00a", pid=1, host="h").encode())
+    rest = api.get(f"/v1/members?role=moving&limit=100&after={first['next']}").json()
+    assert [m["id"] for m in first["items"] + rest["items"]] == names and rest["next"] is None
+
+
+def test_versions_of_both_streams_come_newest_first_over_gaps(house: ApiCluster, api: httpx.Client) -> None:
+    keys = house.keys
+
+    def version(stream: str, number: int, at: float) -> tuple[str, Version]:
+        return keys.version(stream, number), Version(stream=stream, number=number, state=VersionState.COMMITTED,
+                                                     epoch=1, created_at=at)
+
+    policy = [n for n in range(1, 400) if n < 20 or n > 300]
+    house.bulk([version("policy", n, float(n)) for n in policy])
+    house.bulk([version("trainer_state", n, 10.0 * n + 0.5) for n in range(1, 40)])
+    house.etcd.put(keys.stream_next("policy"), b"399")
+    assert [v["number"] for v in walk(api, "versions?stream=policy", 50)] == policy[::-1]
+    assert [v["number"] for v in walk(api, "versions?stream=policy", 2)][:9] == policy[::-1][:9]
+    both = walk(api, "versions", 30)
+    assert [v["created_at"] for v in both] == sorted((v["created_at"] for v in both), reverse=True)
+    assert len({(v["stream"], v["number"]) for v in both}) == len(both) == len(policy) + 39
+    assert items(api, "versions?stream=none") == []
+
+
+def test_the_newest_of_many_events_come_first_and_all_can_be_walked_through(house: ApiCluster,
+                                                                            api: httpx.Client) -> None:
+    at = [1.7e12 - n * n * 50 for n in range(1500)]  # ever farther apart, so that the spans have to grow
+    house.bulk([(house.keys.event(f"{int(ms):015d}-{n:04x}"), Event(
+        id=f"{int(ms):015d}-{n:04x}", at=ms / 1000, kind="test.many", subject=str(n), message="m"))
+        for n, ms in enumerate(at)])
+    seen = [e for e in walk(api, "events", 400) if e["kind"] == "test.many"]
+    assert [e["subject"] for e in seen] == [str(n) for n in range(1500)]
+
+
+def test_operations_can_be_listed_by_their_state(house: ApiCluster, api: httpx.Client) -> None:
+    ended = [Operation(id=f"op-{n:013d}-x", kind=OperationKind.RESTART, target="trainer",
+                       state=OperationState.FAILED if n % 3 else OperationState.SUCCEEDED) for n in range(30)]
+    house.bulk([(house.keys.operation(op.id), op) for op in ended])
+    assert [o["id"] for o in walk(api, "operations?state=succeeded", 4)] == [
+        op.id for op in ended[::-1] if op.state is OperationState.SUCCEEDED]
+    assert {o["id"] for o in walk(api, "operations", 7)} >= {op.id for op in ended}
+    assert api.get("/v1/operations?state=none").status_code == 422
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+def test_a_dry_run_of_each_change_says_what_would_be_and_changes_nothing(house: ApiCluster, api: httpx.Client,
+                                                                         pool: str,
+                                                                          engine: str) -> None:
+    begun = api.post(f"/v1/pools/{pool}/scale", json={"desired": 3}).json()["id"]
+    before = house.wishes()
+    answers = {
+        "patch": api.patch(f"/v1/pools/{pool}?dry_run=true", json={"desired": 4}, headers={"If-Match": "*"}),
+        "scale": api.post(f"/v1/pools/{pool}/scale?dry_run=true", json={"desired": 4},
+                          headers={"Idempotency-Key": "d"}),
+        "drain": api.post(f"/v1/engines/{engine}/drain?dry_run=true"),
+        "restart": api.post("/v1/restarts?dry_run=true", json={"target": f"engines/{engine}"}),
+        "adopt": api.post("/v1/engines?dry_run=true", json={"url": "http://10.0.0.9:30000", "pool": pool}),
+        "cancel": api.delete(f"/v1/operations/{begun}?dry_run=true")}
+    assert {name: a.status_code for name, a in answers.items()} == dict.fromkeys(answers, 200)
+    assert not any("location" in a.headers for a in answers.values())
+    assert answers["patch"].json()["desired"] == 4 and answers["scale"].json()["params"]["desired"] == 4
+    assert answers["drain"].json()["target"] == f"engines/{engine}" and answers["cancel"].json()["state"] == "cancelled"
+    assert house.wishes() == before
+    problem(api.patch(f"/v1/pools/{pool}?dry_run=true", json={"desired": 4}, headers={"If-Match": '"1"'}), 412,
+            "precondition-failed")
+
+
+def test_operations_are_begun_followed_and_cancelled(api: httpx.Client, pool: str, engine: str) -> None:
+    scaled = api.post(f"/v1/pools/{pool}/scale", json={"desired": 5})
+    assert scaled.status_code == 202
+    assert api.get(scaled.headers["location"]).json()["target"] == f"pools/{pool}"
+    gone = api.delete(scaled.headers["location"])
+    assert gone.status_code == 202 and gone.json()["state"] == "cancelled"
+    assert api.get(f"/v1/pools/{pool}").json()["desired"] == 2
+    tag = api.get(f"/v1/pools/{pool}").headers["etag"]
+    assert api.post(f"/v1/pools/{pool}/scale", json={"desired": 3}, headers={"If-Match": tag}).status_code == 202
+    problem(api.post(f"/v1/pools/{pool}/scale", json={"desired": 4}, headers={"If-Match": tag}), 412,
+            "precondition-failed")
+    drained = api.post(f"/v1/engines/{engine}/drain", json={"replace": True})
+    assert drained.status_code == 202 and api.get(f"/v1/engines/{engine}").json()["state"] == "draining"
+    problem(api.delete(drained.headers["location"]), 409, "conflict")
+    problem(api.post(f"/v1/engines/{engine}/drain"), 409, "conflict")
+    for path, body in (("/v1/engines/none/drain", {}), ("/v1/restarts", {"target": "roles/none"}),
+                       ("/v1/pools/none/scale", {"desired": 1})):
+        problem(api.post(path, json=body), 404, "not-found")
+    problem(api.delete("/v1/operations/none"), 404, "not-found")
+    problem(api.post("/v1/restarts", json={"target": "moon"}), 422, "invalid")
+
+
+def test_a_server_is_adopted_once_and_the_wish_can_be_taken_back(house: ApiCluster, api: httpx.Client,
+                                                                 pool: str) -> None:
+    body, key = {"url": f"http://{pool}:30000/", "pool": pool}, {"Idempotency-Key": f"adopt-{pool}"}
+    first, again = (api.post("/v1/engines", json=body, headers=key) for _ in range(2))
+    assert first.status_code == again.status_code == 202
+    assert first.headers["location"] == again.headers["location"] and again.headers["idempotency-replayed"] == "true"
+    assert (first.json()["kind"], first.json()["params"]["url"]) == ("adopt", f"http://{pool}:30000")
+    problem(api.post("/v1/engines", json=body), 409, "conflict")
+    problem(api.post("/v1/engines", json={**body, "pool": "none"}), 404, "not-found")
+    for wrong in ({}, {"url": "moon"}, {"url": "https://a:1"}, {"url": 1}, {**body, "x": 1}):
+        problem(api.post("/v1/engines", json=wrong), 422, "invalid")
+    assert api.delete(first.headers["location"]).json()["state"] == "cancelled"
+    assert house.etcd.get(house.keys.adoption(f"http://{pool}:30000")) is None
+    assert api.post("/v1/engines", json=body).status_code == 202
+
+
+# -- idempotency -------------------------------------------------------------------------------------------------------
+def test_the_same_request_with_the_same_key_counts_once(house: ApiCluster, api: httpx.Client, pool: str) -> None:
+    def scale(desired: int, key: str, **more: Any) -> httpx.Response:
+        return api.post(f"/v1/pools/{pool}/scale", json={"desired": desired}, headers={"Idempotency-Key": key}, **more)
+
+    first, again = scale(3, "one"), scale(3, "one")
+    assert first.status_code == again.status_code == 202
+    assert first.headers["location"] == again.headers["location"] and first.json()["id"] == again.json()["id"]
+    assert again.headers["idempotency-replayed"] == "true" and "idempotency-replayed" not in first.headers
+    assert len(house.operations(pool)) == 1
+    problem(scale(4, "one"), 422, "idempotency-key-reused")
+    assert scale(4, "two").json()["id"] != first.json()["id"]
+    problem(api.post("/v1/pools/none/scale", json={"desired": 1}, headers={"Idempotency-Key": "refused"}), 404,
+            "not-found")
+    assert scale(5, "refused").status_code == 202, "a refused request leaves no key behind"
+    house.etcd.delete(house.keys.operation(first.json()["id"]))
+    problem(scale(3, "one"), 410, "gone")
+
+
+def test_of_the_same_request_many_times_at_once_one_is_carried_out(house: ApiCluster, api: httpx.Client,
+                                                                   pool: str) -> None:
+    def scale(_: int) -> httpx.Response:
+        return api.post(f"/v1/pools/{pool}/scale", json={"desired": 6}, headers={"Idempotency-Key": f"race-{pool}"})
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(scale, range(16)))
+    assert {a.status_code for a in answers} == {202}, [a.text for a in answers]
+    assert len({a.headers["location"] for a in answers}) == 1 and len(house.operations(pool)) == 1
+
+
+def test_a_silence_is_made_once_and_ended_and_a_dry_run_makes_none(house: ApiCluster, api: httpx.Client) -> None:
+    body = {"duration_s": 3600, "kind": "engine.*", "comment": "new kernel"}
+    assert api.post("/v1/silences?dry_run=true", json=body).json()["kind"] == "engine.*"
+    assert items(api, "silences") == []
+    made, again = (api.post("/v1/silences", json=body, headers={"Idempotency-Key": "hush"}) for _ in range(2))
+    assert made.status_code == again.status_code == 201 and made.headers["location"] == again.headers["location"]
+    assert items(api, "silences") == [made.json()] and made.json()["by"] == "operator"
+    assert api.delete(f"{made.headers['location']}?dry_run=true").json() == made.json() == items(api, "silences")[0]
+    assert api.delete(made.headers["location"]).json() == made.json()
+    problem(api.delete(made.headers["location"]), 404, "not-found")
+    for wrong in ({}, {"duration_s": 0}, {"duration_s": "60"}, {"duration_s": 1e9}, {"duration_s": 1, "kind": ""}):
+        problem(api.post("/v1/silences", json=wrong), 422, "invalid")
+
+
+def test_a_test_of_the_receivers_is_sent_once_a_key_and_can_be_followed(house: ApiCluster, api: httpx.Client) -> None:
+    [planned] = api.post("/v1/alerts/test?dry_run=true").json()["receivers"]
+    assert planned["fate"] == "waiting"
+    begun, again = (api.post("/v1/alerts/test", headers={"Idempotency-Key": "ring"}) for _ in range(2))
+    assert begun.status_code == again.status_code == 202 and begun.headers["location"] == again.headers["location"]
+
+    def ended() -> str:
+        [receiver] = api.get(begun.headers["location"]).json()["receivers"]
+        assert receiver["receiver"] == planned["receiver"]
+        return "" if receiver["fate"] == "waiting" else str(receiver["fate"])
+
+    assert runtime.wait_until(ended, timeout_s=15, what="the receiver's answer") == "failed", "nobody listens there"
+    problem(api.get("/v1/alerts/tests/none"), 404, "not-found")
+
+
+# -- limits and methods ------------------------------------------------------------------------------------------------
+def test_bodies_that_are_too_large_of_another_kind_or_malformed_are_refused(api: httpx.Client, pool: str) -> None:
+    path, kind = f"/v1/pools/{pool}/scale", {"content-type": "application/json"}
+    problem(api.post(path, content=b"x" * 2001, headers=kind), 413, "body-too-large")
+    problem(api.post(path, content=iter([b"x" * 1500] * 2), headers=kind), 413, "body-too-large")
+    problem(api.post(path, content=b'{"desired": 3}', headers={"content-type": "text/plain"}), 415,
+            "unsupported-media-type")
+    problem(api.post(path, content=b'{"desired": 3}'), 415, "unsupported-media-type")
+    for broken in (b"{", b"\xff\xfe", b"[" * 1900):
+        problem(api.post(path, content=broken, headers=kind), 400, "malformed")
+    for wrong in (b'{"desired": 3, "x": 1}', b'{"\\ud800": 1, "desired": 3}', b"[]", b"null", b'{"desired": 1e2}'):
+        problem(api.post(path, content=wrong, headers=kind), 422, "invalid")
+    problem(api.post(path), 422, "invalid")
+
+
+def test_a_client_that_sends_too_slowly_is_given_up(house: ApiCluster, pool: str) -> None:
+    host, port = house.replicas.urls["a"].removeprefix("http://").split(":")
+
+    def end_of(start: bytes) -> bytes:
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            slow.sendall(start)
+            got = b""
+            try:
+                while chunk := slow.recv(4096):
+                    got += chunk
+            except ConnectionResetError:
+                pass
+            return got
+
+    assert end_of(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Slow: ") == b""
+    assert end_of(b"") == b""
+    answered_once = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /heal"
+    assert end_of(answered_once).count(b"200 OK") == 1
+    late = end_of(f"POST /v1/pools/{pool}/scale HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                  "Content-Length: 100\r\n\r\n{".encode())
+    assert b" 408 " in late and b"request-timeout" in late
+    assert b" 400 " in end_of(b"GET / HTTP/1.1\r\nX-Large: " + b"x" * 40_000)
+
+
+def test_methods_that_a_path_does_not_take_are_named_and_head_works_where_get_does(api: httpx.Client, pool: str
+                                                                                   ) -> None:
+    for method in ("PUT", "DELETE", "TRACE", "NONSENSE"):
+        body = problem(refused := api.request(method, f"/v1/pools/{pool}"), 405, "method-not-allowed")
+        assert refused.headers["allow"] == "GET, HEAD, OPTIONS, PATCH" and "PATCH" in body["detail"]
+    assert api.options(f"/v1/pools/{pool}").headers["allow"] == "GET, HEAD, OPTIONS, PATCH"
+    for path in (f"/v1/pools/{pool}", "/v1/members", "/v1/changes", "/healthz", "/metrics", "/openapi.json"):
+        head = api.head(path)
+        assert head.status_code == 200 and head.content == b"", path
+    assert api.head(f"/v1/pools/{pool}").headers["etag"] == api.get(f"/v1/pools/{pool}").headers["etag"]
+    problem(api.get("/v1/nothing"), 404, "not-found")
+    problem(api.get("/v1/pools/"), 404, "not-found")
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+def test_the_changes_begin_with_a_snapshot_and_tell_every_change_after_it(house: ApiCluster, api: httpx.Client,
+                                                                          pool: str,
+                                                                          engine: str) -> None:
+    operation = api.post(f"/v1/pools/{pool}/scale", json={"desired": 3}).json()["id"]
+    with Reader(house.replicas.urls["a"]) as reader:
+        first = reader.next()
+        assert first.event == "snapshot"
+        data = first.data
+        assert set(data) == {"job", "pools", "engines", "versions", "operations", "alerts", "events", "members",
+                             "steps"}
+        assert data["job"] == api.get("/v1/job").json()
+        assert next(p for p in data["pools"] if p["name"] == pool)["desired"] == 3
+        assert engine in {e["id"] for e in data["engines"]} and operation in {o["id"] for o in data["operations"]}
+        assert {"a"} == {m["id"] for m in data["members"] if m["role"] == "coordinator"}
+        assert len(data["versions"]) <= 20 and len(data["events"]) <= 50
+        tag = api.patch(f"/v1/pools/{pool}", json={"desired": 4}, headers={"If-Match": "*"}).json()["revision"]
+        changed = reader.until(lambda f: f.data["kind"] == "pool" and f.data["id"] == pool)
+        assert changed.id == tag > first.id and changed.data["object"] == api.get(f"/v1/pools/{pool}").json()
+        told = reader.until(lambda f: f.data["kind"] == "event" and f.data["object"]["subject"] == pool)
+        assert told.data["object"]["kind"] == "pool.scaled" and told.id == tag
+        house.etcd.delete(house.keys.engine(engine))
+        gone = reader.until(lambda f: f.data["kind"] == "engine" and f.data["id"] == engine)
+        assert gone.data["object"] is None
+        assert all(f.data["kind"] != "member" for f in reader.seen[1:]), "heartbeats are left out"
+
+
+def test_a_stream_of_changes_resumes_without_a_snapshot_and_begins_anew_where_it_cannot(house: ApiCluster, pool: str
+                                                                                        ) -> None:
+    def engine(n: int) -> int:
+        name = f"{pool}-{n}"
+        return house.etcd.put(house.keys.engine(name), Engine(id=name, pool=pool, state=EngineState.READY,
+                                                               epoch=n).encode())
+
+    def mine(frame: Any) -> bool:
+        return frame.event == "change" and frame.data["id"].startswith(f"{pool}-")
+
+    url = house.replicas.urls["a"]
+    with Reader(url) as reader:
+        assert reader.next().event == "snapshot"
+        engine(1)
+        last = reader.until(mine).id
+    revisions = [engine(n) for n in (2, 3, 4)]
+    with Reader(url, last) as reader:
+        frames = [reader.until(mine) for _ in range(4)]
+        assert [f.data["object"]["epoch"] for f in frames] == [1, 2, 3, 4], "the last one comes once more"
+        assert [f.id for f in frames[1:]] == revisions and all(f.event == "change" for f in reader.seen)
+    for nowhere in (1, revisions[-1] + 10**6):
+        with Reader(url, nowhere) as reader:
+            fresh = reader.next()
+            assert fresh.event == "snapshot" and f"{pool}-4" in {e["id"] for e in fresh.data["engines"]}
+    problem(httpx.get(f"{url}/v1/changes", headers={"Last-Event-ID": "yesterday"}), 422, "invalid")
+
+
+def test_no_more_streams_are_open_than_the_configuration_allows(house: ApiCluster) -> None:
+    url = house.replicas.urls["a"]
+    with contextlib.ExitStack() as opened:
+        def one_more() -> httpx.Response | None:
+            """Streams of other tests may end only now, so it takes up to some seconds until the fourth is refused."""
+            answer = opened.enter_context(httpx.stream("GET", f"{url}/v1/changes", timeout=10))
+            return answer if answer.status_code != 200 else None
+
+        answers = [a for _ in range(4) if (a := one_more()) is not None]
+        assert answers, "the fourth one at the latest is too many"
+        answers[0].read()
+        problem(answers[0], 503, "too-many-streams")
+        assert answers[0].headers["retry-after"]
+        assert httpx.get(f"{url}/v1/pools", timeout=10).status_code == 200
+
+
+def test_requests_beyond_the_limit_are_turned_away_and_probes_are_not(house: ApiCluster, api: httpx.Client, pool: str
+                                                                      ) -> None:
+    host, port = house.replicas.urls["a"].removeprefix("http://").split(":")
+    start = (f"POST /v1/pools/{pool}/scale HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+             "Content-Length: 9\r\n\r\n").encode()
+
+    def turned_away() -> httpx.Response | None:
+        """Requests whose bodies do not come hold their places, for a second."""
+        with contextlib.ExitStack() as held:
+            for _ in range(LIMITS["max_requests"]):
+                held.enter_context(socket.create_connection((host, int(port)), timeout=10)).sendall(start)
+            answers = [api.get("/v1/pools") for _ in range(20)]
+            assert api.get("/healthz").status_code == 200
+        return next((a for a in answers if a.status_code != 200), None)
+
+    refused = runtime.wait_until(turned_away, timeout_s=20, what="a request that is turned away")
+    problem(refused, 503, "overloaded")
+    runtime.wait_until(lambda: api.get("/v1/pools").status_code == 200, timeout_s=10, what="room again")
+
+
+def test_records_go_out_as_they_are_stored(house: ApiCluster, api: httpx.Client) -> None:
+    """Also fields that this release does not know, which a newer replica wrote."""
+    newer = b'{"id":"newer","pool":"x","state":"ready","epoch":1,"z":7}'
+    house.etcd.put(house.keys.engine("newer"), newer)
+    assert api.get("/v1/engines/newer").json()["z"] == 7
+    assert json.loads(api.get("/v1/engines/newer").text) in items(api, "engines?limit=1000")

@@ -1,0 +1,357 @@
+"""Coordinator replicas as processes, on a real etcd."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.coordinators import Replicas
+
+from elastic_rl import runtime
+from elastic_rl.coordinator.api import auth
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import DcsNode, Engine, EngineState, Event, PoolSpec, PoolStatus, Severity
+
+Start = Callable[..., Replicas]
+
+
+@pytest.fixture
+def start(etcd_servers: Any, keys: Keys, etcd: EtcdClient, tmp_path: Path) -> Iterator[Start]:
+    made: list[Replicas] = []
+
+    def make(*names: str, **settings: Any) -> Replicas:
+        etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
+        made.append(Replicas(tmp_path, keys, etcd_servers.endpoints, settings))
+        made[-1].start(*names)
+        return made[-1]
+
+    yield make
+    for replicas in made:
+        replicas.close()
+
+
+def told(etcd: EtcdClient, keys: Keys, kind: str, subject: str = "") -> list[Event]:
+    return [e for e in events.recent(etcd, keys, 1000) if e.kind == kind and subject in ("", e.subject)]
+
+
+def items(api: httpx.Client, what: str) -> list[dict[str, Any]]:
+    return list(api.get(f"/v1/{what}").json()["items"])
+
+
+def problem(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    body = response.json()
+    assert body["type"] == f"urn:elastic-rl:problem:{kind}" and body["status"] == status and body["detail"]
+    return body
+
+
+def test_the_api_answers_reads_takes_changes_and_explains_what_it_refuses(start: Start, etcd: EtcdClient, keys: Keys
+                                                                          ) -> None:
+    replicas = start("a")
+    etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
+    etcd.put(keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2, starting=0, draining=0).encode())
+    with httpx.Client(base_url=replicas.urls["a"], timeout=10) as api:
+        job = api.get("/v1/job").json()
+        assert job["job"] == keys.job and job["leader"]["replica"] == "a" and job["status"] is None
+        assert [p["name"] for p in items(api, "pools")] == ["rollout"]
+        assert [e["id"] for e in items(api, "engines")] == ["e1"]
+        assert api.get("/v1/engines/e1").json()["state"] == "ready"
+        assert items(api, "versions") == []
+        assert [m["role"] for m in items(api, "members")] == ["coordinator"]
+        assert {e["kind"] for e in items(api, "events")} <= {"leader.elected"}
+        problem(api.get("/v1/engines/none"), 404, "not-found")
+        problem(api.get("/v1/pools/none"), 404, "not-found")
+        problem(api.get("/v1/nothing"), 404, "not-found")
+        assert api.get("/openapi.json").status_code == 200
+
+        pool = api.get("/v1/pools/rollout")
+        tag = pool.headers["etag"]
+        assert pool.json()["desired"] == 2 and pool.json()["ready"] == 2 and pool.json()["etag"] == tag
+        patched = api.patch("/v1/pools/rollout", json={"desired": 3}, headers={"If-Match": tag})
+        assert patched.status_code == 200 and patched.json()["desired"] == 3
+        assert patched.headers["etag"] != tag
+        assert api.get("/v1/pools/rollout").headers["etag"] == patched.headers["etag"]
+        problem(api.patch("/v1/pools/rollout", json={"desired": 4}, headers={"If-Match": tag}), 412,
+                "precondition-failed")
+        problem(api.patch("/v1/pools/rollout", json={"desired": 4}), 428, "precondition-required")
+        problem(api.patch("/v1/pools/none", json={"desired": 4}, headers={"If-Match": "*"}), 404, "not-found")
+        for absurd in (-1, 10**6, 10**30, 0, "3", 2.5, True, None):
+            problem(api.patch("/v1/pools/rollout", json={"desired": absurd}, headers={"If-Match": "*"}), 422, "invalid")
+        problem(api.patch("/v1/pools/rollout", json={}, headers={"If-Match": "*"}), 422, "invalid")
+        problem(api.patch("/v1/pools/rollout", content=b"{", headers={
+            "If-Match": "*", "content-type": "application/json"}), 400, "malformed")
+        scaled = api.post("/v1/pools/rollout/scale", json={"desired": 2})
+        assert scaled.status_code == 202 and scaled.json()["params"] == {"desired": 2, "previous": 3}
+        assert api.get(scaled.headers["location"]).json()["id"] == scaled.json()["id"]
+        assert [(e.data["previous"], e.data["desired"]) for e in told(etcd, keys, "pool.scaled")] == [(2, 3), (3, 2)]
+        scraped = api.get("/metrics").text
+        assert 'elastic_rl_pool_desired{pool="rollout"} 2.0' in scraped and "elastic_rl_is_leader 1.0" in scraped
+        assert re.search(r'elastic_rl_api_requests_total\{.*route="/v1/pools/\{name\}".*status="412"', scraped)
+
+
+def test_tokens_say_who_may_do_what(start: Start, tmp_path: Path, keys: Keys) -> None:
+    folder = tmp_path / keys.job / "cluster"
+    folder.mkdir(parents=True)
+    table = folder / "tokens.json"
+    table.write_text(json.dumps({"tokens": [
+        {"name": "eve", "role": "viewer", "sha256": auth.digest("look")},
+        {"name": "ada", "role": "operator", "sha256": auth.digest("do")}]}))
+    table.chmod(0o600)
+    replicas = start("a", coordinator={"require_token": True})
+
+    def call(method: str, token: str | None, **more: Any) -> httpx.Response:
+        headers = {"If-Match": "*"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        return httpx.request(method, f"{replicas.urls['a']}/v1/pools/rollout", headers=headers, timeout=10, **more)
+
+    problem(call("GET", None), 401, "unauthorized")
+    assert "Bearer" in call("GET", "wrong").headers["www-authenticate"]
+    problem(call("GET", "wrong"), 401, "unknown-token")
+    assert call("GET", "look").status_code == 200
+    problem(call("PATCH", "look", json={"desired": 3}), 403, "forbidden")
+    assert call("PATCH", "do", json={"desired": 3}).json()["desired"] == 3
+    assert httpx.get(f"{replicas.urls['a']}/healthz").status_code == 200
+
+
+def test_a_follower_forwards_writes_and_leads_after_the_leader_was_killed(start: Start, etcd: EtcdClient, keys: Keys
+                                                                          ) -> None:
+    replicas = start("a", "b")
+    old = replicas.leader()
+    new = "b" if old == "a" else "a"
+    answer = httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": 5}, headers={"If-Match": "*"},
+                         timeout=10)
+    assert answer.status_code == 200 and answer.headers["etag"]
+    assert told(etcd, keys, "pool.scaled")[-1].data["replica"] == old
+    problem(httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": 6}, headers={"If-Match": '"1"'},
+                        timeout=10), 412, "precondition-failed")
+    replicas.kill(old)
+    assert replicas.leader(not_=old) == new
+    runtime.wait_until(lambda: told(etcd, keys, "coordinator.dead", old), timeout_s=10, what="the death's event")
+    runtime.wait_until(lambda: len(told(etcd, keys, "leader.elected", new)) == 1, timeout_s=5, what="its event")
+    assert len(told(etcd, keys, "leader.elected", old)) == 1
+    assert httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": 2}, headers={"If-Match": "*"},
+                       timeout=10).status_code == 200
+    alerts = httpx.get(f"{replicas.urls[new]}/v1/alerts", timeout=10).json()["items"]
+    assert [(a["kind"], a["subject"], a["phase"]) for a in alerts] == [("coordinator.dead", old, "firing")]
+    replicas.start(old)
+    runtime.wait_until(lambda: not httpx.get(f"{replicas.urls[new]}/v1/alerts").json()["items"], timeout_s=10,
+                         what="the end of the alert")
+    assert len(told(etcd, keys, "coordinator.returned", old)) == 1
+    assert len(told(etcd, keys, "coordinator.dead")) == 1
+
+
+def test_a_replica_that_is_told_to_stop_hands_the_leadership_over_without_an_alert(start: Start, etcd: EtcdClient,
+                                                                                   keys: Keys) -> None:
+    replicas = start("a", "b")
+    old = replicas.leader()
+    process = replicas.running[old]
+    replicas.kill(old, signal.SIGTERM)
+    assert process.wait(10) == 0
+    del replicas.running[old]
+    replicas.leader(not_=old, timeout_s=2.0)
+    assert etcd.get(keys.member("coordinator", old)) is None
+    runtime.wait_until(lambda: len(told(etcd, keys, "leader.elected")) == 2, timeout_s=5, what="the new leader")
+    replicas.close()
+    assert not told(etcd, keys, "coordinator.dead")
+
+
+class Receiver:
+    """An alert receiver: what was posted to it."""
+
+    def __init__(self) -> None:
+        self.got: list[dict[str, Any]] = []
+        receiver = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                receiver.got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"json://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver()
+    yield made
+    made.close()
+
+
+def test_a_death_while_nobody_led_is_told_once_and_its_end_once(start: Start, etcd: EtcdClient, keys: Keys,
+                                                                etcd_servers: Any,
+                                                                receiver: Receiver) -> None:
+    hanging = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
+    replicas = start("a", alerts={"urls": [f"json://127.0.0.1:{hanging.getsockname()[1]}", receiver.url],
+                                  "timeout_s": 1.0}, coordinator={"replicas": 1})
+    node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=1)
+    lease = etcd.keepalive(2)
+    etcd.put(keys.dcs_node("n0"), node.encode(), lease=lease.id)
+    runtime.wait_until(lambda: etcd.get(keys.roster("dcs", "n0")), timeout_s=5, what="the sighting")
+    replicas.kill("a")
+    lease.close()
+    assert etcd.get(keys.dcs_node("n0")) is None
+    replicas.start("a")
+    runtime.wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), timeout_s=15, what="the alert")
+    assert len(told(etcd, keys, "dcs.dead")) == 1
+    etcd.put(keys.dcs_node("n0"), node.replace(pid=2).encode())
+    runtime.wait_until(lambda: any("RESOLVED" in g["title"] and "dcs" in g["title"] for g in receiver.got),
+                         timeout_s=15, what="the end")
+    about = [g for g in receiver.got if "dcs.dead" in g["title"]]
+    assert [g["title"].split()[0] for g in about] == ["[FIRING]", "[RESOLVED]"]
+    told_of = [re.search(r"dcs\.dead n0.*?id=(\w+)", f"{g['title']}\n{g['message']}", re.DOTALL) for g in about]
+    assert len({m[1] for m in told_of}) == 1
+    hanging.close()
+
+
+def test_members_that_close_are_not_missed_and_an_engine_that_dies_is_told_once(start: Start, etcd: EtcdClient,
+                                                                                keys: Keys
+                                                                                ) -> None:
+    replicas = start("a")
+    engine = Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1)
+    etcd.put(keys.engine("e1"), engine.encode())
+    clean = Membership(etcd, keys, "actor", "actor-1", ttl_s=2).start()
+    lease = etcd.keepalive(2)
+    clean_seen = keys.roster("actor", "actor-1")
+    from elastic_rl.etcd.records import Member
+    etcd.put(keys.member("engine", "e1"), Member(role="engine", id="e1", pid=7, host="h", incarnation="i").encode(),
+              lease=lease.id)
+    runtime.wait_until(lambda: etcd.get(clean_seen) and etcd.get(keys.roster("engine", "e1")), timeout_s=5,
+                         what="both sightings")
+    clean.close()
+    assert etcd.get(clean_seen) is None
+    lease.close()
+    runtime.wait_until(lambda: told(etcd, keys, "engine.dead"), timeout_s=5, what="the death's event")
+    assert Engine.decode(etcd.get(keys.engine("e1")).value).state is EngineState.DEAD
+    events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING)
+    runtime.wait_until(lambda: len(httpx.get(f"{replicas.urls['a']}/v1/alerts").json()["items"]) == 1, timeout_s=5,
+                         what="the alert")
+    assert len(told(etcd, keys, "engine.dead")) == 1 and not told(etcd, keys, "actor.dead")
+    # A runner that reports its server's death and then closes is told once as well.
+    runner = Membership(etcd, keys, "engine", "e2", ttl_s=2).start()
+    runtime.wait_until(lambda: etcd.get(keys.roster("engine", "e2")), timeout_s=5, what="the sighting")
+    events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR)
+    runner.close()
+    runtime.wait_until(lambda: {a["subject"] for a in httpx.get(f"{replicas.urls['a']}/v1/alerts").json()["items"]}
+                         == {"e1", "e2"}, timeout_s=5, what="its alert")
+    assert len(told(etcd, keys, "engine.dead", "e2")) == 1
+
+
+def test_an_engine_whose_weights_differ_from_most_is_taken_out_and_told_once(start: Start, etcd: EtcdClient, keys: Keys
+                                                                             ) -> None:
+    def put(name: str, checksum: str) -> None:
+        etcd.put(keys.engine(name), Engine(id=name, pool="rollout", state=EngineState.READY, epoch=1, version=3,
+                                            layout="float32/tp1", checksum=checksum).encode())
+
+    def states() -> dict[str, EngineState]:
+        return {e.id: e.state for kv in etcd.range(keys.engines_prefix())[0] if (e := Engine.decode(kv.value))}
+
+    put("e1", "aa")
+    put("e2", "bb")
+    start("a")
+    runtime.wait_until(lambda: told(etcd, keys, "leader.elected"), timeout_s=10, what="a leader")
+    put("e3", "aa")
+    runtime.wait_until(lambda: told(etcd, keys, "engine.quarantined"), timeout_s=10, what="the event")
+    assert states() == {"e1": EngineState.READY, "e2": EngineState.QUARANTINED, "e3": EngineState.READY}
+    put("e4", "aa")
+    runtime.wait_until(lambda: etcd.get(keys.event_cursor()), timeout_s=5, what="another look")
+    assert [e.subject for e in told(etcd, keys, "engine.quarantined")] == ["e2"]
+
+
+def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> list[tuple[int, str]]:
+    """The first ``count`` events of a stream as (id, event)."""
+    got: list[tuple[int, str]] = []
+    with httpx.stream("GET", url, headers={"Accept": "text/event-stream", **(headers or {})},
+                      timeout=httpx.Timeout(15)) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        number = 0
+        for line in response.iter_lines():
+            if line.startswith("id: "):
+                number = int(line[4:])
+            elif line.startswith("event: "):
+                got.append((number, line[7:]))
+                if len(got) == count:
+                    break
+    return got
+
+
+def test_an_event_stream_resumes_from_a_revision_on_another_replica(start: Start, etcd: EtcdClient, keys: Keys) -> None:
+    replicas = start("a", "b")
+    runtime.wait_until(lambda: told(etcd, keys, "leader.elected"), timeout_s=5, what="the first event")
+    for n in range(3):
+        events.emit(etcd, keys, f"test.{n}", "s", "m")
+    first = read_stream(f"{replicas.urls['a']}/v1/events", 3)
+    assert [k for _, k in first] == ["leader.elected", "test.0", "test.1"]
+    threading.Timer(0.5, lambda: events.emit(etcd, keys, "test.3", "s", "m")).start()
+    rest = read_stream(f"{replicas.urls['b']}/v1/events", 2, {"Last-Event-ID": str(first[-1][0])})
+    assert [k for _, k in rest] == ["test.2", "test.3"]
+    assert [n for n, _ in first + rest] == sorted({n for n, _ in first + rest})
+
+
+def test_events_are_trimmed_to_what_the_config_keeps(start: Start, etcd: EtcdClient, keys: Keys) -> None:
+    for n in range(130):
+        events.emit(etcd, keys, f"test.{n}", "s", "m")
+    start("a", coordinator={"events_keep": 20})
+    runtime.wait_until(lambda: etcd.count(keys.events_prefix()) <= 22, timeout_s=10, what="the trimming")
+    assert any(e.kind == "test.129" for e in events.recent(etcd, keys, 100))
+
+
+def end(command: list[str]) -> tuple[int, str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=40)
+    return done.returncode, json.loads(done.stderr.strip().splitlines()[-1])["message"]
+
+
+def test_a_taken_port_and_an_absent_etcd_are_explained(etcd_servers: Any, keys: Keys, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints).command("a", port))
+        assert code == 2 and str(port) in message and "coordinator.ports" in message
+    nobody = f"127.0.0.1:{runtime.free_port()}"
+    code, message = end(Replicas(tmp_path, keys, [nobody], {
+        "etcd": {"call_timeout_s": 0.3, "retry_budget_s": 1.0}}).command("a", runtime.free_port()))
+    assert code == 3 and nobody in message
+    code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints,
+                                 {"coordinator": {"lease_ttl": 3}}).command("a", 0))
+    assert code == 2 and "lease_ttl_s" in message
+
+
+def test_a_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any, keys: Keys, tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path, keys, etcd3_cluster.endpoints)
+    try:
+        replicas.start("a")
+        for i in range(3):
+            etcd3_cluster.stop(i)
+        url = replicas.urls["a"]
+        problem(httpx.get(f"{url}/readyz", timeout=15), 503, "store-unavailable")
+        problem(httpx.get(f"{url}/v1/pools", timeout=15), 503, "store-unavailable")
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        assert "elastic_rl_store_up 0.0" in httpx.get(f"{url}/metrics", timeout=15).text
+        for i in range(3):
+            etcd3_cluster.cont(i)
+        runtime.wait_until(lambda: replicas.ready("a"), timeout_s=20, what="readiness")
+        replicas.leader()
+    finally:
+        replicas.close()

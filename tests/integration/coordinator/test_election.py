@@ -1,0 +1,163 @@
+"""Leader election: one leader, a quick successor, and no write of the one before."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support import replica_process
+from support.etcd_server import EtcdServers
+
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.errors import Fenced
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.host.processes import spawn
+from elastic_rl.runtime import wait_until
+
+pytestmark = pytest.mark.timeout(60)
+TTL_S = 3
+Replicas = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def replica(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[Replicas]:
+    """Starts a replica process by its name."""
+    started = []
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        program = Path(replica_process.__file__)
+        started.append(spawn([sys.executable, str(program), ",".join(etcd_servers.endpoints), keys.job, name,
+                              str(TTL_S)],
+                             log=tmp_path / f"{name}.log", cwd=program.parents[2]))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(5)
+
+
+def _leader(etcd: EtcdClient, keys: Keys) -> str:
+    current = Election(etcd, keys, "observer", "", TTL_S).current()
+    return current.replica if current else ""
+
+
+def _wait_leader(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 15) -> None:
+    wait_until(lambda: _leader(etcd, keys) == name, timeout_s=timeout_s, what=f"leadership of {name}", poll_s=0.02)
+
+
+def _wait_writes(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 15) -> None:
+    def writes() -> bool:
+        kv = etcd.get(keys.job_status())
+        return kv is not None and kv.value.startswith(name.encode() + b" ")
+
+    wait_until(writes, timeout_s=timeout_s, what=f"a write of {name}", poll_s=0.02)
+
+
+def _wait_candidate(etcd: EtcdClient, keys: Keys, name: str) -> None:
+    wait_until(lambda: etcd.get(keys.leader(name)), timeout_s=15, what=f"candidacy of {name}")
+
+
+def test_the_first_leads_and_the_next_takes_over_when_it_resigns(etcd: EtcdClient, keys: Keys) -> None:
+    a = Election(etcd, keys, "a", "http://a", TTL_S).start()
+    wait_until(lambda: a.is_leader, timeout_s=5, what="a")
+    b = Election(etcd, keys, "b", "http://b", TTL_S).start()
+    try:
+        _wait_candidate(etcd, keys, "b")
+        assert not b.is_leader
+        with pytest.raises(Fenced):
+            _ = b.guard
+        old = a.guard
+        assert etcd.txn(old, [Op.put(keys.root + "x", b"a")]).succeeded
+        a.resign()
+        assert not a.is_leader
+        wait_until(lambda: b.is_leader, timeout_s=2, what="b")  # at once, not after the lease
+        assert not etcd.txn(old, [Op.put(keys.root + "x", b"late")]).succeeded
+        current = b.current()
+        assert current is not None and current.replica == "b" and current.url == "http://b"
+        _wait_candidate(etcd, keys, "a")  # it queues again
+        b.stop()
+        wait_until(lambda: a.is_leader, timeout_s=2, what="a again")
+        assert not etcd.txn(old, []).succeeded  # its new leadership does not make the old token good
+    finally:
+        a.stop()
+        b.stop()
+    assert not etcd.range(keys.leader_prefix())[0]
+
+
+def test_a_leader_whose_lease_was_revoked_stops_leading_and_queues_again(etcd: EtcdClient, keys: Keys) -> None:
+    a = Election(etcd, keys, "a", "", TTL_S).start()
+    try:
+        wait_until(lambda: a.is_leader, timeout_s=5, what="a")
+        old, mine = a.guard, etcd.get(keys.leader("a"))
+        assert mine is not None
+        etcd.revoke(mine.lease)
+        assert not etcd.txn(old, []).succeeded
+        wait_until(lambda: a.is_leader and a.guard != old, timeout_s=TTL_S + 2, what="a second leadership")
+    finally:
+        a.stop()
+
+
+def test_after_kill_9_of_the_leader_another_leads_within_the_ttl(etcd: EtcdClient, keys: Keys,
+                                                                 replica: Replicas) -> None:
+    first = replica("one")
+    _wait_writes(etcd, keys, "one")
+    replica("two")
+    _wait_candidate(etcd, keys, "two")
+    candidate = etcd.get(keys.leader("one"))
+    assert candidate is not None
+    old_guard = Compare.create(keys.leader("one"), "==", candidate.create_revision)
+    assert etcd.txn([old_guard], [Op.put(keys.root + "x", b"in time")]).succeeded
+    first.kill()
+    killed = time.monotonic()
+    assert first.wait(5) == -signal.SIGKILL
+    _wait_leader(etcd, keys, "two", timeout_s=TTL_S + 3)
+    assert time.monotonic() - killed <= TTL_S + 1
+    assert not etcd.txn([old_guard], [Op.put(keys.root + "x", b"late")]).succeeded
+    _wait_writes(etcd, keys, "two", timeout_s=2)
+
+
+def test_a_leader_that_was_stopped_for_long_writes_nothing_when_it_goes_on(etcd: EtcdClient, keys: Keys,
+                                                                           replica: Replicas) -> None:
+    first = replica("one")
+    _wait_writes(etcd, keys, "one")
+    replica("two")
+    _wait_candidate(etcd, keys, "two")
+    _, revision = etcd.range(keys.job_status())
+    with etcd.watch(keys.job_status(), start_revision=revision + 1) as watch:
+        first.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, timeout_s=2, what="SIGSTOP")
+        _wait_writes(etcd, keys, "two", timeout_s=TTL_S + 3)
+        first.send_signal(signal.SIGCONT)
+        _wait_candidate(etcd, keys, "one")  # it is up again and back in the queue
+        writers = []
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            if (event := watch.get(0.2)) is not None:
+                writers.append(event.kv.value.split()[0])
+    assert writers[-1] == b"two"
+    assert b"one" not in writers[writers.index(b"two"):]
+
+
+def test_a_restarted_replica_takes_part_again_under_its_name(etcd: EtcdClient, keys: Keys, replica: Replicas) -> None:
+    first = replica("one")
+    _wait_writes(etcd, keys, "one")
+    first.kill()
+    first.wait(5)
+    before = etcd.get(keys.leader("one"))
+    replica("one")
+
+    def leads_anew() -> bool:
+        now = etcd.get(keys.leader("one"))
+        return now is not None and before is not None and now.create_revision != before.create_revision
+
+    wait_until(leads_anew, timeout_s=TTL_S + 6, what="the second candidacy")
+    at = etcd.get(keys.job_status())
+    wait_until(lambda: etcd.get(keys.job_status()) != at, timeout_s=5, what="a new write")

@@ -1,0 +1,84 @@
+"""The run's curve in etcd: written with the status it belongs to, ended where a recovery goes back, kept bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.coordinators import Replicas
+from support.etcd_server import EtcdServers
+
+from elastic_rl.errors import Fenced
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import JobStatus, StepMetrics
+from elastic_rl.roles.run_log import JobStatusWriter
+from elastic_rl.runtime import wait_until
+
+
+def point(step: int, total_s: float = 2.0) -> StepMetrics:
+    return StepMetrics(step=step, at=step, reward=step / 10, policy_version=step + 1, seconds={"total": total_s})
+
+
+def writer(etcd: EtcdClient, keys: Keys) -> JobStatusWriter:
+    return JobStatusWriter(etcd, keys, epoch=fencing.current_epoch(etcd, keys), steps=100, seed=0)
+
+
+def points(etcd: EtcdClient, keys: Keys) -> list[StepMetrics]:
+    return [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
+
+
+def test_a_step_and_its_point_are_one_write_and_an_evaluation_joins_the_point(etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    status = writer(etcd, keys)
+    status.write("rl", point=point(1), step=1, reward=0.1)
+    written = [etcd.get(key) for key in (keys.job_status(), keys.step_point(1))]
+    assert written[0].mod_revision == written[1].mod_revision
+    status.evaluated("rl", 1, 0.75)
+    written = [etcd.get(key) for key in (keys.job_status(), keys.step_point(1))]
+    assert written[0].mod_revision == written[1].mod_revision
+    assert JobStatus.decode(written[0].value).eval_accuracy == 0.75
+    assert StepMetrics.decode(written[1].value) == point(1).replace(eval_accuracy=0.75)
+    status.evaluated("rl", 7, 0.5)  # of a step that an earlier incarnation did: only the status knows
+    assert points(etcd, keys) == [point(1).replace(eval_accuracy=0.75)] and status.latest.eval_accuracy == 0.5
+
+
+def test_a_recovery_deletes_the_points_that_it_undid_and_takes_their_time_back(etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    status = writer(etcd, keys)
+    for step in range(1, 6):
+        status.write("rl", point=point(step), step=step)
+    status.write("rl", productive_s=status.latest.productive_s + 30.0)  # the SFT phase's
+    status.resume("rl", 3, policy_version=9)
+    assert [p.step for p in points(etcd, keys)] == [1, 2, 3]
+    assert (status.latest.step, status.latest.policy_version, status.latest.productive_s) == (3, 9, 36.0)
+    again = writer(etcd, keys)  # another incarnation of the actor reads what the first one wrote
+    again.write("rl", point=point(4, total_s=5.0), step=4)
+    assert JobStatus.decode(etcd.get(keys.job_status()).value).productive_s == 41.0
+
+    # More than a transaction holds.
+    store_all = [point(step) for step in range(5, 250)]
+    for at in range(0, len(store_all), 50):
+        fencing.write(etcd, keys, 1, *(Op.put(keys.step_point(p.step), p.encode()) for p in store_all[at:at + 50]))
+    again.resume("rl", 2)
+    assert [p.step for p in points(etcd, keys)] == [1, 2]
+
+    fencing.raise_epoch(etcd, keys, "newer")
+    with pytest.raises(Fenced):
+        again.write("rl", point=point(3), step=3)
+    assert [p.step for p in points(etcd, keys)] == [1, 2]
+
+
+def test_the_leader_thins_a_long_curve(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    for at in range(1, 301, 100):
+        fencing.write(etcd, keys, 1, *(Op.put(keys.step_point(n), point(n).encode()) for n in range(at, at + 100)))
+    replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"coordinator": {"steps_keep": 100}})
+    try:
+        replicas.start("a")
+        wait_until(lambda: etcd.count(keys.steps_prefix()) <= 100, timeout_s=30, what="a shorter curve")
+        kept = [p.step for p in points(etcd, keys)]
+        assert kept[0] == 1 and kept[-50:] == list(range(251, 301)) and 75 <= len(kept) <= 100
+    finally:
+        replicas.close()

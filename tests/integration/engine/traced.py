@@ -1,0 +1,45 @@
+"""Parts of a run in a process of their own, which trace.
+
+    traced.py publish CONTEXT   publishes the weights of the head again, as a new version
+    traced.py ask CONTEXT       the rollout role asks the engines for a sample of the head
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
+from elastic_rl.telemetry import traces
+
+
+def publish(ctx: RunContext) -> None:
+    traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.trainer")
+    with ctx.connect() as etcd, \
+            Puller(etcd, ctx.keys, "again", pin_ttl_s=10, io_timeout_s=30) as puller, \
+            Publisher(etcd, ctx.keys, "policy", epoch=ctx.epoch, owner="again", chunk_bytes=1 << 20,
+                      staging_ttl_s=10) as publisher:
+        with puller.pull("policy") as pulled:
+            weights = [(name, tensor.clone()) for name, tensor in pulled.tensors()]
+        print(publisher.publish(weights, meta={}).number)
+
+
+def ask(ctx: RunContext) -> None:
+    role = RolloutRole(ctx)
+    try:
+        version = catalog.head(role.etcd, ctx.keys, "policy").number
+        request = GenerationRequest([[5, 6, 3, 4, 7]] * 4, samples_per_prompt=2, temperature=1.0, max_new_tokens=4,
+                                    stop_token_ids=[], min_version=version)
+        groups = asyncio.run(role.generate(request))
+        assert all(sample.version == version for group in groups for sample in group)
+    finally:
+        role.close()
+
+
+if __name__ == "__main__":
+    {"publish": publish, "ask": ask}[sys.argv[1]](RunContext.load(sys.argv[2]))
+    traces.shutdown()

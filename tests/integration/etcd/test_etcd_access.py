@@ -1,0 +1,275 @@
+"""Getting into an etcd that asks for it: certificates, users and passwords; and what a person is told when it fails."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import ssl
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.certificates import Authority
+from support.etcd_server import EtcdServers
+
+from elastic_rl.config import Config
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.dcs.fetch.puller import HeadWatch
+from elastic_rl.errors import ConfigError, EtcdDenied, EtcdFull, EtcdUnavailable
+from elastic_rl.etcd.access import Access
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.keys import ROOT, Keys
+from elastic_rl.etcd.membership import Membership, members
+from elastic_rl.etcd.transaction import range_end
+from elastic_rl.host import preflight
+from elastic_rl.runtime import wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@dataclass
+class Guarded:
+    """An etcd that wants certificates both ways, and a user."""
+
+    servers: EtcdServers
+    good: Authority
+    other: Authority
+    folder: Path
+
+    def admin(self, path: str, body: dict[str, Any]) -> Any:
+        token = self._gateway("auth/authenticate", {"name": "root", "password": "r"})["token"]
+        return self._gateway(path, body, token)
+
+    def _gateway(self, path: str, body: dict[str, Any], token: str = "") -> Any:
+        context = ssl.create_default_context(cafile=str(self.good.cert))
+        client = self.good.issue("gateway", hosts=["127.0.0.1"])
+        context.load_cert_chain(client.cert, client.key)
+        return self.servers.ask(path, body, token=token, verify=context)
+
+    def allow(self, prefix: str) -> None:
+        """Lets the user read and write there."""
+        permission = {"permType": 2, "key": _b64(prefix.encode()), "range_end": _b64(range_end(prefix))}
+        self.admin("auth/role/grant", {"name": "trainers", "perm": permission})
+
+    def forbid(self, prefix: str) -> None:
+        self.admin("auth/role/revoke", {"role": "trainers", "key": _b64(prefix.encode()),
+                                        "range_end": _b64(range_end(prefix))})
+
+    def password(self, text: str) -> str:
+        """Path of a file with it."""
+        path = self.folder / f"password-{len(list(self.folder.iterdir()))}"
+        path.write_text(text + "\n")
+        return str(path)
+
+    def start(self) -> Guarded:
+        client = self.good.issue("client", hosts=["127.0.0.1"])
+        self.servers.settings = {"tls_ca": str(self.good.cert), "tls_cert": str(client.cert),
+                                 "tls_key": str(client.key)}
+        self.servers.start()
+        for name, secret in (("root", "r"), ("rl", "right")):
+            self._gateway("auth/user/add", {"name": name, "password": secret})
+        for role in ("root", "trainers"):
+            self._gateway("auth/role/add", {"name": role})
+        self._gateway("auth/user/grant", {"user": "root", "role": "root"})
+        self._gateway("auth/user/grant", {"user": "rl", "role": "trainers"})
+        self._gateway("auth/enable", {})
+        self.allow(f"{ROOT}/")
+        self.servers.settings |= {"user": "rl", "password_file": self.password("right")}
+        return self
+
+
+def _b64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    good, other = Authority(folder, "good"), Authority(folder, "other")
+    servers = EtcdServers(folder / "etcd", 1, tls=good.issue("server", hosts=["127.0.0.1"]),
+                          # Weak hashes of passwords: a test signs in often, and each costs 0.1 s of a core otherwise.
+                          flags=["--client-cert-auth", "--trusted-ca-file", str(good.cert), "--bcrypt-cost", "4"])
+    try:
+        yield Guarded(servers, good, other, folder).start()
+    finally:
+        servers.close()
+
+
+def test_everything_works_over_tls_as_a_user(guarded: Guarded, keys: Keys) -> None:
+    with guarded.servers.connect() as etcd, etcd.keepalive(5) as kept:
+        revision = etcd.put(keys.root + "a", b"1")
+        with etcd.watch(keys.root, start_revision=revision) as watch:
+            event = watch.get(5)
+            assert event is not None and event.kv.value == b"1"
+            etcd.put(keys.root + "leased", b"", lease=kept.id)
+        (status,) = etcd.statuses()
+        assert status.is_leader and not status.error and not status.alarms and status.db_bytes > 0
+        assert kept.alive
+    with guarded.servers.connect() as etcd:
+        assert etcd.get(keys.root + "leased") is None  # the lease was revoked, as the user
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ({"password_file": "wrong"}, "authentication failed.*etcd.password_file is wrong"),
+    ({"user": "", "password_file": ""}, "permission denied.*etcd.user"),
+    ({"tls_ca": "other"}, "CERTIFICATE_VERIFY_FAILED.*check etcd.tls_ca"),
+    ({"tls_cert": "", "tls_key": ""}, "no secure connection.*etcd.tls_cert"),
+    ({"tls_cert": "other", "tls_key": "other"}, "no secure connection.*etcd.tls_cert"),
+    ({"tls_server_name": "elsewhere.example"}, "no secure connection.*etcd.tls_server_name"),
+])
+def test_who_is_not_let_in_is_told_why_at_once(guarded: Guarded, wrong: dict[str, str], says: str) -> None:
+    stranger = guarded.other.issue("stranger")
+    files = {"password_file": guarded.password("wrong"), "tls_ca": str(guarded.other.cert),
+             "tls_cert": str(stranger.cert), "tls_key": str(stranger.key)}
+    settings = {name: files[name] if value in ("wrong", "other") else value for name, value in wrong.items()}
+    with guarded.servers.connect(retry_budget_s=30.0, **settings) as etcd:
+        began = time.monotonic()
+        with pytest.raises(EtcdDenied, match=says) as refused:
+            etcd.put(f"{ROOT}/x", b"")
+        assert time.monotonic() - began < 15  # and not when the budget ends
+        assert not refused.value.retryable and "right" not in str(refused.value)
+
+
+def test_without_tls_the_budget_ends_with_a_hint_at_tls(guarded: Guarded) -> None:
+    with EtcdClient(guarded.servers.endpoints, retry_budget_s=0.5) as etcd, \
+            pytest.raises(EtcdUnavailable, match="we speak no TLS"):
+        etcd.get(f"{ROOT}/x")
+
+
+def test_a_user_without_the_right_is_told_which_one_is_missing_and_goes_on_once_it_has_it(guarded: Guarded) -> None:
+    keys = Keys("forbidden")
+    guarded.forbid(f"{ROOT}/")
+    try:
+        with guarded.servers.connect() as etcd, HeadWatch(etcd, keys, "policy") as heads:
+            with pytest.raises(EtcdDenied, match="permission denied.*readwrite on the prefix /elastic_rl/"):
+                etcd.put(keys.root + "x", b"")
+            with etcd.watch(keys.root, start_revision=1) as watch, pytest.raises(EtcdDenied):
+                watch.get(10)
+            with pytest.raises(EtcdDenied):
+                heads.get(5)
+            guarded.allow(f"{ROOT}/")
+            etcd.put(keys.root + "x", b"")
+            assert heads.get(0.2) is None
+    finally:
+        guarded.allow(f"{ROOT}/")
+
+
+def test_a_token_that_etcd_forgot_is_renewed_under_a_watch_a_lease_and_a_leader(guarded: Guarded, keys: Keys) -> None:
+    """etcd keeps tokens in memory: a member that starts again knows none of them."""
+    with guarded.servers.connect() as etcd, etcd.keepalive(20) as kept:
+        election = Election(etcd, keys, "a", "", 10).start()
+        revision = etcd.put(keys.root + "n", b"0", lease=kept.id)
+        with etcd.watch(keys.root + "n", start_revision=revision + 1) as watch:
+            etcd.put(keys.root + "n", b"1", lease=kept.id)
+            first = watch.get(5)
+            assert first is not None and first.kv.value == b"1"
+            guarded.servers.kill(0)
+            guarded.servers.restart(0)
+            etcd.put(keys.root + "n", b"2", lease=kept.id)
+            second = watch.get(10)
+            assert second is not None and second.kv.value == b"2"
+        assert kept.alive
+        wait_until(lambda: election.is_leader, timeout_s=15, what="the leader")
+        assert etcd.txn(election.guard, [Op.put(keys.root + "led", b"")]).succeeded
+        election.stop()
+
+
+def test_a_new_password_needs_no_restart_of_the_client(guarded: Guarded, keys: Keys) -> None:
+    file = guarded.password("right")
+    with guarded.servers.connect(password_file=file) as etcd:
+        etcd.put(keys.root + "x", b"1")
+        try:
+            guarded.admin("auth/user/changepw", {"name": "rl", "password": "newer"})  # and all tokens are void
+            with pytest.raises(EtcdDenied, match="password_file is wrong"):
+                etcd.put(keys.root + "x", b"2")
+            Path(file).write_text("newer")
+            etcd.put(keys.root + "x", b"3")
+        finally:
+            guarded.admin("auth/user/changepw", {"name": "rl", "password": "right"})
+
+
+def test_the_doctor_sees_members_that_are_well_and_what_is_wrong_with_the_access(guarded: Guarded) -> None:
+    def etcd_servers(**settings: str) -> dict[str, preflight.Verdict]:
+        cfg = Config(etcd_servers=guarded.servers.config(**settings))
+        return {f.check: f.verdict for f in preflight.examine(cfg) if f.check.startswith("etcd")}
+
+    member = f"etcd {guarded.servers.endpoints[0]}"
+    assert etcd_servers() == {member: preflight.Verdict.OK, "etcd access": preflight.Verdict.OK}
+    wrong = etcd_servers(password_file=guarded.password("wrong"))
+    assert wrong == {member: preflight.Verdict.FAILED, "etcd access": preflight.Verdict.FAILED}
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+def test_files_that_are_no_certificates_and_secrets_are_found_before_the_first_call(tmp_path: Path) -> None:
+    ca, junk, empty = Authority(tmp_path, "ca"), tmp_path / "junk", tmp_path / "empty"
+    junk.write_text("no PEM")
+    empty.write_text("\n")
+    one, two = ca.issue("one"), ca.issue("two")
+    for settings, says in (
+            ({"tls_ca": str(junk)}, "etcd.tls_ca"), ({"tls_ca": str(tmp_path / "none")}, "etcd.tls_ca"),
+            ({"tls_ca": str(ca.cert), "tls_cert": str(one.cert), "tls_key": str(two.key)}, "etcd.tls_key"),
+            ({"user": "u", "password_file": str(tmp_path / "none")}, "etcd.password_file"),
+            ({"user": "u", "password_file": str(empty)}, "etcd.password_file")):
+        with pytest.raises(ConfigError, match=says):
+            Access.from_config(EtcdServers(tmp_path, 1).config(**settings))
+
+
+@pytest.mark.parametrize("settings", [
+    {"tls_cert": "c"}, {"tls_key": "k", "tls_ca": "a"}, {"tls_server_name": "n"}, {"user": "u"},
+    {"password_file": "p"}, {"tls_ca": "a", "endpoints": []}])
+def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="belong together|need|set endpoints"):
+        EtcdServers(tmp_path, 1).config(**settings)
+
+
+def test_an_endpoint_and_the_settings_must_agree_on_tls(tmp_path: Path) -> None:
+    ca = Authority(tmp_path, "ca")
+    with pytest.raises(ConfigError, match="wants TLS.*etcd.tls_ca"):
+        EtcdClient(["https://127.0.0.1:1"])
+    with pytest.raises(ConfigError, match="is without TLS"):
+        EtcdClient(["http://127.0.0.1:1"], access=Access(ca=ca.cert.read_bytes()))
+
+
+# -- a database that is full -----------------------------------------------------------------------------------------
+def _fill(etcd: EtcdClient, prefix: str) -> tuple[str, EtcdFull]:
+    """Puts keys until one is refused; that key and the refusal."""
+    for i in itertools.count():
+        try:
+            etcd.put(f"{prefix}{i}", b"x" * 20_000)
+        except EtcdFull as e:
+            return f"{prefix}{i}", e
+    raise AssertionError("unreachable")
+
+
+def test_a_full_database_is_told_at_once_and_members_and_leaders_outlive_it(tmp_path: Path, keys: Keys) -> None:
+    servers = EtcdServers(tmp_path, 1, flags=["--quota-backend-bytes", str(4 << 20)])
+    try:
+        with servers.start().connect() as etcd, Membership(etcd, keys, "worker", "w", ttl_s=3).start() as member:
+            election = Election(etcd, keys, "a", "", 3).start()
+            wait_until(lambda: election.is_leader, timeout_s=10, what="the leader")
+            with ThreadPoolExecutor(8) as threads:  # several on their way at once: some are applied *and* refused
+                refused = dict(threads.map(lambda n: _fill(etcd, f"{keys.root}fill/{n}/"), range(8)))
+            assert len(refused) == 8 and all("compact and defragment" in str(e) for e in refused.values())
+            assert not [key for key in refused if etcd.get(key)], "said to be refused, and there"
+            assert any("NOSPACE" in alarm for alarm in etcd.statuses()[0].alarms)
+            assert not etcd.get(keys.root + "none")  # reads go on
+            for step in range(20):
+                member.progress(step, "full")
+                time.sleep(0.02)
+            assert election.is_leader and members(etcd, keys)[0].phase != "full"
+
+            etcd.delete_prefix(keys.root + "fill/")  # deleting is allowed
+            etcd.compact(etcd.range(keys.root)[1])
+            servers.ask("maintenance/defragment", {})
+            for alarm in servers.ask("maintenance/alarm", {"action": "GET"})["alarms"]:
+                servers.ask("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+            member.progress(99, "again")
+            wait_until(lambda: members(etcd, keys)[0].phase == "again", timeout_s=10, what="the member's next beat")
+            assert etcd.txn(election.guard, [Op.put(keys.root + "led", b"")]).succeeded
+            election.stop()
+    finally:
+        servers.close()

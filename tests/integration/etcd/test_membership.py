@@ -1,0 +1,109 @@
+"""Members: seen while they live, gone soon after they die, and with their progress."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support import member_process
+from support.etcd_server import EtcdServers
+
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership, members
+from elastic_rl.etcd.records import Member
+from elastic_rl.host.processes import spawn
+from elastic_rl.runtime import wait_until
+
+pytestmark = pytest.mark.timeout(60)
+TTL_S = 3
+
+
+@pytest.fixture
+def worker(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is the member trainer/rank-0 and counts steps."""
+    program = Path(member_process.__file__)
+    process = spawn([sys.executable, str(program), ",".join(etcd_servers.endpoints), keys.job, "trainer", "rank-0",
+                     str(TTL_S)], log=tmp_path / "member.log", cwd=program.parents[2])
+    yield process
+    process.kill()
+    process.wait(5)
+
+
+def _rank0(etcd: EtcdClient, keys: Keys) -> Member | None:
+    return next(iter(members(etcd, keys, "trainer")), None)
+
+
+def _wait_step(etcd: EtcdClient, keys: Keys, above: int) -> Member:
+    def seen() -> Member | None:
+        member = _rank0(etcd, keys)
+        return member if member and member.step > above else None
+
+    return wait_until(seen, timeout_s=15, what=f"a step above {above}")
+
+
+def test_a_member_shows_its_progress_and_leaves_at_once_when_it_closes(etcd: EtcdClient, keys: Keys) -> None:
+    etcd.put(keys.roster("rollout", "engine-1"), b"{}")  # what the leader remembers of it
+    member = Membership(etcd, keys, "rollout", "engine-1", ttl_s=TTL_S, url="http://e", epoch=4, info={"gpu": 0})
+    member.start()
+    (seen,) = members(etcd, keys, "rollout")
+    assert (seen.role, seen.id, seen.url, seen.epoch, seen.info) == ("rollout", "engine-1", "http://e", 4, {"gpu": 0})
+    assert seen.incarnation == member.incarnation and members(etcd, keys, "trainer") == []
+    member.progress(7, "pulling", version=3)
+    wait_until(lambda: members(etcd, keys)[0].step == 7, timeout_s=2, what="the step")
+    moved = members(etcd, keys)[0]
+    assert (moved.phase, moved.info) == ("pulling", {"gpu": 0, "version": 3})
+    wait_until(lambda: members(etcd, keys)[0].beat_at > moved.beat_at, timeout_s=5, what="another beat")
+    assert members(etcd, keys)[0].progress_at == moved.progress_at  # a beat is not progress
+    member.close()
+    assert members(etcd, keys) == [] and etcd.get(keys.roster("rollout", "engine-1")) is None
+
+
+def test_a_member_registers_again_when_its_lease_is_lost(etcd: EtcdClient, keys: Keys) -> None:
+    with Membership(etcd, keys, "dcs", "node-1", ttl_s=TTL_S) as member:
+        member.start()
+        first = etcd.get(keys.member("dcs", "node-1"))
+        assert first is not None
+        etcd.revoke(first.lease)
+        assert etcd.get(keys.member("dcs", "node-1")) is None
+        wait_until(lambda: etcd.get(keys.member("dcs", "node-1")), timeout_s=TTL_S + 2, what="the second registration")
+        again = etcd.get(keys.member("dcs", "node-1"))
+        assert again is not None and again.lease != first.lease
+        assert Member.decode(again.value).incarnation == member.incarnation
+
+
+def test_the_younger_of_two_with_one_name_stays(etcd: EtcdClient, keys: Keys) -> None:
+    older = Membership(etcd, keys, "trainer", "rank-0", ttl_s=TTL_S).start()
+    younger = Membership(etcd, keys, "trainer", "rank-0", ttl_s=TTL_S).start()
+    older.progress(1, "late")
+    assert older.replaced.wait(TTL_S)
+    older.close()
+    seen = _rank0(etcd, keys)
+    assert seen is not None and seen.incarnation == younger.incarnation and seen.phase == ""
+    younger.close()
+    assert _rank0(etcd, keys) is None
+
+
+def test_a_killed_member_is_gone_within_its_ttl(etcd: EtcdClient, keys: Keys, worker: subprocess.Popen[bytes]) -> None:
+    assert _wait_step(etcd, keys, above=3).pid == worker.pid
+    worker.kill()
+    killed = time.monotonic()
+    assert worker.wait(5) == -signal.SIGKILL
+    wait_until(lambda: _rank0(etcd, keys) is None, timeout_s=TTL_S + 3, what="the member's end")
+    assert time.monotonic() - killed <= TTL_S + 1
+
+
+def test_a_member_that_was_stopped_goes_and_comes_back_as_the_same(etcd: EtcdClient, keys: Keys,
+                                                                   worker: subprocess.Popen[bytes]) -> None:
+    before = _wait_step(etcd, keys, above=1)
+    worker.send_signal(signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED, timeout_s=2, what="SIGSTOP")
+    wait_until(lambda: _rank0(etcd, keys) is None, timeout_s=TTL_S + 3, what="the member's end")
+    worker.send_signal(signal.SIGCONT)
+    assert _wait_step(etcd, keys, above=before.step).incarnation == before.incarnation

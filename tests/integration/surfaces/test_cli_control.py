@@ -1,0 +1,463 @@
+"""The command line on real coordinators and a real etcd. The compute plane's records are written by the tests."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.coordinators import Replicas
+from support.etcd_server import EtcdServers
+
+from elastic_rl.cli import main
+from elastic_rl.cli.exit_codes import Exit
+from elastic_rl.coordinator.api import auth
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, Operation, PoolSpec, RestartRequest
+from elastic_rl.runtime import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+POOL = "rollout"
+_LIMIT_S = 30.0
+
+
+@dataclass
+class Control:
+    """Two coordinators, the records that they look at, and the command line."""
+
+    replicas: Replicas
+    etcd: EtcdClient
+    keys: Keys
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    posted: list[str] = field(default_factory=list)
+    """What the service for alerts got."""
+
+    @property
+    def place(self) -> str:
+        return "--url=" + ",".join(self.replicas.urls[name] for name in self.replicas.running)
+
+    def start(self, *args: str, **more: Any) -> subprocess.Popen[bytes]:
+        """The command line as a process of its own."""
+        self.running.append(subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", *args, self.place],
+                                             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}))
+        return self.running[-1]
+
+    def pool(self, *ready: str, desired: int = 0) -> None:
+        """The pool has exactly these engines, all ready."""
+        have = {kv.key.removeprefix(self.keys.engines_prefix()) for kv in
+                self.etcd.range(self.keys.engines_prefix())[0]}
+        for gone in have - set(ready):
+            self.etcd.delete(self.keys.engine(gone))
+        for engine_id in ready:
+            self.engine(engine_id)
+        if desired:
+            self.etcd.put(self.keys.pool_spec(POOL), PoolSpec(name=POOL, desired=desired).encode())
+
+    def engine(self, engine_id: str, **more: Any) -> None:
+        self.etcd.put(self.keys.engine(engine_id), Engine(id=engine_id, pool=POOL, epoch=1, **{
+            "state": EngineState.READY, **more}).encode())
+
+    def operations(self) -> list[Operation]:
+        return [Operation.decode(kv.value) for kv in self.etcd.range(self.keys.operations_prefix())[0]]
+
+    def begun(self, before: int) -> Operation:
+        """The operation that comes after the first ``before`` ones."""
+        return wait_until(lambda: self.operations()[before:], timeout_s=_LIMIT_S, what="the operation")[0]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[tuple[str, list[str]]]:
+    """A notification service: its Apprise URL, and what was posted to it."""
+    posted: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(self.rfile.read(int(self.headers["content-length"])).decode())
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"json://127.0.0.1:{server.server_port}", posted
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def control(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory, service: tuple[str, list[str]]
+            ) -> Iterator[Control]:
+    keys = Keys(f"t-cli-{os.getpid()}")
+    url, posted = service
+    settings = {"alerts": {"urls": [url], "group_wait_s": 0.2, "messages_per_minute": 1000}}
+    with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0) as etcd:
+        etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=1).encode())
+        made = Control(Replicas(tmp_path_factory.mktemp("cli"), keys, etcd_servers.endpoints, settings), etcd, keys,
+                       posted=posted)
+        try:
+            made.replicas.start("a", "b")
+            yield made
+        finally:
+            for process in made.running:
+                process.kill()
+                process.wait(10)
+            made.replicas.close()
+
+
+@pytest.fixture
+def run(control: Control, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process: exit code, stdout and stderr."""
+
+    def call(*args: str, place: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as e:
+            main.main([*args, *(place or (control.place,))])
+        said = capsys.readouterr()
+        return int(e.value.code or 0), said.out, said.err
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Lines:
+    """What a process writes, line by line, without ever waiting for too long."""
+
+    def __init__(self, process: subprocess.Popen[bytes], stream: str = "stdout") -> None:
+        self.seen: list[str] = []
+        self._source = getattr(process, stream)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._source:
+            self.seen.append(line.decode().rstrip("\n"))
+
+    def until(self, check: Callable[[list[str]], Any], what: str) -> Any:
+        return wait_until(lambda: check(list(self.seen)), timeout_s=_LIMIT_S, what=f"{what} among {self.seen}")
+
+
+def interrupted(process: subprocess.Popen[bytes]) -> int:
+    process.send_signal(signal.SIGINT)
+    return process.wait(_LIMIT_S)
+
+
+def meanwhile(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_a_scale_that_is_waited_for_tells_how_far_it_is_and_ends_with_the_last_engine(
+        control: Control, run: Run, output: str) -> None:
+    control.pool("e0", desired=1)
+    before = len(control.operations())
+
+    def driver() -> None:
+        op = control.begun(before)
+        wait_until(lambda: control.operations()[before].phase == "starting", timeout_s=_LIMIT_S, what=op.id)
+        control.engine("e1")
+        wait_until(lambda: control.operations()[before].done == 2, timeout_s=_LIMIT_S, what=op.id)
+        control.engine("e2")
+
+    acting = meanwhile(driver)
+    code, said, told = run("scale", "3", "--wait", "-o", output)
+    acting.join(_LIMIT_S)
+    assert code == Exit.OK, told
+    assert "scale of pools/rollout: accepted" in told, "progress goes to stderr"
+    if output == "json":
+        assert json.loads(said)["state"] == "succeeded"
+    else:
+        assert "succeeded: scale of pools/rollout to 3" in said and "3 engines are ready" in said
+
+
+def test_when_the_time_is_up_the_operation_goes_on_and_can_be_taken_back(control: Control, run: Run) -> None:
+    control.pool("e0", desired=1)
+    code, said, told = run("scale", "4", "--wait", "--timeout", "1")
+    op = control.operations()[-1]
+    assert code == Exit.DEADLINE and not said
+    assert "goes on" in told and f"elastic-rl operations cancel {op.id}" in told
+    assert control.place in told, "the next command must mean the same cluster"
+    assert not op.state.ended
+    assert [o["id"] for o in json.loads(run("operations", "--state", "running", "-o", "json")[1])] == [op.id]
+    assert "1/4" in run("operations", "--limit=1")[1]
+
+    assert run("operations", "cancel", op.id)[0] == Exit.OK
+    code, said, told = run("operations", "wait", op.id, "-o", "json")
+    assert (code, json.loads(said)["state"]) == (Exit.FAILED, "cancelled") and "cancelled by" in told
+    assert "cancelled" in run("operations", "show", op.id)[1]
+    code, _, told = run("operations", "show", "op-none")
+    assert code == Exit.REFUSED and "hint: `elastic-rl operations`" in told
+
+
+def test_an_interrupt_leaves_the_operation_running_and_says_how_to_go_on(control: Control) -> None:
+    control.pool("e0", desired=1)
+    process = control.start("scale", "5", "--wait")
+    said = Lines(process, "stderr")
+    said.until(lambda lines: any("1/5" in line for line in lines), "progress")
+    assert interrupted(process) == Exit.INTERRUPTED
+    op = control.operations()[-1]
+    said.until(lambda lines: any(f"elastic-rl operations cancel {op.id}" in line for line in lines), "the way on")
+    assert not op.state.ended
+
+
+def test_a_drain_ends_with_the_replacement_and_a_dry_run_changes_nothing(control: Control, run: Run) -> None:
+    control.pool("e0", "e1", desired=2)
+    before = len(control.operations())
+    code, said, _ = run("drain", "e1", "--dry-run")
+    assert code == Exit.OK and "would be done: engine e1 leaves pool rollout" in said
+    assert len(control.operations()) == before
+
+    def driver() -> None:
+        control.begun(before)
+        control.etcd.delete(control.keys.engine("e1"))
+        wait_until(lambda: control.operations()[before].phase == "replacing", timeout_s=_LIMIT_S, what="replacing")
+        control.engine("e2")
+
+    acting = meanwhile(driver)
+    code, said, told = run("drain", "e1", "--wait")
+    acting.join(_LIMIT_S)
+    assert code == Exit.OK, told
+    assert "engine e1 has left pool rollout" in said
+    code, _, told = run("drain", "e1")
+    assert code == Exit.REFUSED and "no engine" in told and "elastic-rl engines" in told
+
+
+def test_a_restart_is_begun_with_yes_and_can_be_cancelled(control: Control, run: Run) -> None:
+    code, said, _ = run("restart", "trainer", "--reason", "new driver", "--yes", "-o", "json")
+    op = json.loads(said)
+    assert code == Exit.OK and op["params"]["reason"] == "new driver"
+    assert "cancelled: restart of trainer" in run("operations", "cancel", op["id"])[1]
+    assert run("restart", "everything")[0] == Exit.REFUSED
+
+
+def test_an_engine_is_adopted_or_it_is_said_why_not(control: Control, run: Run) -> None:
+    before, url = len(control.operations()), "http://10.0.0.9:30000"
+    code, said, _ = run("adopt", url, "--dry-run")
+    assert code == Exit.OK and f"{url} joins pool rollout" in said and len(control.operations()) == before
+
+    def driver() -> None:
+        key, at = control.keys.adoption(url), control.begun(before).params["url"]
+        wish = ExternalEngine.decode(control.etcd.get(key).value)
+        control.etcd.put(key, wish.replace(ended=f"no SGLang server answers at {at}").encode())
+
+    acting = meanwhile(driver)
+    code, _, told = run("adopt", url, "--wait")
+    acting.join(_LIMIT_S)
+    assert code == Exit.FAILED and "no SGLang server answers" in told
+    assert control.etcd.get(control.keys.adoption(url)) is None
+    assert run("adopt", "moon")[0] == run("adopt", url, "--pool", "none")[0] == Exit.REFUSED
+
+
+class Terminal:
+    """A command line on a terminal of so many columns."""
+
+    def __init__(self, control: Control, *args: str, columns: int = 80) -> None:
+        self.master, slave = pty.openpty()
+        self.process = control.start(*args, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={
+            **os.environ, "COLUMNS": str(columns), "TERM": "xterm"}, preexec_fn=_take_terminal)
+        os.close(slave)
+        self.seen = ""
+
+    def until(self, text: str) -> None:
+        end = time.monotonic() + _LIMIT_S
+        while text not in self.seen:
+            assert time.monotonic() < end, f"{text!r} is not in {self.seen!r}"
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def end(self) -> int:
+        code = self.process.wait(_LIMIT_S)
+        os.close(self.master)
+        return code
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_on_a_terminal_a_restart_asks_and_only_a_yes_begins_it(control: Control) -> None:
+    def wanted() -> int:
+        found = control.etcd.get(control.keys.restart("trainer"))
+        return RestartRequest.decode(found.value).wanted if found else 0
+
+    before = wanted()
+    asked = Terminal(control, "restart", "trainer")
+    asked.until("Start trainer anew? [y/N]")
+    asked.type("n\n")
+    assert asked.end() == Exit.FAILED and wanted() == before
+    asked = Terminal(control, "restart", "trainer")
+    asked.until("[y/N]")
+    asked.type("y\n")
+    asked.until("begun: restart of trainer")
+    assert asked.end() == Exit.OK and wanted() == before + 1
+
+
+# -- watching ----------------------------------------------------------------------------------------------------------
+def test_a_watch_in_a_pipe_tells_changes_and_no_heartbeats(control: Control) -> None:
+    control.pool("w0", desired=1)
+    process = control.start("engines", "--watch", "-o", "json")
+    said = Lines(process)
+    said.until(lambda lines: len(lines) == 1, "the first state")
+    control.engine("w0", updated_at=time.time())
+    control.engine("w0", state=EngineState.DRAINING, updated_at=time.time())
+    said.until(lambda lines: len(lines) >= 2, "the change")
+    states = [json.loads(line)[0]["state"] for line in said.seen]
+    assert states == ["ready", "draining"]
+    assert interrupted(process) == Exit.OK
+
+
+def test_a_watch_on_a_terminal_redraws_in_place_and_ends_with_ctrl_c(control: Control) -> None:
+    control.pool("w0", desired=1)
+    watching = Terminal(control, "engines", "--watch", columns=60)
+    watching.until("Ctrl-C ends")
+    control.engine("w0", state=EngineState.DRAINING)
+    watching.until("draining")
+    watching.until("\x1b[1A")  # the cursor goes up again
+    watching.type("\x03")
+    assert watching.end() == Exit.OK
+
+
+def test_events_are_followed_over_a_killed_replica_without_a_gap_or_a_repetition(control: Control) -> None:
+    control.replicas.start("c")
+    order = ["c", "a", "b"]
+    urls = "--url=" + ",".join(control.replicas.urls[n] for n in order)
+    process = subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", "events", "--follow", "--kind",
+                                "test.*", "-o", "json", urls], stdout=subprocess.PIPE)
+    control.running.append(process)
+    said = Lines(process)
+
+    def tell(number: int) -> None:
+        events.emit(control.etcd, control.keys, "test.told", str(number), f"number {number}")
+        events.emit(control.etcd, control.keys, "other.told", str(number), "not wanted")
+
+    for number in range(3):
+        tell(number)
+    said.until(lambda lines: len(lines) >= 3, "the first three")
+    control.replicas.kill("c")
+    for number in range(3, 6):
+        tell(number)
+    said.until(lambda lines: len(lines) >= 6, "those after the kill")
+    control.replicas.leader()
+    tell(6)
+    said.until(lambda lines: len(lines) >= 7, "the last one")
+    assert [json.loads(line)["subject"] for line in said.seen] == [str(n) for n in range(7)]
+    assert interrupted(process) == Exit.OK
+
+
+def test_events_are_chosen_by_kind_and_number(control: Control, run: Run) -> None:
+    for number in range(3):
+        events.emit(control.etcd, control.keys, "chosen.told", "x", f"choice {number}")
+    said = run("events", "--kind", "chosen.*", "--limit", "2", "--since", "5m")[1]
+    assert "choice 1" in said and "choice 2" in said and "choice 0" not in said and "leader.elected" not in said
+
+
+# -- looking, and who may ----------------------------------------------------------------------------------------------
+def test_a_status_shows_leader_pools_and_members_on_one_line_each(control: Control, run: Run) -> None:
+    control.pool("e0", desired=1)
+    member = Membership(control.etcd, control.keys, "advantages", "advantages-0", ttl_s=5).start()
+    try:
+        code, said, told = run("status")
+        assert code == Exit.OK, told
+        assert any(line.split()[:1] == ["leader"] and "http://" in line for line in said.splitlines())
+        assert any(line.split()[:2] == [POOL, "1"] for line in said.splitlines())
+        assert "advantages-0" in run("members", "--role", "advantages")[1]
+        found = json.loads(run("status", "-o", "json")[1])
+        assert found["job"]["job"] == control.keys.job and len(found["pools"]) == 1
+        assert _completed(control, "elastic-rl restart roles/") == ["roles/advantages"]
+    finally:
+        member.close()
+
+
+def _completed(control: Control, line: str) -> list[str]:
+    """What the shell is told when somebody presses Tab at the end of a line; a slow machine gets several tries."""
+    words = line.split(" ")
+
+    def ask() -> list[str]:
+        done = subprocess.run([sys.executable, "-m", "elastic_rl.cli.main"], capture_output=True, text=True, env={
+            **os.environ, "ELASTIC_RL_URL": control.place.removeprefix("--url="), "COMP_WORDS": line,
+            "_ELASTIC_RL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)}, timeout=_LIMIT_S)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split()
+
+    return list(wait_until(ask, timeout_s=_LIMIT_S, what=f"completions of {line!r}"))
+
+
+def test_names_are_completed_from_the_running_cluster(control: Control) -> None:
+    control.pool("e10", "e11", "f0", desired=3)
+    assert _completed(control, "elastic-rl drain e1") == ["e10", "e11"]
+    assert _completed(control, "elastic-rl scale 3 --pool r") == [POOL]
+
+
+def test_a_wrong_token_is_told_with_the_file_that_it_came_from(control: Control, run: Run, tmp_path: Path) -> None:
+    keys = Keys(f"{control.keys.job}-strict")
+    control.etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=1).encode())
+    folder = tmp_path / keys.job / "cluster"
+    folder.mkdir(parents=True)
+    table = folder / "tokens.json"
+    table.write_text(json.dumps({"tokens": [{"name": "eve", "role": "viewer", "sha256": auth.digest("look")},
+                                            {"name": "ada", "role": "operator", "sha256": auth.digest("do")}]}))
+    table.chmod(0o600)
+    strict = Replicas(tmp_path, keys, control.replicas.etcd_servers, {"coordinator": {"require_token": True}})
+    try:
+        strict.start("strict")
+        mine = tmp_path / "mine"
+
+        def call(token: str, *args: str) -> tuple[int, str, str]:
+            mine.write_text(token)
+            return run(*args, place=("--url", strict.urls["strict"], "--token-file", str(mine)))
+
+        code, _, told = call("wrong", "pools")
+        assert code == Exit.REFUSED and str(mine) in told
+        assert call("look", "pools")[0] == Exit.OK
+        code, _, told = call("look", "scale", "2")
+        assert code == Exit.REFUSED and "operator's token" in told
+        assert call("do", "scale", "2", "--dry-run")[0] == Exit.OK
+        code, _, told = call("do", "alerts", "test")
+        assert code == Exit.FAILED and "alerts.urls" in told, "it has no receiver"
+    finally:
+        strict.close()
+
+
+# -- alerts ------------------------------------------------------------------------------------------------------------
+def test_alerts_are_silenced_listed_and_told_again(control: Control, run: Run) -> None:
+    code, said, _ = run("alerts", "silence", "pool.*", "--for", "10m", "--comment", "maintenance", "-o", "json")
+    made = json.loads(said)
+    assert code == Exit.OK and made["until"] - made["created_at"] == pytest.approx(600)
+    said = run("alerts", "silences")[1]
+    assert made["id"] in said and "maintenance" in said
+    assert run("alerts")[0] == Exit.OK
+    assert run("alerts", "unsilence", made["id"])[0] == Exit.OK
+    assert json.loads(run("alerts", "silences", "-o", "json")[1]) == []
+    code, _, told = run("alerts", "unsilence", made["id"])
+    assert code == Exit.REFUSED and "elastic-rl alerts silences" in told
+
+
+def test_a_test_of_the_alerts_says_what_each_receiver_did(control: Control, run: Run) -> None:
+    code, said, told = run("alerts", "test")
+    assert code == Exit.OK, said + told
+    assert "delivered" in said and any("[TEST]" in message for message in control.posted)

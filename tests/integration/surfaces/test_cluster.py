@@ -1,0 +1,249 @@
+"""The durable plane on one machine, with its real processes: up, mended, down, and what it says of an unfit machine."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from elastic_rl import runtime
+from elastic_rl.cli import main
+from elastic_rl.cli.exit_codes import Exit
+from elastic_rl.config import Config, parse
+from elastic_rl.coordinator.client.admin_client import AdminClient
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.errors import EtcdUnavailable, PreflightFailed
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import PoolSpec
+from elastic_rl.host import etcd_server, processes
+from elastic_rl.host.local_cluster import Cluster
+
+ARENA_BYTES = 32 << 20
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes clusters of a job of their own, and takes each down."""
+    made: list[Cluster] = []
+
+    def cluster(**more: object) -> Cluster:
+        made.append(Cluster(_config(tmp_path, **more)))
+        return made[-1]
+
+    yield cluster
+    for each in made:
+        each.down()
+
+
+def _config(tmp_path: Path, **more: object) -> Config:
+    return parse({"job": f"t-{secrets.token_hex(4)}", "run_dir": str(tmp_path), "dcs": {"arena_bytes": ARENA_BYTES},
+                  **more})
+
+
+def _pids(cluster: Cluster) -> dict[str, int]:
+    return {r.name: r.pid for r in cluster.book.alive()}
+
+
+def _runs(pid: int) -> bool:
+    """A zombie does not: the services are children of this process here, and nobody waits for them."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _make_pool(info: ClusterInfo) -> None:
+    """What the driver of a run does first."""
+    etcd = EtcdClient(info.etcd_endpoints)
+    etcd.put(Keys(info.job).pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
+    etcd.close()
+
+
+def _refuses(endpoint: str) -> bool:
+    host, _, port = endpoint.removeprefix("http://").rpartition(":")
+    with socket.socket() as s:
+        return s.connect_ex((host, int(port))) != 0
+
+
+def _check_nothing_is_left(cluster: Cluster, info: ClusterInfo, pids: dict[str, int]) -> None:
+    assert not [pid for pid in pids.values() if _runs(pid)]
+    assert not cluster.segments()
+    assert all(map(_refuses, [*info.etcd_endpoints, *info.coordinators]))
+    assert not list(cluster.book.folder.glob("*.json"))
+    assert not processes.marked(str(cluster.dir))
+
+
+def test_a_cluster_comes_up_answers_is_mended_and_goes_down_without_a_trace(make: Make) -> None:
+    cluster = make()
+    info = cluster.up()
+    first = _pids(cluster)
+    assert sorted(first) == ["coordinator-0", "coordinator-1", "dcs-node-0", "etcd-0"]
+    assert len(cluster.segments()) == 1
+    assert Path(info.tokens_file).stat().st_mode & 0o777 == 0o600
+    roles = {m["role"] for m in AdminClient(info).items("/v1/members")}
+    assert "coordinator" in roles
+
+    assert cluster.up() == info, "up again changes nothing"
+    assert _pids(cluster) == first
+
+    psutil.Process(first["coordinator-0"]).kill()
+    runtime.wait_until(lambda: "coordinator-0" not in _pids(cluster), timeout_s=5, what="the killed coordinator")
+    mended = cluster.up()
+    second = _pids(cluster)
+    assert second["coordinator-0"] != first["coordinator-0"], "only the killed one was started again"
+    assert {k: v for k, v in second.items() if k != "coordinator-0"} == {
+        k: v for k, v in first.items() if k != "coordinator-0"}
+    assert all(httpx.get(f"{url}/healthz", timeout=5).status_code == 200 for url in mended.coordinators)
+
+    assert set(cluster.down()) >= set(second)
+    _check_nothing_is_left(cluster, mended, {**first, **second})
+    assert cluster.down() == [], "down again is harmless"
+
+
+def test_etcd_that_was_killed_comes_back_with_its_data_on_its_port(make: Make) -> None:
+    cluster = make(coordinator={"replicas": 1})
+    info = cluster.up()
+    _make_pool(info)
+    AdminClient(info).post("/v1/pools/rollout/scale", {"desired": 3})
+    psutil.Process(_pids(cluster)["etcd-0"]).kill()
+    runtime.wait_until(lambda: not etcd_server.healthy(info.etcd_endpoints[0]), timeout_s=5, what="etcd's end")
+    assert cluster.up().etcd_endpoints == info.etcd_endpoints
+    pools = runtime.wait_until(lambda: _pools(info), timeout_s=20, what="the coordinator's way back to etcd")
+    assert next(p for p in pools if p["name"] == "rollout")["desired"] == 3
+
+
+def _pools(info: ClusterInfo) -> list[dict]:
+    try:
+        return AdminClient(info).items("/v1/pools")
+    except EtcdUnavailable:
+        return []
+
+
+def test_after_a_crash_of_everything_up_goes_on_with_the_versions_that_were_saved(make: Make) -> None:
+    cluster = make(coordinator={"replicas": 1})
+    info = cluster.up()
+    tensor = torch.arange(1000.0)
+    security = Security.from_config(cluster.cfg.dcs, cluster.dir / TOKEN_FILE)
+    with EtcdClient(info.etcd_endpoints) as etcd:
+        keys = Keys(info.job)
+        epoch = fencing.raise_epoch(etcd, keys, "test").number
+        with Publisher(etcd, keys, "policy", epoch=epoch, owner="test", chunk_bytes=4096, staging_ttl_s=5,
+                       security=security) as publisher:
+            publisher.publish([("w", tensor)], meta={})
+        runtime.wait_until(lambda: len([p for p in (cluster.dir / "disk").rglob("??/*") if not p.suffix]) == 2,
+                             timeout_s=10, what="the chunk and the manifest on disk")
+    for pid in _pids(cluster).values():
+        psutil.Process(pid).kill()
+    runtime.wait_until(lambda: not _pids(cluster), timeout_s=5, what="the end of everything")
+
+    again = cluster.up()
+    assert len(cluster.segments()) == 1, "the dead node's segment is still there"
+    with EtcdClient(again.etcd_endpoints) as etcd, Puller(etcd, keys, "test", pin_ttl_s=5, io_timeout_s=10,
+                                            security=security) as puller, puller.pull("policy") as pulled:
+        assert pulled.version.number == 1 and torch.equal(dict(pulled.tensors())["w"], tensor)
+    cluster.down()
+    assert not (cluster.dir / "disk").exists()
+    cluster.up()
+    with EtcdClient(ClusterInfo.load(cluster.dir).etcd_endpoints) as etcd:  # type: ignore[union-attr]
+        assert catalog.head(etcd, keys, "policy") is None, "after `down` a job starts anew"
+
+
+def test_down_after_a_crash_removes_what_the_crash_left(make: Make) -> None:
+    cluster = make(coordinator={"replicas": 1})
+    info, pids = cluster.up(), _pids(cluster)
+    for name in ("dcs-node-0", "etcd-0"):
+        psutil.Process(pids[name]).send_signal(signal.SIGKILL)
+    runtime.wait_until(lambda: len(_pids(cluster)) == 1, timeout_s=5, what="the kills")
+    assert cluster.segments(), "a node that was killed could not unlink its arena"
+    cluster.down()
+    _check_nothing_is_left(cluster, info, pids)
+
+
+def test_the_command_line_brings_up_shows_scales_and_takes_down(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [f"--run_dir={tmp_path}", f"--job=t-{secrets.token_hex(4)}", f"--dcs.arena_bytes={ARENA_BYTES}"]
+
+    def run(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as e:
+            main.main([*args, *settings])
+        seen = capsys.readouterr()
+        return int(e.value.code or 0), seen.out, seen.err
+
+    try:
+        code, said, _ = run("up")
+        assert code == 0
+        assert "elastic-rl scale 3" in said
+        for listing in ("status", "engines", "versions", "events"):
+            assert run(listing)[0] == 0
+            assert run(listing, "-o", "json")[1].lstrip()[0] in "[{"
+        code, _, said = run("scale", "3")
+        assert code == Exit.REFUSED
+        assert "no pool" in said, "no run has made it yet"
+        info = ClusterInfo.load(next(tmp_path.glob("*/cluster")))
+        assert info
+        _make_pool(info)
+        assert run("scale", "3")[0] == 0
+        code, _, said = run("scale", "100000")
+        assert code == Exit.REFUSED
+        assert "64" in said
+    finally:
+        assert run("down")[0] == 0
+
+
+def test_a_taken_port_is_named_with_its_setting_and_nothing_stays(make: Make) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster = make(coordinator={"replicas": 1, "ports": [port]})
+        with pytest.raises(PreflightFailed, match=rf"port {port} .*coordinator\.ports\[0\]"):
+            cluster.up()
+    assert not _pids(cluster)
+
+
+def test_too_little_shared_memory_is_told_with_numbers_and_a_way_out(make: Make) -> None:
+    cluster = make(dcs={"arena_bytes": 1 << 50})
+    with pytest.raises(PreflightFailed, match=r"MiB free, and the arena needs 1073741824 MiB") as e:
+        cluster.up()
+    assert "dcs.arena_bytes" in e.value.hint
+    assert not _pids(cluster)
+
+
+def test_an_etcd_that_is_gone_at_the_start_is_named_and_nothing_stays(make: Make) -> None:
+    gone = f"127.0.0.1:{runtime.free_port()}"
+    cluster = make(etcd_servers={"endpoints": [gone]})
+    with pytest.raises(EtcdUnavailable, match=gone):
+        cluster.up()
+    assert not _pids(cluster)
+
+
+def test_an_up_that_fails_halfway_takes_down_what_it_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = make()
+    started: list[str] = []
+    spawn = cluster._spawn
+
+    def fail_at_the_node(name: str, cmd: list[str], **more: object) -> int:
+        started.append(name)
+        if name.startswith("dcs-"):
+            raise PreflightFailed("no room")
+        return spawn(name, cmd, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cluster, "_spawn", fail_at_the_node)
+    with pytest.raises(PreflightFailed, match="no room"):
+        cluster.up()
+    assert "etcd-0" in started, "it had come as far as etcd"
+    assert not _pids(cluster)

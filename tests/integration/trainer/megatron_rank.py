@@ -1,0 +1,105 @@
+"""One rank of the Megatron tests: works off FOLDER/plan.json and writes FOLDER/<name>-<rank>.safetensors, its share of
+the result, for each scenario."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from elastic_rl.config import Config
+from elastic_rl.data.tasks import Addition
+from elastic_rl.runtime import die_with_parent
+from elastic_rl.trainer import parallel
+from elastic_rl.trainer.batch import TrainBatch
+from elastic_rl.trainer.model import ModelArch, Policy
+from elastic_rl.trainer.optimizer import Adam
+from elastic_rl.trainer.pipeline import run
+from elastic_rl.trainer.snapshot import extras, owned_tensors, restore, weights
+from elastic_rl.trainer.step import TrainStep
+
+BUCKET = 1 << 16
+
+
+def synthetic(cfg: Config, samples: int) -> TrainBatch:
+    """Correct answers and wrong ones of several lengths, with advantages of both signs; the same on every rank."""
+    problems = (Addition(cfg.data, 0).train * 2)[:samples]
+    prompt, width = len(problems[0].prompt_ids), len(problems[0].answer_ids)
+    tokens = torch.tensor([p.prompt_ids + p.answer_ids for p in problems])
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, width + 1, (samples,), generator=generator)
+    tokens[torch.arange(tokens.shape[1])[None] >= (prompt + lengths)[:, None]] = 0
+    mask = torch.arange(width)[None] < lengths[:, None]
+    return TrainBatch(tokens=tokens, prompt_len=torch.full((samples,), prompt), response_len=lengths,
+                      engine_logprobs=torch.randn(samples, width, generator=generator).mul(0.1).sub(2.7) * mask,
+                      advantages=torch.randn(samples, generator=generator), groups=torch.arange(8),
+                      policy_versions=torch.ones(samples, dtype=torch.int64))
+
+
+def logits(policy: Policy, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Whole ones, at one rank of those that have them."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+
+    out: dict[str, torch.Tensor] = {}
+
+    def finish(number: int, part: torch.Tensor) -> torch.Tensor:
+        full = gather(part.contiguous())
+        if policy.par.tp_rank == policy.par.dp_rank == 0:
+            out["logits"] = full
+        return part.new_zeros(())
+
+    with torch.no_grad():
+        run(policy, [tokens], finish, train=False)
+    return out
+
+
+def state(policy: Policy, adam: Adam) -> dict[str, torch.Tensor]:
+    """This rank's share of a trainer_state."""
+    return {name: t.clone() for _, name, t in (*weights(policy, BUCKET), *extras(policy, adam, BUCKET))}
+
+
+def perform(scenario: str, model: Path, folder: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str,
+                                                                                                       torch.Tensor]:
+    """One scenario on a fresh model; this rank's share of what comes of it."""
+    policy = Policy(ModelArch.read(model), cfg, par)
+    adam = Adam(policy, cfg)
+    stepper = TrainStep(policy, adam, cfg, par)
+    if scenario == "restore":
+        restore(policy, adam, load_file(folder / "state.safetensors"), updates=2)
+        return state(policy, adam)
+    policy.load_folder(model)
+    if scenario == "logits":
+        tokens = load_file(folder / "tokens.safetensors")["tokens"].clamp(max=policy.shape.vocab - 1)
+        return logits(policy, tokens) | {name: t for _, name, t in weights(policy, BUCKET)}
+    if scenario == "gradients":
+        from megatron.core.distributed import finalize_model_grads
+        metrics = stepper.gradients(synthetic(cfg, 64))
+        finalize_model_grads([policy.ddp])
+        grads = owned_tensors(policy, {n: p.main_grad for n, p in policy.parameters()}, BUCKET)
+        loss = {"loss": torch.tensor([metrics["loss"]])} if par.rank == 0 else {}
+        return loss | {name: t for _, name, t in grads}
+    if scenario == "train":
+        batch = synthetic(cfg, 64)
+        metrics_of_steps = [stepper.train(batch, step) for step in (1, 2)]
+        (folder / f"metrics-{par.rank}.json").write_text(json.dumps(metrics_of_steps))
+        return state(policy, adam)
+    raise ValueError(scenario)
+
+
+def main(folder: Path) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    cfg = Config.model_validate(plan["config"])
+    par = parallel.init(cfg)
+    for name, scenario, model in plan["scenarios"]:
+        out = perform(scenario, Path(model), folder, cfg, par)
+        save_file({k: v.contiguous() for k, v in out.items()}, folder / f"{name}-{par.rank}.safetensors")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    main(Path(sys.argv[1]))

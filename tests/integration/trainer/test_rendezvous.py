@@ -1,0 +1,99 @@
+"""The etcd v3 rendezvous backend and the store that agents share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.runtime import free_port
+from elastic_rl.trainer.rendezvous import BACKEND, Etcd3Backend, Etcd3Store
+
+
+@pytest.fixture
+def backend(etcd: EtcdClient, keys: Keys) -> Etcd3Backend:
+    return Etcd3Backend(etcd, keys.rendezvous_prefix() + "state")
+
+
+@pytest.fixture
+def shared(etcd: EtcdClient, keys: Keys) -> Etcd3Store:
+    return Etcd3Store(etcd, keys.rendezvous_prefix() + "store/", timeout_s=5)
+
+
+def test_a_state_is_only_written_with_the_token_of_the_state_that_is_there(backend: Etcd3Backend) -> None:
+    assert backend.get_state() is None
+    first = backend.set_state(b"a")
+    assert first is not None and first[0] == b"a" and first[2]
+    assert backend.set_state(b"b") == (b"a", first[1], False), "somebody who saw no state loses"
+    second = backend.set_state(b"c", first[1])
+    assert second is not None and second[2]
+    assert backend.set_state(b"d", first[1]) == (b"c", second[1], False), "an old token loses"
+    assert backend.get_state() == (b"c", second[1])
+
+
+def test_a_state_that_was_deleted_is_not_written_with_its_old_token(backend: Etcd3Backend, etcd: EtcdClient,
+                                                                    keys: Keys) -> None:
+    first = backend.set_state(b"a")
+    assert first is not None
+    etcd.delete(keys.rendezvous_prefix() + "state")
+    assert backend.set_state(b"b", first[1]) is None
+
+
+def test_counters_add_up_over_threads_and_waits_are_bounded(shared: Etcd3Store) -> None:
+    threads = [threading.Thread(target=lambda: [shared.add("n", 1) for _ in range(5)]) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=20)
+    assert shared.add("n", 0) == 20
+    with pytest.raises(LookupError, match="absent"):
+        shared.wait(["n", "absent"], timedelta(milliseconds=100))
+    shared.set("absent", "here")
+    assert shared.get("absent") == b"here"
+    assert shared.compare_set("absent", "other", "new") == b"here"
+    assert shared.compare_set("absent", "here", "new") == b"new"
+    assert shared.delete_key("absent") and not shared.check(["absent"])
+
+
+def handler(etcd: EtcdClient, keys: Keys, nodes: int) -> RendezvousHandler:
+    return get_rendezvous_handler(RendezvousParameters(
+        backend=BACKEND, endpoint=",".join(etcd.endpoints), run_id="r", min_nodes=nodes, max_nodes=nodes,
+        local_addr="127.0.0.1", prefix=keys.rendezvous_prefix(), call_timeout_s=2, join_timeout=30,
+        last_call_timeout=1))
+
+
+@pytest.fixture
+def two_agents(etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RendezvousHandler]]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    handlers = [handler(etcd, keys, 2) for _ in range(2)]
+    yield handlers
+    for h in handlers:
+        h.shutdown()
+
+
+def test_two_agents_meet_through_the_entry_point_and_get_different_ranks(two_agents: list[RendezvousHandler]) -> None:
+    found: list[tuple[int, int]] = []
+
+    def join(agent: RendezvousHandler) -> None:
+        info = agent.next_rendezvous()
+        found.append((info.rank, info.world_size))
+
+    threads = [threading.Thread(target=join, args=(agent,)) for agent in two_agents]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=30)
+    assert sorted(found) == [(0, 2), (1, 2)]
+
+
+def test_an_etcd_that_is_away_is_a_connection_error_of_the_rendezvous() -> None:
+    with EtcdClient([f"127.0.0.1:{free_port()}"], call_timeout_s=0.2, retry_budget_s=0.5) as away, \
+            pytest.raises(RendezvousConnectionError):
+        Etcd3Backend(away, "/k").get_state()

@@ -1,0 +1,114 @@
+"""Coordinator replicas as real processes, for the tests."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from elastic_rl import runtime
+from elastic_rl.coordinator.api import tls
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.host import processes
+from support.hosts import Host
+
+
+@dataclass
+class Replicas:
+    """Replicas of one job. ``settings``: parts of the config beyond the defaults."""
+
+    folder: Path
+    keys: Keys
+    etcd_servers: list[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    """Where replicas run that have a host of their own."""
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    urls: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def _tls(self) -> dict[str, Any]:
+        return dict(self.settings.get("coordinator", {}))
+
+    def _ask(self, name: str) -> httpx.Response:
+        return httpx.get(f"{self.urls[name]}/readyz", timeout=3.0, verify=tls.trust(self._tls.get("tls_ca", "")))
+
+    def config_file(self, name: str) -> Path:
+        path = self.folder / f"config-{name}.yaml"
+        coordinator = {"lease_ttl_s": 2, "reconcile_interval_s": 0.2, **self.settings.get("coordinator", {}),
+                       **({"host": self.hosts[name].address} if name in self.hosts else {})}
+        path.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self.folder), "etcd":
+                                        {"call_timeout_s": 1.0, "retry_budget_s": 4.0}, **self.settings,
+                                        "coordinator": coordinator}))
+        return path
+
+    def command(self, name: str, port: int) -> list[str]:
+        inside = self.hosts[name].inside if name in self.hosts else []
+        return [*inside, *processes.python(
+            "elastic_rl.coordinator.service", "--config", str(self.config_file(name)), "--etcd",
+            ",".join(self.etcd_servers), "--replica", name, "--port", str(port))]
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def launch(self, *names: str) -> None:
+        """Starts replicas and returns at once."""
+        for name in names:
+            port = runtime.free_port()
+            scheme = "https" if self._tls.get("tls_cert") else "http"
+            host = self.hosts[name].address if name in self.hosts else "127.0.0.1"
+            self.urls[name] = f"{scheme}://{host}:{port}"
+            self.running[name] = processes.spawn(self.command(name, port), log=self.log(name))
+
+    def start(self, *names: str) -> None:
+        """Starts replicas and waits until each is ready and one leads."""
+        self.launch(*names)
+        for name in names:
+            process = self.running[name]
+            runtime.wait_until(lambda n=name: self.ready(n), timeout_s=30, what=f"replica {name}",
+                                 alive=lambda p=process: p.poll() is None)
+        self.leader()
+
+    def ready(self, name: str) -> bool:
+        try:
+            return self._ask(name).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def leader(self, *, not_: str = "", timeout_s: float = 15.0) -> str:
+        """Name of the replica that leads, by the word of any that is alive."""
+
+        def look() -> str:
+            for name, process in self.running.items():
+                if name == not_ or process.poll() is not None:
+                    continue
+                try:
+                    found = self._ask(name).json().get("leader") or ""
+                except httpx.HTTPError:
+                    continue
+                if found and found != not_:
+                    return str(found)
+            return ""
+
+        return str(runtime.wait_until(look, timeout_s=timeout_s, what="a leader"))
+
+    def kill(self, name: str, sig: signal.Signals = signal.SIGKILL) -> None:
+        """Signals a replica; after SIGKILL it is gone when this returns."""
+        process = self.running[name]
+        process.send_signal(sig)
+        if sig == signal.SIGKILL:
+            process.wait(5)
+            assert process.returncode == -signal.SIGKILL
+            del self.running[name]
+
+    def close(self) -> None:
+        for process in self.running.values():
+            process.send_signal(signal.SIGCONT)
+            processes.stop(process.pid)
+        self.running.clear()

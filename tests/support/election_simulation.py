@@ -1,0 +1,247 @@
+"""A world for the election's protocol: a model of etcd, replicas with clocks of their own, and a network that loses,
+delays and cuts, all under one virtual clock and one seed. The protocol itself is the product's own code."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_rl.coordinator.election.protocol import ElectionProtocol, Enter, Look, Wait, leading
+from elastic_rl.etcd.transaction import KeyValue
+
+TTL_S = 3.0
+CALL_S = 0.5
+Process = Generator[float, None, None]
+"""Yields how many seconds it sleeps."""
+
+
+class Model:
+    """Keys under leases, as etcd keeps them; its clock is the world's."""
+
+    def __init__(self) -> None:
+        self.revision, self.keys = 1, dict[str, KeyValue]()
+        self.leases = dict[int, float]()
+        """When each lease ends."""
+        self._next_lease, self._soonest = itertools.count(1), 0.0
+
+    def expire(self, now: float) -> None:
+        if now >= self._soonest:
+            for lease in [n for n, end in self.leases.items() if end <= now]:
+                self.revoke(lease)
+            self._soonest = min(self.leases.values(), default=now + TTL_S)  # later ones end later still
+
+    def grant(self, now: float) -> int:
+        lease = next(self._next_lease)
+        self.leases[lease] = now + TTL_S
+        return lease
+
+    def keep_alive(self, lease: int, now: float) -> bool:
+        if lease in self.leases:
+            self.leases[lease] = now + TTL_S
+        return lease in self.leases
+
+    def revoke(self, lease: int) -> None:
+        if self.leases.pop(lease, None) is not None:
+            for key in [k for k, kv in self.keys.items() if kv.lease == lease]:
+                self.revision += 1
+                del self.keys[key]
+
+    def enter(self, key: str, lease: int) -> int:
+        if key in self.keys or lease not in self.leases:
+            return 0
+        self.revision += 1
+        self.keys[key] = KeyValue(key, b"", self.revision, self.revision, 1, lease)
+        return self.revision
+
+
+@dataclass
+class Replica:
+    """One process and its host."""
+
+    name: str
+    rate: float
+    """Seconds that its clock counts in one of the world's."""
+    paused_until: float = 0.0
+    cut_until: float = 0.0
+    stay: ElectionProtocol | None = None
+    alive_at: float = -1e9
+    """By its own clock: when the last answered keep-alive was sent."""
+
+
+@dataclass
+class Seen:
+    """What happened."""
+
+    applied: list[tuple[float, str, int]] = field(default_factory=list)
+    """(time, writer, its term) of each guarded write that etcd took."""
+    faults: list[str] = field(default_factory=list)
+    refused: int = 0
+    """Guarded writes that came too late."""
+    double: int = 0
+    """Looks at which two replicas believed to lead."""
+    terms: set[int] = field(default_factory=set)
+
+
+class World:
+    """``quiet_at``: from then on nothing fails any more."""
+
+    def __init__(self, seed: int, replicas: int, quiet_at: float) -> None:
+        self.now, self.quiet_at, self.rng, self.seen, self.etcd = 0.0, quiet_at, random.Random(seed), Seen(), Model()
+        self._queue: list[tuple[float, int, Process, Replica | None]] = []
+        self._order = itertools.count()
+        # Clocks that run up to a quarter too slow believe in a lease longer than etcd does.
+        self.replicas = [Replica(f"r{i}", self.rng.uniform(0.75, 1.25)) for i in range(replicas)]
+        for r in self.replicas:
+            self.spawn(self._replica(r), r)
+            self.spawn(self._writer(r), r)
+            self.spawn(self._misfortune(r))
+        self.spawn(self._look_around())
+
+    def run(self, until: float) -> Seen:
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, process, host = heapq.heappop(self._queue)
+            if host is not None and host.paused_until > self.now:
+                self._at(host.paused_until, process, host)
+                continue
+            self.etcd.expire(self.now)
+            delay = next(process, None)
+            if delay is not None:
+                self._at(self.now + delay, process, host)
+        return self.seen
+
+    def spawn(self, process: Process, host: Replica | None = None) -> None:
+        self._at(self.now, process, host)
+
+    def _at(self, when: float, process: Process, host: Replica | None) -> None:
+        heapq.heappush(self._queue, (when, next(self._order), process, host))
+
+    # -- the network -------------------------------------------------------------------------------------------------
+    def _call(self, r: Replica, what: Callable[[], Any]) -> Generator[float, None, list[Any]]:
+        """One attempt: [answer], or [] after the deadline. What was sent may arrive late, also when nobody waits."""
+        box: list[Any] = []
+
+        def carry() -> Process:
+            yield self._latency(r)
+            if self.rng.random() < self._loss():
+                return
+            answer = what()
+            yield self._latency(r)
+            box.append(answer)
+
+        self.spawn(carry())
+        end = self.now + CALL_S / r.rate
+        yield 0.02
+        while not box and self.now < end:
+            yield 0.1
+        return box
+
+    def _latency(self, r: Replica) -> float:
+        """Seconds that a message is on its way. One that meets a cut lies in a buffer until that is healed."""
+        held = max(0.0, r.cut_until - self.now)
+        slow = self.now < self.quiet_at and self.rng.random() < 0.02
+        return held + (self.rng.uniform(0.5, 6.0) if slow else self.rng.uniform(0.0005, 0.01))
+
+    def _loss(self) -> float:
+        return 0.03 if self.now < self.quiet_at else 0.0
+
+    # -- what a replica does -------------------------------------------------------------------------------------------
+    def _clock(self, r: Replica) -> float:
+        return self.now * r.rate
+
+    def _alive(self, r: Replica) -> bool:
+        return self._clock(r) - r.alive_at < TTL_S
+
+    def _replica(self, r: Replica) -> Process:
+        while True:
+            asked = self._clock(r)
+            granted = yield from self._call(r, lambda: self.etcd.grant(self.now))
+            if granted:
+                lease, r.alive_at = granted[0], asked
+                r.stay = stay = ElectionProtocol(r.name, TTL_S, lambda: self._alive(r))
+                self.spawn(self._keep(r, stay, lease), r)
+                yield from self._take_part(r, stay, lease)
+                r.stay = None
+                yield from self._call(r, lambda lease=lease: self.etcd.revoke(lease))
+            yield 0.1
+
+    def _take_part(self, r: Replica, stay: ElectionProtocol, lease: int) -> Process:
+        steps, answer = stay.steps(), None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                return
+            match step:
+                case Enter():
+                    entered = yield from self._call(r, lambda: self.etcd.enter(stay.key, lease))
+                    if not entered:
+                        return  # its outcome is unknown: the lease is given back, and the key with it
+                    answer = entered[0]
+                case Look():
+                    found = yield from self._call(r, lambda: list(self.etcd.keys.values()))
+                    answer = found[0] if found else None
+                case Wait(longest_s):
+                    answer = yield self.rng.uniform(0, longest_s) / r.rate
+
+    def _keep(self, r: Replica, stay: ElectionProtocol, lease: int) -> Process:
+        while r.stay is stay and self._alive(r):
+            sent = self._clock(r)
+            kept = yield from self._call(r, lambda: self.etcd.keep_alive(lease, self.now))
+            if r.stay is not stay:
+                return
+            if kept and not kept[0]:
+                r.alive_at = -1e9
+            elif kept:
+                r.alive_at = sent
+            yield (TTL_S / 3 if kept else 0.05) / r.rate
+
+    def _writer(self, r: Replica) -> Process:
+        """Writes under the fence whenever the replica believes to lead."""
+        while True:
+            yield self.rng.uniform(0.05, 0.4)
+            if r.stay is not None and r.stay.leads:
+                term = r.stay.guard.operand
+                assert isinstance(term, int)
+                self.spawn(self._write(r, term))
+
+    def _write(self, r: Replica, term: int) -> Process:
+        yield self._latency(r)
+        mine, first = self.etcd.keys.get(r.name), leading(list(self.etcd.keys.values()))
+        if mine is None or mine.create_revision != term:  # the guard, as etcd evaluates it
+            self.seen.refused += 1
+            return
+        if first is None or first.key != r.name:
+            self.seen.faults.append(f"{self.now:.3f}: {r.name} wrote in term {term} while {first} led")
+        if self.seen.applied and self.seen.applied[-1][2] > term:
+            self.seen.faults.append(f"{self.now:.3f}: a write of term {term} after one of {self.seen.applied[-1]}")
+        if any(t == term and who != r.name for _, who, t in self.seen.applied[-1:]):
+            self.seen.faults.append(f"{self.now:.3f}: two writers in term {term}")
+        self.seen.applied.append((self.now, r.name, term))
+        self.seen.terms.add(term)
+
+    # -- what befalls it -----------------------------------------------------------------------------------------------
+    def _misfortune(self, r: Replica) -> Process:
+        """Pauses, cuts and ends of leases, until it is quiet; and what etcd does when its own leader changes."""
+        while True:
+            yield self.rng.expovariate(1 / 6)
+            if self.now > self.quiet_at:
+                return
+            until = min(self.now + self.rng.uniform(0.2, 2.5 * TTL_S), self.quiet_at)
+            match self.rng.randrange(4):
+                case 0:
+                    r.paused_until = until
+                case 1:
+                    r.cut_until = until
+                case 2:
+                    self.etcd.revoke(self.etcd.keys[r.name].lease if r.name in self.etcd.keys else 0)
+                case 3:
+                    self.etcd.leases = {n: self.now + TTL_S for n in self.etcd.leases}
+
+    def _look_around(self) -> Process:
+        while True:
+            yield 0.25
+            self.seen.double += sum(r.stay is not None and r.stay.leads for r in self.replicas) > 1

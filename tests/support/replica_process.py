@@ -1,0 +1,34 @@
+"""A replica of the election that does nothing but lead: ``python replica_process.py ENDPOINTS JOB NAME TTL_S``.
+
+While it believes to lead, it writes ``NAME n`` to the job's status key under its fencing token, as fast as it goes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.errors import Fenced
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.runtime import die_with_parent
+
+
+def main() -> None:
+    die_with_parent()
+    endpoints, job, name, ttl_s = sys.argv[1:]
+    keys = Keys(job)
+    etcd = EtcdClient(endpoints.split(","))
+    election = Election(etcd, keys, name, f"http://{name}", int(ttl_s)).start()
+    n = 0
+    while True:
+        time.sleep(0.01)
+        try:
+            n += etcd.txn(election.guard, [Op.put(keys.job_status(), f"{name} {n}".encode())]).succeeded
+        except Fenced:
+            continue
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Fixtures that the tests and the chaos suite share; each has an ``etcd`` fixture of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from support.etcd_server import EtcdServers
+
+
+@pytest.fixture
+def etcd(etcd_servers: EtcdServers) -> Iterator[EtcdClient]:
+    """A connected store."""
+    # A longer attempt than in production: tests share their cores with much else, and one member has no other to try.
+    with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0) as connected:
+        yield connected
+
+
+@pytest.fixture
+def keys() -> Keys:
+    """The keyspace of a job of this test's own."""
+    return Keys(f"t-{secrets.token_hex(6)}")
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own, as small as ``size`` says (such as 1M). Skips the test where none can be mounted."""
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder],
+                                      capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here (needs root and CAP_SYS_ADMIN)")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)

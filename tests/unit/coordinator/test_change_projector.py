@@ -1,0 +1,155 @@
+"""What the readers of changes are told: whoever applies the changes to the beginning has the state at the end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.coordinator import pools
+from elastic_rl.coordinator.api.change_projector import KINDS, Change, ChangeProjector
+from elastic_rl.etcd.client import KeyValue, WatchEvent
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Epoch, Event, JobStatus, Leader, Member, PoolSpec, PoolStatus
+
+KEYS = Keys("j")
+
+
+class Etcd:
+    """The keys of a job and their history, as a watch would tell it."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, KeyValue] = {}
+        self.revision = 1
+
+    def put(self, key: str, value: bytes) -> WatchEvent:
+        self.revision += 1
+        prev = self.now.get(key)
+        kv = KeyValue(key, value, prev.create_revision if prev else self.revision, self.revision,
+                      prev.version + 1 if prev else 1, 0)
+        self.now[key] = kv
+        return WatchEvent("put", kv, prev)
+
+    def delete(self, key: str) -> WatchEvent | None:
+        prev = self.now.pop(key, None)
+        if prev is None:
+            return None
+        self.revision += 1
+        return WatchEvent("delete", KeyValue(key, b"", 0, self.revision, 0, 0), prev)
+
+
+def told(scene: ChangeProjector, event: WatchEvent | None) -> Change | None:
+    return scene.apply(event) if event else None
+
+
+def shown(change: Change | None) -> Any:
+    assert change is not None and change.object is not None
+    return json.loads(change.object)
+
+
+KEY_AND_VALUE = st.one_of(
+    st.builds(lambda n, d: (KEYS.pool_spec(f"p{n}"), PoolSpec(name=f"p{n}", desired=d).encode()),
+              st.integers(0, 2), st.integers(1, 3)),
+    st.builds(lambda n, r: (KEYS.pool_status(f"p{n}"), PoolStatus(
+        name=f"p{n}", ready=r, starting=0, draining=0).encode()), st.integers(0, 2), st.integers(0, 3)),
+    st.builds(lambda n, v: (KEYS.engine(f"e{n}"), b'{"id":"e%d","version":%d}' % (n, v)),
+              st.integers(0, 2), st.integers(0, 3)),
+    st.builds(lambda n, beat, step: (KEYS.member("actor", f"m{n}"), Member(
+        role="actor", id=f"m{n}", pid=1, host="h", step=step, beat_at=beat).encode()),
+        st.integers(0, 2), st.floats(0, 9), st.integers(0, 1)),
+    st.builds(lambda n, v: (KEYS.version("policy", n), b'{"number":%d,"nbytes":%d}' % (n, v)),
+              st.integers(1, 2), st.integers(0, 1)),
+    st.builds(lambda n: (KEYS.alert(f"engine.dead/e1/a{n}"), b'{"id":"a%d"}' % n), st.integers(0, 2)),
+    st.builds(lambda n: (KEYS.epoch(), Epoch(number=n, holder="d", started_at=0).encode()), st.integers(1, 3)),
+    st.builds(lambda n: (KEYS.leader(f"r{n}"), Leader(replica=f"r{n}", url="u", pid=1).encode()), st.integers(0, 2)))
+
+
+def state(etcd_servers: Etcd) -> dict[tuple[str, str], Any]:
+    """What a reader should have in the end, but for the job and alerts."""
+    out: dict[tuple[str, str], Any] = {}
+    prefixes = {"engine": KEYS.engines_prefix(), "member": KEYS.members_prefix()}
+    for kind, prefix in prefixes.items():
+        out |= {(kind, k.removeprefix(prefix)): json.loads(kv.value) for k, kv in etcd_servers.now.items() if
+                k.startswith(prefix)}
+    out |= {("version", f"policy/{n}"): json.loads(kv.value) for n in (1, 2)
+            if (kv := etcd_servers.now.get(KEYS.version("policy", n)))}
+    kvs = [kv for key, kv in etcd_servers.now.items() if key.startswith(KEYS.pools_prefix())]
+    return out | {("pool", p.name): p.model_dump() for p in pools.views(KEYS, kvs)}
+
+
+@given(st.lists(st.tuples(KEY_AND_VALUE, st.booleans()), max_size=40), st.integers(0, 40))
+def test_the_beginning_and_all_changes_make_the_end(history: list[tuple[tuple[str, bytes], bool]], begins: int) -> None:
+    etcd_servers = Etcd()
+    for (key, value), gone in history[:begins]:
+        etcd_servers.delete(key) if gone else etcd_servers.put(key, value)
+    scene = ChangeProjector(KEYS, "a")
+    scene.load(kv for key,
+               kv in etcd_servers.now.items() if not key.startswith((KEYS.engines_prefix(), KEYS.members_prefix())))
+    reader, job = state(etcd_servers), None
+    for (key, value), gone in history[begins:]:
+        change = told(scene, etcd_servers.delete(key) if gone else etcd_servers.put(key, value))
+        if change is None:
+            continue
+        assert change.kind in KINDS and change.revision == etcd_servers.revision
+        if change.kind == "job":
+            job = shown(change)
+        elif change.kind != "alert" and change.object is None:
+            reader.pop((change.kind, change.id), None)
+        elif change.kind != "alert":
+            reader[change.kind, change.id] = shown(change)
+
+    def without_beats(found: dict[tuple[str, str], Any]) -> Any:
+        return {k: {**v, "beat_at": 0} for k, v in found.items()}
+
+    assert without_beats(reader) == without_beats(state(etcd_servers))
+    if job is not None:
+        leaders = sorted((kv.create_revision, k) for k,
+                         kv in etcd_servers.now.items() if k.startswith(KEYS.leader_prefix()))
+        assert (job["leader"] or {}).get("replica") == (leaders[0][1].rpartition("/")[2] if leaders else None)
+        epoch = etcd_servers.now.get(KEYS.epoch())
+        assert job["epoch"] == (Epoch.decode(epoch.value).number if epoch else 0)
+
+
+def test_a_heartbeat_that_says_nothing_new_is_left_out() -> None:
+    etcd_servers, scene, key = Etcd(), ChangeProjector(KEYS, "a"), KEYS.member("actor", "m")
+    member = Member(role="actor", id="m", pid=1, host="h", beat_at=1.0)
+    assert shown(told(scene, etcd_servers.put(key, member.encode())))["beat_at"] == 1.0
+    assert told(scene, etcd_servers.put(key, member.replace(beat_at=2.0).encode())) is None
+    assert shown(told(scene, etcd_servers.put(key, member.replace(beat_at=3.0, step=1).encode())))["step"] == 1
+    gone = told(scene, etcd_servers.delete(key))
+    assert gone is not None and (gone.kind, gone.id, gone.object) == ("member", "actor/m", None)
+
+
+def test_an_old_alert_that_is_dropped_does_not_take_the_new_one_of_its_condition_away() -> None:
+    etcd_servers, scene = Etcd(), ChangeProjector(KEYS, "a")
+    old, new = KEYS.alert("engine.dead/e1/old"), KEYS.alert("engine.dead/e1/new")
+    assert told(scene, etcd_servers.put(old, b'{"id":"old"}')).id == "engine.dead/e1"  # type: ignore[union-attr]
+    told(scene, etcd_servers.put(new, b'{"id":"new"}'))
+    assert told(scene, etcd_servers.delete(old)) is None
+    gone = told(scene, etcd_servers.delete(new))
+    assert gone is not None and gone.object is None and gone.id == "engine.dead/e1"
+
+
+def test_the_trimming_of_logs_and_what_is_no_state_are_not_told() -> None:
+    etcd_servers, scene = Etcd(), ChangeProjector(KEYS, "a")
+    event = Event(id="1-a", at=0.0, kind="k", subject="s", message="m")
+    assert told(scene, etcd_servers.put(KEYS.event("1-a"), event.encode())).kind == "event"  # type: ignore[union-attr]
+    assert told(scene, etcd_servers.delete(KEYS.event("1-a"))) is None
+    step = told(scene, etcd_servers.put(KEYS.step_point(7), b'{"step":7}'))
+    assert step is not None and (step.kind, step.id) == ("step", "7")
+    for key in (KEYS.ledger(1), KEYS.roster("a", "b"), KEYS.stream_head("policy"), KEYS.pin("policy", 1, "h")):
+        assert told(scene, etcd_servers.put(key, b"{}")) is None
+
+
+def test_a_record_that_cannot_be_read_is_passed_over() -> None:
+    etcd_servers, scene = Etcd(), ChangeProjector(KEYS, "a")
+    assert told(scene, etcd_servers.put(KEYS.job_status(), b"not json")) is None
+    ok = told(scene, etcd_servers.put(KEYS.job_status(), JobStatus(phase="rl", step=3).encode()))
+    assert shown(ok)["status"]["step"] == 3
+
+
+def test_a_frame_is_one_server_sent_event() -> None:
+    frame = Change(7, "engine", 'e"1', b'{"id":1}').frame
+    assert frame == b'id: 7\nevent: change\ndata: {"kind":"engine","id":"e\\"1","object":{"id":1}}\n\n'

@@ -1,0 +1,42 @@
+"""Which servers may take part: by their URL, and by what they say of themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_rl.coordinator.operations.external_engines import check_url
+from elastic_rl.coordinator.problems import Problem
+from elastic_rl.engine.external_server import is_here, why_unfit
+from elastic_rl.engine.loader import LOADER
+
+QWEN = ["Qwen2ForCausalLM"]
+MODEL, SERVER = {"architectures": QWEN}, {"custom_weight_loader": [LOADER], "tp_size": 2, "dp_size": 1, "nnodes": 1}
+
+
+@pytest.mark.parametrize("url", ["http://Host:30000", "http://host:30000/", "HTTP://host:30000"])
+def test_a_server_has_one_spelling(url: str) -> None:
+    assert check_url(url) == "http://host:30000"
+    assert check_url("http://[::1]:30000/") == "http://[::1]:30000"
+
+
+@pytest.mark.parametrize("url", [
+    "", "host:30000", "https://host:30000", "ftp://host:1", "http://host", "http://:30000", "http://host:0",
+    "http://host:99999", "http://host:x", "http://me:pass@host:1", "http://host:1/path", "http://host:1?x=1",
+    "http://host:1#x", "http://[::1:30000", "http://h\u00f6st:1", "http://ho\nst:1"])
+def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(Problem) as refused:
+        check_url(url)
+    assert (refused.value.status, refused.value.kind) == (422, "invalid")
+
+
+def test_a_server_that_fits_lacks_nothing_and_another_is_told_what() -> None:
+    assert why_unfit(MODEL, SERVER, QWEN) == ""
+    assert "not a" in why_unfit({"architectures": ["LlamaForCausalLM"]}, SERVER, QWEN)
+    for loaders in (None, [], ["other.load"]):
+        assert LOADER in why_unfit(MODEL, {**SERVER, "custom_weight_loader": loaders}, QWEN)
+    assert "dp_size=2" in why_unfit(MODEL, {**SERVER, "dp_size": 2}, QWEN)
+
+
+def test_only_a_server_of_this_host_is_here() -> None:
+    assert is_here("127.0.0.1") and is_here("localhost")
+    assert not is_here("192.0.2.1") and not is_here("no.such.host.invalid")

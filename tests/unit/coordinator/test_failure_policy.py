@@ -1,0 +1,137 @@
+"""The failure policy under a clock of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_rl.config import FailurePolicyConfig
+from elastic_rl.coordinator.failure import policy
+from elastic_rl.coordinator.failure.policy import POLICY, Action, Fault, FaultLog, Rule
+from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.operations.state_machine import JOB
+from elastic_rl.etcd.records import JobStatus
+
+SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "100"))
+CFG = FailurePolicyConfig(budget=3, window_s=100.0, backoff_s=2.0, backoff_max_s=16.0, settle_s=5.0, stop_after=3)
+TRAINER_DEAD = policy.rule_for("trainer", Fault.DEAD)
+TRAINER_HUNG = policy.rule_for("trainer", Fault.HUNG)
+DRIVER_DEAD = policy.rule_for("driver", Fault.DEAD)
+
+
+def after(rule: Rule, times: list[float], progress: int = 0, log: FaultLog | None = None) -> FaultLog:
+    log = log or FaultLog(target="trainer")
+    for at in times:
+        log = policy.record_fault(log, rule, "it is gone", at, progress, CFG)
+    return log
+
+
+def test_every_part_has_a_rule_for_each_fault_and_says_what_goes_on() -> None:
+    parts = {r.part for r in POLICY}
+    assert {(r.part, r.fault) for r in POLICY} == {(p, f) for p in parts for f in Fault}
+    assert {registry.ENGINE, registry.TRAINER, registry.DCS, registry.COORDINATOR, "driver", "role"} == parts
+    assert all(r.does and r.meanwhile for r in POLICY)
+    assert policy.rule_for("genrm", Fault.DEAD).part == "role"
+
+
+def test_what_died_is_left_to_who_is_nearest_until_its_budget_is_spent() -> None:
+    log = after(TRAINER_DEAD, [0, 10, 20])
+    assert policy.due(log, 20) is Action.LEAVE
+    log = after(TRAINER_DEAD, [30], log=log)
+    assert log.pending is Action.GLOBAL_RESTART
+    assert "4 faults" in log.reason
+
+
+def test_faults_that_are_long_ago_use_up_no_budget() -> None:
+    assert after(TRAINER_DEAD, [0, 40, 80, 120, 160, 200, 240]).pending is Action.LEAVE
+
+
+def test_ranks_that_fall_together_are_one_fault() -> None:
+    assert len(after(TRAINER_DEAD, [0, 0, 1, 3]).marks) == 1
+    assert len(after(TRAINER_DEAD, [0, 3, 6, 9, 12]).marks) == 3, "what never settles counts all the same"
+
+
+def test_what_hangs_is_restarted_at_once_and_then_after_longer_and_longer_pauses() -> None:
+    log, waits = FaultLog(target="trainer"), []
+    for at in (0.0, 20.0, 40.0):
+        log = after(TRAINER_HUNG, [at], log=log)
+        assert log.pending is Action.RESTART
+        waits.append(log.due_at - at)
+        assert policy.due(log, log.due_at - 0.01 if waits[-1] else -0.01) is Action.LEAVE
+        assert policy.due(log, log.due_at) is Action.RESTART
+        log = policy.acknowledged(log)
+    assert waits == [0.0, 2.0, 4.0]
+
+
+def test_a_driver_that_dies_again_and_again_at_the_same_step_is_a_crash_loop() -> None:
+    log = after(DRIVER_DEAD, [0, 10], progress=7, log=FaultLog(target=JOB))
+    assert log.pending is Action.LEAVE
+    assert after(DRIVER_DEAD, [20], progress=7, log=log).pending is Action.STOP
+    assert after(DRIVER_DEAD, [20], progress=8, log=log).pending is Action.LEAVE
+
+
+def test_steps_that_are_done_again_after_a_rewind_are_no_progress() -> None:
+    log = FaultLog(target=JOB)
+    for at, step in ((0, 23), (10, 21), (20, 22)):
+        log = after(DRIVER_DEAD, [at], progress=step, log=log)
+    assert log.pending is Action.STOP
+
+
+def test_global_restarts_of_the_policy_count_for_the_crash_loop() -> None:
+    log = FaultLog(target=JOB)
+    for n in range(2):
+        log = policy.restarted(log, n * 50.0, 7, CFG)
+    assert log.pending is Action.LEAVE
+    assert policy.restarted(log, 100.0, 7, CFG).pending is Action.STOP
+
+
+def test_a_budget_is_whole_again_after_the_global_restart_that_it_led_to() -> None:
+    log = policy.acknowledged(after(TRAINER_DEAD, [0, 10, 20, 30]))
+    assert (log.pending, log.marks) == (Action.LEAVE, [])
+
+
+@pytest.mark.parametrize(("phase", "step", "more"), [("sft", 3000, "rl"), ("rl", 5, "rl")])
+def test_progress_grows_from_the_warm_up_into_rl(phase: str, step: int, more: str) -> None:
+    later = JobStatus(phase=more, step=step + 1)
+    assert policy.progress_of(JobStatus(phase=phase, step=step)) < policy.progress_of(later)
+    assert policy.progress_of(JobStatus(phase="sft", step=3000)) < policy.progress_of(JobStatus(phase="rl", step=0))
+
+
+@settings(max_examples=SEEDS)
+@given(seed=st.integers(0, 2**32))
+def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int) -> None:
+    """A trainer that fails at random times, with leaders that carry out late; only the log survives a leader."""
+    rng = random.Random(seed)
+    moving = rng.random() < 0.5
+    trainer, job = FaultLog(target="trainer"), FaultLog(target=JOB)
+    now, progress, restarts, stopped = 0.0, 0, 0, False
+    for _ in range(400):
+        now += rng.uniform(6.0, 20.0)
+        rule = TRAINER_HUNG if rng.random() < 0.3 else TRAINER_DEAD
+        trainer = policy.record_fault(FaultLog.decode(trainer.encode()), rule, "r", now, progress, CFG)
+        now += rng.uniform(0.0, 3.0)
+        action = policy.due(trainer, now)
+        if action is Action.GLOBAL_RESTART:
+            restarts += 1
+            progress += moving
+            job = policy.restarted(job, now, progress, CFG)
+            trainer = policy.acknowledged(trainer)
+        elif action is Action.RESTART:
+            trainer = policy.acknowledged(trainer)
+        if policy.due(job, now) is Action.STOP:
+            stopped = True
+            break
+    assert stopped != moving
+    if stopped:
+        assert restarts == CFG.stop_after
+
+
+def test_the_manual_has_the_policy_as_it_is() -> None:
+    manual = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
+    table = [f"| {r.part} | {r.fault} | {r.does} | {r.meanwhile} |" for r in POLICY]
+    assert "\n".join(table) in manual

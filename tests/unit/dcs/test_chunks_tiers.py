@@ -1,0 +1,600 @@
+"""Chunks on their way between the arena and the disk: saving, spilling, coming back, and who keeps what where."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.manifest import ALIGN, Packer, aligned
+from elastic_rl.dcs.storage.chunk_table import ChunkTable
+from elastic_rl.dcs.storage.disk import DiskFolder
+from elastic_rl.dcs.storage.disk_saver import Saver
+from elastic_rl.errors import (
+    ArenaFull,
+    ChunkCorrupt,
+    ChunkMissing,
+    ConfigError,
+    DeadlineExceeded,
+    DiskFull,
+)
+
+KIB = 1024
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Node:
+    """A table with a disk, whose saver moves only when it is told to."""
+
+    def __init__(self, folder: Path, *, arena: int = 4 * KIB, disk: int = 1 << 20, grace_s: float = 0.0,
+                 verify_every_s: float = 0.0, wait_s: float = 0.0) -> None:
+        self.folder, self.clock = folder, Clock()
+        self.disk = DiskFolder(folder, disk, "job")
+        self.table = ChunkTable(memoryview(bytearray(arena)), disk=self.disk, orphan_grace_s=grace_s,
+                                verify_every_s=verify_every_s, wait_s=wait_s, clock=self.clock)
+        self.saver: Saver = self.table.saver()
+
+    def write(self, conn: int, data: bytes) -> str:
+        offset = self.table.alloc(conn, len(data))
+        self.table.view[offset:offset + len(data)] = data
+        return self.table.seal(conn, offset, len(data)).digest
+
+    def commit(self, data: bytes) -> str:
+        digest = self.write(1, data)
+        self.table.settle(1)
+        return digest
+
+    def save_all(self) -> None:
+        while self.table.stat()["unsaved"]:
+            self.saver.step(0)
+
+    def read(self, digest: str) -> bytes:
+        with self.table.reading(digest) as data:
+            return bytes(data)
+
+    def path(self, digest: str) -> Path:
+        return self.folder / digest[:2] / digest
+
+    def resident(self, digest: str) -> bool:
+        return self.table._chunks[digest].offset >= 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "n"
+
+
+@pytest.fixture
+def node(folder: Path) -> Iterator[Node]:
+    out = Node(folder)
+    yield out
+    out.disk.close()
+
+
+def test_a_chunk_is_saved_once_it_is_settled_and_not_before(node: Node) -> None:
+    digest = node.write(1, b"a" * KIB)
+    node.saver.step(0)
+    assert not node.path(digest).exists()
+    node.table.settle(1)
+    node.saver.step(0)
+    assert node.path(digest).read_bytes() == b"a" * KIB and node.table.stat()["unsaved"] == 0
+
+
+def test_an_orphan_is_saved_only_after_its_grace(folder: Path) -> None:
+    node = Node(folder, grace_s=10)
+    digest = node.write(1, b"a" * KIB)
+    node.table.close(1)
+    node.saver.step(0)
+    assert not node.path(digest).exists()
+    node.clock.now = 10.1
+    node.saver.step(0)
+    assert node.path(digest).exists()
+    node.disk.close()
+
+
+def test_more_than_the_arena_holds_is_kept_and_comes_back(node: Node) -> None:
+    versions = [bytes([i]) * KIB for i in range(12)]
+    digests = []
+    for data in versions:
+        digests.append(node.commit(data))
+        node.save_all()
+    assert not node.resident(digests[0]) and node.resident(digests[-1])
+    assert [node.read(d) for d in digests] == versions
+    assert node.resident(digests[-1]) and node.table.stat()["used_bytes"] == 4 * KIB
+
+
+def test_the_least_recently_used_chunks_leave_first(node: Node) -> None:
+    a, b, c, d = (node.commit(bytes([i]) * KIB) for i in range(4))
+    node.save_all()
+    node.table.use(a, None)
+    node.commit(b"x" * KIB)
+    assert [node.resident(x) for x in (a, b, c, d)] == [True, False, True, True]
+
+
+def test_what_is_held_or_unsaved_or_read_or_located_stays_in_the_arena(node: Node) -> None:
+    held, unsaved, read, located = (node.commit(bytes([i]) * KIB) for i in range(4))
+    node.save_all()
+    node.table.use(held, 7)
+    node.table._chunks[unsaved].on_disk = False
+    offset, nbytes = node.table.locate(located, 8, "t")
+    with node.table.reading(read):
+        with pytest.raises(ArenaFull):
+            node.table.alloc(2, 1)
+        assert node.table.stat()["resident"] == 4
+    assert node.table.alloc(2, KIB) >= 0  # the one that is read no more
+    assert not node.resident(read) and bytes(node.table.view[offset:offset + nbytes]) == b"\x03" * KIB
+    node.table.release(8, "t")
+    assert node.table.alloc(2, KIB) == offset
+    node.table.settle(7)
+    assert node.table.alloc(2, KIB) >= 0 and not node.resident(held) and node.resident(unsaved)
+
+
+def test_nothing_is_spilled_in_vain(node: Node) -> None:
+    node.commit(b"a" * KIB)
+    node.save_all()
+    node.write(1, b"b" * KIB)
+    with pytest.raises(ArenaFull):
+        node.table.alloc(2, 4 * KIB)
+    assert node.table.stat()["resident"] == 2
+
+
+@pytest.mark.parametrize("how", ["release", "close"])
+def test_a_located_chunk_that_is_dropped_keeps_its_region_until_it_is_let_go(node: Node, how: str) -> None:
+    digest = node.commit(b"a" * KIB)
+    offset, _ = node.table.locate(digest, 5, "one")
+    node.table.locate(digest, 5, "one")
+    node.table.locate(digest, 5, "two")
+    assert node.table.drop(set(), node.table.mark()) == (1, KIB)
+    node.table.release(5, "one")
+    with pytest.raises(ArenaFull):
+        node.table.alloc(2, 4 * KIB)
+    assert bytes(node.table.view[offset:offset + KIB]) == b"a" * KIB
+    if how == "release":
+        node.table.release(5, "two")
+    else:
+        node.table.close(5)
+    assert node.table.alloc(2, 4 * KIB) == 0
+    with pytest.raises(ChunkMissing):
+        node.table.locate(digest, 5, "three")
+
+
+def test_to_locate_a_chunk_does_not_settle_or_hold_it_for_a_publisher(node: Node) -> None:
+    digest = node.write(1, b"a" * KIB)
+    node.table.locate(digest, 1, "t")
+    node.table.release(1, "t")
+    assert node.table.stat()["held"] == 1 and node.table.drop(set(), node.table.mark()) == (0, 0)
+    node.table.settle(1)
+    assert node.table.stat()["held"] == 0 and node.table.drop(set(), node.table.mark()) == (1, KIB)
+
+
+def test_a_full_disk_is_told_once_the_arena_is_full_too_and_passes(folder: Path) -> None:
+    node = Node(folder, disk=2 * KIB)
+    digests = [node.commit(bytes([i]) * KIB) for i in range(4)]
+    for _ in digests:
+        node.saver.step(0)
+    with pytest.raises(DiskFull, match="2048 of 2048"):
+        for _ in range(3):  # two have a copy on disk and make room
+            node.commit(bytes([9]) * KIB + bytes([_]))
+    assert all(node.read(d) == bytes([i]) * KIB for i, d in enumerate(digests))
+    node.table.settle(1)
+    mark = node.table.mark()
+    kept = digests[3]
+    node.table.use(kept, None)
+    node.table.drop(set(), mark)
+    for _ in range(3):
+        node.saver.step(0)
+    assert node.path(kept).exists() and node.disk.used_bytes == KIB
+    assert node.commit(b"z" * 2 * KIB)
+    node.disk.close()
+
+
+def test_dropped_chunks_leave_the_disk(node: Node) -> None:
+    digest = node.commit(b"a" * KIB)
+    node.save_all()
+    assert node.path(digest).exists()
+    node.table.drop(set(), node.table.mark())
+    node.saver.step(0)
+    assert not node.path(digest).exists() and node.disk.used_bytes == 0
+
+
+def test_a_chunk_that_comes_again_while_its_file_is_to_go_ends_up_on_disk(node: Node) -> None:
+    digest = node.commit(b"a" * KIB)
+    node.save_all()
+    node.table.drop(set(), node.table.mark())
+    assert node.commit(b"a" * KIB) == digest
+    node.save_all()
+    node.saver.step(0)
+    assert node.path(digest).exists() and node.disk.used_bytes == KIB
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_chunk_that_is_dropped_while_it_is_written_leaves_no_file_unless_it_comes_again(
+        node: Node, monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    digest, write = node.commit(b"a" * KIB), node.disk.write
+
+    def slowly(name: str, data: memoryview) -> None:
+        write(name, data)
+        assert node.table.drop(set(), node.table.mark()) == (1, KIB)
+        if again:
+            node.commit(b"a" * KIB)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.disk, "write", slowly)
+        node.saver.step(0)
+    node.saver.step(0)
+    assert node.table.has(digest) == node.path(digest).exists() == again
+
+
+def test_a_restarted_node_has_what_is_on_disk(folder: Path) -> None:
+    before = Node(folder)
+    packer = Packer(KIB)
+    packer.add("t", "uint8", (KIB,))
+    digest = before.commit(b"a" * KIB)
+    manifest = before.commit(packer.manifest([digest]).encode())
+    loose = before.commit(b"b" * KIB)
+    before.save_all()
+    lost = before.commit(b"c" * KIB)
+    before.disk.close()
+    after = Node(folder)
+    assert after.table.has(digest) and not after.table.has(lost)
+    assert after.table.stat()["used_bytes"] == 0
+    assert after.table.drop({manifest}, after.table.mark())[0] == 1 and not after.table.has(loose)
+    assert after.table.sound(digest) and after.read(digest) == b"a" * KIB
+    after.disk.close()
+
+
+def test_a_corrupt_file_is_never_served(folder: Path) -> None:
+    before = Node(folder)
+    digest = before.commit(b"a" * KIB)
+    before.save_all()
+    before.disk.close()
+    before.path(digest).write_bytes(b"a" * (KIB - 1) + b"b")
+    after = Node(folder)
+    assert after.table.has(digest), "files are looked at only when they are used"
+    with pytest.raises(ChunkMissing), after.table.reading(digest):
+        pytest.fail("wrong bytes were handed out")
+    assert not after.table.has(digest) and after.table.was_rotten(digest) and not after.table.sound(digest)
+    after.saver.step(0)
+    assert not after.path(digest).exists() and after.table.stat()["used_bytes"] == 0
+    assert after.commit(b"a" * KIB) == digest and not after.table.was_rotten(digest)
+    after.disk.close()
+
+
+def test_a_live_manifest_that_went_bad_stops_the_sweep(folder: Path) -> None:
+    before = Node(folder)
+    packer = Packer(KIB)
+    packer.add("t", "uint8", (KIB,))
+    digest = before.commit(b"a" * KIB)
+    manifest = before.commit(packer.manifest([digest]).encode())
+    before.save_all()
+    before.disk.close()
+    before.path(manifest).write_bytes(before.path(manifest).read_bytes().replace(b'"t"', b'"u"'))
+    after = Node(folder)
+    for _ in range(2):
+        with pytest.raises(ChunkCorrupt):
+            after.table.drop({manifest}, after.table.mark())
+    assert after.table.has(digest)
+    after.disk.close()
+
+
+def test_a_manifest_that_lies_on_disk_is_read_for_a_sweep_while_the_arena_is_full(node: Node) -> None:
+    packer = Packer(KIB)
+    packer.add("t", "uint8", (KIB,))
+    digest = node.commit(b"a" * KIB)
+    manifest = node.commit(packer.manifest([digest]).encode())
+    node.save_all()
+    node.table.alloc(9, 4 * KIB)
+    assert not node.resident(manifest)
+    assert node.table.drop({manifest}, node.table.mark()) == (0, 0)
+    assert node.read(digest) == b"a" * KIB and not node.resident(digest)
+    with pytest.raises(ArenaFull):
+        node.table.locate(digest, 1, "t")
+
+
+def test_rot_in_the_arena_is_healed_from_disk(node: Node) -> None:
+    digest = node.commit(b"a" * KIB)
+    node.save_all()
+    node.table.view[node.table._chunks[digest].offset] ^= 1
+    assert node.read(digest) != b"a" * KIB, "the fault did not happen"
+    assert node.table.sound(digest) and node.read(digest) == b"a" * KIB
+
+
+def test_a_rotten_copy_is_not_saved(node: Node) -> None:
+    digest = node.commit(b"a" * KIB)
+    node.table.view[node.table._chunks[digest].offset] ^= 1
+    node.saver.step(0)
+    assert not node.path(digest).exists() and not node.table.has(digest)
+
+
+def test_a_publish_of_a_spilled_chunk_does_not_rest_on_its_unseen_file(node: Node) -> None:
+    digest = node.commit(b"a" * KIB)
+    node.save_all()
+    node.table.alloc(9, 4 * KIB)
+    node.table.close(9)
+    assert not node.resident(digest)
+    node.path(digest).write_bytes(b"rot")
+    assert node.commit(b"a" * KIB) == digest
+    node.save_all()
+    assert node.path(digest).read_bytes() == b"a" * KIB
+
+
+def test_a_fresh_verification_is_not_done_again_unless_asked_anew(folder: Path) -> None:
+    node = Node(folder, verify_every_s=60)
+    digest = node.commit(b"a" * KIB)
+    node.table.view[node.table._chunks[digest].offset] ^= 1
+    node.clock.now = 59
+    assert node.table.sound(digest)
+    node.clock.now = 61
+    assert not node.table.sound(digest)
+    digest = node.commit(b"b" * KIB)
+    node.table.view[node.table._chunks[digest].offset] ^= 1
+    assert not node.table.sound(digest, anew=True)
+    node.disk.close()
+
+
+def test_callers_that_wait_for_each_other_share_a_verification(node: Node) -> None:
+    digest = node.commit(b"a" * KIB)
+    chunk = node.table._chunks[digest]
+    before = node.table._tiers.verifications
+    with chunk.busy:
+        callers = [threading.Thread(target=node.table.sound, args=(digest,), daemon=True) for _ in range(8)]
+        for caller in callers:
+            caller.start()
+        while chunk.copy is None or chunk.copy.users < 8:
+            threading.Event().wait(0.001)
+    for caller in callers:
+        caller.join(10)
+    assert node.table._tiers.verifications == before + 1
+
+
+def test_an_alloc_waits_for_chunks_that_are_being_saved(folder: Path) -> None:
+    node = Node(folder, wait_s=30)
+    for i in range(4):
+        node.commit(bytes([i]) * KIB)
+    node.saver.start()
+    for i in range(4, 40):
+        node.commit(bytes([i]) * KIB)  # more than nine arenas, as fast as the disk takes them
+    node.saver.stop(10)
+    assert [node.read(digest_of(bytes([i]) * KIB)) for i in range(40)] == [bytes([i]) * KIB for i in range(40)]
+    node.disk.close()
+
+
+def test_persist_waits_for_the_disk_also_for_what_is_held(node: Node) -> None:
+    digest = node.write(1, b"a" * KIB)
+    with pytest.raises(DeadlineExceeded):
+        node.table.persist([digest], 0.01)
+    node.saver.start()
+    node.table.persist([digest], 10)
+    assert node.path(digest).exists() and node.table.stat()["held"] == 1
+    with pytest.raises(ChunkMissing):
+        node.table.persist(["0" * 32], 10)
+    node.saver.stop(1)
+
+
+def test_persist_tells_of_a_full_disk_and_of_none(folder: Path) -> None:
+    node = Node(folder, disk=KIB)
+    digest = node.write(1, b"a" * 2 * KIB)
+    node.saver.start()
+    with pytest.raises(DiskFull):
+        node.table.persist([digest], 10)
+    node.saver.stop(1)
+    node.disk.close()
+    with pytest.raises(ConfigError, match="memory only"):
+        ChunkTable(memoryview(bytearray(KIB))).persist([digest], 1)
+
+
+def test_many_threads_that_write_read_locate_and_drop_at_once_see_right_bytes_only(folder: Path) -> None:
+    node = Node(folder, arena=16 * KIB, disk=40 * KIB, wait_s=0.5)
+    node.saver.start()
+    pieces = {digest_of(data): data for data in (bytes([i]) * (KIB + 64 * (i % 5)) for i in range(24))}
+    wrong, spilled, ended = list[str](), set[str](), threading.Event()
+
+    def repeat(act: Callable[[random.Random], None], seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while not ended.is_set():
+                with contextlib.suppress(ChunkMissing, ArenaFull, DiskFull):
+                    act(rng)
+        except BaseException as e:
+            wrong.append(repr(e))
+            raise
+
+    def write(rng: random.Random) -> None:
+        conn = threading.get_ident()
+        data = rng.choice(list(pieces.values()))
+        digest = node.write(conn, data)
+        assert node.read(digest) == data, "a chunk that is held is there"
+        node.table.settle(conn)
+
+    def read(rng: random.Random) -> None:
+        digest = rng.choice(list(pieces))
+        assert node.read(digest) == pieces[digest]
+        node.table.sound(digest, anew=rng.random() < 0.5)
+
+    def locate(rng: random.Random) -> None:
+        conn, digest = threading.get_ident(), rng.choice(list(pieces))
+        spilled.update(d for d, c in list(node.table._chunks.items()) if c.offset < 0)
+        offset, nbytes = node.table.locate(digest, conn, "t")
+        try:
+            for _ in range(3):
+                assert bytes(node.table.view[offset:offset + nbytes]) == pieces[digest]
+                threading.Event().wait(0.002)
+        finally:
+            node.table.release(conn, "t")
+
+    def drop(rng: random.Random) -> None:
+        mark = node.table.mark()
+        for digest in rng.sample(list(pieces), 16):
+            node.table.use(digest, None)
+        node.table.drop(set(), mark)
+        threading.Event().wait(0.02)
+
+    threads = [threading.Thread(target=repeat, args=(act, i), daemon=True)
+               for i, act in enumerate((write, write, read, read, locate, locate, drop))]
+    for thread in threads:
+        thread.start()
+    threading.Event().wait(1.5)
+    ended.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), "a deadlock"
+    node.saver.stop(5)
+    assert not wrong
+    assert spilled, "nothing was ever spilled: this test has shown nothing"
+    assert node.table._tiers._readers == 0 and not any(c.copy.users for c in node.table._chunks.values() if c.copy)
+    node.disk.close()
+
+
+# -- any order of events -----------------------------------------------------------------------------------------------
+CONNS = st.integers(1, 3)
+TOKENS = st.sampled_from("pq")
+ITEMS = st.integers(0, 9)
+
+
+def content(item: int) -> bytes:
+    return bytes([item + 1]) * ((1 + item % 4) * ALIGN - item)
+
+
+class TieredTable(RuleBasedStateMachine):
+    """Whatever happens in whatever order: what was sealed and not dropped is read back right, what was located lies
+    still, and no region is lost or given twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.node = self.open()
+        self.live: set[int] = set()
+        self.held: set[tuple[int, int]] = set()
+        self.located: dict[tuple[int, str], dict[int, int]] = {}
+
+    def open(self) -> Node:
+        return Node(self.folder / "n", arena=8 * ALIGN, disk=12 * ALIGN)
+
+    @rule(conn=CONNS, item=ITEMS)
+    def seal(self, conn: int, item: int) -> None:
+        try:
+            self.node.write(conn, content(item))
+        except (ArenaFull, DiskFull):
+            return
+        self.live.add(item)
+        self.held.add((conn, item))
+
+    @rule(conn=CONNS)
+    def settle(self, conn: int) -> None:
+        self.node.table.settle(conn)
+        self.held = {h for h in self.held if h[0] != conn}
+
+    @rule(conn=CONNS)
+    def close(self, conn: int) -> None:
+        self.node.table.close(conn)
+        self.held = {h for h in self.held if h[0] != conn}
+        self.located = {k: v for k, v in self.located.items() if k[0] != conn}
+
+    @rule()
+    def save(self) -> None:
+        self.node.saver.step(0)
+
+    @rule(conn=CONNS, token=TOKENS, item=ITEMS)
+    def locate(self, conn: int, token: str, item: int) -> None:
+        try:
+            offset, nbytes = self.node.table.locate(digest_of(content(item)), conn, token)
+        except ChunkMissing:
+            assert item not in self.live
+        except (ArenaFull, DiskFull):
+            pass
+        else:
+            assert item in self.live and nbytes == len(content(item))
+            self.located.setdefault((conn, token), {})[offset] = item
+
+    @rule(conn=CONNS, token=TOKENS)
+    def release(self, conn: int, token: str) -> None:
+        self.node.table.release(conn, token)
+        self.located.pop((conn, token), None)
+
+    @rule(item=ITEMS)
+    def read(self, item: int) -> None:
+        if item in self.live:
+            assert self.node.read(digest_of(content(item))) == content(item)
+            assert self.node.table.sound(digest_of(content(item)))
+        else:
+            assert not self.node.table.sound(digest_of(content(item)))
+
+    @rule(used=st.sets(ITEMS))
+    def drop(self, used: set[int]) -> None:
+        mark = self.node.table.mark()
+        for item in used:
+            self.node.table.use(digest_of(content(item)), None)
+        self.node.table.drop(set(), mark)
+        self.live &= used | {item for _, item in self.held}
+
+    @precondition(lambda self: not self.located)
+    @rule(item=ITEMS)
+    def rot(self, item: int) -> None:
+        chunk = self.node.table._chunks.get(digest_of(content(item)))
+        if chunk is None or chunk.copy is None:
+            return
+        self.node.table.view[chunk.offset] ^= 1
+        assert self.node.table.sound(chunk.digest) == chunk.on_disk
+        if not self.node.table.has(chunk.digest):
+            self.live.discard(item)
+            self.held = {h for h in self.held if h[1] != item}
+
+    @rule()
+    def restart(self) -> None:
+        saved = {c.digest for c in self.node.table._chunks.values() if c.on_disk}
+        self.node.disk.close()
+        self.node = self.open()
+        assert saved <= set(self.node.table._chunks)
+        self.live = {i for i in range(10) if self.node.table.has(digest_of(content(i)))}
+        self.held, self.located = set(), {}
+
+    @invariant()
+    def located_bytes_lie_still(self) -> None:
+        view = self.node.table.view
+        for items in self.located.values():
+            for offset, item in items.items():
+                assert bytes(view[offset:offset + len(content(item))]) == content(item)
+
+    @invariant()
+    def the_arena_is_used_by_copies_and_nothing_else(self) -> None:
+        table = self.node.table
+        regions = {c.offset: aligned(c.nbytes) for c in table._chunks.values() if c.copy}
+        for items in self.located.values():
+            regions |= {offset: aligned(len(content(item))) for offset, item in items.items()}
+        assert dict(table._tiers.space.regions()[0]) == regions
+        assert {c.digest for c in table._chunks.values() if c.copy} == set(table._tiers._resident)
+
+    @invariant()
+    def every_chunk_is_somewhere(self) -> None:
+        table = self.node.table
+        assert set(table._chunks) == {digest_of(content(i)) for i in self.live}
+        for chunk in table._chunks.values():
+            assert chunk.copy or chunk.on_disk
+            assert not chunk.on_disk or self.node.path(chunk.digest).read_bytes() in map(content, range(10))
+        assert self.node.disk.used_bytes <= 12 * ALIGN
+
+    def teardown(self) -> None:
+        for item in self.live:
+            assert self.node.read(digest_of(content(item))) == content(item)
+        self.node.disk.close()
+        shutil.rmtree(self.folder)
+
+
+TestTieredTable = TieredTable.TestCase
+TestTieredTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

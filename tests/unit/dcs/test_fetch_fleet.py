@@ -1,0 +1,98 @@
+"""A fleet of fetch schedules over simulated links."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from elastic_rl.dcs.fetch.actions import Ask, Get, Limits, Look
+from elastic_rl.dcs.fetch.scheduler import FetchScheduler
+
+
+@dataclass
+class Flow:
+    source: str
+    sink: str
+    get: Get
+    left: float
+
+
+class Fleet:
+    """Schedules joined by links of one chunk a second each way, shared evenly; the publisher's node has everything.
+
+    ``slots``: chunks that a node sends at once, the others wait in line.
+    """
+
+    STEP_S = 0.1
+
+    def __init__(self, nodes: int, chunks: int, *, slots: int = 32) -> None:
+        self.slots = slots
+        self.chunks = [hashlib.md5(b"%d" % i).hexdigest() for i in range(chunks)]
+        self.has: dict[str, set[str]] = {"publisher": set(self.chunks), **{f"n{i}": set() for i in range(nodes)}}
+        # Scaled to a chunk a second: a real one takes some 0.06 s.
+        limits = Limits(ask_every_s=4.0, look_every_s=32.0, hedge_after_s=16.0, backoff_s=4.0)
+        self.schedules = {n: FetchScheduler(limits, n) for n in self.has if n != "publisher"}
+        self.flows: list[Flow] = []
+        self.sent: Counter[str] = Counter()
+        self.now = 0.0
+
+    def run(self) -> float:
+        """Seconds until all have everything."""
+        for schedule in self.schedules.values():
+            schedule.want(self.chunks)
+        while any(len(held) < len(self.chunks) for held in self.has.values()):
+            for node in self.schedules:
+                self._act(node)
+            self._move()
+            self.now += self.STEP_S
+            assert self.now < 100 * len(self.chunks), "the fleet does not fill"
+        return self.now
+
+    def _act(self, node: str) -> None:
+        schedule = self.schedules[node]
+        while action := schedule.next(self.now):
+            match action:
+                case Look():
+                    schedule.looked({n: "1" for n in self.has if n != node}, self.now)
+                case Ask():
+                    missing = [d for d in action.digests if d not in self.has[action.peer]]
+                    load = sum(f.source == action.peer for f in self.flows)
+                    schedule.heard(action, missing, load, self.now)
+                case Get():
+                    assert action.digest in self.has[action.peer]
+                    self.flows.append(Flow(action.peer, node, action, 1.0))
+                case _:
+                    raise AssertionError(action)
+
+    def _move(self) -> None:
+        active: list[Flow] = []
+        sending: Counter[str] = Counter()
+        for flow in self.flows:
+            if sending[flow.source] < self.slots:
+                sending[flow.source] += 1
+                active.append(flow)
+        receiving = Counter(f.sink for f in active)
+        for flow in active:
+            moved = self.STEP_S / max(sending[flow.source], receiving[flow.sink])
+            flow.left -= moved
+            self.sent[flow.source] += moved  # type: ignore[assignment]
+        for flow in [f for f in active if f.left <= 0]:
+            if flow not in self.flows:
+                continue
+            self.flows.remove(flow)
+            self.has[flow.sink].add(flow.get.digest)
+            losers = self.schedules[flow.sink].got(flow.get.number, self.now)
+            self.flows = [f for f in self.flows if f.sink != flow.sink or f.get.number not in losers]
+
+
+@pytest.mark.parametrize(("nodes", "chunks", "slots"),
+                         [(4, 128, 32), (8, 128, 32), (16, 128, 32), (16, 128, 4), (16, 64, 32)])
+def test_a_fleet_fills_in_two_single_pulls_at_most_and_the_publisher_sends_each_chunk_less_than_twice(
+        nodes: int, chunks: int, slots: int) -> None:
+    fleet = Fleet(nodes, chunks, slots=slots)
+    took = fleet.run()
+    assert took / chunks <= 1.75
+    assert fleet.sent["publisher"] / chunks <= 1.6

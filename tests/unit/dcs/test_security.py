@@ -1,0 +1,69 @@
+"""The token and the TLS settings of the checkpoint service."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+from support.certificates import Authority
+
+from elastic_rl.config import DcsConfig, parse
+from elastic_rl.dcs.security import TOKEN_FILE, Security, new_token
+from elastic_rl.errors import ConfigError
+from elastic_rl.host.local_cluster import Cluster
+
+
+def test_without_files_nothing_is_asked_for(tmp_path: Path) -> None:
+    for security in (Security.from_config(DcsConfig()), Security.from_config(DcsConfig(), tmp_path / "none")):
+        assert security == Security() and security.admits("") and security.admits("anything")
+
+
+def test_only_the_token_is_let_in(tmp_path: Path) -> None:
+    (tmp_path / "default").write_text("by default\n")
+    (tmp_path / "named").write_text(f" {new_token()}\n")
+    security = Security.from_config(DcsConfig(), tmp_path / "default")
+    assert security.token == "by default" and security.admits("by default")
+    for wrong in ("", "by defaul", "by default\n", None, 5, "é", "\ud800"):
+        assert not security.admits(wrong)
+    named = Security.from_config(DcsConfig(token_file=str(tmp_path / "named")), tmp_path / "default")
+    assert len(named.token) == 64 and not named.admits("by default")
+
+
+def test_a_token_file_that_is_no_use_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, why in (("none", "No such file"), ("empty", "is empty"), ("binary", "decode")):
+        with pytest.raises(ConfigError, match=why) as raised:
+            Security.from_config(DcsConfig(token_file=str(tmp_path / name)))
+        assert "dcs.token_file" in str(raised.value)
+
+
+def test_both_sides_of_tls_demand_a_certificate_of_the_authority(tmp_path: Path) -> None:
+    ours, node = Authority(tmp_path, "ours"), Authority(tmp_path, "ours2").issue("node")
+    good = ours.issue("node")
+    cfg = DcsConfig(tls_cert=str(good.cert), tls_key=str(good.key), tls_ca=str(ours.cert))
+    security = Security.from_config(cfg)
+    for context in (security.server_context, security.client_context):
+        assert context is not None and context.verify_mode is ssl.CERT_REQUIRED
+        assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+    for broken in (cfg.model_copy(update={"tls_key": str(node.key)}),
+                   cfg.model_copy(update={"tls_ca": str(good.key)}),
+                   cfg.model_copy(update={"tls_cert": "/nonexistent"})):
+        with pytest.raises(ConfigError, match=r"dcs\.tls_cert"):
+            Security.from_config(broken)
+
+
+def test_a_cluster_makes_one_token_that_only_its_owner_may_read(tmp_path: Path) -> None:
+    cfg = parse({"job": "j", "run_dir": str(tmp_path)})
+    path = cfg.cluster_dir / TOKEN_FILE
+    path.parent.mkdir(parents=True)
+    Cluster(cfg)._dcs_token()
+    token = Security.from_config(cfg.dcs, path).token
+    assert path.stat().st_mode & 0o777 == 0o600 and len(token) == 64
+    Cluster(cfg)._dcs_token()  # services that run already know the first one
+    assert Security.from_config(cfg.dcs, path).token == token
+    named = parse({"job": "k", "run_dir": str(tmp_path), "dcs": {"token_file": "/etc/secret"}})
+    named.cluster_dir.mkdir(parents=True)
+    Cluster(named)._dcs_token()
+    assert not (named.cluster_dir / TOKEN_FILE).exists()

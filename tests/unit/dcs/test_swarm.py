@@ -1,0 +1,295 @@
+"""Fetchers and servers of several nodes in this process, over links that fail. No etcd: nodes are listed by hand."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from support.tcp_link import Link, Links
+
+from elastic_rl.config import DcsConfig
+from elastic_rl.dcs.client import NodeConnection
+from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
+from elastic_rl.dcs.fetch.swarm import ColdStore
+from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.security import Security
+from elastic_rl.dcs.storage.chunk_table import ChunkTable
+from elastic_rl.dcs.storage.tiers import Chunk
+from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, EtcdUnavailable
+from elastic_rl.etcd.records import DcsNode
+from elastic_rl.runtime import wait_until
+
+SIZE, COUNT = 64 << 10, 32
+_RANDOM = random.Random(0)
+DATA = [_RANDOM.randbytes(SIZE) for _ in range(COUNT)]
+DIGESTS = [digest_of(d) for d in DATA]
+SIZES = dict.fromkeys(DIGESTS, SIZE)
+_SETTINGS = DcsConfig(io_timeout_s=60)  # longer than any test here waits
+_TOKEN = Security("secret")
+
+
+class Nodes:
+    """The nodes; also what their fetchers take for the hub's client."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self.records: dict[str, DcsNode] = {}
+        self.table: dict[str, ChunkTable] = {}
+        self.fetcher: dict[str, Fetcher] = {}
+        self.link: dict[str, Link] = {}
+        self.etcd_is_away = False
+        self._servers: list[Server] = []
+        self._pool = ThreadPoolExecutor(8)
+
+    def nodes(self) -> list[DcsNode]:
+        if self.etcd_is_away:
+            raise EtcdUnavailable("no etcd")
+        return list(self.records.values())
+
+    def open(self, node: DcsNode, *, as_node: str = "") -> NodeConnection:
+        return NodeConnection(node, "job", io_timeout_s=_SETTINGS.io_timeout_s, security=_TOKEN, as_node=as_node)
+
+    def start(self, node_id: str, data: list[bytes] | None = None, *, bytes_per_s: float = 64 << 20,
+              arena_bytes: int = 8 << 20, durable: ColdStore | None = None) -> None:
+        """A node that has ``data``."""
+        table = self.table[node_id] = ChunkTable(memoryview(bytearray(arena_bytes)), wait_s=0.1, verify_every_s=60)
+        for chunk in data or []:
+            self.put(node_id, chunk)
+        fetcher = self.fetcher[node_id] = Fetcher(table, self, node_id, FetchSettings(hedge_after_s=0.3), durable)
+        listener = socket.create_server(("127.0.0.1", 0))
+        hello = {"job": "job", "id": node_id, "arena_path": f"/{node_id}", "arena_bytes": arena_bytes}
+        server = Server(table, fetcher, hello, listener, _SETTINGS, _TOKEN)
+        server.start()
+        self._servers.append(server)
+        link = self.link[node_id] = self._links.add(listener.getsockname()[1], bytes_per_s)
+        self.records[node_id] = DcsNode(id=node_id, host="127.0.0.1", port=link.port, pid=1, arena_path=f"/{node_id}",
+                                        arena_bytes=arena_bytes)
+
+    def put(self, node_id: str, data: bytes) -> str:
+        table = self.table[node_id]
+        offset = table.alloc(1, len(data))
+        table.view[offset:offset + len(data)] = data
+        return table.seal(1, offset, len(data), hold=False).digest
+
+    def fetch(self, node_id: str, digests: list[str] = DIGESTS, **options: object) -> Future[list[Chunk]]:
+        options = {"sizes": SIZES, **options}
+        return self._pool.submit(self.fetcher[node_id].fetch, digests, [], None, **options)  # type: ignore[arg-type]
+
+    def read(self, node_id: str, digest: str) -> bytes:
+        with self.table[node_id].reading(digest) as data:
+            return bytes(data)
+
+    def sent(self) -> int:
+        return sum(link.sent.nbytes for link in self.link.values())
+
+    def break_link(self, node_id: str) -> None:
+        self.link[node_id].close()
+
+    def close(self) -> None:
+        for fetcher in self.fetcher.values():
+            fetcher.close()
+        for server in self._servers:
+            server.stop()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with Links() as links:
+        out = Nodes(links)
+        try:
+            yield out
+        finally:
+            out.close()
+
+
+def test_chunks_arrive_next_to_each_other_in_the_order_asked_for_and_each_is_told_once(nodes: Nodes) -> None:
+    nodes.start("a", DATA)
+    nodes.start("b")
+    seen: list[str] = []
+    chunks = nodes.fetch("b", arrived=lambda chunk: seen.append(chunk.digest)).result(20)
+    assert [c.offset for c in chunks] == [i * SIZE for i in range(COUNT)]
+    assert [nodes.read("b", d) for d in DIGESTS] == DATA
+    assert sorted(seen) == sorted(DIGESTS)
+    assert nodes.sent() < 1.1 * COUNT * SIZE
+
+
+def test_callers_that_want_the_same_chunks_share_the_transfers(nodes: Nodes) -> None:
+    nodes.start("a", DATA, bytes_per_s=4 << 20)
+    nodes.start("b")
+    pulls = [nodes.fetch("b") for _ in range(4)]
+    assert all(len(p.result(20)) == COUNT for p in pulls)
+    assert nodes.sent() < 1.1 * COUNT * SIZE
+
+
+def test_a_chunk_is_held_for_its_caller_from_the_moment_it_is_here(nodes: Nodes) -> None:
+    nodes.start("a", DATA)
+    nodes.start("b")
+    nodes.fetcher["b"].fetch(DIGESTS, [], 7)
+    assert nodes.table["b"].drop(set(), nodes.table["b"].mark()) == (0, 0)
+    nodes.table["b"].settle(7)
+    assert nodes.table["b"].drop(set(), nodes.table["b"].mark())[0] == COUNT
+
+
+def test_what_a_stalled_node_holds_back_comes_from_another(nodes: Nodes) -> None:
+    for source in ("a", "b"):
+        nodes.start(source, DATA, bytes_per_s=1 << 20)
+    nodes.start("c")
+    pull = nodes.fetch("c")
+    wait_until(lambda: nodes.link["b"].sent.nbytes > SIZE, timeout_s=10, what="b to send", poll_s=0.01)
+    nodes.link["b"].pause()
+    wait_until(lambda: nodes.link["b"].held, timeout_s=10, what="bytes that are held back", poll_s=0.01)
+    assert not pull.done(), "the fault came too late"
+    assert len(pull.result(20)) == COUNT and nodes.link["b"].held
+    wait_until(lambda: not nodes.table["c"].stat()["pending"], timeout_s=30,
+               what="the losers' regions to be given back")
+
+
+def test_the_loss_of_one_of_two_sources_in_the_middle_goes_unnoticed(nodes: Nodes) -> None:
+    for source in ("a", "b"):
+        nodes.start(source, DATA, bytes_per_s=1 << 20)
+    nodes.start("c")
+    pull = nodes.fetch("c")
+    wait_until(lambda: nodes.link["b"].sent.nbytes > SIZE, timeout_s=10, what="b to send", poll_s=0.01)
+    nodes.break_link("b")
+    assert not pull.done(), "the fault came too late"
+    assert len(pull.result(20)) == COUNT
+
+
+def test_the_loss_of_all_sources_is_told_and_what_arrived_is_kept(nodes: Nodes) -> None:
+    nodes.start("a", DATA, bytes_per_s=1 << 20)
+    nodes.start("b")
+    pull = nodes.fetch("b")
+    wait_until(lambda: nodes.table["b"].stat()["chunks"], timeout_s=10, what="the first chunk", poll_s=0.01)
+    nodes.break_link("a")
+    with pytest.raises(ChunkMissing):
+        pull.result(20)
+    kept = nodes.table["b"].stat()["chunks"]
+    assert 0 < kept < COUNT
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be given back")
+    nodes.start("c", DATA)
+    before = nodes.sent()
+    assert len(nodes.fetch("b").result(20)) == COUNT
+    assert nodes.sent() - before < (COUNT - kept + 1) * SIZE, "what was there was sent again"
+
+
+def test_a_rotten_copy_at_one_node_is_passed_over_and_at_all_nodes_told(nodes: Nodes) -> None:
+    nodes.start("a", DATA[:1])
+    nodes.start("b")
+    nodes.table["a"].view[10] ^= 1
+    with pytest.raises(ChunkCorrupt, match=DIGESTS[0]):
+        nodes.fetch("b", DIGESTS[:1]).result(20)
+    nodes.start("c", DATA[:1])
+    nodes.fetch("b", DIGESTS[:1]).result(20)
+    assert nodes.read("b", DIGESTS[0]) == DATA[0]
+
+
+def _changed(data: bytes) -> bytes:
+    out = bytearray(data)
+    for i in range(0, len(out), 1000):
+        out[i] ^= 1
+    return bytes(out)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_deltas_are_used_where_the_base_is_here_and_a_damaged_one_is_made_up_for(nodes: Nodes, damaged: bool) -> None:
+    nodes.start("a", DATA)
+    nodes.start("b")
+    nodes.fetch("b").result(20)
+    new = [_changed(d) for d in DATA]
+    digests = [nodes.put("a", d) for d in new]
+    before, spoiled = nodes.sent(), []
+
+    def spoil(data: bytearray) -> None:
+        if (at := data.find(b'{"delta":')) >= 0 and len(data) > at + 100:
+            data[-1] ^= 0x55
+            spoiled.append(at)
+
+    if damaged:
+        nodes.link["a"].tamper = lambda: spoil
+        nodes.link["a"].cut()  # those connections run without it
+    nodes.fetch("b", digests, sizes=dict.fromkeys(digests, SIZE),
+                bases=dict(zip(digests, DIGESTS, strict=True))).result(20)
+    assert [nodes.read("b", d) for d in digests] == new
+    assert [nodes.read("b", d) for d in DIGESTS] == DATA, "a base was written to"
+    if damaged:
+        assert spoiled, "the fault did not happen"
+        assert nodes.sent() - before >= len(spoiled) * SIZE
+    else:
+        assert nodes.sent() - before < COUNT * SIZE / 10
+
+
+def test_what_no_node_has_is_read_from_the_durable_store(nodes: Nodes) -> None:
+    class Cold:
+        def read_chunk(self, digest: str) -> bytes:
+            if digest == DIGESTS[0]:
+                return DATA[0]
+            raise ChunkMissing("not here")
+
+    nodes.start("a", DATA[2:])
+    nodes.start("b", durable=Cold())
+    nodes.fetch("b", [DIGESTS[0], *DIGESTS[2:]]).result(20)
+    assert nodes.read("b", DIGESTS[0]) == DATA[0]
+    with pytest.raises(ChunkMissing, match=DIGESTS[1]):
+        nodes.fetch("b").result(20)
+
+
+def test_too_small_an_arena_is_told_and_nothing_is_left_behind(nodes: Nodes) -> None:
+    nodes.start("a", DATA)
+    nodes.start("b", arena_bytes=1 << 20)
+    with pytest.raises(ArenaFull):
+        nodes.fetch("b").result(20)
+    with pytest.raises(ArenaFull):
+        nodes.fetch("b", sizes=None).result(20)
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be given back")
+
+
+def test_a_fetch_that_cannot_begin_stops_no_other_one(nodes: Nodes) -> None:
+    nodes.start("a", DATA)
+    nodes.start("b")
+    with pytest.raises(TypeError):
+        nodes.fetch("b", sizes=dict.fromkeys(DIGESTS, "many")).result(20)
+    assert len(nodes.fetch("b").result(20)) == COUNT
+
+
+def test_without_etcd_the_nodes_that_are_known_are_asked_and_otherwise_that_is_told(nodes: Nodes) -> None:
+    nodes.start("a", DATA)
+    nodes.start("b")
+    nodes.start("c")
+    nodes.fetch("b", DIGESTS[:1]).result(20)
+    nodes.etcd_is_away = True
+    assert len(nodes.fetch("b").result(20)) == COUNT
+    with pytest.raises(EtcdUnavailable):
+        nodes.fetch("c").result(20)
+
+
+def test_a_node_behind_an_address_of_another_is_not_taken_for_it(nodes: Nodes) -> None:
+    nodes.start("a", DATA[:1])
+    nodes.start("b")
+    nodes.records["a"] = nodes.records["a"].replace(arena_path="/of-another-process")
+    with pytest.raises(ChunkMissing):
+        nodes.fetch("b", DIGESTS[:1]).result(20)
+
+
+def test_the_wrong_token_gets_nothing(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.start("a", DATA[:1])
+    nodes.start("b")
+    monkeypatch.setitem(globals(), "_TOKEN", replace(_TOKEN, token="wrong"))
+    with pytest.raises(ChunkMissing):
+        nodes.fetch("b", DIGESTS[:1]).result(20)
+    assert not nodes.table["b"].has(DIGESTS[0])
+
+
+def test_a_node_that_hangs_while_it_is_connected_to_keeps_no_room(nodes: Nodes) -> None:
+    for source in ("a", "b"):
+        nodes.start(source, DATA, bytes_per_s=2 << 20)
+    nodes.start("c")
+    nodes.link["b"].pause()
+    pull = nodes.fetch("c")
+    assert len(pull.result(20)) == COUNT and nodes.link["b"].held
+    wait_until(lambda: not nodes.table["c"].stat()["pending"], timeout_s=10, what="all regions to be given back")

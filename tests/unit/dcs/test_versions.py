@@ -1,0 +1,168 @@
+"""Naming versions, telling what changed between two, and HF folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.shared_fixtures import small_disk
+
+from elastic_rl.config import durations
+from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.codecs.tensors import dtype_name, to_bytes
+from elastic_rl.dcs.manifest import Manifest, Packer
+from elastic_rl.dcs.versions import compare, hf_folder, names
+from elastic_rl.errors import ConfigError, DiskFull, VersionNotFound
+from elastic_rl.etcd.records import Version, VersionState
+
+
+def version(number: int, state: VersionState = VersionState.COMMITTED) -> Version:
+    return Version(stream="policy", number=number, state=state, epoch=1)
+
+
+VERSIONS = [version(3), version(4, VersionState.GONE), version(5), version(7), version(8, VersionState.STAGING)]
+
+
+@pytest.mark.parametrize("name, number", [("policy", 7), ("policy/-1", 5), ("policy/-2", 3), ("policy/5", 5)])
+def test_a_version_is_named_by_its_number_or_its_distance_from_the_head(name: str, number: int) -> None:
+    assert names.pick(VERSIONS, *names.parse(name)).number == number
+
+
+@pytest.mark.parametrize("name, why", [("policy/4", "gone"), ("policy/8", "staging"), ("policy/9", "no such number"),
+                                       ("policy/-3", "3 committed")])
+def test_what_cannot_be_had_is_told_with_what_can(name: str, why: str) -> None:
+    with pytest.raises(VersionNotFound, match=why) as caught:
+        names.pick(VERSIONS, *names.parse(name))
+    assert "3, 5, 7" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["", "/3", "policy/", "policy/x", "a b", "policy/1/2", "Policy"])
+def test_what_names_no_version_is_a_usage_error(name: str) -> None:
+    with pytest.raises(ConfigError):
+        names.parse(name)
+
+
+@pytest.mark.parametrize("text, seconds", [("90s", 90), ("15m", 900), ("2h", 7200), ("7d", 604800)])
+def test_durations(text: str, seconds: int) -> None:
+    assert durations.seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "0s", "-1h", "2 h", "h"])
+def test_what_is_no_duration_is_a_usage_error(text: str) -> None:
+    with pytest.raises(ConfigError):
+        durations.seconds(text)
+
+
+def manifest(tensors: dict[str, torch.Tensor]) -> Manifest:
+    packer = Packer(1 << 20)
+    chunks: dict[int, bytearray] = {}
+    for name, tensor in tensors.items():
+        data = to_bytes(tensor).numpy().tobytes()
+        for part in packer.add(name, dtype_name(tensor.dtype), tuple(tensor.shape)):
+            chunk = chunks.setdefault(part.chunk, bytearray(1 << 20))
+            chunk[part.offset:part.offset + part.nbytes] = data[part.source:part.source + part.nbytes]
+    return packer.manifest([digest_of(bytes(chunks[i][:size])) for i, size in enumerate(packer.sizes)])
+
+
+def test_a_diff_names_exactly_what_changed() -> None:
+    old = {"same": torch.ones(10), "moved": torch.arange(8.0), "gone": torch.ones(2), "cast": torch.ones(4)}
+    new = {"same": torch.ones(10), "moved": torch.arange(8.0), "new": torch.ones(3), "cast": torch.ones(4).bfloat16()}
+    new["moved"][3] += 0.5
+    told, look = compare.differing(manifest(old), manifest(new))
+    assert {(c.name, c.what) for c in told} == {("gone", "removed"), ("new", "added"), ("cast", "reshaped")}
+    assert "moved" in look
+    [change] = compare.compare(look, old, new)
+    assert (change.name, change.elements, change.changed, change.max_abs) == ("moved", 8, 1, 0.5)
+    assert change.relative_l2 == pytest.approx(0.5 / float(torch.arange(8.0).norm()))
+
+
+@given(st.sampled_from([torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.bool, torch.complex64,
+                        torch.float8_e4m3fn]), st.integers(0, 40), st.data())
+def test_changed_elements_are_counted_for_every_dtype(dtype: torch.dtype, n: int, data: st.DataObject) -> None:
+    raw = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(n))
+    old = raw.to(torch.float32).to(dtype)
+    flips = data.draw(st.sets(st.integers(0, n - 1), max_size=n)) if n else set()
+    new_raw = raw.clone()
+    for i in flips:
+        new_raw[i] = 1 - new_raw[i]
+    found = list(compare.compare(["t"], {"t": old}, {"t": new_raw.to(torch.float32).to(dtype)}))
+    assert [c.changed for c in found] == ([len(flips)] if flips else [])
+
+
+@pytest.fixture
+def like(tmp_path: Path) -> Path:
+    out = tmp_path / "like"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    (out / "tokenizer.json").write_text("{}")
+    (out / "model.safetensors").write_bytes(b"old weights")
+    return out
+
+
+TENSORS = {"a": torch.randn(100, 10), "b": torch.randn(50).bfloat16(), "c": torch.tensor(3.0), "d": torch.empty(0, 4)}
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 1000])
+def test_what_was_written_is_read_in_one_file_or_many(tmp_path: Path, like: Path, shard_bytes: int) -> None:
+    written = []
+    files = hf_folder.write(tmp_path / "out", TENSORS.items(), like, shard_bytes=shard_bytes, force=False,
+                         progress=written.append)
+    assert sum(written) == sum(t.nbytes for t in TENSORS.values())
+    assert {"config.json", "tokenizer.json"} <= set(files)
+    assert (hf_folder.INDEX in files) == (shard_bytes == 1000)
+    found = dict(hf_folder.read(tmp_path / "out"))
+    assert found.keys() == TENSORS.keys() and all(torch.equal(found[n], t) for n, t in TENSORS.items())
+    assert all(found[n].dtype == t.dtype for n, t in TENSORS.items())
+
+
+def test_tied_tensors_are_written_both(tmp_path: Path, like: Path) -> None:
+    shared = torch.randn(8)
+    hf_folder.write(tmp_path / "out", {"a": shared, "b": shared}.items(), like, shard_bytes=1 << 20, force=False)
+    assert set(dict(hf_folder.read(tmp_path / "out"))) == {"a", "b"}
+
+
+def test_a_folder_with_something_in_it_is_left_alone_unless_forced(tmp_path: Path, like: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "precious").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        hf_folder.write(target, TENSORS.items(), like, shard_bytes=1 << 20, force=False)
+    assert (target / "precious").exists()
+    hf_folder.write(target, TENSORS.items(), like, shard_bytes=1 << 20, force=True)
+    assert not (target / "precious").exists()
+
+
+def test_an_export_that_fails_half_way_leaves_nothing(tmp_path: Path, like: Path) -> None:
+    def broken():
+        yield "a", torch.ones(1000)
+        raise RuntimeError("the node died")
+
+    with pytest.raises(RuntimeError):
+        hf_folder.write(tmp_path / "out", broken(), like, shard_bytes=100, force=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["like"]
+
+
+def test_a_full_disk_is_told_and_nothing_is_left_on_it(tmp_path: Path, like: Path) -> None:
+    with small_disk(tmp_path / "small", "100k") as small:
+        with pytest.raises(DiskFull):
+            hf_folder.write(small / "out", [("a", torch.ones(100_000))], like, shard_bytes=1 << 20, force=False)
+        assert list(small.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors", b"\xff" * 100])
+def test_a_file_that_is_no_safetensors_is_a_usage_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match="safetensors"):
+        list(hf_folder.read(tmp_path))
+
+
+def test_a_folder_without_weights_or_with_half_of_them_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="safetensors"):
+        hf_folder.files_of(tmp_path)
+    (tmp_path / hf_folder.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ConfigError, match="00001-of-00002"):
+        hf_folder.files_of(tmp_path)

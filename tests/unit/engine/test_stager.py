@@ -1,0 +1,124 @@
+"""The stager of a scheduler: asked over its socket by who has the secret, and by nobody else."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Client
+from typing import Any
+
+import pytest
+
+from elastic_rl.engine import stager
+from elastic_rl.errors import ChunkCorrupt, StagingFailed
+
+
+class Loader:
+    """Notes what it is asked; ``on_add`` may fail or take its time."""
+
+    def __init__(self, name: str = "sum", on_add: Callable[[], object] = lambda: None) -> None:
+        self.name, self.on_add = name, on_add
+        self.done: list[Any] = []
+
+    def begin(self) -> None:
+        self.done = ["begin"]
+
+    def add(self, reference: dict[str, Any]) -> None:
+        self.on_add()
+        self.done.append(reference)
+
+    def finish(self, ticket: str) -> str:
+        self.done.append(ticket)
+        return self.name
+
+
+def start(secret: str, rank: int, loader: Loader) -> Loader:
+    stager.Stager(secret, rank, loader).start()
+    return loader
+
+
+def stage(secret: str, *references: dict[str, Any], ranks: int = 1, timeout_s: float = 5) -> list[str]:
+    with stager.StagingClient(secret, ranks, timeout_s=timeout_s) as asking:
+        for reference in references:
+            asking.add(reference)
+        return asking.finish("ticket")
+
+
+def test_all_ranks_stage_every_part_and_answer_in_their_order() -> None:
+    secret = stager.new_secret()
+    loaders = [start(secret, rank, Loader(f"sum-{rank}")) for rank in range(3)]
+    for _ in range(2):
+        assert stage(secret, {"x": 1}, {"y": 2}, ranks=3) == ["sum-0", "sum-1", "sum-2"]
+        assert all(loader.done == ["begin", {"x": 1}, {"y": 2}, "ticket"] for loader in loaders)
+
+
+def test_a_rank_without_a_stager_means_that_nothing_can_be_staged() -> None:
+    secret = stager.new_secret()
+    with stager.StagingClient(secret, 1, timeout_s=5) as asking:
+        assert not asking.possible
+        asking.add({})
+    loader = start(secret, 0, Loader())
+    with stager.StagingClient(secret, 2, timeout_s=5) as asking:
+        assert not asking.possible
+        asking.add({})
+    assert not loader.done and stage(secret, {}) == ["sum"]
+
+
+@pytest.mark.parametrize(("raised", "told"), [
+    (ChunkCorrupt("bad"), ChunkCorrupt), (StagingFailed("no"), StagingFailed), (ValueError("shape"), StagingFailed)])
+def test_what_goes_wrong_is_told_and_the_next_version_is_staged(raised: Exception, told: type[Exception]) -> None:
+    secret, fail = stager.new_secret(), [True]
+
+    def on_add() -> None:
+        if fail.pop() if fail else False:
+            raise raised
+
+    loader = start(secret, 0, Loader(on_add=on_add))
+    with pytest.raises(told, match=str(raised)):
+        stage(secret, {"x": 1})
+    assert loader.done == ["begin"]
+    assert stage(secret, {"x": 2}) == ["sum"]
+
+
+def test_a_stager_that_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(stager, "Client", fail)
+    with pytest.raises(StagingFailed, match="too many open files"):
+        stager.StagingClient(stager.new_secret(), 1, timeout_s=5)
+
+
+def test_one_that_takes_too_long_is_told_after_the_time() -> None:
+    secret, go = stager.new_secret(), threading.Event()
+    start(secret, 0, Loader(on_add=lambda: go.wait(10)))
+    with pytest.raises(StagingFailed, match="within"):
+        stage(secret, {}, timeout_s=0.1)
+    go.set()
+
+
+def test_who_gives_up_half_way_leaves_the_stager_to_the_next() -> None:
+    secret = stager.new_secret()
+    loader = start(secret, 0, Loader())
+    with stager.StagingClient(secret, 1, timeout_s=5) as asking:
+        asking.add({"x": 1})
+    assert loader.done == ["begin", {"x": 1}]
+    assert stage(secret, {"x": 2}) == ["sum"]
+
+
+def test_a_stranger_stages_nothing() -> None:
+    secret = stager.new_secret()
+    loader = start(secret, 0, Loader())
+    address = stager._address(secret, 0)
+    assert secret not in address
+    for body in (b"{}", b"no json", b"[]", json.dumps({"secret": "0" * 32, "do": "begin"}).encode()):
+        with Client(address, family="AF_UNIX") as stranger:
+            stranger.send_bytes(body)
+            with pytest.raises(EOFError):
+                stranger.recv_bytes()
+    assert not loader.done
+    with Client(address, family="AF_UNIX") as friend:
+        friend.send_bytes(json.dumps({"secret": secret, "do": "dance"}).encode())
+        assert "dance" in friend.recv_bytes().decode()
+    assert stage(secret, {}) == ["sum"]

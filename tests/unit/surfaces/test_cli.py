@@ -1,0 +1,257 @@
+"""The command line: what it says and which code it ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl import runtime
+from elastic_rl.cli import common, listings, main, watch_loop
+from elastic_rl.cli import run as running
+from elastic_rl.cli.exit_codes import MEANING, Exit, code_of
+from elastic_rl.config import durations
+from elastic_rl.coordinator.client.admin_client import AdminClient, RequestRefused
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.coordinator.client.event_stream import Decoder, Frame
+from elastic_rl.coordinator.failure.policy import POLICY
+from elastic_rl.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ElasticRLError,
+    EngineFailed,
+    EtcdUnavailable,
+    PreflightFailed,
+)
+from elastic_rl.host import etcd_server
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as e:
+        main.main(args)
+    return int(e.value.code or 0)
+
+
+def test_help_and_the_manual_name_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    said = capsys.readouterr().out
+    manual = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
+    for code in Exit:
+        assert f"{code.value:>3}  {MEANING[code]}" in said
+        assert f"| {code.value} | {MEANING[code]} |" in manual
+
+
+@pytest.mark.parametrize("command", [
+    "status", "pools", "engines", "members", "events", "scale", "drain", "adopt", "restart", "operations ls",
+    "operations show", "operations wait", "operations cancel", "alerts ls", "alerts silence", "alerts unsilence",
+    "alerts silences", "alerts test"])
+def test_every_command_that_talks_to_a_cluster_can_be_told_where_it_is(command: str, capsys: pytest.CaptureFixture[str]
+                                                                       ) -> None:
+    assert run(*command.split(), "--help") == 0
+    said = capsys.readouterr().out
+    assert all(option in said for option in ("--config", "--output", "--url", "--token-file", "--ca"))
+
+
+def test_the_policy_is_shown_as_it_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("failure-policy", "-o", "json") == 0
+    assert [(r["part"], r["fault"]) for r in json.loads(capsys.readouterr().out)["rules"]] == [
+        (r.part, r.fault.value) for r in POLICY]
+    assert run("failure-policy") == 0
+    assert "torch elastic re-forms the group" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = [sys.executable, "-c", "import sys, elastic_rl.cli.main; print(*sys.modules)"]
+    loaded = set(subprocess.run(program, capture_output=True, text=True, check=True).stdout.split())
+    assert not loaded & {"pydantic", "yaml", "httpx", "grpc", "torch", "ray", "elastic_rl.config", "rich.live"}
+
+
+def test_a_wrong_setting_is_a_message_and_a_hint_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "show", "--train.stepz=3") == 2
+    said = capsys.readouterr().err
+    assert "did you mean 'train.steps'" in said
+    assert "hint:" in said
+    assert "Traceback" not in said
+
+
+def test_an_unknown_command_is_wrong_usage() -> None:
+    assert run("explode") == 2
+
+
+def test_the_configuration_is_shown_with_overrides_applied(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "show", "--train.steps", "7") == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 7
+    assert run("config", "schema") == 0
+    assert "properties" in json.loads(capsys.readouterr().out)
+
+
+def test_no_cluster_is_code_3_and_says_how_to_start_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("status", f"--run_dir={tmp_path}", "--job=nobody") == 3
+    assert "elastic-rl up --job=nobody" in capsys.readouterr().err
+
+
+def test_several_clusters_must_be_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for job in ("a", "b"):
+        (tmp_path / job / "cluster").mkdir(parents=True)
+        ClusterInfo(job, [], [], "", "", str(tmp_path / job / "cluster")).save()
+    assert run("status", f"--run_dir={tmp_path}") == 2
+    assert "a, b" in capsys.readouterr().err
+
+
+def test_a_bench_that_does_not_exist_names_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "nothing") == 2
+    assert "loop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (ConfigError("x"), 2), (EtcdUnavailable("x"), 3), (PreflightFailed("x"), 4), (DeadlineExceeded("x"), 6),
+    (RequestRefused("x", status=422, type="t"), 5), (EngineFailed("x"), 1), (ElasticRLError("x"), 1)])
+def test_each_kind_of_error_has_its_code(error: ElasticRLError, code: int) -> None:
+    assert code_of(error) == code
+
+
+def test_being_told_to_end_is_like_an_interrupt_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), running.interruptible():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_cleaning_up_is_not_interrupted() -> None:
+    with running.ignore_signals():
+        signal.raise_signal(signal.SIGINT)
+
+
+# -- where the cluster is ----------------------------------------------------------------------------------------------
+def test_a_token_file_holds_one_token_or_those_of_a_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("abc\n")
+    assert common.read_token(path, "operator") == "abc"
+    path.write_text('{"viewer": "v", "operator": "o"}')
+    assert (common.read_token(path, "operator"), common.read_token(path, "viewer")) == ("o", "v")
+    path.write_text('{"viewer": "v"}')
+    assert common.read_token(path, "operator") == "v"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="no token can be read"):
+        common.read_token(path, "operator")
+
+
+def test_a_cluster_elsewhere_that_does_not_answer_is_code_3(capsys: pytest.CaptureFixture[str],
+                                                            monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = f"http://127.0.0.1:{runtime.free_port()}"
+    assert run("pools", "--url", gone) == 3
+    assert "check --url" in capsys.readouterr().err
+    monkeypatch.setenv("ELASTIC_RL_URL", gone)
+    assert run("pools") == 3
+    assert "check --url" in capsys.readouterr().err
+    assert run("pools", f"--run_dir={tmp_path}", "--job=nobody") == 3
+    assert "elastic-rl up --job=nobody" in capsys.readouterr().err, "a job named outdoes the environment"
+
+
+@pytest.mark.parametrize("args", [["pools", "--url=gpu-1:8400"], ["pools", "--url=http://a", "--ca=/nonexistent"],
+                                  ["pools", "--url=http://a", "--train.stepz=3"],
+                                  ["pools", "--url=http://a", "--token-file=/nonexistent"],
+                                  ["events", "--url=http://a", "--since=soon"],
+                                  ["alerts", "silence", "x", "--url=http://a", "--for=long"],
+                                  ["restart", "job", "--url=http://a"], ["restart", "trainer", "--url=http://a"],
+                                  ["scale", "--url=http://a"], ["operations", "ls", "--state=odd", "--url=http://a"]])
+def test_what_cannot_be_meant_is_wrong_usage_before_anything_is_asked(args: list[str]) -> None:
+    assert run(*args) == 2
+
+
+def test_moments_are_ago_today_or_dated() -> None:
+    noon = datetime(2026, 11, 21, 12, 0, 0).timestamp()
+    assert durations.moment("15m", noon) == noon - 900
+    assert durations.moment("9:30", noon) == noon - 2.5 * 3600
+    assert durations.moment("11:59:30", noon) == noon - 30
+    assert durations.moment("2026-11-20T12:00", noon) == noon - 86400
+    for odd in ("soon", "25:00", "1x", "2026-13-01"):
+        with pytest.raises(ConfigError):
+            durations.moment(odd, noon)
+
+
+# -- what people see ---------------------------------------------------------------------------------------------------
+def test_heartbeats_are_no_change() -> None:
+    before = {"members": [{"id": "a", "step": 3, "beat_at": 1.0, "progress_at": 1.0}], "job": {"updated_at": 1}}
+    after = {"members": [{"id": "a", "step": 3, "beat_at": 2.0, "progress_at": 2.0}], "job": {"updated_at": 2}}
+    moved = {"members": [{"id": "a", "step": 4, "beat_at": 2.0, "progress_at": 2.0}], "job": {"updated_at": 2}}
+    assert watch_loop.without_clocks(before) == watch_loop.without_clocks(after) != watch_loop.without_clocks(moved)
+
+
+def test_a_job_without_a_run_or_a_leader_says_so() -> None:
+    facts = listings.job_facts({"job": "j", "status": None, "leader": None, "epoch": 0, "replica": "a"})
+    assert facts["phase"] == "no run has begun" and "elected" in facts["leader"]
+
+
+def test_frames_are_made_of_lines_and_comments_are_none() -> None:
+    decoder = Decoder()
+    lines = ["retry: 1000", "", ": still here", "", "id: 7", "event: x", "data: {", "data: }", "", "data:y", ""]
+    assert [f for line in lines if (f := decoder.feed(line))] == [Frame("7", "x", "{\n}"), Frame("7", "", "y")]
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**9), st.text("abc {}\"", min_size=1)), max_size=20))
+def test_frames_come_back_as_they_were_written(frames: list[tuple[int, str]]) -> None:
+    text = "".join(f"id: {n}\nevent: e\ndata: {data}\n\n" for n, data in frames)
+    decoder = Decoder()
+    assert [(int(f.id), f.data) for line in text.split("\n") if (f := decoder.feed(line))] == frames
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("completion", shell) == 0
+    assert "_ELASTIC_RL_COMPLETE" in capsys.readouterr().out
+
+
+def test_a_completion_without_a_cluster_says_nothing_and_fails_nowhere(tmp_path: Path) -> None:
+    line = f"elastic-rl drain --run_dir={tmp_path} --job=nobody "
+    done = subprocess.run([sys.executable, "-m", "elastic_rl.cli.main"], capture_output=True, text=True, env={
+        **os.environ, "_ELASTIC_RL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": "4"})
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+def _api(monkeypatch: pytest.MonkeyPatch, answers: dict[str, httpx.Response | httpx.HTTPError]) -> AdminClient:
+    def request(method: str, url: str, **_: object) -> httpx.Response:
+        answer = answers[url.split("/v1")[0]]
+        if isinstance(answer, httpx.HTTPError):
+            raise answer
+        return answer
+    monkeypatch.setattr(httpx, "request", request)
+    return AdminClient(ClusterInfo("j", [], list(answers), "/nonexistent", "", ""))
+
+
+def test_the_next_replica_is_asked_when_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = _api(monkeypatch, {"http://a": httpx.ConnectError("gone"), "http://b": httpx.Response(
+        200, json={"items": [{"id": 1}], "next": None})})
+    assert api.items("/v1/engines") == [{"id": 1}]
+
+
+def test_a_refusal_carries_the_problem_and_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = httpx.Response(422, json={"type": "urn:x", "detail": "desired must be 0 to 64"})
+    api = _api(monkeypatch, {"http://a": problem, "http://b": httpx.Response(200, json={})})
+    with pytest.raises(RequestRefused, match="0 to 64") as e:
+        api.post("/v1/pools/rollout/scale", {"desired": -1})
+    assert (e.value.status, e.value.type) == (422, "urn:x")
+
+
+def test_no_replica_at_all_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EtcdUnavailable, match="no coordinator answered"):
+        _api(monkeypatch, {"http://a": httpx.ConnectError("gone")}).get("/v1/job")
+
+
+@pytest.mark.parametrize(("text", "trusted"), [
+    ("etcd Version: 3.4.23\nGit SHA: x", True), ("etcd Version: 3.5.1", False), ("etcd Version: 3.5.2", False),
+    ("etcd Version: 3.5.21", True), ("etcd Version: 3.6.0", True), ("etcd Version: 3.3.10", False)])
+def test_releases_of_etcd_that_corrupt_data_are_not_trusted(text: str, trusted: bool) -> None:
+    assert (etcd_server.objection(etcd_server.parse_version(text)) == "") is trusted

@@ -1,0 +1,87 @@
+"""The live view: what it says of each record, on a terminal and off it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+from support.synthetic_run import records
+
+from elastic_rl.cli.live_view import Cluster, LiveView, RunState, Tail, draw, plain_line, sparkline
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.records import Engine, EngineState, Event, JobStatus, Severity
+
+
+class _DeadStore:
+    """A store whose members are all gone."""
+
+    def get(self, key: str) -> None:
+        raise EtcdUnavailable("no member answers")
+
+
+def test_every_kind_of_record_has_a_plain_line() -> None:
+    lines = {r["kind"]: plain_line(r, 200) for r in records()}
+    assert lines["step"].startswith("step 200/200: reward 0.")
+    assert "eval accuracy 0.9" in lines["eval"]
+    assert lines["rewind"] == "back from step 94 to 90: rank 1 ended"
+    assert lines["fault"].endswith("healed after 31.0 s")
+    assert "loss" in lines["sft"]
+
+
+def test_a_record_with_gaps_is_shown_too() -> None:
+    assert plain_line({"kind": "step", "step": 1}, 5).startswith("step 1/5: reward –")
+
+
+def test_a_sparkline_spans_its_range() -> None:
+    assert sparkline([0.0, 0.5, 1.0, 9.0], 10) == "▁▅██"
+    assert len(sparkline([0.1] * 500, 40)) == 40
+    assert sparkline([], 40) == ""
+
+
+def test_a_line_that_is_still_being_written_waits(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    tail = Tail(path)
+    assert tail.records() == []
+    path.write_text('{"kind": "eval", "st')
+    assert tail.records() == []
+    with path.open("a") as f:
+        f.write('ep": 4}\n')
+    assert tail.records() == [{"kind": "eval", "step": 4}]
+    assert tail.records() == []
+
+
+def test_a_rewind_takes_back_the_curve() -> None:
+    state = RunState(200)
+    for record in records():
+        state.add(record)
+    assert sorted(state.rewards) == list(range(1, 201))
+    state.add({"kind": "rewind", "from_step": 200, "to_step": 190, "reason": "x"})
+    assert max(state.rewards) == 190
+
+
+def test_off_a_terminal_new_records_come_as_lines_and_a_dead_store_does_not_matter(tmp_path: Path) -> None:
+    path, text = tmp_path / "steps.jsonl", io.StringIO()
+    view = LiveView(job="j", steps=200, steps_path=path, etcd=_DeadStore(),  # type: ignore[arg-type]
+                    console=Console(file=text, width=60), interval_s=0)
+    path.write_text("".join(json.dumps(r) + "\n" for r in records(3, faults=False)))
+    view.tick()
+    view.close()
+    lines = text.getvalue().splitlines()
+    assert [line.split(":")[0] for line in lines[-3:]] == ["step 1/200", "step 2/200", "step 3/200"]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_the_view_shows_engines_events_and_the_trouble_of_the_store() -> None:
+    state = RunState(200)
+    for record in records():
+        state.add(record)
+    cluster = Cluster(JobStatus(phase="rl"), (Engine(id="engine-7", pool="rollout", state=EngineState.READY, epoch=1,
+                                                     version=205, applying=206),),
+                      (Event(id="1", at=1.76e9, kind="engine.dead", subject="engine-1", message="gone",
+                             severity=Severity.ERROR),), trouble="no member answers")
+    text = io.StringIO()
+    Console(file=text, width=100, force_terminal=True).print(draw("my-run", state, cluster, elapsed_s=75, width=100))
+    for word in ("my-run", "1:15", "engine-7", "205 → 206", "engine.dead", "no member answers", "step 200/200"):
+        assert word in text.getvalue()

@@ -1,0 +1,66 @@
+"""The alert rules and the dashboard in ops/monitoring, by promtool and by what Grafana needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from support.monitoring import FOLDER, dashboard, expressions, promtool, rules
+
+
+def test_the_example_configuration_and_its_rules_are_valid() -> None:
+    done = promtool("check", "config", FOLDER / "prometheus.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules())} rules found" in done.stdout
+
+
+def test_each_rule_fires_when_it_should_and_none_for_a_job_that_is_well() -> None:
+    done = promtool("test", "rules", FOLDER / "rules_test.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    tested = (FOLDER / "rules_test.yml").read_text()
+    untested = [rule["alert"] for rule in rules() if f'alertname="{rule["alert"]}"' not in tested]
+    assert untested == []
+
+
+def test_each_rule_says_how_bad_it_is_what_is_wrong_and_what_to_do() -> None:
+    assert len({rule["alert"] for rule in rules()}) == len(rules())
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert "run" in rule["expr"] or rule["alert"] == "ElasticRLCoordinatorDown"
+
+
+def test_every_expression_of_the_dashboard_is_promql(tmp_path: Path) -> None:
+    found = {where: expr.replace("$run", ".*") for where, expr in expressions().items() if where.startswith("panel")}
+    assert len(found) > 50
+    records = [{"record": f"x:{i}", "expr": expr, "labels": {"where": where}}
+               for i, (where, expr) in enumerate(found.items())]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": records}]}))
+    done = promtool("check", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboard_has_what_grafana_needs() -> None:
+    board = dashboard()
+    assert board["schemaVersion"] >= 36 and board["uid"] and board["title"] and "id" not in board
+    variables = {v["name"]: v for v in board["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource" and variables["run"]["type"] == "query"
+    panels = board["panels"]
+    assert len({p["id"] for p in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
+                 for y in range(place["y"], place["y"] + place["h"])}
+        assert cells and max(x for x, _ in cells) < 24 and not cells & taken, f"{panel['title']} overlaps"
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["type"] in ("timeseries", "stat") and panel["title"] and panel["description"]
+        assert panel["fieldConfig"]["defaults"]["unit"] and panel["options"]
+        assert [t["refId"] for t in panel["targets"]] == [chr(65 + i) for i in range(len(panel["targets"]))]
+        for source in (panel["datasource"], *(t["datasource"] for t in panel["targets"])):
+            assert source == {"type": "prometheus", "uid": "${datasource}"}
+        for target in panel["targets"]:
+            assert 'run=~"$run"' in target["expr"] and target["legendFormat"]

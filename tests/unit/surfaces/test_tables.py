@@ -1,0 +1,58 @@
+"""Listings on a narrow terminal, in a pipe, and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from elastic_rl.cli import tables
+from elastic_rl.cli.tables import Format
+
+ROWS = [{"id": "rollout-283cdd", "state": "ready", "version": 169, "pid": 19461, "nbytes": 1572864, "updated_at": 0.0,
+         "reason": "", "url": "http://127.0.0.1:35469/a/long/path"},
+        {"id": "rollout-bdc6f4", "state": "dead", "version": 2, "pid": 19500, "nbytes": 3, "updated_at": 1.8e9,
+         "reason": "a process of the SGLang server ended and that takes a good many words to tell, more than a line"}]
+COLUMNS = ("id", "state", "version", "nbytes", "updated_at", "reason")
+
+
+def shown(output: Format, *, terminal: bool, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
+    tables.show(console, ROWS, COLUMNS, output, wide=("pid", "url"))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_on_a_terminal_ids_are_whole_and_only_the_last_column_takes_more_lines() -> None:
+    lines = shown(Format.TABLE, terminal=True)
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[1].startswith("rollout-283cdd  ready") and "1.5 MiB" in lines[1]
+    assert len(lines) > 3 and all(line.startswith(" ") for line in lines[3:])
+
+
+def test_in_a_pipe_each_row_is_one_whole_line() -> None:
+    lines = shown(Format.TABLE, terminal=False)
+    assert len(lines) == 3 and lines[2].endswith("more than a line")
+
+
+def test_wide_has_more_columns_and_cuts_nothing() -> None:
+    lines = shown(Format.WIDE, terminal=True)
+    assert len(lines) == 3 and "http://127.0.0.1:35469/a/long/path" in lines[1] and "19500" in lines[2]
+
+
+def test_a_column_with_nothing_in_it_is_left_out() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    tables.show(console, [{"id": "a", "reason": ""}], ("id", "reason"), Format.TABLE)
+    assert "reason" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.show(Console(), ROWS, ("id",), Format.JSON)
+    assert json.loads(capsys.readouterr().out) == ROWS
+
+
+@pytest.mark.parametrize("nbytes, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"),
+                                          (5 << 50, "5120.0 TiB")])
+def test_sizes_are_told_in_binary_units(nbytes: int, text: str) -> None:
+    assert tables.size(nbytes) == text

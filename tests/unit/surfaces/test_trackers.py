@@ -1,0 +1,172 @@
+"""TensorBoard and W&B, real: what they wrote is read back, also of steps that came again; and a tracker that fails."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.report.build import read_records
+from elastic_rl.roles.run_log import RunLog
+from elastic_rl.runtime import wait_until
+from elastic_rl.telemetry.trackers import Order, Row, Trackers, scalars
+
+
+def never(name: str, why: str) -> None:
+    raise AssertionError(f"{name} failed: {why}")
+
+
+def run_with_a_recovery(folder: Path) -> dict[int, float]:
+    """SFT phase, five steps with an evaluation, back to step 3 by a recovery, and again by another process of
+    the actor,
+    which goes on from step 4. Returns step → loss as it counts."""
+    failures: list[str] = []
+
+    def start() -> RunLog:
+        return RunLog(folder / "steps.jsonl", Trackers.of(
+            ["tensorboard", "wandb"], folder, "job", lambda name, why: failures.append(f"{name}: {why}")))
+
+    def step(log: RunLog, number: int, loss: float) -> None:
+        log.write("step", step=number, loss=loss, reward_mean=0.5, groups=[1, 2], seconds={"total": 1.0, "train": 0.5},
+                  engines=[{"id": "e", "state": "ready"}], grad_norm=None)
+
+    log = start()
+    for number in (10, 20):
+        log.write("sft", step=number, loss=2.0 / number, eval_accuracy=0.25, at=0.0)
+    log.write("eval", step=0, eval_accuracy=0.25, policy_version=1)
+    for number in range(1, 6):
+        step(log, number, loss=1.0 / number)
+    log.write("eval", step=5, eval_accuracy=0.5, policy_version=6)
+    log.write("rewind", from_step=5, to_step=3, reason="a rank died")
+    for number in (4, 5):
+        step(log, number, loss=2.0 / number)
+    log.close()
+    log = start()
+    for number in (5, 6):
+        step(log, number, loss=4.0 / number)
+    log.write("eval", step=6, eval_accuracy=0.75, policy_version=9)
+    log.close()
+    assert failures == []
+    return {1: 1.0, 2: 1 / 2, 3: 1 / 3, 4: 2 / 4, 5: 4 / 5, 6: 4 / 6}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    folder = tmp_path_factory.mktemp("tracked")
+    return folder, run_with_a_recovery(folder)
+
+
+def test_tensorboard_shows_each_step_once_as_it_counts(told: tuple[Path, dict[int, float]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, loss = told
+    assert len(list((folder / "tensorboard" / "rl").iterdir())) == 3, "one file for each time it went back"
+    shown = EventAccumulator(str(folder / "tensorboard" / "rl"), size_guidance={"scalars": 0}).Reload()
+    assert {e.step: e.value for e in shown.Scalars("loss")} == pytest.approx(loss)
+    assert [e.step for e in shown.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [(e.step, e.value) for e in shown.Scalars("eval_accuracy")] == [(0, 0.25), (6, 0.75)]
+    assert {"seconds/total", "reward_mean", "engines_ready"} <= set(shown.Tags()["scalars"])
+    sft = EventAccumulator(str(folder / "tensorboard" / "sft")).Reload()
+    assert [e.step for e in sft.Scalars("loss")] == [10, 20], "the steps of RL purged those of the SFT phase"
+
+
+def wandb_history(path: Path) -> Iterator[dict[str, float]]:
+    """The rows in a file of an offline run: records of a LevelDB log, each a protobuf message."""
+    from wandb.proto import wandb_internal_pb2
+
+    raw, at, parts = path.read_bytes(), 7, b""
+    assert raw[:4] == b":W&B"
+    while at + 7 <= len(raw):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", raw[at:at + 7])
+        parts += raw[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                yield {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+
+
+def test_wandb_has_every_row_and_the_last_attempt_of_a_step_is_the_one_that_counts(
+        told: tuple[Path, dict[int, float]]) -> None:
+    folder, loss = told
+    files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime)
+    assert len(files) == 2, "one run for each process"
+    rows = [row for file in files for row in wandb_history(file)]
+    steps = [row for row in rows if "rl/loss" in row]
+    assert [row["rl/step"] for row in steps] == [1, 2, 3, 4, 5, 4, 5, 5, 6]
+    assert [row["rl/attempt"] for row in steps[:7]] == [1, 1, 1, 1, 1, 2, 2]
+    assert {row["rl/step"]: row["rl/loss"] for row in steps} == pytest.approx(loss)
+    assert [row["sft/step"] for row in rows if "sft/loss" in row] == [10, 20]
+
+
+def test_a_tracker_that_fails_or_hangs_is_told_once_and_the_run_log_goes_on(tmp_path: Path) -> None:
+    class Failing:
+        def write(self, row: Row) -> None:
+            raise OSError("no space left on device")
+
+        def close(self) -> None:
+            raise AssertionError("it had failed")
+
+    class Hanging:
+        def write(self, row: Row) -> None:
+            threading.Event().wait()
+
+        def close(self) -> None:
+            raise AssertionError("it never comes to this")
+
+    def absent() -> Any:
+        raise ModuleNotFoundError("No module named 'wandb'")
+
+    told: list[tuple[str, str]] = []
+    trackers = Trackers({"failing": Failing, "hanging": Hanging, "absent": absent},
+                        lambda name, why: told.append((name, why)))
+    log = RunLog(tmp_path / "steps.jsonl", trackers)
+    for step in range(1, 3001):
+        log.write("step", step=step, loss=0.5)
+    trackers.close(timeout_s=0.1)
+    assert len(read_records(log.path)) == 3000
+    wait_until(lambda: len(told) == 3, timeout_s=20, what="three reports")
+    assert {name: why.split(":")[0] for name, why in told} == {
+        "failing": "OSError", "absent": "ModuleNotFoundError", "hanging": "it does not keep up"}
+
+
+def test_only_numbers_of_training_are_passed_on() -> None:
+    assert scalars("fault", {"step": 3, "at": 1.0}) is None and scalars("rewind", {"to_step": 1}) is None
+    assert scalars("step", {"step": 3, "at": 9.0, "loss": 0.5, "grad_norm": None, "groups": [1], "ok": True,
+                            "seconds": {"total": 2}, "engines": [{"state": "ready"}, {"state": "syncing"}]}) == (
+        "rl", 3, {"loss": 0.5, "seconds/total": 2.0, "engines_ready": 1.0})
+
+
+@given(st.lists(st.tuples(st.sampled_from(["step", "eval", "sft"]), st.integers(0, 6)), max_size=60))
+def test_whoever_purges_at_each_row_that_says_again_has_every_step_once(story: list[tuple[str, int]]) -> None:
+    order = Order()
+    kept: dict[str, list[tuple[int, str]]] = {"rl": [], "sft": []}
+    for kind, step in story:
+        row = order.row(kind, {"step": step, "x": 1.0})
+        assert row is not None and row.run == ("sft" if kind == "sft" else "rl")
+        mine = kept[row.run]
+        if row.again:
+            mine[:] = [(s, k) for s, k in mine if s < row.step]
+        mine.append((row.step, kind))
+    for rows in kept.values():
+        steps = [s for s, kind in rows if kind != "eval"]
+        assert steps == sorted(set(steps))
+
+
+def test_without_trackers_nothing_is_started() -> None:
+    before = threading.active_count()
+    trackers = Trackers.of([], Path("/nonexistent"), "job", never)
+    trackers.offer("step", {"step": 1})
+    trackers.close()
+    assert threading.active_count() == before
