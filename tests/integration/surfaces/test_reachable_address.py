@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 import pytest
 from support.hosts import Host, TwoNetworks
@@ -17,13 +16,14 @@ from elastic_rl.coordinator.api.server import advertised
 from elastic_rl.errors import PreflightFailed
 
 
+def on(host: Host, program: str) -> str:
+    """What a Python program prints in a process of that host."""
+    return subprocess.run([*host.inside, sys.executable, "-c", program], check=True, capture_output=True, text=True,
+                          timeout=60).stdout.strip()
+
+
 def address_on(host: Host, bound: str, *peers: str) -> str:
-    """The address that a coordinator replica on that host advertises."""
-    program = ("from elastic_rl.config import CoordinatorConfig as C; from elastic_rl.coordinator.api import server; "
-               f"print(server.advertised(C(host={bound!r}), 80, {peers!r}))")
-    url = subprocess.run([*host.inside, sys.executable, "-c", program], check=True, capture_output=True, text=True,
-                         timeout=60).stdout
-    return str(urlsplit(url.strip()).hostname)
+    return on(host, f"from elastic_rl.runtime import reachable_address as r; print(r({bound!r}, {peers!r}))")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,9 @@ def host(networks: TwoNetworks) -> Host:
 
 def test_wildcard_bind_is_advertised_with_the_address_of_the_route_to_etcd(networks: TwoNetworks, host: Host) -> None:
     in_etcd_network = networks.etcd_address.rpartition(".")[0]
-    assert address_on(host, "0.0.0.0", f"{networks.etcd_address}:2379").startswith(f"{in_etcd_network}.")
+    url = on(host, "from elastic_rl.config import CoordinatorConfig as C; from elastic_rl.coordinator.api import server;"
+             f"print(server.advertised(C(host='0.0.0.0'), 80, ['{networks.etcd_address}:2379']))")
+    assert url.startswith(f"http://{in_etcd_network}.")
     of_clients = host.address.rpartition(".")[0] + ".1"
     assert address_on(host, "0.0.0.0", "no-such-host.invalid:2379", f"{of_clients}:2379") == host.address
     assert address_on(host, "::", f"{of_clients}:2379") == host.address
@@ -66,7 +68,7 @@ def test_bound_and_configured_addresses_are_advertised_as_they_are() -> None:
 
 
 def test_ports_of_ipv6_addresses_are_checked_too() -> None:
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
-        with pytest.raises(PreflightFailed, match="Address already in use"):
-            runtime.require_port_free("::1", taken.getsockname()[1], setting="coordinator.ports")
+    with (socket.create_server(("::1", 0), family=socket.AF_INET6) as taken,
+          pytest.raises(PreflightFailed, match="Address already in use")):
+        runtime.require_port_free("::1", taken.getsockname()[1], setting="coordinator.ports")
     runtime.require_port_free("::1", runtime.free_port("::1"), setting="coordinator.ports")
