@@ -88,6 +88,11 @@ class Config(Section):
         return self.job_dir / "cluster"
 
     @property
+    def log_dir(self) -> Path:
+        """Folder of the logs of the cluster's processes."""
+        return self.cluster_dir / "logs"
+
+    @property
     def ray_dir(self) -> Path:
         """Ray's folder of the job: short, since Ray puts sockets below it, whose paths are limited to 107 bytes."""
         name = hashlib.sha256(str(self.cluster_dir.resolve()).encode()).hexdigest()[:8]

@@ -28,6 +28,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import etcd_server, processes
 from elastic_rl.host.processes import PidBook, PidRecord
+from elastic_rl.telemetry.log_files import tail
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class Cluster:
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")
-        child = processes.spawn(cmd, log=self.dir / "logs" / f"{name}.log", service=True,
+        child = processes.spawn(cmd, log=self.cfg.log_dir / f"{name}.log", service=True,
                                 env={**(env or {}), OWNER_ENV: str(self.dir)})
         self.book.add(name, child.pid, url)
         return child.pid
@@ -220,7 +221,7 @@ class Cluster:
         try:
             runtime.wait_until(check, timeout_s=timeout_s, what=what, alive=record.alive, poll_s=0.1)
         except DeadlineExceeded as e:
-            log_file = self.dir / "logs" / f"{name}.log"
+            log_file = self.cfg.log_dir / f"{name}.log"
             raise DeadlineExceeded(f"{e.message}; {_last_words(log_file)}", hint=f"see {log_file}") from e
 
     # -- down ---------------------------------------------------------------------------------------------------
@@ -303,8 +304,7 @@ def _mapped(segment: Path) -> bool:
 
 def _last_words(log_file: Path) -> str:
     """The last line of a log, shortened; for JSON lines their message."""
-    lines = log_file.read_text(errors="replace").splitlines() if log_file.exists() else []
-    last = next((line for line in reversed(lines) if line.strip()), "its log is empty")
+    last = next((line for line in reversed(tail(log_file).splitlines()) if line.strip()), "its log is empty")
     try:
         parsed = json.loads(last)
         last = str(parsed.get("error") or parsed.get("message") or parsed.get("msg") or last)

@@ -21,6 +21,7 @@ import psutil
 
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.runtime import die_with_parent
+from elastic_rl.telemetry.log_files import open_log
 
 # PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one long-lived thread.
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
@@ -37,8 +38,7 @@ def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
 
     A child dies with this process; a ``service`` does not. Raises MachineUnfit if the program cannot be started.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
+    with open_log(log) as out:
         try:
             return _spawner.submit(
                 subprocess.Popen, list(cmd), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,

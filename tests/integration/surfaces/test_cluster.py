@@ -88,10 +88,13 @@ def _check_nothing_is_left(cluster: Cluster, info: ClusterInfo, pids: dict[str, 
 
 
 def test_a_cluster_comes_up_answers_is_mended_and_goes_down_without_a_trace(make: Make) -> None:
-    cluster = make()
+    cluster = make(telemetry={"log_max_bytes": 4096})
     info = cluster.up()
     first = _pids(cluster)
     assert sorted(first) == ["coordinator-0", "coordinator-1", "dcs-node-0", "etcd-0"]
+    for name in first:  # services write little; this stands for weeks of it
+        with (cluster.cfg.log_dir / f"{name}.log").open("ab") as log:
+            log.write(b"a line of a log\n" * 300)
     assert len(cluster.segments()) == 1
     assert Path(info.tokens_file).stat().st_mode & 0o777 == 0o600
     roles = {m["role"] for m in AdminClient(info).items("/v1/members")}
@@ -109,6 +112,9 @@ def test_a_cluster_comes_up_answers_is_mended_and_goes_down_without_a_trace(make
         k: v for k, v in first.items() if k != "coordinator-0"}
     assert all(httpx.get(f"{url}/healthz", timeout=5).status_code == 200 for url in mended.coordinators)
 
+    for name in first:
+        rotated = cluster.cfg.log_dir / f"{name}.log.1"
+        runtime.wait_until(rotated.exists, timeout_s=60, what=f"the rotation of {name}'s log")
     assert set(cluster.down()) >= set(second)
     _check_nothing_is_left(cluster, mended, {**first, **second})
     assert cluster.down() == [], "down again is harmless"
