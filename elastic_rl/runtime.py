@@ -1,4 +1,4 @@
-"""What a process does for itself: dies with its parent, freezes its heap, finds its address and free ports, waits."""
+"""What a process does for itself: ends with its parent, starts children, freezes its heap, finds addresses, waits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import gc
 import ipaddress
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 
@@ -17,12 +20,21 @@ from elastic_rl.errors import DeadlineExceeded, PreflightFailed
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for documentation (RFC 5737, RFC 3849), which no machine has: the route to them is the default route."""
 _PR_SET_PDEATHSIG = 1
+_forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forker")
+"""PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one."""
 _libc = ctypes.CDLL(None, use_errno=True)  # resolved at import: nothing may be imported between fork and exec
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
     """Has the kernel signal this process when the thread that forked it ends. Call it first thing in a child."""
     _libc.prctl(_PR_SET_PDEATHSIG, sig)
+
+
+def start_child(cmd: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own which the kernel kills when this process ends, also after kill -9.
+    ``popen``: further arguments of ``subprocess.Popen``. Raises OSError when the program cannot be started."""
+    return _forker.submit(lambda: subprocess.Popen(list(cmd), start_new_session=True, preexec_fn=die_with_parent,
+                                                   **popen)).result()
 
 
 def freeze_heap() -> None:

@@ -29,7 +29,7 @@ _MEMBER_WIDE = ("host", "url", "epoch", "beat_at")
 OPERATION = ("id", "kind", "target", "state", "phase", "done", "created_at", "message")
 OPERATION_WIDE = ("by", "ended_at", "deadline_at")
 ALERT = ("severity", "kind", "subject", "phase", "since_at", "message")
-ALERT_WIDE = ("silenced_by", "resolved_at", "cause", "told")
+ALERT_WIDE = ("silenced_by", "resolved_at", "cause", "notified")
 _EVENT = ("at", "severity", "kind", "message")
 _EVENT_WIDE = ("subject", "data")
 

@@ -13,18 +13,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime import start_child
 from elastic_rl.telemetry.log_files import open_log
-
-# PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one long-lived thread.
-_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
 
 
 def python(module: str, *args: str) -> list[str]:
@@ -39,11 +36,12 @@ def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
     A child dies with this process; a ``service`` does not. Raises MachineUnfit if the program cannot be started.
     """
     with open_log(log) as out:
+        popen: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT,
+                                 "env": {**os.environ, **(env or {})}, "cwd": cwd}
         try:
-            return _spawner.submit(
-                subprocess.Popen, list(cmd), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})}, start_new_session=True, cwd=cwd,
-                preexec_fn=None if service else die_with_parent).result()
+            if service:
+                return subprocess.Popen(list(cmd), start_new_session=True, **popen)
+            return start_child(cmd, **popen)
         except OSError as e:
             raise PreflightFailed(f"cannot start {cmd[0]}: {e.strerror}", hint="run `elastic-rl doctor`") from e
 
