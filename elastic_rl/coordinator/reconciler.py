@@ -83,7 +83,7 @@ class Reconciler:
         self._probe, self._write_failures = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
         self._alerting = AlertController(etcd, keys, cfg, notifier, self._guarded, leads=lambda: election.is_leader,
                                   clock=clock, probe=self._probe)
-        self._absence = LeaderGap(etcd, keys, election, cfg.alerts.leaderless_s, self._guarded, clock)
+        self._absence = LeaderGap(etcd, keys, election, cfg.alerts.leader_gap_s, self._guarded, clock)
         notifier.on_result(self.wake)
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
         self.last_look = 0.0
@@ -230,7 +230,7 @@ class Reconciler:
                         EventCursor(revision=self._cursor_next, tally=self._tally).encode()))]
 
     def _trim(self) -> None:
-        kept = self._cfg.coordinator.events_keep
+        kept = self._cfg.coordinator.max_events
         prefix = self._keys.events_prefix()
         while (over := self._etcd.count(prefix) - kept) > 0:  # their keys sort by time: the first are the oldest
             oldest, _ = self._etcd.range(prefix, limit=min(over, MAX_OPS))
@@ -238,7 +238,7 @@ class Reconciler:
         self._thin_curve()
 
     def _thin_curve(self) -> None:
-        prefix, limit = self._keys.steps_prefix(), self._cfg.coordinator.steps_keep
+        prefix, limit = self._keys.steps_prefix(), self._cfg.coordinator.max_step_metrics
         if self._etcd.count(prefix) > limit:
             gone = downsample([int(kv.key.removeprefix(prefix)) for kv in self._range(prefix)], limit)
             for batch in batches([Op.delete(self._keys.step_point(n)) for n in gone]):

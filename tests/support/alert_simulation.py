@@ -189,7 +189,7 @@ class AlertSimulation:
 
     def __post_init__(self) -> None:
         self.receivers = [Receiver("pager", frozenset({"error"})), Receiver("chat")]
-        self.cfg = Config(job="j", alerts=AlertConfig(messages_per_minute=self.per_minute,
+        self.cfg = Config(job="j", alerts=AlertConfig(max_notifications_per_minute=self.per_minute,
                                                       group_wait_s=self.group_wait_s))
         self.leaders: list[SimulatedLeader] = []
         self.faults: list[Fault] = []

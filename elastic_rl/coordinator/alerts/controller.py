@@ -74,7 +74,7 @@ class AlertController:
                  leads: Callable[[], bool], clock: Callable[[], float], probe: EtcdProbe | None = None) -> None:
         self._etcd, self._keys, self._cfg, self._sender = etcd, keys, cfg, sender
         self._guarded, self._leads, self._clock, self._probe = guarded, leads, clock, probe
-        self._limits = Limits(cfg.alerts.group_wait_s, cfg.alerts.messages_per_minute)
+        self._limits = Limits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
         self._facts, self._facts_at = Facts(), float("-inf")
 
     def update(self, world: World, reports: Sequence[Condition], over: set[str],
@@ -110,7 +110,7 @@ class AlertController:
                             silences)
 
     def audience(self, alert: Alert) -> list[str]:
-        return receivers.audience(alert, self._sender.receivers, self._cfg.alerts.tags)
+        return receivers.audience(alert, self._sender.receivers, self._cfg.alerts.severity_tags)
 
     def deliver(self) -> None:
         """Records what was delivered, then sends what is due."""

@@ -109,10 +109,10 @@ class Notifier:
     """
 
     def __init__(self, job: str, cfg: AlertConfig) -> None:
-        self.job, self._timeout_s = job, cfg.timeout_s
+        self.job, self._timeout_s = job, cfg.send_timeout_s
         self._on_result: Callable[[], None] = lambda: None
         self._sender = SenderProcess()
-        self._workers = {r.name: _Worker(r, url, self._sender, cfg.timeout_s, lambda: self._on_result())
+        self._workers = {r.name: _Worker(r, url, self._sender, cfg.send_timeout_s, lambda: self._on_result())
                          for r, url in receivers.load(cfg).items()}
         if self._workers:
             self._sender.start()

@@ -78,7 +78,7 @@ class Leader:
     """The leader's loop in this process."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, **alerts: Any) -> None:
-        self.cfg = config.parse({"job": keys.job, "alerts": {"group_wait_s": 0.2, "timeout_s": 5.0, **alerts},
+        self.cfg = config.parse({"job": keys.job, "alerts": {"group_wait_s": 0.2, "send_timeout_s": 5.0, **alerts},
                                  "coordinator": {"reconcile_interval_s": 0.2}})
         self.notifier = Notifier(keys.job, self.cfg.alerts)
         self.election = Election(etcd, keys, "a", "http://a", 3).start()
@@ -108,7 +108,7 @@ def test_deaths_of_one_moment_are_one_notification_and_one_end_over_a_change_of_
         etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, service: Service, tmp_path: Path) -> None:
     hanging = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
     replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"alerts": {
-        "urls": [f"json://127.0.0.1:{hanging.getsockname()[1]}", service.url("chat")], "timeout_s": 1.0,
+        "urls": [f"json://127.0.0.1:{hanging.getsockname()[1]}", service.url("chat")], "send_timeout_s": 1.0,
         "routes": [{"url": service.url("pager"), "tags": ["dcs"]}, {"url": service.url("none"), "tags": ["info"]}]}})
     try:
         replicas.start("a", "b")

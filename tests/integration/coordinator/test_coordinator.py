@@ -314,7 +314,7 @@ def test_an_event_stream_resumes_from_a_revision_on_another_replica(start: Start
 def test_events_are_trimmed_to_what_the_config_keeps(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     for n in range(130):
         events.emit(etcd, keys, f"test.{n}", "s", "m")
-    start("a", coordinator={"events_keep": 20})
+    start("a", coordinator={"max_events": 20})
     runtime.wait_until(lambda: etcd.count(keys.events_prefix()) <= 22, timeout_s=10, what="the trimming")
     assert any(e.kind == "test.129" for e in events.recent(etcd, keys, 100))
 

@@ -122,7 +122,7 @@ def test_services_that_never_finish_delay_no_other_receiver(service: Service) ->
     """Apprise sends from one small pool of threads and ends none of them: so many receivers used to stop all others."""
     pool = (os.cpu_count() or 1) + 4
     stuck, ok = [service.url(f"drip/{n}") for n in range(pool + 1)], service.url("ok")
-    notifier = Notifier("j", AlertConfig(urls=[*stuck, ok], timeout_s=300.0))
+    notifier = Notifier("j", AlertConfig(urls=[*stuck, ok], send_timeout_s=300.0))
     try:
         for url in stuck:
             assert notifier.send(receiver_name(url), notification())
@@ -206,7 +206,7 @@ def test_nothing_outlives_a_coordinator_that_is_killed(service: Service) -> None
 # -- the notifier -------------------------------------------------------------------------------------------------
 def test_result_is_announced_and_a_replica_that_lost_the_leadership_sends_nothing(service: Service) -> None:
     ok, announced = receiver_name(service.url("ok")), threading.Event()
-    notifier = Notifier("j", AlertConfig(urls=[service.url("ok")], timeout_s=10.0))
+    notifier = Notifier("j", AlertConfig(urls=[service.url("ok")], send_timeout_s=10.0))
     notifier.on_result(announced.set)
     try:
         notifier.send(ok, notification(leads=False))
@@ -220,7 +220,7 @@ def test_result_is_announced_and_a_replica_that_lost_the_leadership_sends_nothin
 
 
 def test_etcd_that_refuses_writes_is_notified_once_and_its_recovery_too(service: Service) -> None:
-    notifier, now = Notifier("j", AlertConfig(urls=[service.url("ok")], timeout_s=10.0)), [100.0]
+    notifier, now = Notifier("j", AlertConfig(urls=[service.url("ok")], send_timeout_s=10.0)), [100.0]
     failures = WriteFailureNotifier(notifier, clock=lambda: now[0])
     try:
         failures.succeeded()

@@ -87,7 +87,7 @@ def check_order_and_rate(sim: AlertSimulation) -> None:
     window = WINDOW_S - 2 * SKEW_S
     for times in sim.attempts.values():
         for k in range(len(times) - sim.per_minute):
-            assert times[k + sim.per_minute] - times[k] > window - 1.0, "more attempts than messages_per_minute"
+            assert times[k + sim.per_minute] - times[k] > window - 1.0, "the rate limit was exceeded"
 
 
 def check_all_delivered(sim: AlertSimulation) -> None:

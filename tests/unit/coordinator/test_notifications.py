@@ -68,7 +68,7 @@ def test_title_tags_tests_and_one_time_events_and_the_worst_severity_gives_the_t
 
 # -- audience ---------------------------------------------------------------------------------------------------
 def names(cfg: AlertConfig, a: Alert) -> list[str]:
-    return receivers.audience(a, list(receivers.load(cfg)), cfg.tags)
+    return receivers.audience(a, list(receivers.load(cfg)), cfg.severity_tags)
 
 
 def test_routes_select_by_severity_and_kind_and_urls_get_everything(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_routes_select_by_severity_and_kind_and_urls_get_everything(tmp_path: Pa
     assert {r.name for r in receivers.load(cfg) if "page" in r.tags} == set(names(cfg, short)) - everything
     assert set(names(cfg, alert(kind="job.finished", severity=Severity.INFO))) == everything
     assert len(names(cfg, make_test_alert(1.0, "t", "ada"))) == 5
-    paged = cfg.model_copy(update={"tags": {"warning": ["page"]}})
+    paged = cfg.model_copy(update={"severity_tags": {"warning": ["page"]}})
     assert set(names(paged, alert(kind="x.y", severity=Severity.WARNING))) == set(names(cfg, short))
     assert "pager" in names(paged, alert()), "a severity without tags of its own has its name"
 
@@ -114,8 +114,8 @@ def test_unknown_url_is_refused_without_its_secret(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=where) as e:
             Notifier("j", cfg)
         assert "secret" not in str(e.value)
-    with pytest.raises(ConfigError, match="alerts.tags"):
-        config.parse({"alerts": {"tags": {"fatal": ["page"]}}})
+    with pytest.raises(ConfigError, match="alerts.severity_tags"):
+        config.parse({"alerts": {"severity_tags": {"fatal": ["page"]}}})
 
 
 # -- receiver queues --------------------------------------------------------------------------------------------
