@@ -105,11 +105,11 @@ def _how_to_talk(info: Any) -> None:
 
 @app.command(context_settings=EXTRA)
 def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
-    """Check this machine; say how to mend what is wrong."""
-    from elastic_rl.host import preflight as doctors
-    findings = doctors.examine(load(ctx, file))
-    tables.show(out, [f.row() for f in findings], ("check", "verdict", "found", "mend"), output)
-    if doctors.unfit(findings):
+    """Check this machine and say how to fix what is wrong."""
+    from elastic_rl.host import preflight
+    findings = preflight.examine(load(ctx, file))
+    tables.show(out, [f.row() for f in findings], ("check", "verdict", "found", "fix"), output)
+    if preflight.any_failed(findings):
         raise typer.Exit(Exit.MACHINE)
 
 

@@ -83,7 +83,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> int:
-    """Runs one replica until it is told to stop. Raises MachineUnfit, ConfigError or EtcdUnavailable at the start."""
+    """Runs one replica until a signal stops it. Raises PreflightFailed, ConfigError or EtcdUnavailable at the start."""
     listener = bind(cfg.coordinator.host, port)
     url = advertised(cfg.coordinator, listener.getsockname()[1], endpoints)
     keys, stopping = Keys(cfg.job), threading.Event()

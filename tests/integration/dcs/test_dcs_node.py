@@ -358,7 +358,7 @@ def test_two_nodes_cannot_have_the_same_folder(hub: Hub, etcd_servers: EtcdServe
                                disk_bytes=MIB,
                                disk_dir=hub.folder / "disk")
         assert elsewhere.wait(20) == 2
-        assert "MachineUnfit" in (hub.folder / job / "a.log").read_text()
+        assert "PreflightFailed" in (hub.folder / job / "a.log").read_text()
     assert "another process has" in (hub.folder / f"{hub.keys.job}-x" / "a.log").read_text()
 
 
