@@ -79,18 +79,21 @@ class SenderProcess:
         ours, theirs = socket.socketpair()
         with ours:
             ours.settimeout(self._start_timeout_s + timeout_s)
+            process = None
             try:
                 with theirs:
                     process = self._submit(theirs, timeout_s)
                 ours.sendall(json.dumps(asdict(request)).encode())
                 ours.shutdown(socket.SHUT_WR)
-                answer = _read_all(ours)
+                return str(json.loads(_read_all(ours))["error"])
             except TimeoutError:
-                self._discard(process)
+                if process is not None:
+                    self._discard(process)
                 return "the sender process did not answer in time and was restarted"
             except OSError as e:
                 return f"the sender process cannot be reached: {e.strerror}"
-        return str(json.loads(answer)["error"]) if answer else "the sender process ended"
+            except ValueError:  # no answer, or half of one
+                return "the sender process ended"
 
     def close(self) -> None:
         """Ends the helper and whatever it still sends."""
