@@ -78,13 +78,13 @@ class Leader:
     """The leader's loop in this process."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, **alerts: Any) -> None:
-        self.cfg = config.parse({"job": keys.job, "alerts": {"group_wait_s": 0.2, "send_timeout_s": 5.0, **alerts},
+        self.cfg = config.parse({"job": keys.job, "alerts": {"group_wait_s": 0.2, "send_timeout_s": 10.0, **alerts},
                                  "coordinator": {"reconcile_interval_s": 0.2}})
         self.notifier = Notifier(keys.job, self.cfg.alerts)
         self.election = Election(etcd, keys, "a", "http://a", 3).start()
         self.reconciler = Reconciler(etcd, keys, self.cfg, self.election, self.notifier)
         self.reconciler.start()
-        runtime.wait_until(lambda: self.election.is_leader, timeout_s=10, what="the leadership")
+        runtime.wait_until(lambda: self.election.is_leader, timeout_s=60, what="the leadership")
 
     def close(self) -> None:
         self.election.stop()
@@ -100,7 +100,7 @@ def registered(etcd: EtcdClient, keys: Keys, name: str) -> str:
     """Registers a DCS node and waits until the leader knows it. Returns the key to delete for the node to be dead."""
     node = DcsNode(id=name, host="h", port=1, pid=1, arena_path="/x", arena_bytes=100)
     etcd.put(keys.dcs_node(name), node.encode())
-    runtime.wait_until(lambda: etcd.get(keys.roster("dcs", name)), timeout_s=10, what="the registry entry")
+    runtime.wait_until(lambda: etcd.get(keys.roster("dcs", name)), timeout_s=60, what="the registry entry")
     return keys.dcs_node(name)
 
 
@@ -108,7 +108,7 @@ def test_deaths_of_one_moment_are_one_notification_and_one_end_over_a_change_of_
         etcd: EtcdClient, keys: Keys, etcd_servers: EtcdServers, service: Service, tmp_path: Path) -> None:
     hanging = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
     replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"alerts": {
-        "urls": [f"json://127.0.0.1:{hanging.getsockname()[1]}", service.url("chat")], "send_timeout_s": 1.0,
+        "urls": [f"json://127.0.0.1:{hanging.getsockname()[1]}", service.url("chat")], "send_timeout_s": 10.0,
         "routes": [{"url": service.url("pager"), "tags": ["dcs"]}, {"url": service.url("none"), "tags": ["info"]}]}})
     try:
         replicas.start("a", "b")
@@ -120,13 +120,13 @@ def test_deaths_of_one_moment_are_one_notification_and_one_end_over_a_change_of_
                              what="the registry entries")
         etcd.revoke(lease)
         for path in ("chat", "pager"):
-            runtime.wait_until(lambda p=path: service.about(p, "FIRING", "dcs.dead"), timeout_s=20, what="the alerts")
+            runtime.wait_until(lambda p=path: service.about(p, "FIRING", "dcs.dead"), timeout_s=60, what="the alerts")
         old = replicas.leader()
         replicas.kill(old)
         for name in names:
             etcd.put(keys.dcs_node(name), node.replace(id=name, pid=2).encode())
         for path in ("chat", "pager"):
-            runtime.wait_until(lambda p=path: service.about(p, "RESOLVED", "dcs.dead"), timeout_s=30, what="the ends")
+            runtime.wait_until(lambda p=path: service.about(p, "RESOLVED", "dcs.dead"), timeout_s=60, what="the ends")
             got = service.got[path]
             # A leader that died before it wrote the delivery down sends the same message again.
             fired = {m for m in got if m.startswith("[FIRING]") and "dcs.dead" in m}
@@ -157,7 +157,7 @@ def test_silence_holds_alerts_back_and_a_test_reports_delivery_by_receiver(
         assert silences.list_silences(etcd, keys) == [silence]
         for name in ("n0", "m0"):
             etcd.delete(registered(etcd, keys, name))
-        runtime.wait_until(lambda: service.about("chat", "FIRING", "dcs.dead m0"), timeout_s=20, what="the other")
+        runtime.wait_until(lambda: service.about("chat", "FIRING", "dcs.dead m0"), timeout_s=60, what="the other")
         assert {a.subject: a.silenced_by for a in known(etcd, keys)} == {"n0": silence.id, "m0": ""}
 
         found = alert_test.run(etcd, keys, leader.election, leader.cfg.alerts, by="ada", timeout_s=20.0)
@@ -170,7 +170,7 @@ def test_silence_holds_alerts_back_and_a_test_reports_delivery_by_receiver(
 
         assert not service.about("chat", "FIRING", "n0")
         silences.delete_silence(etcd, keys, leader.election, silence.id, by="ada")
-        runtime.wait_until(lambda: service.about("chat", "FIRING", "dcs.dead n0"), timeout_s=20, what="the alert")
+        runtime.wait_until(lambda: service.about("chat", "FIRING", "dcs.dead n0"), timeout_s=60, what="the alert")
         with pytest.raises(Problem) as e:
             silences.delete_silence(etcd, keys, leader.election, silence.id)
         assert e.value.status == 404
@@ -203,9 +203,9 @@ def test_lagging_engine_and_durable_store_are_read_from_etcd(
     etcd.put(keys.engine("e1"), engine.encode())
     leader = Leader(etcd, keys, urls=[service.url("chat")])
     try:
-        runtime.wait_until(lambda: service.about("chat", "FIRING", "engine.lagging e1"), timeout_s=20, what="alert")
+        runtime.wait_until(lambda: service.about("chat", "FIRING", "engine.lagging e1"), timeout_s=60, what="alert")
         etcd.put(keys.engine("e1"), engine.replace(version=3).encode())
-        runtime.wait_until(lambda: service.about("chat", "RESOLVED", "engine.lagging e1"), timeout_s=20, what="end")
+        runtime.wait_until(lambda: service.about("chat", "RESOLVED", "engine.lagging e1"), timeout_s=60, what="end")
     finally:
         leader.close()
 
@@ -214,7 +214,7 @@ def test_leader_deletes_a_silence_that_has_ended(etcd: EtcdClient, keys: Keys) -
     leader = Leader(etcd, keys)
     try:
         silences.create_silence(etcd, keys, leader.election, duration_s=0.5)
-        runtime.wait_until(lambda: not silences.list_silences(etcd, keys), timeout_s=20, what="its end")
+        runtime.wait_until(lambda: not silences.list_silences(etcd, keys), timeout_s=60, what="its end")
     finally:
         leader.close()
 
@@ -225,7 +225,7 @@ def test_next_leader_reports_how_long_there_was_none_unless_the_last_one_closed(
     def lead(name: str) -> Election:
         """One pass of a leader, which then vanishes."""
         with_it = Election(etcd, keys, name, "", 3).start()
-        runtime.wait_until(lambda: with_it.is_leader, timeout_s=10, what="the leadership")
+        runtime.wait_until(lambda: with_it.is_leader, timeout_s=60, what="the leadership")
         LeaderGap(etcd, keys, with_it, 15.0, lambda c, ops: etcd.txn(c, ops).succeeded, lambda: now[0]).look()
         with_it.stop()
         return with_it
@@ -255,7 +255,7 @@ def test_probe_finds_a_silent_member_and_a_full_etcd(tmp_path: Path) -> None:
         with EtcdClient(servers.endpoints, call_timeout_s=2.0) as etcd:
             probe = EtcdProbe(etcd, Keys("t"))
             try:
-                runtime.wait_until(lambda: probe.health().members, timeout_s=20, what="the first probe")
+                runtime.wait_until(lambda: probe.health().members, timeout_s=60, what="the first probe")
                 assert not [m for m in probe.health().members if m.error or m.alarms]
                 with pytest.raises(EtcdFull, match="space"):
                     for n in range(1000):  # its size is known a moment late
@@ -266,7 +266,7 @@ def test_probe_finds_a_silent_member_and_a_full_etcd(tmp_path: Path) -> None:
                                      what="the alarm")
                 servers.kill(1)
                 runtime.wait_until(lambda: [m.endpoint for m in probe.health().members if m.error]
-                                     == [servers.endpoints[1]], timeout_s=30, what="the silence")
+                                     == [servers.endpoints[1]], timeout_s=60, what="the silence")
             finally:
                 probe.close()
     finally:
