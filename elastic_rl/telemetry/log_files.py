@@ -139,7 +139,7 @@ def _rotate(path: Path, max_bytes: int, backups: int) -> None:
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            partial.unlink(missing_ok=True)  # without room for a copy, room is worth more than old lines
+            partial.unlink(missing_ok=True)  # the disk is full: free it rather than keep old lines
         source.truncate(0)
 
 

@@ -29,7 +29,7 @@ NOT_LEADING = "not sent: another replica leads"
 
 @dataclass(frozen=True)
 class Notification:
-    """A notification as it is sent. ``may_send`` is asked right before, since a replica that was paused and has lost
+    """A notification as it is sent. ``may_send`` is called right before, since a replica that was paused and has lost
     the leadership must not report what is long over."""
 
     group_id: str

@@ -53,13 +53,13 @@ def test_reports_of_one_engine_by_runner_driver_and_leader_have_one_key() -> Non
     assert found == {"engine.dead/e1"}
 
 
-@pytest.mark.parametrize(("kind", "severity", "asks"), [
+@pytest.mark.parametrize(("kind", "severity", "opens"), [
     ("publish.failed", Severity.INFO, True), ("logprob.mismatch", Severity.WARNING, True),
     ("staleness.exceeded", Severity.WARNING, True), ("anything.bad", Severity.ERROR, True),
     ("router.restarted", Severity.WARNING, True), ("engine.drain_timeout", Severity.WARNING, False),
     ("version.committed", Severity.INFO, False)])
-def test_event_opens_an_alert(kind: str, severity: Severity, asks: bool) -> None:
-    assert (rules.report(event(kind, severity=severity), 3, "j") is not None) is asks
+def test_event_opens_an_alert(kind: str, severity: Severity, opens: bool) -> None:
+    assert (rules.report(event(kind, severity=severity), 3, "j") is not None) is opens
 
 
 def test_leaders_own_death_event_opens_no_second_alert() -> None:
@@ -81,8 +81,8 @@ def test_engine_alert_is_over_when_the_pool_is_complete() -> None:
 
 
 def test_cannot_fetch_alert_is_over_when_the_engine_recovers_or_is_gone() -> None:
-    told = Event(id="1", at=1.0, kind="engine.cannot_fetch", subject="e1", message="m", severity=Severity.WARNING)
-    condition = rules.report(told, 5, "j")
+    reported = Event(id="1", at=1.0, kind="engine.cannot_fetch", subject="e1", message="m", severity=Severity.WARNING)
+    condition = rules.report(reported, 5, "j")
     assert condition and condition.key == "engine.cannot_fetch/e1"
     over = Event(id="2", at=2.0, kind="engine.fetch_recovered", subject="e1", message="m")
     assert rules.resolved_key(over, "j") == condition.key
@@ -264,5 +264,5 @@ def test_leader_gap_is_reported_unless_the_service_was_stopped() -> None:
     assert leader_gap.gap_s(before, 5, 160.0, 15.0, closed=False) == 0.0, "it is the same leader"
     assert leader_gap.gap_s(before, 6, 160.0, 15.0, closed=True) == 0.0
     assert leader_gap.gap_s(None, 6, 160.0, 15.0, closed=True) == 0.0
-    news = rules.report(event("leader.absent", "leader", Severity.WARNING, seconds=60), 5, "j")
-    assert news and not news.notify_resolved
+    gap = rules.report(event("leader.absent", "leader", Severity.WARNING, seconds=60), 5, "j")
+    assert gap and not gap.notify_resolved
