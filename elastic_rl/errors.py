@@ -1,4 +1,4 @@
-"""The error tree: one root, and each kind says whether trying the same thing again can help."""
+"""The error tree: one root; each kind says whether a retry can succeed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 class ElasticRLError(Exception):
     """Root of every error this project raises on purpose.
 
-    ``retryable`` says whether the same call may succeed later with nothing changed by a person.
-    ``hint`` is one sentence for the operator: what to do now. It is shown under the message.
+    ``retryable``: whether the same call may succeed later without a change by a person.
+    ``hint``: what the operator should do now. It is shown after the message.
     """
 
     retryable: bool = False
@@ -22,29 +22,30 @@ class ElasticRLError(Exception):
 
 
 class ConfigError(ElasticRLError):
-    """The configuration is wrong; nothing was started."""
+    """The configuration is invalid; nothing was started."""
 
 
 class EtcdUnavailable(ElasticRLError):
-    """etcd does not serve the call now, mostly since no member answered within the retry budget. A write did not
-    happen (but see OutcomeUnknown). Whoever works without new decisions meanwhile goes on working."""
+    """etcd does not serve the call now, mostly because no member answered within the retry budget. A write was not
+    applied (but see OutcomeUnknown). Work that needs no new decision continues meanwhile."""
 
     retryable = True
 
 
 class OutcomeUnknown(EtcdUnavailable):
-    """A write was sent and its answer lost, and no member answered since: it may have been applied, or may still be."""
+    """A write was sent, its answer was lost and no member has answered since: it may have been applied, or may still
+    be."""
 
 
 class EtcdDenied(EtcdUnavailable):
-    """etcd does not let this client in, or not do this: certificate, user, password or role. Raised at once; nothing
-    helps but a person."""
+    """etcd refuses this client or this call: certificate, user, password or role. Raised without retries, since only a
+    change by a person helps."""
 
     retryable = False
 
 
 class EtcdFull(EtcdUnavailable):
-    """etcd's database is at its quota (or corrupt) and takes no writes until a person mends it; it may still read."""
+    """etcd's database is at its quota, or corrupt, and accepts no writes until that is fixed; reads may still work."""
 
     retryable = False
 
@@ -54,47 +55,47 @@ class EtcdRefused(ElasticRLError):
 
 
 class LeaseLost(ElasticRLError):
-    """The lease that a key was to live under is gone; get a new one and register again."""
+    """The lease that a key depends on has ended; get a new one and register again."""
 
     retryable = True
 
 
 class Compacted(ElasticRLError):
-    """The wanted revisions are no longer kept; list the range again and go on from the list's revision."""
+    """The requested revisions were compacted; list the range again and continue from the revision of the list."""
 
     retryable = True
 
 
 class Fenced(ElasticRLError):
-    """The caller's leadership or epoch is over; it must stop, and never retry under the old token."""
+    """The caller's term or epoch is over; it must stop and never retry with the old token."""
 
 
 class Conflict(ElasticRLError):
-    """A guarded write found another value than the one it was made from."""
+    """A guarded write found that the value it is based on has changed."""
 
     retryable = True
 
 
 class DeadlineExceeded(ElasticRLError):
-    """A bounded wait ended before what it waited for happened."""
+    """A wait reached its timeout before its condition held."""
 
     retryable = True
 
 
 class ArenaFull(ElasticRLError):
-    """The shared-memory arena has no room for the chunk; versions already stored are untouched."""
+    """The shared-memory arena has no room for the chunk; stored versions are unaffected."""
 
     retryable = True
 
 
 class DiskFull(ElasticRLError):
-    """A node's disk folder or the durable store has no room; versions already stored are untouched."""
+    """A node's disk folder or the durable store has no room; stored versions are unaffected."""
 
     retryable = True
 
 
 class AccessDenied(ElasticRLError):
-    """A wrong or missing token, or a peer without the right certificate."""
+    """A wrong or missing token, or a peer without a valid certificate."""
 
 
 class ChunkCorrupt(ElasticRLError):
@@ -104,7 +105,7 @@ class ChunkCorrupt(ElasticRLError):
 
 
 class ChunkMissing(ElasticRLError):
-    """A chunk of a version is on no node that answers."""
+    """No node that answers has a chunk of the version."""
 
     retryable = True
 
@@ -120,26 +121,26 @@ class VersionNotFound(ElasticRLError):
 
 
 class IllegalTransition(ElasticRLError):
-    """A state machine was asked for a transition that does not exist."""
+    """A state machine has no such transition."""
 
 
 class EngineFailed(ElasticRLError):
-    """An inference engine died, hung, or refused an operation; it will be replaced."""
+    """An inference engine died, hung or refused an operation; it is replaced."""
 
     retryable = True
 
 
 class StagingFailed(ElasticRLError):
-    """A version could not be brought into an engine's staged weights; the engine serves on with what it has."""
+    """A version could not be loaded into an engine's staged weights; the engine keeps serving its current ones."""
 
     retryable = True
 
 
 class TrainerFailed(ElasticRLError):
-    """The trainer group lost a rank or did not answer; it re-forms from the last trainer_state."""
+    """The trainer group lost a rank or did not answer; it re-forms from the newest ``trainer_state``."""
 
     retryable = True
 
 
 class PreflightFailed(ElasticRLError):
-    """The machine lacks something that is needed (a port, shared memory, a program, a package)."""
+    """The machine lacks something that a run needs: a port, shared memory, a program, a package."""

@@ -1,48 +1,107 @@
-"""What a process does for itself: dies with its parent, freezes its heap, finds free ports, waits for a condition."""
+"""What a process does for itself: ends with its parent, starts children, freezes its heap, finds addresses, waits."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import ipaddress
 import signal
 import socket
+import subprocess
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
 
 from elastic_rl.errors import DeadlineExceeded, PreflightFailed
 
+_ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses for documentation (RFC 5737, RFC 3849), which no machine has: the route to them is the default route."""
 _PR_SET_PDEATHSIG = 1
+_forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forker")
+"""PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one."""
 _libc = ctypes.CDLL(None, use_errno=True)  # resolved at import: nothing may be imported between fork and exec
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """Asks the kernel to signal this process when its parent ends; call first thing in a Python child's main."""
+    """Has the kernel signal this process when the thread that forked it ends. Call it first thing in a child."""
     _libc.prctl(_PR_SET_PDEATHSIG, sig)
 
 
+def start_child(cmd: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own which the kernel kills when this process ends, also after kill -9.
+    ``popen``: further arguments of ``subprocess.Popen``. Raises OSError when the program cannot be started."""
+    return _forker.submit(lambda: subprocess.Popen(list(cmd), start_new_session=True, preexec_fn=die_with_parent,
+                                                   **popen)).result()
+
+
 def freeze_heap() -> None:
-    """Has the garbage collector never look again at what this process has loaded. A full collection stops a process
-    that has imported torch for 100 ms otherwise, whenever it comes; call when a long-lived process is set up."""
+    """Excludes what this process has loaded from garbage collection; call once a long-lived process is set up. A full
+    collection otherwise stops a process that has imported torch for 100 ms."""
     gc.collect()
     gc.freeze()
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free now and outside the ephemeral range of outgoing connections' most likely picks."""
-    with socket.socket() as s:
+    """A TCP port that is free now. Another process may take it before the caller binds it."""
+    with socket.socket(_family(host)) as s:
         s.bind((host, 0))
         return int(s.getsockname()[1])
 
 
+def reachable_address(bound: str, peers: Iterable[str] = ()) -> str:
+    """The IP address under which other hosts reach a server of this process.
+
+    That is ``bound``, the address the server listens on, unless it stands for all of them ("", 0.0.0.0, ::). Then it is
+    the local address of the route to one of ``peers`` (``host:port``, such as etcd's endpoints), else of the default
+    route, else of any interface that is up, and loopback only on a machine that has nothing else. The host name is not
+    looked up: Debian resolves it to 127.0.1.1. No packet is sent.
+    """
+    if bound not in ("", "0.0.0.0", "::"):
+        return bound
+    families = [socket.AF_INET, socket.AF_INET6] if bound == "::" else [socket.AF_INET]
+    for family in families:
+        for host in [*(peer.rpartition(":")[0].strip("[]") for peer in peers), _ELSEWHERE[family]]:
+            found = _source_address(family, host)
+            if found and not ipaddress.ip_address(found).is_loopback:
+                return found
+    up = {name for name, status in psutil.net_if_stats().items() if status.isup}
+    for family in families:
+        for name, addresses in psutil.net_if_addrs().items():
+            for found in (a.address for a in addresses if a.family == family and name in up):
+                address = ipaddress.ip_address(found.partition("%")[0])
+                if not address.is_loopback and not address.is_link_local:
+                    return found
+    return "127.0.0.1"
+
+
+def _source_address(family: socket.AddressFamily, host: str) -> str:
+    """The address that packets from here to a host would carry; empty when there is no route or no such host."""
+    try:
+        target = socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM)[0][4]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
 def require_port_free(host: str, port: int, *, setting: str) -> None:
-    """Raises MachineUnfit, naming the setting, when something already listens on the port."""
-    with socket.socket() as s:
+    """Raises PreflightFailed, naming the setting, when the port cannot be bound."""
+    with socket.socket(_family(host)) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
         except OSError as e:
-            raise PreflightFailed(f"port {port} on {host} cannot be bound ({setting}): {e.strerror}",
-                               hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`) or set another {setting}"
-                               ) from e
+            raise PreflightFailed(
+                f"port {port} on {host} cannot be bound ({setting}): {e.strerror}",
+                hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`) or set another {setting}") from e
 
 
 def wait_until(check, *, timeout_s: float, what: str, poll_s: float = 0.05, alive=None):
@@ -55,7 +114,7 @@ def wait_until(check, *, timeout_s: float, what: str, poll_s: float = 0.05, aliv
         if value := check():
             return value
         if alive is not None and not alive():
-            raise DeadlineExceeded(f"{what} ended before it was ready", hint="its log says why")
+            raise DeadlineExceeded(f"{what} ended before it was ready", hint="see its log")
         if time.monotonic() > end:
             raise DeadlineExceeded(f"{what} was not ready within {timeout_s:g} s")
         time.sleep(poll_s)

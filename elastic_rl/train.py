@@ -37,6 +37,7 @@ from elastic_rl.host import processes
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
 from elastic_rl.roles.run_log import RunLog
+from elastic_rl.telemetry.log_files import ray_environment
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +139,9 @@ def _keep_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None])
         acknowledge(etcd, ctx.keys, wish)  # wanted while nothing ran: this start is what was wanted
     starts, reached = 0, -1
     while starts <= _DRIVER_RESTARTS:
-        driver = processes.spawn(command, log=ctx.config.cluster_dir / "logs" / "driver.log",
-                                 env={processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV})
+        driver = processes.spawn(command, log=ctx.config.log_dir / "driver.log",
+                                 env={processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV,
+                                      **ray_environment(ctx.config.telemetry)})
         try:
             wish = _wait_for(driver, etcd, ctx.keys, on_tick)
         finally:

@@ -76,14 +76,14 @@ def test(place: Target, timeout: Annotated[float, typer.Option("--timeout", min=
     if output is Format.JSON:
         tables.write_json(found)
     elif found["receivers"]:
-        tables.show(out, found["receivers"], ("receiver", "fate", "detail"), output)
+        tables.show(out, found["receivers"], ("receiver", "status", "detail"), output)
     if not found["receivers"]:
         err.print("nobody would be told: no receiver is configured\nhint: name Apprise URLs in alerts.urls, and start "
                   "the coordinators with it (`elastic-rl down`, `elastic-rl up --alerts.urls=[...]`)", markup=False,
                   highlight=False, soft_wrap=True)
-    if any(r["fate"] == _WAITING for r in found["receivers"]):
+    if any(r["status"] == _WAITING for r in found["receivers"]):
         raise DeadlineExceeded(f"not every receiver's turn came within {timeout:g} s",
                                hint="its messages of this minute are used up, or nobody leads; `elastic-rl status` "
                                     "tells, and what waits is still sent")
-    if not found["receivers"] or any(r["fate"] != _DELIVERED for r in found["receivers"]):
+    if not found["receivers"] or any(r["status"] != _DELIVERED for r in found["receivers"]):
         raise typer.Exit(Exit.FAILED)

@@ -29,7 +29,7 @@ _MEMBER_WIDE = ("host", "url", "epoch", "beat_at")
 OPERATION = ("id", "kind", "target", "state", "phase", "done", "created_at", "message")
 OPERATION_WIDE = ("by", "ended_at", "deadline_at")
 ALERT = ("severity", "kind", "subject", "phase", "since_at", "message")
-ALERT_WIDE = ("silenced_by", "resolved_at", "cause", "told")
+ALERT_WIDE = ("silenced_by", "resolved_at", "cause", "notified")
 _EVENT = ("at", "severity", "kind", "message")
 _EVENT_WIDE = ("subject", "data")
 
@@ -120,8 +120,9 @@ def failure_policy(ctx: typer.Context, file: File = None, output: Output = Forma
         return
     rows = [{**r, "counts": "yes" if r["counts"] else ""} for r in rows]
     tables.show(out, rows, ("part", "fault", "action", "counts", "does"), output, wide=("meanwhile",))
-    out.print(f"\nFaults that count use up a part's budget: more than {cfg.budget} within {cfg.window_s:g} s are a "
-              f"global restart, and {cfg.stop_after} of those without progress end the run.", highlight=False)
+    out.print(f"\nFaults that count use up a part's budget: more than {cfg.max_faults} within "
+              f"{cfg.fault_window_s:g} s are a global restart, and {cfg.max_global_restarts} of those without progress "
+              "end the run.", highlight=False)
 
 
 # -- what happened -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +76,9 @@ def _train(cfg: Config, info: Any, *, faults: bool) -> int:
     from elastic_rl import train as training
     from elastic_rl.cli.live_view import LiveView, summary
     from elastic_rl.etcd.client import EtcdClient
-    _log_to(Path(info.cluster_dir) / "logs" / "train.log", cfg)
+    from elastic_rl.telemetry import logs
+    # On stderr, this process's log lines would tear the live view apart.
+    logs.setup("train", cfg.telemetry.log_level, file=cfg.log_dir / "train.log")
     etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints)
     view = LiveView(job=cfg.job, steps=cfg.train.steps, steps_path=cfg.job_dir / "steps.jsonl", etcd=etcd)
     try:
@@ -89,17 +90,8 @@ def _train(cfg: Config, info: Any, *, faults: bool) -> int:
     if report.exists():
         out.print(summary(json.loads(report.read_text()), cfg.job_dir / "report.html"))
     if code:
-        err.print(f"the run ended with exit code {code}; the logs are in {info.cluster_dir}/logs", markup=False)
+        err.print(f"the run ended with exit code {code}; the logs are in {cfg.log_dir}", markup=False)
     return code
-
-
-def _log_to(path: Path, cfg: Config) -> None:
-    """This process's own log lines would tear the live view apart, so they go to a file."""
-    from elastic_rl.telemetry.logs import JsonLines
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
-    handler.setFormatter(JsonLines("train"))
-    logging.basicConfig(level=cfg.telemetry.log_level.upper(), handlers=[handler], force=True)
 
 
 def _how_to_talk(info: Any) -> None:
@@ -113,11 +105,11 @@ def _how_to_talk(info: Any) -> None:
 
 @app.command(context_settings=EXTRA)
 def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
-    """Check this machine; say how to mend what is wrong."""
-    from elastic_rl.host import preflight as doctors
-    findings = doctors.examine(load(ctx, file))
-    tables.show(out, [f.row() for f in findings], ("check", "verdict", "found", "mend"), output)
-    if doctors.unfit(findings):
+    """Check this machine and say how to fix what is wrong."""
+    from elastic_rl.host import preflight
+    findings = preflight.examine(load(ctx, file))
+    tables.show(out, [f.row() for f in findings], ("check", "verdict", "found", "fix"), output)
+    if preflight.any_failed(findings):
         raise typer.Exit(Exit.MACHINE)
 
 

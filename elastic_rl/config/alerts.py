@@ -1,4 +1,4 @@
-"""Which conditions are alerts, and who receives them."""
+"""Alerts: when a condition is one, and who is notified."""
 
 from __future__ import annotations
 
@@ -10,46 +10,52 @@ from elastic_rl.config.section import Positive, Seconds, Section
 
 
 class AlertRoute(Section):
-    """Who gets some of the alerts."""
+    """A receiver of some alerts."""
 
     url: str
-    """Apprise URL."""
+    """Apprise URL of the notification service."""
     tags: list[str] = []
-    """It gets alerts that have one of these tags; none: every alert. An alert has the tags of its severity
-    (``alerts.tags``), its kind, such as ``engine.dead``, and the kind's first part, such as ``engine``."""
+    """The receiver gets alerts that have one of these tags; an empty list means every alert. An alert has the tags of
+    its severity (``alerts.severity_tags``), its kind, such as ``engine.dead``, and the first part of its kind, such as
+    ``engine``."""
     name: str = ""
-    """What the receiver is called in records and answers; empty: made from the URL, without what is secret in it."""
+    """Name of the receiver in records and API answers. Empty: made from the URL, without the secrets in it."""
 
 
 class AlertConfig(Section):
     urls: list[str] = []
-    """Apprise URLs that get every alert."""
+    """Apprise URLs of notification services that get every alert."""
     routes: list[AlertRoute] = []
-    """Apprise URLs that get some alerts, by tags: a pager only errors, a chat all."""
+    """Notification services that get some alerts, selected by tag: a pager only errors, a chat everything."""
     config_file: str = ""
-    """An Apprise configuration file (YAML or text) with more URLs and their tags, which mean the same as in
-    ``routes``; its tag ``always`` means every alert."""
-    tags: dict[Literal["info", "warning", "error"], list[str]] = {
+    """Path of an Apprise configuration file (YAML or text) with more URLs and tags. Tags select alerts as those of
+    ``alerts.routes`` do; the tag ``always`` selects every alert."""
+    severity_tags: dict[Literal["info", "warning", "error"], list[str]] = {
         "info": ["info"], "warning": ["warning"], "error": ["error", "critical"]}
-    """Apprise tags of an alert by its severity; a severity that is not named here has its own name."""
-    timeout_s: Seconds = 4.0
-    """Longest wait for one notification service."""
+    """Tags of an alert by its severity. A severity that is missing here has its own name as its tag."""
+    send_timeout_s: Seconds = 4.0
+    """Seconds a notification service may take for one notification. The process that sends it is then killed, and the
+    notification is retried after a backoff of 2 to 60 seconds."""
     group_wait_s: Annotated[float, Field(ge=0)] = 2.0
-    """A message waits so long for other alerts of the same moment; they then are one message."""
-    messages_per_minute: Positive = 10
-    """Messages to one receiver, repetitions included. What comes faster waits, and is told together."""
+    """Seconds to wait for further alerts before a notification is sent; alerts of that time are one notification."""
+    max_notifications_per_minute: Positive = 10
+    """Largest number of notifications to one receiver within a minute, retries included. Alerts beyond it wait and are
+    sent together."""
 
     engine_lag_versions: Positive = 8
-    """An engine so many policy versions behind the head is an alert."""
+    """An engine that serves policy weights this many versions behind the newest raises ``engine.lagging``."""
     engine_lag_s: Seconds = 120.0
-    """And one that for so long has not had a version that was there."""
+    """An engine that has not loaded a newer policy version for this many seconds, though there was one, raises
+    ``engine.lagging``."""
     durable_lag_s: Seconds = 900.0
-    """A stream of which no newer version became durable for so long, though there is one, is an alert."""
+    """A stream with a newer version that has not been copied to the durable store for this many seconds raises
+    ``durable.behind``."""
     full_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """A node's disk (its arena, where it has no disk) that is fuller than this is an alert."""
-    leaderless_s: Seconds = 15.0
-    """When nobody led for longer than this, the next leader tells of it."""
+    """A DCS node whose disk (its arena, without a disk) is filled beyond this fraction raises ``dcs.full``, and an etcd
+    database beyond this fraction of its quota ``etcd.full``."""
+    leader_gap_s: Seconds = 15.0
+    """The next leader reports ``leader.absent`` when no coordinator led for more than this many seconds."""
     etcd_slow_s: Seconds = 0.5
-    """An etcd whose reads take longer than this, for 30 s, is an alert."""
+    """An etcd whose reads take longer than this many seconds, for 30 seconds, raises ``etcd.slow``."""
     etcd_quota_bytes: Positive = 2 << 30
-    """etcd's ``--quota-backend-bytes`` (its default); a database larger than ``full_fraction`` of it is an alert."""
+    """Quota of the etcd database in bytes (its ``--quota-backend-bytes``)."""

@@ -4,52 +4,65 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from elastic_rl.config.section import Positive, Seconds, Section
 
 
 class CoordinatorConfig(Section):
     replicas: Positive = 2
-    """Coordinator processes that ``up`` starts; one leads."""
+    """Number of coordinator processes that ``elastic-rl up`` starts. One leads; another takes over when it dies."""
     host: str = "127.0.0.1"
-    """Address the admin API binds."""
+    """Address that the admin API listens on; 0.0.0.0 for all addresses of the host."""
     ports: list[int] = []
-    """One port a replica; empty: free ports are chosen."""
+    """Port of each replica's admin API, one a replica. Empty: free ports are chosen."""
     lease_ttl_s: Annotated[int, Field(ge=2)] = 3
-    """Time to live of leader and member leases; a dead process is noticed within it."""
+    """Time to live, in seconds, of the leases of the leader and of members. A process that dies is noticed when its
+    lease ends; an etcd that stalls for longer than this ends leases of healthy processes too."""
     hang_factor: Annotated[float, Field(gt=1)] = 10.0
-    """A member counts as hung when it was silent for so many times as long as is usual in what it does ..."""
-    hang_floor_s: Seconds = 30.0
-    """... but not sooner than this ..."""
-    hang_ceiling_s: Seconds = 600.0
-    """... and not later; the only limit of a phase that was not seen three times yet. Longer than any bounded wait."""
+    """A member that sends heartbeats counts as hung when its work made no progress for this many times the longest time
+    without progress that is usual for its role and phase. ``hang_min_s`` and ``hang_max_s`` bound the result."""
+    hang_min_s: Seconds = 30.0
+    """A member never counts as hung before its work made no progress for this many seconds."""
+    hang_max_s: Seconds = 600.0
+    """A member always counts as hung once its work made no progress for this many seconds. This is the only limit of a
+    phase that was seen fewer than three times. Set it above every timeout of the work itself."""
     reconcile_interval_s: Seconds = 0.5
-    """Longest pause between two looks at desired against actual."""
-    events_keep: Positive = 2000
-    """Events kept in etcd; older ones are trimmed by the leader."""
-    steps_keep: Annotated[int, Field(ge=100)] = 2000
-    """Points of the run's curves kept in etcd; the leader thins out old ones, evenly."""
+    """Longest pause, in seconds, between two passes in which the leader compares the desired with the actual state. A
+    change in etcd starts a pass at once."""
+    max_events: Positive = 2000
+    """Number of events kept in etcd; the leader deletes the oldest beyond it."""
+    max_step_metrics: Annotated[int, Field(ge=100)] = 2000
+    """Number of steps whose metrics are kept in etcd. Beyond it the leader thins out the older half evenly."""
     max_engines: Positive = 64
-    """Largest number of engines that the API accepts for a pool."""
+    """Largest number of engines that a pool may be scaled to."""
     require_token: bool | None = None
     """Bearer tokens needed; unset: only off on loopback."""
     advertise_host: str = ""
-    """Name or address under which others reach the admin API where it is not the one that it binds; with TLS, one that
-    its certificate is for."""
+    """Host name or address under which other replicas and clients reach the admin API. Empty: ``host`` or, where that
+    is 0.0.0.0, the address of the route to etcd. With TLS the certificate must be valid for it."""
     tls_cert: str = ""
-    """PEM certificate (chain) of the admin API; with ``tls_key`` it speaks TLS only."""
+    """PEM file with the certificate (chain) of the admin API. With ``tls_key`` the API speaks TLS only. A renewed file
+    is used without a restart."""
     tls_key: str = ""
+    """PEM file with the private key of ``tls_cert``."""
     tls_ca: str = ""
-    """PEM file of the authority by which replicas and our own clients check it; empty: the system's authorities."""
+    """PEM file of the authority against which replicas and clients verify the admin API. Empty: the authorities of the
+    system."""
     max_requests: Positive = 128
-    """Requests that a replica works on at once; it refuses further ones until there is room."""
+    """Largest number of requests that a replica works on at once; it refuses further ones with status 503."""
     max_streams: Positive = 64
-    """Event streams that a replica keeps open."""
+    """Largest number of event streams that a replica serves at once; it refuses further ones with status 503."""
     max_body_bytes: Positive = 65536
-    """Largest body of a request."""
+    """Largest body of a request, in bytes; a larger one is refused with status 413."""
     request_timeout_s: Seconds = 10.0
-    """A request whose headers or body take longer to arrive is given up."""
+    """Seconds within which the headers of a request, and then its body, must arrive; else the request is refused."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CoordinatorConfig:
+        if self.hang_min_s > self.hang_max_s:
+            raise ValueError(f"hang_min_s={self.hang_min_s:g} is larger than hang_max_s={self.hang_max_s:g}")
+        return self
 
     @property
     def scheme(self) -> str:

@@ -21,74 +21,88 @@ class Stream(StrEnum):
 
 class DcsConfig(Section):
     host: str = "127.0.0.1"
-    """Address a DCS node binds."""
+    """Address that a DCS node listens on; 0.0.0.0 for all addresses of the host, which needs ``advertise_host``."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the node; 0: a free one."""
+    """Port that the node listens on; 0: a free one."""
     advertise_host: str = ""
-    """Address under which others reach the node where it is not the one that it binds (0.0.0.0, NAT, containers)."""
+    """Host name or address under which other hosts reach the node. Empty: ``host``. Set it for 0.0.0.0, NAT or
+    containers."""
     advertise_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """And the port; 0: the one that it binds."""
+    """Port under which other hosts reach the node; 0: the one that it listens on."""
     io_timeout_s: Seconds = 30.0
-    """Longest wait for one answer of a node."""
+    """Seconds that one answer of a node may take."""
 
     arena_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
-    """Shared-memory arena of a node."""
+    """Size of a node's shared-memory arena (/dev/shm), in bytes. It must hold the versions that are being published and
+    pulled; without a disk (``disk_bytes``), every version that is kept."""
     chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
-    """Largest chunk; tensors are cut at this size."""
+    """Largest size of a chunk, in bytes; tensors are cut into chunks of this size."""
     digest: Literal["xxh3-128", "blake3"] = "xxh3-128"
-    """Names and checks chunks: xxh3-128 against accidents, blake3 (slower) also against forgery."""
+    """Digest that names and verifies chunks. ``xxh3-128`` detects accidental corruption; ``blake3``, which is slower,
+    forged chunks too."""
     disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
-    """Disk that a node may fill with chunks: those that the arena has no room for, and a copy of every committed one,
-    so that a restarted node has them again. 0: memory only."""
+    """Bytes of disk that a node may use: a copy of every committed chunk, so that a restarted node still has them, and
+    the chunks that do not fit into the arena. 0: memory only."""
     disk_dir: str = ""
-    """Folder for them, one subfolder a node; empty: in the cluster's folder."""
+    """Folder for the chunks on disk, one subfolder a node. Empty: the cluster's folder."""
     verify_every_s: Annotated[float, Field(ge=0)] = 60.0
-    """A chunk that a node verified longer ago than this is verified again before it is handed out; 0: each time."""
+    """A node verifies a chunk's digest again before it serves the chunk when the last verification is more than this
+    many seconds ago. 0: every time."""
 
     replicas: Positive = 1
-    """Nodes that hold every chunk before a version counts as committed."""
+    """Number of nodes that must hold every chunk before a version is committed. One fewer may fail without loss."""
     staging_ttl_s: Annotated[int, Field(ge=2)] = 10
-    """Lease of a publish in progress; when it ends the version is aborted."""
+    """Time to live, in seconds, of a publisher's lease. When the lease ends, the version that it was publishing is
+    aborted."""
     orphan_grace_s: Annotated[float, Field(ge=0)] = 15.0
-    """How long the chunks of a publisher that died stay; longer than ``staging_ttl_s``."""
+    """Seconds for which a node keeps the chunks of a publisher whose connection ended before the commit. Set it above
+    ``staging_ttl_s``, since the version may still be committed until then."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 64 << 20
-    """Weights that the trainer gathers at once; a rank holds at most two of these more than its own shards."""
+    """Bytes of weights that the trainer gathers at once for a publish. A rank needs memory for at most two of these
+    beside its own shards."""
     publish_timeout_s: Seconds = 120.0
-    """A publish that is not committed by then is dropped, on the record."""
+    """Seconds that a publish may take; it is then dropped, with an event."""
     pin_ttl_s: Annotated[int, Field(ge=2)] = 30
-    """Lease of a puller's pin."""
+    """Time to live, in seconds, of a puller's pin, which keeps a version from being released while it is pulled."""
 
-    fetch_parallel: Positive = 8
-    """Chunks that a node fetches from others at once."""
+    max_parallel_fetches: Positive = 8
+    """Largest number of chunks that a node fetches from others at once."""
     hedge_after_s: Seconds = 1.0
-    """A chunk that a peer has not delivered by then is asked of another one too."""
+    """A chunk that a node has not delivered within this many seconds is requested from another one as well, unless
+    fetches usually take that long."""
     max_sends: Positive = 32
-    """Chunks that a node sends at once; further requests wait, and those over ``peer_sends`` of one peer too."""
-    peer_sends: Positive = 8
-    """Chunks that a node sends to one peer at once."""
+    """Largest number of chunks that a node sends at once; further requests wait."""
+    max_sends_per_peer: Positive = 8
+    """Largest number of chunks that a node sends to one peer at once; further requests of that peer wait."""
     delta: bool = True
-    """Between nodes, send what changed against a chunk that the receiver has, where that is smaller."""
+    """Whether nodes send one another only what changed against a chunk that the receiver has, where that is smaller."""
 
     keep_versions: Positive = 4
-    """Committed versions kept a stream, beyond those that are pinned."""
+    """Number of committed versions kept of each stream, besides pinned ones. The newest is always kept."""
     keep_age_s: Annotated[float, Field(ge=0)] = 0.0
-    """Committed versions older than this are released too, but for the head; 0: no limit."""
+    """Committed versions older than this many seconds are released even within ``keep_versions``, except the newest.
+    0: no limit."""
     keep_bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes of committed versions kept a stream, the head always; 0: no limit."""
+    """Bytes of committed versions kept of each stream; the oldest beyond it are released even within ``keep_versions``,
+    except the newest. 0: no limit."""
 
     durable_url: str = ""
-    """fsspec URL, such as s3://bucket/path or file:///mnt/ckpt, to which committed versions are copied; empty: none."""
+    """Durable store that committed versions are copied to: an fsspec URL, such as s3://bucket/path or
+    file:///mnt/ckpt. Empty: no version is copied."""
     durable_streams: list[str] = [Stream.POLICY, Stream.TRAINER_STATE]
-    """Streams that are copied there."""
-    durable_keep: Positive = 3
-    """Versions kept there a stream."""
-    durable_anchor_every: Positive = 8
-    """Every how many-th copied version is whole; those between hold only what changed against it."""
+    """Streams that are copied to ``durable_url``."""
+    durable_keep_versions: Positive = 3
+    """Number of versions kept of each stream at ``durable_url``."""
+    durable_full_every: Positive = 8
+    """Every n-th copy at ``durable_url`` holds the whole version; those between hold what changed against it. 1: every
+    copy is whole."""
 
     tls_cert: str = ""
-    """PEM certificate of the node; with ``tls_key`` and ``tls_ca`` nodes and their clients speak TLS."""
+    """PEM file with the certificate (chain) of the node. With ``tls_key`` and ``tls_ca``, nodes and their clients speak
+    TLS and verify each other."""
     tls_key: str = ""
+    """PEM file with the private key of ``tls_cert``."""
     tls_ca: str = ""
-    """PEM file of the authority that every node's certificate must come from."""
+    """PEM file of the authority that the certificates of all nodes and clients must come from."""
     token_file: str = ""
-    """File with the secret that clients of nodes must know; empty: ``up`` makes one for the job."""
+    """File with the secret that clients of the nodes must present. Empty: ``elastic-rl up`` makes one for the job."""

@@ -10,15 +10,16 @@ from elastic_rl.config.section import Section
 
 class DeviceConfig(Section):
     type: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; ``auto`` takes CUDA when torch sees one."""
+    """Device of the trainer and the engines. ``auto``: CUDA where torch finds a device, else the CPU."""
     dist_backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Collectives of the trainer; ``auto``: nccl on CUDA, gloo on a CPU."""
+    """Backend of the trainer's collectives. ``auto``: nccl on CUDA, gloo on a CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameter dtype of trainer and engines."""
+    """Dtype of the parameters in the trainer and the engines."""
     layer_spec: Literal["auto", "local", "te"] = "auto"
-    """Megatron layer spec; ``auto``: Transformer Engine on CUDA, local on a CPU."""
+    """Megatron layer spec. ``te``: Transformer Engine; ``local``: Megatron's own layers. ``auto``: ``te`` on CUDA,
+    ``local`` on a CPU."""
 
     def uses_cuda(self, available: Callable[[], bool]) -> bool:
-        """Whether this configuration computes on GPUs. ``available`` answers for ``auto``: torch asks this process's
-        machine (``torch.cuda.is_available``), the driver asks Ray about the cluster."""
+        """Whether this configuration computes on GPUs. ``available`` decides ``auto``: in a process that imports torch
+        ``torch.cuda.is_available``, in the driver what Ray knows of the cluster."""
         return self.type == "cuda" or (self.type == "auto" and available())

@@ -1,4 +1,4 @@
-"""How etcd is reached."""
+"""Connection to etcd."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from elastic_rl.config.section import Seconds, Section
 
 class EtcdConfig(Section):
     endpoints: list[str] = []
-    """``host:port`` of the members of an etcd that someone else runs. Empty: ``elastic-rl up`` starts one member."""
+    """Addresses (``host:port``) of the members of an etcd that someone else runs. Empty: ``elastic-rl up`` starts one
+    member."""
     call_timeout_s: Seconds = 0.5
-    """Deadline of one attempt on one member."""
+    """Seconds that one attempt on one member may take before the call is tried on another one."""
     retry_budget_s: Seconds = 15.0
-    """How long a call goes from member to member before it raises EtcdUnavailable."""
+    """Seconds for which a call is tried on one member after the other before it fails with EtcdUnavailable."""
     start_timeout_s: Seconds = 20.0
-    """How long ``up`` waits for an etcd that it started."""
+    """Seconds that ``elastic-rl up`` waits until an etcd that it started is healthy."""
 
     tls_ca: str = ""
-    """PEM file of the authority that signed the members' certificates; set: every connection to etcd is TLS."""
+    """PEM file of the authority that signed the members' certificates. When it is set, every connection to etcd uses
+    TLS."""
     tls_cert: str = ""
-    """PEM file with this client's certificate, for an etcd with ``--client-cert-auth``."""
+    """PEM file with this client's certificate, for an etcd that runs with ``--client-cert-auth``."""
     tls_key: str = ""
-    """PEM file with its key."""
+    """PEM file with the private key of ``tls_cert``."""
     tls_server_name: str = ""
-    """Name that the members' certificates are for, where it is not the one in ``endpoints``."""
+    """Host name that the members' certificates are valid for, where it differs from that in ``endpoints``."""
     user: str = ""
-    """User of an etcd with authentication; needs read and write on the prefix ``/elastic_rl/``."""
+    """User name for an etcd with authentication. The user needs read and write access to the prefix
+    ``/elastic_rl/``."""
     password_file: str = ""
-    """Text file with the user's password; read at each sign-in, so that a new password needs no restart."""
+    """Text file with the user's password. It is read at each sign-in, so a new password needs no restart."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> EtcdConfig:
+    def _check(self) -> EtcdConfig:
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("tls_cert and tls_key belong together")
+            raise ValueError("tls_cert and tls_key belong together: set both or none")
         if not self.tls_ca and (self.tls_cert or self.tls_server_name):
             raise ValueError("tls_cert and tls_server_name need tls_ca, the authority of the members' certificates")
         if bool(self.user) != bool(self.password_file):
-            raise ValueError("user and password_file belong together")
+            raise ValueError("user and password_file belong together: set both or none")
         if (self.tls_ca or self.user) and not self.endpoints:
             raise ValueError("tls_ca and user are for an etcd that someone else runs: set endpoints")
         return self

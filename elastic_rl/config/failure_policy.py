@@ -1,26 +1,36 @@
-"""Budgets of the failure policy."""
+"""Limits of the failure policy."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from elastic_rl.config.section import Positive, Seconds, Section
 
 
 class FailurePolicyConfig(Section):
-    """Budgets of the failure policy (coordinator/failure/policy.py)."""
+    """How often a part is restarted in place before the whole compute plane is, and when the run is stopped."""
 
-    budget: Positive = 5
-    """Faults of one part (the trainer group, a role) within ``window_s`` that are mended in place; one more is a global
-    restart."""
-    window_s: Seconds = 600.0
-    backoff_s: Seconds = 2.0
-    """Pause before the second restart of a part; it doubles with each further one ..."""
+    max_faults: Positive = 5
+    """Number of faults of one part (the trainer group, a role) within ``fault_window_s`` that are handled by a restart
+    in place. One more leads to a global restart."""
+    fault_window_s: Seconds = 600.0
+    """Seconds after which a fault no longer counts against ``max_faults``."""
+    fault_merge_s: Seconds = 10.0
+    """Faults of one part within this many seconds of each other count as one, since the ranks of a group fail
+    together."""
+    backoff_initial_s: Seconds = 2.0
+    """Seconds before the second restart of a part. The first one follows at once, and each further one waits twice as
+    long as the one before, up to ``backoff_max_s``."""
     backoff_max_s: Seconds = 300.0
-    """... up to this."""
-    settle_s: Seconds = 10.0
-    """Faults of one part that come within this time of each other are one."""
-    stop_after: Annotated[int, Field(ge=2)] = 4
-    """Global restarts without progress in between after which the run is stopped."""
+    """Longest pause, in seconds, before a restart."""
+    max_global_restarts: Annotated[int, Field(ge=2)] = 4
+    """Number of global restarts in a row without a further step after which the run is stopped as a crash loop."""
+
+    @model_validator(mode="after")
+    def _check(self) -> FailurePolicyConfig:
+        if self.backoff_initial_s > self.backoff_max_s:
+            raise ValueError(f"backoff_initial_s={self.backoff_initial_s:g} is larger than "
+                             f"backoff_max_s={self.backoff_max_s:g}")
+        return self

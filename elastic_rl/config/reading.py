@@ -1,4 +1,4 @@
-"""How settings are read: a YAML file, overrides on top of it, and errors that name the key and what may be meant."""
+"""Reads settings from a YAML file and overrides. Errors name the key and, for an unknown one, the nearest known key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
-    """What a YAML file and ``key.sub=value`` overrides say. Raises ConfigError, which names the file or override."""
+    """The settings of a YAML file with ``key.sub=value`` overrides applied. Raises ConfigError, which names the file or
+    override."""
     found: dict[str, Any] = {}
     if path is not None:
         try:
@@ -50,7 +51,7 @@ def validate(model: type[_Model], found: Mapping[str, Any]) -> _Model:
         return model.model_validate(dict(found))
     except ValidationError as e:
         faults = [_explain(err, model) for err in e.errors()]
-        raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(faults),
+        raise ConfigError("the configuration is invalid:\n  " + "\n  ".join(faults),
                           hint="`elastic-rl config schema` lists every key") from e
 
 

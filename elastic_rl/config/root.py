@@ -1,4 +1,4 @@
-"""The whole configuration of a job: its sections, and what must fit together between them."""
+"""The whole configuration of a job: its sections, and the checks between them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ class Config(Section):
     """The whole configuration of a job."""
 
     job: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "quickstart"
-    """Name of the job: the prefix of its keys in etcd."""
+    """Name of the job, at most 40 lowercase letters, digits and hyphens. It prefixes the job's keys in etcd and its
+    shared-memory segments."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the initial weights, the data and the sampling."""
     run_dir: Path = Path("runs")
-    """Reports go to ``<run_dir>/<job>``; logs, pids and addresses of the cluster to ``<run_dir>/<job>/cluster``."""
+    """Folder of all jobs: reports are in ``<run_dir>/<job>``; logs, pids and addresses of the cluster in
+    ``<run_dir>/<job>/cluster``."""
     device: DeviceConfig = DeviceConfig()
     etcd: EtcdConfig = EtcdConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
@@ -54,13 +57,14 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Config:
+    def _check(self) -> Config:
         tp = self.trainer.tensor_parallel
         for name, n in (("model.num_heads", self.model.num_heads), ("model.num_kv_heads", self.model.num_kv_heads)):
             if n % tp:
                 raise ValueError(f"{name}={n} is not a multiple of trainer.tensor_parallel={tp}")
         if self.dcs.host in ("", "0.0.0.0", "::") and not self.dcs.advertise_host:
-            raise ValueError(f"dcs.host={self.dcs.host!r} is no address to reach a node at: set dcs.advertise_host")
+            raise ValueError(f"dcs.host={self.dcs.host!r} is not an address that others can reach: set "
+                             "dcs.advertise_host")
         if self.model.num_layers % self.trainer.pipeline_parallel:
             raise ValueError(f"model.num_layers={self.model.num_layers} is not a multiple of "
                              f"trainer.pipeline_parallel={self.trainer.pipeline_parallel}")
@@ -71,15 +75,15 @@ class Config(Section):
         if bool(self.coordinator.tls_cert) != bool(self.coordinator.tls_key):
             raise ValueError("coordinator.tls_cert and coordinator.tls_key belong together: set both or none")
         if self.coordinator.tls_ca and not self.coordinator.tls_cert:
-            raise ValueError("coordinator.tls_ca is of no use without coordinator.tls_cert and coordinator.tls_key")
+            raise ValueError("coordinator.tls_ca needs coordinator.tls_cert and coordinator.tls_key")
         ports = self.coordinator.ports
         if ports and len(ports) != self.coordinator.replicas:
-            raise ValueError(f"coordinator.ports names {len(ports)} ports for {self.coordinator.replicas} replicas")
+            raise ValueError(f"coordinator.ports has {len(ports)} ports for {self.coordinator.replicas} replicas")
         return self
 
     @property
     def job_dir(self) -> Path:
-        """Folder of everything this job writes."""
+        """Folder of everything that this job writes."""
         return self.run_dir / self.job
 
     @property
@@ -88,8 +92,14 @@ class Config(Section):
         return self.job_dir / "cluster"
 
     @property
+    def log_dir(self) -> Path:
+        """Folder of the logs of the cluster's processes."""
+        return self.cluster_dir / "logs"
+
+    @property
     def ray_dir(self) -> Path:
-        """Ray's folder of the job: short, since Ray puts sockets below it, whose paths are limited to 107 bytes."""
+        """Ray's folder of the job. Its path is short, since Ray puts sockets below it, whose paths are limited to 107
+        bytes."""
         name = hashlib.sha256(str(self.cluster_dir.resolve()).encode()).hexdigest()[:8]
         return Path(tempfile.gettempdir()) / f"erl-{name}"
 

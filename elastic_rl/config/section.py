@@ -1,4 +1,4 @@
-"""What every section of the configuration is built from."""
+"""Base of every section of the configuration."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """A frozen group of settings that knows no other keys than its own."""
+    """A frozen group of settings that refuses unknown keys. The docstring under a setting is its description in
+    ``elastic-rl config schema``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

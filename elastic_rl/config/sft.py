@@ -1,4 +1,4 @@
-"""The supervised phase before RL."""
+"""The supervised fine-tuning (SFT) phase before RL."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from elastic_rl.config.section import Positive, Section
 
 class SftConfig(Section):
     target_eval_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.4
-    """The SFT phase ends once the eval accuracy reaches this; RL does the rest."""
+    """The SFT phase ends once the eval accuracy reaches this value; RL improves on it."""
     max_steps: Annotated[int, Field(ge=0)] = 3000
+    """Largest number of SFT steps; RL starts after them even below the target. 0: no SFT phase."""
     batch_size: Positive = 64
+    """Number of problems in an SFT step."""
     lr: float = 1e-3
+    """Learning rate of the SFT phase."""
     eval_every_steps: Positive = 5
-    """Eval accuracy is taken this often; it can jump by 0.1 in five steps, so rarer looks overshoot the target."""
+    """Number of steps between two evaluations. The accuracy can rise by 0.1 within five steps, so a larger value
+    overshoots the target."""

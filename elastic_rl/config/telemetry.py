@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from elastic_rl.config.section import Section
+from pydantic import Field
+
+from elastic_rl.config.section import Positive, Section
 
 
 class TelemetryConfig(Section):
     otlp_endpoint: str = ""
-    """OTLP/HTTP endpoint for traces, such as http://collector:4318; empty: tracing is off."""
+    """OTLP/HTTP endpoint that traces are sent to, such as http://collector:4318. Empty: tracing is off."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Level of every process's log."""
+    """Lowest level of the lines in every process's log."""
+    log_max_bytes: Annotated[int, Field(ge=4096)] = 64 << 20
+    """A process's log file (its stdout and stderr) that is larger than this many bytes is rotated. Sizes are checked
+    every 5 seconds, and a rotated part holds at most twice this many bytes."""
+    log_backups: Positive = 2
+    """Number of rotated parts kept of each log file; ``<name>.log.1`` is the newest."""
+    log_files: Annotated[int, Field(ge=10)] = 500
+    """Number of log files kept in the cluster's log folder, rotated parts included. Beyond it, those of processes that
+    have ended are deleted, the oldest first; each replaced engine leaves one."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
-    """Who else is told the metrics of training, in folders of these names in the job's folder; W&B offline. Needs the
-    extra ``track``."""
+    """Experiment trackers that get the training metrics, each in a folder of its name in the job's folder; W&B runs
+    offline. Needs the extra ``track``."""

@@ -11,29 +11,37 @@ from elastic_rl.config.section import Positive, Section
 
 class TrainConfig(Section):
     steps: Annotated[int, Field(ge=1)] = 400
-    """Steps of RL at most; most seeds are done after half of them (``stop_eval_accuracy``)."""
+    """Largest number of RL steps. Most seeds stop after half of them, at ``stop_eval_accuracy``."""
     stop_eval_accuracy: Annotated[float, Field(gt=0)] | None = 0.95
-    """RL ends once two evaluations in a row are at least this; unset (null): never before ``steps``."""
+    """RL stops once two evaluations in a row reach this accuracy. null: RL runs for all of ``steps``."""
     prompts_per_step: Positive = 64
+    """Number of prompts in an RL step; a multiple of ``trainer.data_parallel``."""
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Samples of one prompt; their rewards are compared with one another."""
+    """Number of samples generated for each prompt. Their rewards are compared with one another."""
     updates_per_step: Positive = 2
-    """Optimiser updates on one batch of experience; the second and later ones are off-policy and clipped."""
+    """Number of optimizer updates on the samples of one step. The second and later ones are off-policy and clipped."""
     lr: float = 1e-3
+    """Peak learning rate of RL."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 20
-    """RL steps over which the rate rises on a line to its value. Adam's moments start from zero here, and at the full
-    rate its first updates, all of nearly ``lr`` an element, undo what the SFT phase taught."""
+    """Number of RL steps over which the learning rate rises linearly to ``lr``. Adam's moments start from zero here,
+    and at the full rate its first updates, each of nearly ``lr`` an element, undo what the SFT phase learned."""
     lr_decay: Literal["linear", "constant"] = "linear"
-    """``linear``: from ``lr`` at the first step to ``lr_final_fraction`` of it at the last one; what the noise of the
-    sampled groups shakes loose early then settles."""
+    """Schedule of the learning rate after the warm-up. ``linear``: down to ``lr_final_fraction`` of ``lr`` at the last
+    step, so that the noise of the sampled groups averages out. ``constant``: ``lr`` throughout."""
     lr_final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of ``lr`` that is left at the last step."""
+    """Fraction of ``lr`` at the last step, with ``lr_decay: linear``."""
     weight_decay: float = 0.0
+    """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
     eval_every_steps: Positive = 20
+    """Number of RL steps between two evaluations on the held-out problems."""
     state_every_steps: Positive = 10
-    """Optimizer, RNG and data cursor are committed every so many steps; at most that many are done again."""
+    """Number of RL steps between two commits of the trainer's state (optimizer, random states, data position). A
+    recovery repeats at most this many steps."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Versions a sample may lie behind the trainer; 0 is sync mode."""
+    """Number of versions by which the weights that generated a sample may be older than the trainer's. 0: synchronous
+    training."""
     logprob_tolerance: float = 1e-4
-    """Largest difference between an engine's and the trainer's log-prob of the same token that is not an alert."""
+    """Largest difference between an engine's and the trainer's log-probability of the same token; a larger one raises
+    ``logprob.mismatch``."""

@@ -7,20 +7,25 @@ from elastic_rl.config.section import Positive, Seconds, Section
 
 class TrainerConfig(Section):
     tensor_parallel: Positive = 2
+    """Number of ranks that each layer is split over. The number of ranks is this times ``pipeline_parallel`` times
+    ``data_parallel``."""
     pipeline_parallel: Positive = 1
-    """Stages that the layers are divided into, evenly."""
+    """Number of stages that the layers are split into, evenly."""
     data_parallel: Positive = 1
+    """Number of model replicas that a batch is split over."""
     micro_batch_size: Positive = 512
-    """Sequences a rank puts through the model at once."""
+    """Number of sequences in one forward and backward pass of a rank."""
     max_restarts: Positive = 10
-    """Re-formations of the trainer group before the run stops and alerts."""
+    """Number of times that the trainer group re-forms after the loss of a rank. After one more loss its agent ends,
+    with an alert, and is started again after a backoff."""
     collective_timeout_s: Seconds = 60.0
-    """A collective that takes longer ends the rank; the group then re-forms."""
+    """Seconds that a collective may take; a rank that waits longer ends, and the group re-forms."""
     start_timeout_s: Seconds = 120.0
+    """Seconds that the trainer group may take to start."""
     step_timeout_s: Seconds = 120.0
-    """Longest wait of the controller for one train step."""
+    """Seconds that the actor waits for one training step."""
 
     @property
     def ranks(self) -> int:
-        """Processes of the trainer group."""
+        """Number of processes in the trainer group."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel

@@ -80,11 +80,11 @@ class Reconciler:
         self._failures = FailureController(etcd, keys, cfg.failure_policy, desk, self._guarded)
         self._roster = MembershipController(etcd, keys, cfg, self._failures, self._guarded)
         self._reader, self._term = SnapshotReader(etcd, keys, cfg, clock), 0
-        self._probe, self._outcry = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
+        self._probe, self._write_failures = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
         self._alerting = AlertController(etcd, keys, cfg, notifier, self._guarded, leads=lambda: election.is_leader,
                                   clock=clock, probe=self._probe)
-        self._absence = LeaderGap(etcd, keys, election, cfg.alerts.leaderless_s, self._guarded, clock)
-        notifier.on_outcome(self.wake)
+        self._absence = LeaderGap(etcd, keys, election, cfg.alerts.leader_gap_s, self._guarded, clock)
+        notifier.on_result(self.wake)
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
         self.last_look = 0.0
         """Unix seconds of the last look that ended well."""
@@ -119,11 +119,11 @@ class Reconciler:
                 with _LOOK_S.time(), traces.span("coordinator.reconcile"):
                     self.look()
                 self.last_look = self._clock()
-                self._outcry.over()
+                self._write_failures.succeeded()
             except (EtcdDenied, EtcdFull, EtcdRefused) as e:
                 _FAILED.labels(type(e).__name__).inc()
                 log.error("look ended early: %s", e)
-                self._outcry.tell(str(e))
+                self._write_failures.failed(str(e))
             except ElasticRLError as e:  # the next look reads everything anew
                 _FAILED.labels(type(e).__name__).inc()
                 log.warning("look ended early: %s: %s", type(e).__name__, e)
@@ -218,7 +218,7 @@ class Reconciler:
             if (condition := rules.report(event, kv.mod_revision, self._keys.job)) is not None:
                 reports.append(condition)
                 over.discard(condition.key)
-            if (key := rules.ends(event, self._keys.job)) is not None:
+            if (key := rules.resolved_key(event, self._keys.job)) is not None:
                 over.add(key)
         return reports, over
 
@@ -230,7 +230,7 @@ class Reconciler:
                         EventCursor(revision=self._cursor_next, tally=self._tally).encode()))]
 
     def _trim(self) -> None:
-        kept = self._cfg.coordinator.events_keep
+        kept = self._cfg.coordinator.max_events
         prefix = self._keys.events_prefix()
         while (over := self._etcd.count(prefix) - kept) > 0:  # their keys sort by time: the first are the oldest
             oldest, _ = self._etcd.range(prefix, limit=min(over, MAX_OPS))
@@ -238,7 +238,7 @@ class Reconciler:
         self._thin_curve()
 
     def _thin_curve(self) -> None:
-        prefix, limit = self._keys.steps_prefix(), self._cfg.coordinator.steps_keep
+        prefix, limit = self._keys.steps_prefix(), self._cfg.coordinator.max_step_metrics
         if self._etcd.count(prefix) > limit:
             gone = downsample([int(kv.key.removeprefix(prefix)) for kv in self._range(prefix)], limit)
             for batch in batches([Op.delete(self._keys.step_point(n)) for n in gone]):

@@ -41,6 +41,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.runtime import freeze_heap
 from elastic_rl.telemetry import logs, traces
+from elastic_rl.telemetry.log_files import LogRotation
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +83,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> int:
-    """Runs one replica until it is told to stop. Raises MachineUnfit, ConfigError or EtcdUnavailable at the start."""
+    """Runs one replica until a signal stops it. Raises PreflightFailed, ConfigError or EtcdUnavailable at the start."""
     listener = bind(cfg.coordinator.host, port)
-    url = advertised(cfg.coordinator, listener.getsockname()[1])
+    url = advertised(cfg.coordinator, listener.getsockname()[1], endpoints)
     keys, stopping = Keys(cfg.job), threading.Event()
     with contextlib.ExitStack() as cleanup:
+        cleanup.callback(LogRotation(cfg.log_dir, cfg.telemetry).close)
         cleanup.callback(listener.close)
         tokens = TokenTable(cfg.cluster_dir / "tokens.json", must_exist=auth.tokens_required(cfg.coordinator))
         etcd = EtcdClient.from_config(cfg.etcd, endpoints)

@@ -45,7 +45,7 @@ class RouterProcess:
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        """Returns when the router takes requests. Raises DeadlineExceeded or MachineUnfit."""
+        """Returns when the router takes requests. Raises DeadlineExceeded or PreflightFailed."""
         self.stop()
         self._port = self._port or free_port(self._host)
         self._metrics_port = self._metrics_port or free_port(self._host)

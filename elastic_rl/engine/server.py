@@ -130,17 +130,17 @@ class Server(ABC):
     def apply(self, prepared: Prepared, version: int) -> None:
         """Replaces the weights, verified in the loader; sets ``version``.
 
-        With ``engine.pause=retract`` requests in flight are taken back to the queue: what they have stays with the old
-        version, their KV cache is computed again under the new one, and the answer says where the version changed.
+        With ``engine.pause_mode=retract`` requests in flight are taken back to the queue: what they have stays with the
+        old version, their KV cache is computed again under the new one, and the answer says where the version changed.
         Raises EngineFailed; the weights are then in doubt and the engine must not serve again.
         """
-        self._call("POST", "/pause_generation", {"mode": self._cfg.pause})
+        self._call("POST", "/pause_generation", {"mode": self._cfg.pause_mode})
         self._call("POST", "/begin_weight_update", {})
         # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
         # the prefix cache, which holds KV of the old weights (and cannot be dropped under requests that use it).
         self._call("POST", "/update_weights_from_tensor", {
             "serialized_named_tensors": [pack(prepared.request)] * self.tensor_parallel, "load_format": LOADER,
-            "weight_version": str(version), "flush_cache": self._cfg.pause == "retract"})
+            "weight_version": str(version), "flush_cache": self._cfg.pause_mode == "retract"})
         self._call("POST", "/end_weight_update", {})
         self._call("POST", "/continue_generation", {})
         # Asked after the pause, to keep it short: until it is answered the record says `applying`.

@@ -106,7 +106,7 @@ def missing() -> list[str]:
 def install() -> list[str]:
     """Makes the missing packages importable in this process and returns their names; call before sglang is imported.
 
-    Raises MachineUnfit where CUDA is available.
+    Raises PreflightFailed where CUDA is available.
     """
     import torch
 

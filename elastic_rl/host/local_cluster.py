@@ -1,7 +1,7 @@
 """The durable plane on one machine: etcd, coordinator replicas and one DCS node, started and stopped as services.
 
-``up`` is level-triggered like everything else: it looks at what runs and starts what is missing, so calling it twice is
-harmless and calling it after a crash mends the cluster. ``down`` ends whatever of the job is left, also after a crash.
+``up`` is level-triggered: it starts what does not run, so calling it twice is harmless and calling it after a crash
+repairs the cluster. ``down`` ends whatever of the job still runs, also after a crash.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import etcd_server, processes
 from elastic_rl.host.processes import PidBook, PidRecord
+from elastic_rl.telemetry.log_files import tail
 
 log = logging.getLogger(__name__)
 
 OWNER_ENV = "ELASTIC_RL_CLUSTER"
-"""In the environment of every service of a cluster: its folder. ``down`` finds strays by it. (The compute plane carries
-``processes.RUN_MARK`` instead: it is swept away by every new run, which must not touch the durable plane.)"""
+"""Environment variable with the cluster's folder, in every service of a cluster; ``down`` finds services without a
+record by it. The compute plane has ``processes.RUN_MARK`` instead: each new run kills what has that, and must not kill
+the durable plane."""
 SHM = Path("/dev/shm")
 _NODE = "node-0"
-_ETCD_ANSWERS_S = 2.0
-"""For an etcd that someone else runs: it is there, or it is not."""
-_START_TIMEOUT_S = 30.0
+_ETCD_BUDGET_S = 2.0
+"""Seconds in which an etcd that someone else runs must answer."""
+_START_TIMEOUT_S = 120.0
+"""Longest wait for a service to answer: its imports alone take 30 s on an overloaded machine. The end of a service ends
+the wait."""
 
 
 class Cluster:
-    """The cluster of one job. Paths in ``cfg`` are made absolute, since services outlive this process's folder."""
+    """The cluster of one job. Paths in ``cfg`` are made absolute, since services outlive this process."""
 
     def __init__(self, cfg: Config, *, say: Callable[[str], None] = log.info) -> None:
         self.cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.expanduser().resolve()})
@@ -52,10 +56,10 @@ class Cluster:
 
     # -- up -----------------------------------------------------------------------------------------------------
     def up(self) -> ClusterInfo:
-        """Starts what is missing and returns when all of it answers.
+        """Starts what does not run and returns when every service answers.
 
-        Raises MachineUnfit (port taken, shared memory too small, no etcd program), EtcdUnavailable (a configured etcd
-        does not answer) or DeadlineExceeded. What this call started is taken down again when it fails.
+        Raises PreflightFailed (port taken, shared memory too small, no etcd program), EtcdUnavailable (a configured
+        etcd does not answer) or DeadlineExceeded; it then stops what it started.
         """
         before = {r.name for r in self.book.alive()}
         try:
@@ -74,7 +78,7 @@ class Cluster:
         self.dir.mkdir(parents=True, exist_ok=True)
         old = ClusterInfo.load(self.dir)
         endpoints = self._etcd(running, old)
-        if old and old.etcd_endpoints != endpoints:  # the survivors follow an etcd that is gone
+        if old and old.etcd_endpoints != endpoints:  # what still runs uses an etcd that is gone
             self._stop([r for r in self.book.alive() if not r.name.startswith("etcd")])
             running, old = {n for n in running if n.startswith("etcd")}, None
         tokens = self._tokens()
@@ -98,7 +102,7 @@ class Cluster:
             return
         if self.cfg.dcs.port:
             runtime.require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
-        self._unlink_segments()  # of a crashed run of this job: its room is ours
+        self._unlink_segments()  # of a crashed run of this job
         free = shutil.disk_usage(SHM).free
         if free < self.cfg.dcs.arena_bytes:
             raise PreflightFailed(
@@ -109,8 +113,8 @@ class Cluster:
     def _etcd(self, running: set[str], old: ClusterInfo | None) -> list[str]:
         if self.cfg.etcd.endpoints:
             endpoints = list(self.cfg.etcd.endpoints)
-            with EtcdClient.from_config(self.cfg.etcd, endpoints, retry_budget_s=_ETCD_ANSWERS_S) as etcd:
-                etcd.get(Keys(self.cfg.job).epoch())  # raises with what a person does about it
+            with EtcdClient.from_config(self.cfg.etcd, endpoints, retry_budget_s=_ETCD_BUDGET_S) as etcd:
+                etcd.get(Keys(self.cfg.job).epoch())  # raises EtcdUnavailable with a hint
             return endpoints
         if "etcd-0" in running and old:
             self._await("etcd", "etcd-0", lambda: any(etcd_server.healthy(e) for e in old.etcd_endpoints),
@@ -120,31 +124,32 @@ class Cluster:
         if why := etcd_server.objection(etcd_server.version(binary)):
             self._say(f"warning: {binary}: {why}")
         data = self.dir / "etcd"
-        if not running and self._can_go_on(data):
-            self._say("going on where the last cluster of this job broke off (`elastic-rl down` first to start anew)")
+        if not running and self._can_continue(data):
+            self._say("continuing with the data of this job's last cluster (`elastic-rl down` first to start afresh)")
         elif not running:
-            # Records of versions whose chunks are gone would only mislead: the store starts empty.
+            # Start with an empty etcd: records of versions whose chunks are gone would only mislead.
             shutil.rmtree(data, ignore_errors=True)
-            self._put_aside()
+            self._archive_old_run()
         port = int(old.etcd_endpoints[0].rpartition(":")[2]) if old and running and old.etcd_endpoints else 0
         if port:
             runtime.require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
         return [self._start_etcd(binary, data, port)]
 
-    def _can_go_on(self, data: Path) -> bool:
-        """Whether a crash of everything left both the store's data and a node's chunks. ``down`` leaves neither."""
+    def _can_continue(self, data: Path) -> bool:
+        """Whether a crash left both etcd's data and a node's chunks. ``down`` leaves neither."""
         chunks = self.dir / "disk" if not self.cfg.dcs.disk_dir else Path(self.cfg.dcs.disk_dir).expanduser()
         return (data / "member").is_dir() and bool(self.cfg.dcs.disk_bytes) and any(chunks.glob(f"{_NODE}/??/*"))
 
-    def _put_aside(self) -> None:
-        """Moves what an earlier run of the same name left out of the way: a new store is a new run."""
+    def _archive_old_run(self) -> None:
+        """Renames the step records of an earlier run of the same name and deletes its model: with an empty etcd this is
+        a new run."""
         records, model = self.cfg.job_dir / "steps.jsonl", self.cfg.job_dir / "model"
         if records.exists():
             records.rename(records.with_name(f"steps.{int(records.stat().st_mtime)}.jsonl"))
-        shutil.rmtree(model, ignore_errors=True)  # made from the old run's seed
+        shutil.rmtree(model, ignore_errors=True)  # initialised from the old run's seed
 
     def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
-        attempts = 1 if port else 3  # a port that was free a moment ago may be taken by somebody quicker
+        attempts = 1 if port else 3  # another process may take a port that was free
         for attempt in range(attempts):
             client, peer = port or runtime.free_port(), runtime.free_port()
             endpoint = f"127.0.0.1:{client}"
@@ -180,7 +185,7 @@ class Cluster:
         name, dcs = f"dcs-{_NODE}", self.cfg.dcs
         if name in running:
             return
-        # A record of a killed predecessor lives on until its lease ends; the new one is known by its pid.
+        # The record of a killed predecessor stays until its lease ends, so wait for one with the new pid.
         pid = self._spawn(name, processes.python(
             "elastic_rl.dcs.node.service", "--config", str(config), "--etcd", ",".join(endpoints), "--id", _NODE,
             f"--dcs.port={dcs.port or runtime.free_port(dcs.host)}"))
@@ -193,7 +198,8 @@ class Cluster:
             etcd.close()
 
     def _tokens(self) -> Path:
-        """The API's table of digests and, for the owner of this machine, the tokens; nobody else may read either."""
+        """Path of the API's tokens, for the owner of this machine. Creates them and the table of their digests; only
+        the owner may read either."""
         table, secret = self.dir / "tokens.json", self.dir / "credentials.json"
         if not (table.exists() and secret.exists()):
             tokens = {role.value: auth.new_token() for role in auth.Role}
@@ -203,14 +209,14 @@ class Cluster:
         return secret
 
     def _dcs_token(self) -> None:
-        """The secret that clients of the DCS nodes must know, unless the configuration names one."""
+        """Creates the secret that clients of the DCS nodes must present, unless the configuration names one."""
         path = self.dir / TOKEN_FILE
         if not self.cfg.dcs.token_file and not path.exists():
             _write_private(path, new_token())
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")
-        child = processes.spawn(cmd, log=self.dir / "logs" / f"{name}.log", service=True,
+        child = processes.spawn(cmd, log=self.cfg.log_dir / f"{name}.log", service=True,
                                 env={**(env or {}), OWNER_ENV: str(self.dir)})
         self.book.add(name, child.pid, url)
         return child.pid
@@ -220,23 +226,23 @@ class Cluster:
         try:
             runtime.wait_until(check, timeout_s=timeout_s, what=what, alive=record.alive, poll_s=0.1)
         except DeadlineExceeded as e:
-            log_file = self.dir / "logs" / f"{name}.log"
-            raise DeadlineExceeded(f"{e.message}; {_last_words(log_file)}", hint=f"see {log_file}") from e
+            log_file = self.cfg.log_dir / f"{name}.log"
+            raise DeadlineExceeded(f"{e.message}; {_last_message(log_file)}", hint=f"see {log_file}") from e
 
     # -- down ---------------------------------------------------------------------------------------------------
     def down(self) -> list[str]:
-        """Ends every process of the job, the compute plane first and etcd last, and removes its segments and the
-        cluster's files but for the logs. Returns the names of what was still running."""
+        """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
+        cluster's files except the logs. Returns the names of what was running."""
         records = self.book.all()
         stopped = [f"compute {pid}" for pid in processes.sweep(str(self.dir))]
         stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
-        # Marked, but without a record: a service whose start was interrupted.
+        # A service whose start was interrupted has no record.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self._unlink_segments()
         shutil.rmtree(self.cfg.ray_dir, ignore_errors=True)
         if not self.cfg.etcd.endpoints:
             shutil.rmtree(self.dir / "etcd", ignore_errors=True)
-            shutil.rmtree(self.dir / "disk", ignore_errors=True)  # chunks that no record refers to any more
+            shutil.rmtree(self.dir / "disk", ignore_errors=True)  # no record refers to these chunks any more
         for name in ("cluster.json", "tokens.json", "credentials.json", TOKEN_FILE):
             (self.dir / name).unlink(missing_ok=True)
         return stopped
@@ -255,7 +261,7 @@ class Cluster:
             if not _mapped(segment):
                 segment.unlink(missing_ok=True)
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------
     def connect(self) -> ClusterInfo:
         """The running cluster of this job. Raises EtcdUnavailable when it is not up."""
         info = ClusterInfo.load(self.dir)
@@ -291,20 +297,19 @@ def _answers(url: str, ca_file: str) -> bool:
 
 
 def _mapped(segment: Path) -> bool:
-    """Whether a living process maps the file: a cluster of the same job name in another folder may own it."""
+    """Whether a running process maps the file; it may belong to a cluster of the same job name in another folder."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             if str(segment) in maps.read_text():
                 return True
-        except OSError:  # it ended while we looked, or belongs to another user
+        except OSError:  # the process has ended or belongs to another user
             continue
     return False
 
 
-def _last_words(log_file: Path) -> str:
-    """The last line of a log, shortened; for JSON lines their message."""
-    lines = log_file.read_text(errors="replace").splitlines() if log_file.exists() else []
-    last = next((line for line in reversed(lines) if line.strip()), "its log is empty")
+def _last_message(log_file: Path) -> str:
+    """The last line of a log, shortened; of a JSON line its error or message."""
+    last = next((line for line in reversed(tail(log_file).splitlines()) if line.strip()), "its log is empty")
     try:
         parsed = json.loads(last)
         last = str(parsed.get("error") or parsed.get("message") or parsed.get("msg") or last)

@@ -1,4 +1,4 @@
-"""Looks at the machine before a run does: what is there, what is not, and how to mend it."""
+"""Preflight checks (`elastic-rl doctor`): what a machine has and lacks for a run, and how to fix it."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ _PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "
 class Verdict(StrEnum):
     OK = "ok"
     WARNING = "warning"
-    """A run works, with what the text says."""
+    """A run works, with the limitation that is found."""
     FAILED = "failed"
     """A run cannot work."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """The result of one check. ``fix``: what to do about it; empty when there is nothing to do."""
+
     check: str
     verdict: Verdict
     found: str
-    mend: str = ""
+    fix: str = ""
 
     def row(self) -> dict[str, str]:
         return asdict(self)
 
 
 def examine(cfg: Config) -> list[Finding]:
-    """Every check, in the order in which one would mend them."""
+    """Runs every check, in the order in which their findings are best fixed."""
     checks: tuple[Callable[[Config], Iterable[Finding]], ...] = (
         _python, _packages, _devices, _memory, _shared_memory, _etcd, _ports, _files)
     return [finding for check in checks for finding in check(cfg)]
@@ -68,7 +70,7 @@ def _packages(cfg: Config) -> Iterable[Finding]:
             continue
         same = found.partition("+")[0] == wanted
         yield Finding(name, Verdict.OK if same else Verdict.WARNING, found,
-                      "" if same else f"made and tested with {wanted}; run `bash ops/setup.sh`")
+                      "" if same else f"tested with {wanted}: run `bash ops/setup.sh`")
 
 
 def _devices(cfg: Config) -> Iterable[Finding]:
@@ -79,9 +81,9 @@ def _devices(cfg: Config) -> Iterable[Finding]:
         yield Finding("devices", Verdict.OK, f"{count} × {', '.join(names)}")
     elif cfg.device.type == "cuda":
         yield Finding("devices", Verdict.FAILED, "device.type is cuda and torch sees no CUDA device",
-                      "set --device.type=cpu, or mend the driver (`nvidia-smi`) and run `bash ops/setup.sh` again")
+                      "set --device.type=cpu, or fix the driver (`nvidia-smi`) and run `bash ops/setup.sh` again")
     elif shutil.which("nvidia-smi"):
-        yield Finding("devices", Verdict.WARNING, "nvidia-smi is here but torch sees no CUDA device",
+        yield Finding("devices", Verdict.WARNING, "nvidia-smi is installed but torch sees no CUDA device",
                       "run `nvidia-smi`; if it lists a GPU, remove .venv and run `bash ops/setup.sh`")
     else:
         yield Finding("devices", Verdict.OK, f"CPU, {len(os.sched_getaffinity(0))} cores")
@@ -91,14 +93,14 @@ def _memory(cfg: Config) -> Iterable[Finding]:
     free = psutil.virtual_memory().available / 2**30
     good = free >= _MEMORY_GIB
     yield Finding("memory", Verdict.OK if good else Verdict.WARNING, f"{free:.1f} GiB available",
-                  "" if good else f"the default job wants {_MEMORY_GIB:g} GiB; use --rollout.engines=1, or free some")
+                  "" if good else f"the default job needs {_MEMORY_GIB:g} GiB: free some, or set --rollout.engines=1")
 
 
 def _shared_memory(cfg: Config) -> Iterable[Finding]:
     free, need = shutil.disk_usage("/dev/shm").free, cfg.dcs.arena_bytes
-    found = f"{free >> 20} MiB free, the arena takes {need >> 20} MiB"
+    found = f"{free >> 20} MiB free, dcs.arena_bytes needs {need >> 20} MiB"
     if free < need:
-        yield Finding("/dev/shm", Verdict.FAILED, found, "set a smaller --dcs.arena_bytes, or make it larger: "
+        yield Finding("/dev/shm", Verdict.FAILED, found, "set a smaller --dcs.arena_bytes, or enlarge /dev/shm: "
                       "`mount -o remount,size=2G /dev/shm`, or `docker run --shm-size=2g`")
     else:
         yield Finding("/dev/shm", Verdict.OK, found)
@@ -168,7 +170,7 @@ def _ports(cfg: Config) -> Iterable[Finding]:
         except PreflightFailed as e:
             yield Finding(f"port {port}", Verdict.FAILED, e.message, e.hint)
     if not wanted:
-        yield Finding("ports", Verdict.OK, "none is fixed; free ones are chosen")
+        yield Finding("ports", Verdict.OK, "no port is configured; free ones are chosen")
 
 
 def _files(cfg: Config) -> Iterable[Finding]:
@@ -177,13 +179,14 @@ def _files(cfg: Config) -> Iterable[Finding]:
         folder = folder.parent
     free = shutil.disk_usage(folder).free / 2**30
     if not os.access(folder, os.W_OK):
-        yield Finding("run_dir", Verdict.FAILED, f"{folder} cannot be written", "set another --run_dir")
+        yield Finding("run_dir", Verdict.FAILED, f"{folder} cannot be written to",
+                      "set another --run_dir, or make it writable")
     else:
         yield Finding("run_dir", Verdict.OK if free >= 2 else Verdict.WARNING, f"{folder}: {free:.0f} GiB free",
-                      "" if free >= 2 else "free some disk: logs, the store and Ray need about 2 GiB")
+                      "" if free >= 2 else "free some disk space: logs, etcd, the DCS and Ray need about 2 GiB")
     limit = _open_files()
     yield Finding("open files", Verdict.OK if limit >= 4096 else Verdict.WARNING, f"at most {limit}",
-                  "" if limit >= 4096 else "`ulimit -n 65536`")
+                  "" if limit >= 4096 else "raise the limit: `ulimit -n 65536`")
 
 
 def _open_files() -> int:
@@ -192,6 +195,6 @@ def _open_files() -> int:
     return hard if hard != resource.RLIM_INFINITY else 1 << 20
 
 
-def unfit(findings: Iterable[Finding]) -> bool:
-    """Whether a run cannot work here."""
+def any_failed(findings: Iterable[Finding]) -> bool:
+    """Whether a run cannot work on this machine."""
     return any(f.verdict is Verdict.FAILED for f in findings)

@@ -1,8 +1,8 @@
-"""Owned child processes: they die with their parent, also after kill -9, and leave a record that the next start cleans.
+"""Child processes and services.
 
-Two kinds. A *child* is bound to its parent by the kernel (PR_SET_PDEATHSIG). A *service* is meant to outlive the
-command that started it; its record in ``<dir>/pids`` (pid and start time, so that a reused pid is never hit) lets a
-later command stop it or sweep up after a crash.
+The kernel ends a *child* when its parent ends, also after kill -9 (PR_SET_PDEATHSIG). A *service* outlives the command
+that started it; its record in ``<dir>/pids`` (pid and start time, so that a reused pid is never signalled) lets a later
+command stop it, also after a crash.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.runtime import die_with_parent
-
-# PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one long-lived thread.
-_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
+from elastic_rl.runtime import start_child
+from elastic_rl.telemetry.log_files import open_log
 
 
 def python(module: str, *args: str) -> list[str]:
@@ -33,26 +31,26 @@ def python(module: str, *args: str) -> list[str]:
 
 def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, service: bool = False,
           cwd: Path | None = None) -> subprocess.Popen[bytes]:
-    """Starts ``cmd`` in a process group of its own with stdout and stderr appended to ``log``.
-
-    A child dies with this process; a ``service`` does not. Raises MachineUnfit if the program cannot be started.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
+    """Starts ``cmd`` in a session of its own with stdout and stderr appended to ``log``. A child ends with this
+    process, a ``service`` does not. ``env`` is added to this process's environment. Raises PreflightFailed when the
+    program cannot be started."""
+    with open_log(log) as out:
+        popen: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT,
+                                 "env": {**os.environ, **(env or {})}, "cwd": cwd}
         try:
-            return _spawner.submit(
-                subprocess.Popen, list(cmd), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})}, start_new_session=True, cwd=cwd,
-                preexec_fn=None if service else die_with_parent).result()
+            if service:
+                return subprocess.Popen(list(cmd), start_new_session=True, **popen)
+            return start_child(cmd, **popen)
         except OSError as e:
-            raise PreflightFailed(f"cannot start {cmd[0]}: {e.strerror}", hint="run `elastic-rl doctor`") from e
+            raise PreflightFailed(f"cannot start {cmd[0]}: {e.strerror}",
+                                  hint="run `elastic-rl doctor` to check this machine") from e
 
 
 def stop(pid: int, *, grace_s: float = 5.0) -> None:
-    """Ends a process that we started, and its group: SIGTERM, then after ``grace_s`` SIGKILL. Absent ones are fine."""
+    """Ends a process and its group: SIGTERM, then after ``grace_s`` seconds SIGKILL. No error when it is gone."""
     try:
         process = psutil.Process(pid)
-        # Grandchildren may have left the group (torch and SGLang do); they are found before the parent goes.
+        # Grandchildren may be in other groups (torch's and SGLang's are); find them while their parent still runs.
         family = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return
@@ -66,8 +64,8 @@ def stop(pid: int, *, grace_s: float = 5.0) -> None:
 
 
 def _kill(family: Iterable[psutil.Process], *, grace_s: float) -> None:
-    """SIGKILL to all of them, but to Python's resource trackers last, and only if they do not end by themselves: they
-    unlink the named semaphores of the processes that were just killed."""
+    """Sends SIGKILL to all of them, to Python's resource trackers last and only when they do not end by themselves:
+    they unlink the named semaphores of the killed processes."""
     trackers: list[psutil.Process] = []
     others: list[psutil.Process] = []
     for process in family:
@@ -94,11 +92,12 @@ def _signal_group(pid: int, sig: int) -> None:
 
 
 RUN_MARK = "ELASTIC_RL_RUN"
-"""Environment variable that every process of a run's compute plane inherits; its value names the run."""
+"""Environment variable that every process of a run's compute plane inherits; its value identifies the run."""
 
 
 def marked(value: str, variable: str = RUN_MARK) -> list[psutil.Process]:
-    """Processes of this user that carry the mark in their environment, this one and its ancestors left out."""
+    """Processes of this user with this value of the variable in their environment, without this one and its
+    ancestors."""
     found = []
     own = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     for process in psutil.process_iter():
@@ -111,7 +110,7 @@ def marked(value: str, variable: str = RUN_MARK) -> list[psutil.Process]:
 
 
 def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list[int]:
-    """Ends whatever a dead run left behind: Ray's agents outlive a driver that was killed; the mark finds them."""
+    """Kills the processes that a run left behind: Ray's agents outlive a driver that was killed. Returns their pids."""
     victims = marked(value, variable)
     _kill(victims, grace_s=grace_s)
     return [p.pid for p in victims]
@@ -119,7 +118,7 @@ def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list
 
 @dataclass(frozen=True)
 class PidRecord:
-    """A service that was started: enough to find it again, and to know that it is still the same process."""
+    """A service that was started. The creation time tells it from another process with the same pid."""
 
     name: str
     pid: int
@@ -135,7 +134,7 @@ class PidRecord:
 
 
 class PidBook:
-    """The records of one folder, one JSON file a service."""
+    """The records in a folder, one JSON file a service."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -158,7 +157,7 @@ class PidBook:
         (self.folder / f"{name}.json").unlink(missing_ok=True)
 
     def stop_all(self, *, grace_s: float = 5.0) -> list[str]:
-        """Stops what is alive and forgets every record; returns the names that were alive."""
+        """Stops every service and deletes its record; returns the names of those that were running."""
         stopped = []
         for record in self.all():
             if record.alive():

@@ -32,7 +32,7 @@ class ActorRole(Role):
                                 start_timeout_s=cfg.trainer.start_timeout_s)
         self._peers = RoleClients(rollout=serve.get_app_handle("rollout"),
                                   advantages=serve.get_app_handle("advantages"),
-                            timeout_s=cfg.engine.request_timeout_s * (cfg.rollout.retries + 1))
+                            timeout_s=cfg.engine.request_timeout_s * (cfg.rollout.max_attempts + 1))
         self.loop = TrainingLoop(ctx, self.etcd, self.member, trainer, self._peers)
         self._failure: ElasticRLError | None = None
         self._thread = threading.Thread(target=self._run, name="training-loop", daemon=True)

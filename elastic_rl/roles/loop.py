@@ -53,7 +53,7 @@ class TrainingLoop:
         self.order = PromptOrder(len(self.task.train), self.cfg.seed)
         self.reward = REWARDS["exact_match"]
         self.ledger = Ledger(etcd, self.keys)
-        self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl", Trackers.of(
+        self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl", Trackers.from_names(
             self.cfg.telemetry.trackers, self.cfg.job_dir, self.cfg.job, self._tracker_failed))
         self.status = JobStatusWriter(etcd, self.keys, epoch=ctx.epoch, steps=self.cfg.train.steps,
                                       seed=self.cfg.seed)

@@ -35,7 +35,7 @@ class RolloutRole(Role):
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
         self.client = GenerateClient(ctx.router_url, timeout_s=ctx.config.engine.request_timeout_s,
-                                     retries=ctx.config.rollout.retries)
+                                     retries=ctx.config.rollout.max_attempts)
         self._answered = self._in_flight = 0  # prompt groups
         self._first_tokens = FirstSampleTrace(self.etcd, ctx.keys)
 
@@ -58,7 +58,7 @@ class RolloutRole(Role):
         self.member.progress(self._answered, phase, in_flight=self._in_flight)
 
     async def _group(self, prompt: list[int], request: GenerationRequest) -> list[Sample]:
-        for attempt in range(self.ctx.config.rollout.retries):
+        for attempt in range(self.ctx.config.rollout.max_attempts):
             asked_at = time.time()
             samples = await self.client.generate(
                 prompt, n=request.samples_per_prompt, temperature=request.temperature,

@@ -1,2 +1,1 @@
-"""What a process says about itself: logs (JSON lines), traces (OpenTelemetry), metrics (Prometheus), and the metrics of
-training for other programs. Imports nothing of the project but this package, so that every other part may use it."""
+"""Logs (JSON lines), traces (OpenTelemetry) and metrics (Prometheus) of a process, and trackers of training metrics."""

@@ -1,14 +1,17 @@
-"""Logging of every process of the project: JSON objects on stderr, one a line, so that a log of many processes that was
-merged by a collector can still be told apart."""
+"""Logging of every process of the project: one JSON object a line, on stderr."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
 from opentelemetry import trace
+
+from elastic_rl.telemetry.log_files import open_log
 
 _NOISY = ("httpx", "httpcore", "urllib3", "uvicorn.access", "apprise", "markdown", "opentelemetry", "asyncio")
 
@@ -37,10 +40,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def setup(process: str, level: str = "info") -> None:
-    """Sends every logger of this process to stderr. ``process`` names it, such as ``coordinator-a``; ``level`` is one
-    of debug, info, warning, error. Calling it again replaces the first setting."""
-    handler = logging.StreamHandler(sys.stderr)
+def setup(process: str, level: str = "info", *, file: Path | None = None) -> None:
+    """Sends every logger of this process to stderr, or to ``file``. ``process``: name of the process in each line, such
+    as ``coordinator-a``. ``level``: debug, info, warning or error. A later call replaces an earlier one."""
+    handler = logging.StreamHandler(io.TextIOWrapper(open_log(file), write_through=True) if file else sys.stderr)
     handler.setFormatter(JsonLines(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -1,6 +1,6 @@
 """Prometheus metrics of a process: one registry, one prefix, one text form.
 
-A metric is asked for by name where it is used; asking twice gives the same one, so modules need no import order.
+A metric is created by its first use; the same name gives the same metric, so the order of imports does not matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Buckets for durations in seconds."""
 
-disable_created_metrics()  # one more series a counter, and nothing here asks for it
+disable_created_metrics()  # it would double the series of counters
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
 PlatformCollector(registry=REGISTRY)

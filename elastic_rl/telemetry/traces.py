@@ -1,7 +1,7 @@
-"""OpenTelemetry spans. Without an endpoint every call here costs next to nothing and sends nothing.
+"""OpenTelemetry spans. Without an endpoint every call is almost free and sends nothing.
 
-A context travels as a *carrier*: a small dict of W3C headers, fit for JSON and for HTTP. The record of a version
-carries that of its publish, so that whatever follows from the version, in whichever process, belongs to one trace.
+A context crosses processes as a *carrier*: a small dict of W3C headers for JSON and HTTP. The record of a version holds
+the carrier of its publish, so that everything that is done with the version, in any process, belongs to one trace.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 _PROPAGATOR = TraceContextTextMapPropagator()
 _SCOPE = "elastic_rl"
 _SEND_EVERY_S = 1.0
-"""A process that is killed takes at most so much of its spans along."""
+"""A process that is killed loses the spans of at most this many seconds."""
 _provider: TracerProvider | None = None
-"""Our own and not OpenTelemetry's global one, which a library may set, and which cannot be taken back."""
+"""Not OpenTelemetry's global provider, which a library may set and which cannot be unset."""
 
 
 def setup(endpoint: str, service: str, *, timeout_s: float = 2.0) -> None:
-    """Exports spans of this process to an OTLP/HTTP collector such as ``http://collector:4318``; empty: does nothing.
+    """Exports the spans of this process to an OTLP/HTTP collector such as ``http://collector:4318``; empty: does
+    nothing. ``service``: name of the process's role.
 
-    Spans are sent by a background thread in batches, the last ones when the process ends in order; a collector that is
-    away costs dropped spans and nothing else. The first call counts, later ones are ignored until ``shutdown``.
+    A background thread sends spans in batches, the last ones at ``shutdown``. While the collector is unavailable spans
+    are dropped. The first call wins; later ones are ignored until ``shutdown``.
     """
     global _provider
     if not endpoint or _provider is not None:
@@ -53,7 +54,7 @@ def setup(endpoint: str, service: str, *, timeout_s: float = 2.0) -> None:
 
 
 def shutdown() -> None:
-    """Sends what is left, within the time-out of the export, and ends the export."""
+    """Sends the remaining spans, within the timeout of the export, and ends it."""
     global _provider
     ended, _provider = _provider, None
     if ended is not None:
@@ -61,7 +62,7 @@ def shutdown() -> None:
 
 
 def enabled() -> bool:
-    """Whether spans go anywhere."""
+    """Whether spans are exported."""
     return _provider is not None
 
 
@@ -71,15 +72,15 @@ def _tracer() -> trace.Tracer:
 
 @contextmanager
 def span(name: str, *, parent: Context | None = None, **attrs: str | int | float | bool) -> Iterator[trace.Span]:
-    """A span around a block. ``parent`` is what ``extract`` gave for a request from elsewhere; without it the current
-    span is the parent. An exception that leaves the block is recorded and marks the span as failed."""
+    """A span around a block. ``parent``: from ``extract``, for a request of another process; else the current span. An
+    exception that leaves the block is recorded and marks the span as failed."""
     with _tracer().start_as_current_span(name, context=parent, attributes=attrs) as current:
         yield current
 
 
 def record(name: str, began_at: float, ended_at: float, *, parent: Context | None = None,
            **attrs: str | int | float | bool) -> None:
-    """A span of something that is over. Times are unix seconds."""
+    """Records a span that has ended. Times are unix seconds."""
     done = _tracer().start_span(name, context=parent, attributes=attrs, start_time=int(began_at * 1e9))
     done.end(int(ended_at * 1e9))
 
@@ -92,10 +93,11 @@ def inject() -> dict[str, str]:
 
 
 def extract(carrier: Mapping[str, str]) -> Context:
-    """The context that ``inject`` wrote elsewhere; give it to ``span(parent=…)``."""
+    """The context of a carrier from ``inject`` in another process, for ``span(parent=…)``."""
     return _PROPAGATOR.extract(dict(carrier), context=otel_context.get_current())
 
 
 def current_or(carrier: Mapping[str, str]) -> Context | None:
-    """The parent for work on something that carries a context: the current span if there is one, else that context."""
+    """The parent of a span about something that has a carrier: None for the current span, else the carrier's
+    context."""
     return None if trace.get_current_span().get_span_context().is_valid else extract(carrier)

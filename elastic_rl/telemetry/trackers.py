@@ -1,11 +1,11 @@
-"""The metrics of training for TensorBoard and W&B, beside the run's own log.
+"""Training metrics for TensorBoard and W&B, beside the run's own log.
 
-They are somebody else's programs, so each has a thread and a short queue of its own: one that hangs, fails or cannot
-keep up loses rows, is told of once, and costs the training nothing.
+Trackers are third-party code, so each has a thread and a bounded queue of its own: one that hangs, fails or cannot keep
+up loses rows, is reported once, and does not delay the training.
 
-After a recovery steps are done again. For TensorBoard a new file then says from which step on the earlier ones are to
-be purged. W&B cannot go back: each row has its step as a metric of its own, which is the x axis, and the number of its
-attempt; of a step that is there twice the row of the higher attempt counts.
+A recovery repeats steps. For TensorBoard a new file then names the step from which on the earlier ones are purged. W&B
+cannot go back: each row has its step as a metric, which is the x axis, and the number of its attempt; of a step that is
+there twice, the row with the higher attempt is valid.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
 
-_ROWS = 1000
+_MAX_QUEUED = 1000
 """Rows that may wait for a tracker; further ones are dropped."""
 _RUNS = {"step": "rl", "eval": "rl", "sft": "sft"}
-"""Kind of record → the run that it belongs to: each counts its steps for itself."""
+"""Kind of a record → the run that it belongs to; each run counts its own steps."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,12 @@ class Row:
     run: str
     step: int
     values: Mapping[str, float]
-    again: bool = False
-    """The first row of a step that was done before, or of a process: what was told of this step and later ones is
-    undone."""
+    rewinds: bool = False
+    """Whether earlier rows of this step and later ones are void: the first row of a repeated step, or of a process."""
 
 
 def scalars(kind: str, fields: Mapping[str, Any]) -> tuple[str, int, dict[str, float]] | None:
-    """Run, step and numbers of a record of the run log; None for one that is no step of training. Pure."""
+    """Run, step and numbers of a record of the run log; None for a record that is no training step. Pure."""
     if kind not in _RUNS or "step" not in fields:
         return None
     values: dict[str, float] = {}
@@ -55,8 +54,8 @@ def scalars(kind: str, fields: Mapping[str, Any]) -> tuple[str, int, dict[str, f
     return _RUNS[kind], int(fields["step"]), values
 
 
-class Order:
-    """Notices steps that come again. ``eval`` records belong to a step that was told already."""
+class RewindDetector:
+    """Detects repeated steps. An ``eval`` record belongs to a step that was seen already."""
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
@@ -67,13 +66,13 @@ class Order:
             return None
         run, step, values = found
         last = self._last.get(run)
-        again = last is None or step < last or (step == last and kind != "eval")
+        rewinds = last is None or step < last or (step == last and kind != "eval")
         self._last[run] = step
-        return Row(run, step, values, again)
+        return Row(run, step, values, rewinds)
 
 
 class Tracker(Protocol):
-    """Made and called in one thread. May raise anything: then it is not called again."""
+    """Created and called in one thread. After any exception it is not called again."""
 
     def write(self, row: Row) -> None: ...
 
@@ -81,7 +80,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in ``folder``, one subfolder a run: what ``tensorboard --logdir`` shows as two runs."""
+    """Writes event files in ``folder``, one subfolder a run, which ``tensorboard --logdir`` shows as two runs."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -89,14 +88,14 @@ class TensorBoard:
         self._writers: dict[str, Any] = {}
 
     def write(self, row: Row) -> None:
-        if row.again:
+        if row.rewinds:
             if row.run in self._writers:
                 self._writers.pop(row.run).close()
             self._writers[row.run] = self._make(str(self._folder / row.run), purge_step=row.step)
         writer = self._writers[row.run]
         for name, value in row.values.items():
             writer.add_scalar(name, value, row.step)
-        writer.flush()  # a process that is killed has told what it did
+        writer.flush()  # a process that is killed has written its rows
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -104,8 +103,8 @@ class TensorBoard:
 
 
 class WandB:
-    """An offline run of W&B in ``folder``/wandb, to be uploaded with ``wandb sync``. Each process of the actor makes
-    one of its own; the runs of a job are one group."""
+    """Writes an offline run of W&B in ``folder``/wandb, for ``wandb sync``. Each process of the actor makes one; the
+    runs of a job are one group."""
 
     def __init__(self, folder: Path, job: str) -> None:
         import wandb
@@ -120,7 +119,7 @@ class WandB:
             self._run.define_metric(f"{run}/*", step_metric=f"{run}/step")
 
     def write(self, row: Row) -> None:
-        self._attempts[row.run] = self._attempts.get(row.run, 0) + row.again
+        self._attempts[row.run] = self._attempts.get(row.run, 0) + row.rewinds
         values = {"step": row.step, "attempt": self._attempts[row.run], **row.values}
         self._run.log({f"{row.run}/{name}": value for name, value in values.items()})
 
@@ -128,13 +127,13 @@ class WandB:
         self._run.finish()
 
 
-class _Lane:
-    """A tracker's thread and queue. ``failed`` is called at most once, in a thread that nobody waits for."""
+class _TrackerThread:
+    """A tracker's thread and queue. ``failed`` is called at most once, in a thread of its own."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], failed: Callable[[str, str], None]) -> None:
         self._name, self._make, self._failed = name, make, failed
-        self._rows: queue.Queue[Row | None] = queue.Queue(_ROWS)
-        self._told = False
+        self._rows: queue.Queue[Row | None] = queue.Queue(_MAX_QUEUED)
+        self._reported = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -142,7 +141,7 @@ class _Lane:
         try:
             self._rows.put_nowait(row)
         except queue.Full:
-            self._tell(f"it does not keep up: {_ROWS} rows wait, further ones are dropped")
+            self._report(f"too slow: {_MAX_QUEUED} rows are queued, further ones are dropped")
 
     def close(self, timeout_s: float) -> None:
         try:
@@ -157,41 +156,41 @@ class _Lane:
             while (row := self._rows.get()) is not None:
                 tracker.write(row)
             tracker.close()
-        except Exception as e:  # whatever somebody else's code raises: the training must not care
-            self._tell(f"{type(e).__name__}: {e}")
-            while self._rows.get() is not None:  # what is still offered goes nowhere
+        except Exception as e:  # third-party code: the training must not depend on it
+            self._report(f"{type(e).__name__}: {e}")
+            while self._rows.get() is not None:  # drop what is still offered
                 pass
 
-    def _tell(self, why: str) -> None:
-        if not self._told:
-            self._told = True
-            log.warning("the metrics of training go no longer to %s: %s", self._name, why)
+    def _report(self, why: str) -> None:
+        if not self._reported:
+            self._reported = True
+            log.warning("training metrics are no longer sent to %s: %s", self._name, why)
             threading.Thread(target=self._failed, args=(self._name, why), daemon=True).start()
 
 
 class Trackers:
-    """Those that were asked for, by name. ``offer`` never waits and never raises."""
+    """The configured trackers. ``offer`` never waits and never raises."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tracker]], failed: Callable[[str, str], None]) -> None:
-        """``failed`` gets the name of a tracker that gave up, or that cannot keep up, and why; once each."""
-        self._lanes = [_Lane(name, make, failed) for name, make in makers.items()]
-        self._order = Order()
+        """``failed`` gets the name of a tracker that failed or is too slow, and the reason; once each."""
+        self._threads = [_TrackerThread(name, make, failed) for name, make in makers.items()]
+        self._rewinds = RewindDetector()
 
     @classmethod
-    def of(cls, names: Sequence[str], folder: Path, job: str, failed: Callable[[str, str], None]) -> Trackers:
-        """``names``: tensorboard, wandb. They write into folders of their name in ``folder``."""
+    def from_names(cls, names: Sequence[str], folder: Path, job: str, failed: Callable[[str, str], None]) -> Trackers:
+        """``names``: of tensorboard and wandb. Each writes into a folder of its name in ``folder``."""
         makers: dict[str, Callable[[], Tracker]] = {
             "tensorboard": lambda: TensorBoard(folder / "tensorboard"), "wandb": lambda: WandB(folder, job)}
         return cls({name: makers[name] for name in names}, failed)
 
     def offer(self, kind: str, fields: Mapping[str, Any]) -> None:
         """A record of the run log."""
-        row = self._order.row(kind, fields) if self._lanes else None
+        row = self._rewinds.row(kind, fields) if self._threads else None
         if row is not None:
-            for lane in self._lanes:
-                lane.offer(row)
+            for thread in self._threads:
+                thread.offer(row)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Has them write what is left; waits so long for each at most."""
-        for lane in self._lanes:
-            lane.close(timeout_s)
+        """Writes what is queued, for at most ``timeout_s`` seconds a tracker."""
+        for thread in self._threads:
+            thread.close(timeout_s)

@@ -21,7 +21,7 @@ _installed = False
 
 
 def install() -> None:
-    """Redirects torch.cuda to the CPU for Megatron. Raises MachineUnfit when CUDA is available. Idempotent."""
+    """Redirects torch.cuda to the CPU for Megatron. Raises PreflightFailed when CUDA is available. Idempotent."""
     global _installed
     if torch.cuda.is_available():
         raise PreflightFailed("the CPU stand-in for Megatron was asked for on a host with CUDA",

@@ -152,7 +152,7 @@ def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Jo
 
 
 @pytest.mark.parametrize("job", [
-    {**UNTAUGHT, "train.steps": 30, "train.state_every_steps": 5, "coordinator.hang_floor_s": 8}], indirect=True)
+    {**UNTAUGHT, "train.steps": 30, "train.state_every_steps": 5, "coordinator.hang_min_s": 8}], indirect=True)
 def test_a_hung_group_is_restarted_and_so_is_what_an_operator_wants_anew(job: Job) -> None:
     report = job.run(lambda scene, steps: [(6, TrainerRankStopped(scene)), (14, Restarted(scene, "roles/advantages")),
                                            (17, Restarted(scene, "job"))])

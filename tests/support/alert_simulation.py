@@ -1,5 +1,5 @@
-"""A job's alerting under a virtual clock: the leader's real code, on a store in memory that can die at any write, with
-receivers that fail in every way. For thousands of seeds; the real etcd and real services have tests of their own."""
+"""The alerts of a job under a virtual clock: the leader's real code, which can die at any write, on a store in memory,
+and receivers that fail in every way. For thousands of seeds; real etcd and real services have tests of their own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from elastic_rl.config import AlertConfig, Config
 from elastic_rl.coordinator.alerts.controller import AlertController
-from elastic_rl.coordinator.alerts.delivery import Outcome, ReceiverQueue
 from elastic_rl.coordinator.alerts.facts import World
 from elastic_rl.coordinator.alerts.notifier import NOT_LEADING, Notification
+from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, NotificationGroup, ReceiverQueue
 from elastic_rl.coordinator.alerts.receivers import Receiver
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
 from elastic_rl.coordinator.membership.registry import LastSeen
@@ -22,7 +22,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Record, Severity, Silence
 
 KEYS = Keys("j")
-GUARD = KEYS.leader("it")
+GUARD = KEYS.leader("leader")
 TICK_S = 1.0
 SKEW_S = 3.0
 LATENCY_S = 4.0
@@ -33,16 +33,16 @@ class Died(Exception):
 
 
 class MemoryStore:
-    """What ``AlertController`` needs of etcd. The process that calls dies at write number ``die_at``: before the
-    write when that is odd, else after it and before the answer."""
+    """What ``AlertController`` needs of etcd. The calling process dies at write number ``die_at``: before the write
+    when that is odd, else after it and before the answer."""
 
     def __init__(self) -> None:
         self.kvs: dict[str, KeyValue] = {}
         self.revision, self.writes, self.die_at = 1, 0, 0
-        self.parcels: dict[str, ReceiverQueue] = {}
-        """By id, the mailbox as it was when its parcel was first written."""
+        self.groups: dict[str, NotificationGroup] = {}
+        """By id, as first written."""
         self.silenced: set[tuple[str, str]] = set()
-        """Parcel and alert, of alerts that were silenced when the parcel was first written."""
+        """Group and alert, of alerts that were silenced when the group was first written."""
 
     def get(self, key: str) -> KeyValue | None:
         return self.kvs.get(key)
@@ -82,86 +82,85 @@ class MemoryStore:
             self.kvs[op.key] = KeyValue(op.key, op.data, old.create_revision if old else self.revision, self.revision,
                                         old.version + 1 if old else 1, 0)
         if op.kind == "put" and op.key.startswith(KEYS.receivers_prefix()):
-            box = ReceiverQueue.decode(op.data)
-            if box.parcel is not None and box.parcel.id not in self.parcels:
-                self.parcels[box.parcel.id] = box
+            group = ReceiverQueue.decode(op.data).in_flight
+            if group is not None and group.id not in self.groups:
+                self.groups[group.id] = group
                 for alert in (Alert.decode(kv.value) for kv in self.range(KEYS.alerts_prefix())[0]):
-                    if alert.silenced_by and alert.id in box.parcel.alerts:
-                        self.silenced.add((box.parcel.id, alert.id))
+                    if alert.silenced_by and alert.id in group.alerts:
+                        self.silenced.add((group.id, alert.id))
 
 
 @dataclass
-class Heard:
-    """A letter that arrived."""
+class Delivered:
+    """A notification that arrived."""
 
     at: float
     receiver: str
-    parcel: str
     phase: Phase
     alerts: list[str]
 
 
 @dataclass
-class _Sent:
-    letter: Notification
-    begins: float
+class _Attempt:
+    notification: Notification
+    starts: float
     ends: float
     arrives: bool
     ok: bool
 
 
-class SlowPost:
-    """A process's notifier. Each receiver takes a letter, refuses it, or takes it while its answer is lost."""
+class SlowSender:
+    """The sender of one process. A receiver takes a notification, refuses it, or takes it while the answer is lost."""
 
     job = "j"
 
-    def __init__(self, house: House) -> None:
-        self._house, self._out = house, dict[str, _Sent]()
-        self._outcomes: dict[str, Outcome] = {}
-        self.receivers = house.receivers
-        self.alive = True
+    def __init__(self, simulation: AlertSimulation) -> None:
+        self._simulation, self.attempts = simulation, dict[str, _Attempt]()
+        self._results: dict[str, AttemptResult] = {}
+        self.receivers = simulation.receivers
 
-    def send(self, receiver: str, letter: Notification) -> bool:
-        house, rng = self._house, self._house.rng
-        begins = house.t + rng.choice([0.0, 0.0, TICK_S])
-        fate = house.health(receiver)
-        ends = begins + rng.uniform(0.1, LATENCY_S)
-        self._out[receiver] = _Sent(letter, begins, ends, fate != "dead", fate == "well")
-        self._outcomes.pop(receiver, None)
+    def send(self, receiver: str, notification: Notification) -> bool:
+        simulation, rng = self._simulation, self._simulation.rng
+        starts = simulation.t + rng.choice([0.0, 0.0, TICK_S])
+        health = simulation.health(receiver)
+        ends = starts + rng.uniform(0.1, LATENCY_S)
+        self.attempts[receiver] = _Attempt(notification, starts, ends, health != "dead", health == "healthy")
+        self._results.pop(receiver, None)
         return True
 
     def busy(self, receiver: str) -> bool:
-        return receiver in self._out
+        return receiver in self.attempts
 
-    def outcome(self, receiver: str) -> Outcome | None:
-        return self._outcomes.get(receiver)
+    def last_result(self, receiver: str) -> AttemptResult | None:
+        return self._results.get(receiver)
 
     def work(self, *, stopped: bool) -> None:
-        """Time goes on. A process that is stopped gives what it began to the network, and begins nothing."""
-        for name, sent in list(self._out.items()):
-            letter = sent.letter
-            if sent.begins >= 0 and self._house.t >= sent.begins and not stopped:
-                if not letter.may_send():
-                    del self._out[name]
-                    self._outcomes[name] = Outcome(letter.parcel, letter.attempt, False, NOT_LEADING)
+        """Advances the attempts. Those of a stopped process that have started go on in the network; none starts."""
+        for name, attempt in list(self.attempts.items()):
+            notification = attempt.notification
+            if attempt.starts >= 0 and self._simulation.t >= attempt.starts and not stopped:
+                if not notification.may_send():
+                    del self.attempts[name]
+                    self._results[name] = AttemptResult(notification.group_id, notification.attempt, False, NOT_LEADING)
                     continue
-                self._house.attempts[name].append(self._house.t)
-                sent.begins = -1.0
-            if sent.begins < 0 and self._house.t >= sent.ends:
-                if sent.arrives:
-                    self._house.hear(name, letter)
-                del self._out[name]
-                self._outcomes[name] = Outcome(letter.parcel, letter.attempt, sent.ok, "" if sent.ok else "no")
+                self._simulation.attempts[name].append(self._simulation.t)
+                attempt.starts = -1.0
+            if attempt.starts < 0 and self._simulation.t >= attempt.ends:
+                if attempt.arrives:
+                    self._simulation.deliver(name, notification)
+                del self.attempts[name]
+                self._results[name] = AttemptResult(notification.group_id, notification.attempt, attempt.ok,
+                                                    "" if attempt.ok else "refused")
 
 
 @dataclass
-class _Leader:
+class SimulatedLeader:
     """A process that leads, or believes it does."""
 
     term: int
     skew_s: float
-    post: SlowPost
-    alerting: AlertController
+    sender: SlowSender
+    controller: AlertController
     stopped: bool = False
 
 
@@ -171,17 +170,17 @@ class Cursor(Record):
 
 @dataclass
 class Fault:
-    """One fault, that comes and goes. A reported one is told by events, the other seen in the roster."""
+    """A fault that comes and goes. A reported one is announced by events, the other seen in the member registry."""
 
     subject: str
     reported: bool
     severity: Severity
-    there: bool = False
+    present: bool = False
     episodes: int = 0
 
 
 @dataclass
-class House:
+class AlertSimulation:
     rng: random.Random
     per_minute: int = 10
     group_wait_s: float = 2.0
@@ -190,33 +189,32 @@ class House:
 
     def __post_init__(self) -> None:
         self.receivers = [Receiver("pager", frozenset({"error"})), Receiver("chat")]
-        self.cfg = Config(job="j", alerts=AlertConfig(messages_per_minute=self.per_minute,
+        self.cfg = Config(job="j", alerts=AlertConfig(max_notifications_per_minute=self.per_minute,
                                                       group_wait_s=self.group_wait_s))
-        self.leaders: list[_Leader] = []
+        self.leaders: list[SimulatedLeader] = []
         self.faults: list[Fault] = []
         self.events: list[tuple[int, Condition | None, str]] = []
-        self.heard: list[Heard] = []
+        self.delivered: list[Delivered] = []
         self.attempts: dict[str, list[float]] = defaultdict(list)
         self.opened: dict[str, Alert] = {}
-        self.sick: dict[str, str] = {}
+        self.unhealthy: dict[str, str] = {}
 
-    # -- the outside -------------------------------------------------------------------------------------------
+    # -- the environment ---------------------------------------------------------------------------------------
     def health(self, receiver: str) -> str:
-        """well, dead (nothing arrives) or mute (it arrives, and the answer is lost)."""
-        return self.sick.get(receiver, "well")
+        """healthy, dead (nothing arrives) or mute (it arrives, and the answer is lost)."""
+        return self.unhealthy.get(receiver, "healthy")
 
-    def hear(self, receiver: str, letter: Notification) -> None:
-        box = self.etcd.parcels[letter.parcel]
-        assert box.parcel is not None
-        self.heard.append(Heard(self.t, receiver, letter.parcel, box.parcel.phase, box.parcel.alerts))
+    def deliver(self, receiver: str, notification: Notification) -> None:
+        group = self.etcd.groups[notification.group_id]
+        self.delivered.append(Delivered(self.t, receiver, group.phase, group.alerts))
 
-    def turn(self, fault: Fault) -> None:
-        fault.there = not fault.there
-        fault.episodes += fault.there
+    def toggle(self, fault: Fault) -> None:
+        fault.present = not fault.present
+        fault.episodes += fault.present
         if fault.reported:
             revision = self.etcd.put(KEYS.event(f"{len(self.events):06}"), Cursor(revision=0))
             self.events.append((revision, Condition("publish.failed", fault.subject, "m", fault.severity,
-                                                    revision=revision), "") if fault.there else
+                                                    revision=revision), "") if fault.present else
                                (revision, None, f"publish.failed/{fault.subject}"))
 
     def silence(self, subject: str, for_s: float) -> None:
@@ -224,27 +222,29 @@ class House:
             id=f"s{self.etcd.revision}", subject=subject, created_at=self.t, until=self.t + for_s))
 
     # -- leaders -----------------------------------------------------------------------------------------------
-    def elect(self) -> _Leader:
+    def elect(self) -> SimulatedLeader:
         """A new process leads from now on, whatever the old ones believe."""
         self.etcd.die_at = 0
         self.etcd.kvs.pop(GUARD, None)
         self.etcd.txn([], [Op.put(GUARD, b"")])
-        leader = _Leader(self.etcd.revision, self.rng.uniform(-SKEW_S, SKEW_S), SlowPost(self), None)  # type: ignore
+        leader = SimulatedLeader(self.etcd.revision, self.rng.uniform(-SKEW_S, SKEW_S), SlowSender(self),
+                                 None)  # type: ignore[arg-type]
 
         def guarded(compares: Sequence[Compare], then: Sequence[Op]) -> bool:
-            mine = Compare.create(GUARD, "==", leader.term)
-            if self.etcd.txn([mine, *compares], then):
+            own_term = Compare.create(GUARD, "==", leader.term)
+            if self.etcd.txn([own_term, *compares], then):
                 return True
-            if not self.etcd.txn([mine], []):
+            if not self.etcd.txn([own_term], []):
                 raise Fenced("over")
             return False
 
-        leader.alerting = AlertController(self.etcd, KEYS, self.cfg, leader.post, guarded,  # type: ignore
-                                   leads=lambda: self.leads(leader), clock=lambda: self.t + leader.skew_s)
+        leader.controller = AlertController(
+            self.etcd, KEYS, self.cfg, leader.sender, guarded,  # type: ignore[arg-type]
+            leads=lambda: self.leads(leader), clock=lambda: self.t + leader.skew_s)
         self.leaders.append(leader)
         return leader
 
-    def leads(self, leader: _Leader) -> bool:
+    def leads(self, leader: SimulatedLeader) -> bool:
         guard = self.etcd.get(GUARD)
         return guard is not None and guard.create_revision == leader.term
 
@@ -252,8 +252,8 @@ class House:
     def leaderless(self) -> bool:
         return not any(self.leads(x) and not x.stopped for x in self.leaders)
 
-    def look(self, leader: _Leader) -> None:
-        """One look of a process that believes it leads. Raises Died."""
+    def reconcile(self, leader: SimulatedLeader) -> None:
+        """One pass of a process that believes it leads. Raises Died."""
         found = self.etcd.get(KEYS.event_cursor())
         cursor = Cursor.decode(found.value).revision if found else 0
         fresh = [e for e in self.events if e[0] > cursor]
@@ -268,10 +268,10 @@ class House:
             Compare.mod(KEYS.event_cursor(), "==", found.mod_revision if found else 0),
             Op.put(KEYS.event_cursor(), Cursor(revision=fresh[-1][0]).encode()))]
         dead = [LastSeen(role="dcs", id=f.subject, incarnation="i", host=f"h{f.subject[-1]}", first_seen=1, dead_at=2)
-                for f in self.faults if f.there and not f.reported]
+                for f in self.faults if f.present and not f.reported]
         try:
-            leader.alerting.update(World("j", roster=dead), reports, over, write)
-            leader.alerting.deliver()
+            leader.controller.update(World("j", roster=dead), reports, over, write)
+            leader.controller.deliver()
         except Fenced:
             assert not self.leads(leader)
         for kv in self.etcd.range(KEYS.alerts_prefix())[0]:
@@ -282,30 +282,30 @@ class House:
     def tick(self) -> None:
         self.t += TICK_S
         for leader in list(self.leaders):
-            leader.post.work(stopped=leader.stopped)
+            leader.sender.work(stopped=leader.stopped)
             if not leader.stopped:
                 try:
-                    self.look(leader)
+                    self.reconcile(leader)
                 except Died:
-                    self.die(leader)
+                    self.kill(leader)
 
-    def die(self, leader: _Leader) -> None:
-        """kill -9. What its threads had begun to send may still arrive; it is like the network's delay."""
+    def kill(self, leader: SimulatedLeader) -> None:
+        """kill -9. What it had started to send may still arrive, as after a delay of the network."""
         if self.rng.random() < 0.5:
-            for name, sent in leader.post._out.items():
-                if sent.begins < 0 and sent.arrives:
-                    self.hear(name, sent.letter)
+            for name, attempt in leader.sender.attempts.items():
+                if attempt.starts < 0 and attempt.arrives:
+                    self.deliver(name, attempt.notification)
         self.leaders.remove(leader)
 
     @property
-    def quiet(self) -> bool:
-        """Nothing is left to tell."""
-        boxes = [ReceiverQueue.decode(kv.value) for kv in self.etcd.range(KEYS.receivers_prefix())[0]]
-        return not self.etcd.range(KEYS.alerts_prefix())[0] and not any(b.parcel for b in boxes)
+    def settled(self) -> bool:
+        """Whether no alert and no notification is left."""
+        queues = [ReceiverQueue.decode(kv.value) for kv in self.etcd.range(KEYS.receivers_prefix())[0]]
+        return not self.etcd.range(KEYS.alerts_prefix())[0] and not any(q.in_flight for q in queues)
 
-    def run_until_quiet(self, seconds: float) -> None:
+    def run_until_settled(self, seconds: float) -> None:
         end = self.t + seconds
-        while self.t < end and not self.quiet:
+        while self.t < end and not self.settled:
             self.run(5.0)
 
     def run(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What lies in ops/monitoring, for the tests of it."""
+"""Readers of ops/monitoring for its tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions() -> dict[str, str]:
-    """Every PromQL expression of the rules and of the dashboard, by where it is."""
+    """Every PromQL expression of the rules and the dashboard, by its place."""
     found = {f"rule {rule['alert']}": rule["expr"] for rule in rules()}
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):

@@ -22,7 +22,7 @@ _BATCH = 100
 def measure(rig: Testbed) -> list[Row]:
     samples = 10 if rig.options.quick else 50
     rows = []
-    with rig.replicas("a", coordinator={"events_keep": COUNT + 1000}) as replicas:
+    with rig.replicas("a", coordinator={"max_events": COUNT + 1000}) as replicas:
         _fill(rig, replicas.keys)
         ranges = {"versions": replicas.keys.versions_prefix("policy"), "events": replicas.keys.events_prefix()}
         with httpx.Client(base_url=replicas.urls["a"], timeout=60.0) as client:

@@ -1,7 +1,7 @@
-"""``alerts test``: a notice that goes the way of every alert, to each receiver, and what became of it.
+"""``alerts test``: sends a test notification to every receiver, the way of every alert, and reports its delivery.
 
-The test is an alert in etcd, which the leader delivers and forgets some minutes later; so it may be asked for, and its
-result read, on any replica.
+The test is an alert in etcd, which the leader delivers and drops some minutes later, so any replica can start one and
+read its result.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from elastic_rl.config import AlertConfig
 from elastic_rl.coordinator.alerts import receivers, state_machine
-from elastic_rl.coordinator.alerts.delivery import ReceiverQueue
-from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
+from elastic_rl.coordinator.alerts.receiver_queue import ReceiverQueue
+from elastic_rl.coordinator.alerts.state_machine import Alert, Phase, notified_entry
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.operations.service import Once
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
@@ -24,26 +24,26 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 
 _POLL_S = 0.1
-_MOST = 20
-"""Tests that are kept at once."""
+_MAX_TESTS = 20
+"""Tests that are stored at once."""
 
 
 class DeliveryStatus(StrEnum):
     DELIVERED = "delivered"
     FAILED = "failed"
-    """The service was asked since the test began and did not take it; it is asked again for some minutes."""
+    """An attempt since the test started has failed; it is retried for some minutes."""
     WAITING = "waiting"
-    """It was not its turn yet: the receiver's messages for this minute are used up, or the leader is busy."""
+    """No attempt yet: the receiver's rate limit is reached, or the leader is busy."""
 
 
 class ReceiverResult(BaseModel):
     receiver: str
-    fate: DeliveryStatus
+    status: DeliveryStatus
     detail: str = ""
 
 
 class TestResult(BaseModel):
-    """What became of a test so far."""
+    """The delivery of a test so far."""
 
     __test__ = False  # not one of pytest's
 
@@ -52,21 +52,22 @@ class TestResult(BaseModel):
 
     @property
     def done(self) -> bool:
-        return all(r.fate is not DeliveryStatus.WAITING for r in self.receivers)
+        return all(r.status is not DeliveryStatus.WAITING for r in self.receivers)
 
     @property
     def ok(self) -> bool:
-        return all(r.fate is DeliveryStatus.DELIVERED for r in self.receivers)
+        return all(r.status is DeliveryStatus.DELIVERED for r in self.receivers)
 
 
 def begin(etcd: EtcdClient, keys: Keys, election: Election, *, by: str = "operator", once: Once | None = None) -> str:
-    """Writes a test down and returns its id. Needs the leadership. Raises problems: 409 when too many tests are under
-    way, or when ``once`` says that the same request is carried out already; 503 without leadership."""
+    """Starts a test and returns its id. Needs the leadership. Raises problems: 409 when too many tests are in progress
+    or when ``once`` shows that the same request was made before; 503 without leadership."""
     if not election.is_leader:
         raise no_leader(f"{election.replica} does not lead")
     prefix = f"{keys.alerts_prefix()}{state_machine.TEST}/"
-    if etcd.count(prefix) >= _MOST:
-        raise Problem(409, "conflict", "Too many tests are under way", f"{_MOST} at most; wait some minutes")
+    if etcd.count(prefix) >= _MAX_TESTS:
+        raise Problem(409, "conflict", "Too many tests are in progress",
+                      f"at most {_MAX_TESTS}; try again in a few minutes")
     test = state_machine.make_test_alert(time.time(), secrets.token_hex(6), by)
     guard, ops = election.guard, [Op.put(keys.alert(f"{test.key}/{test.id}"), test.encode())]
     compares = [*guard, *once.compares] if once else guard
@@ -79,24 +80,25 @@ def begin(etcd: EtcdClient, keys: Keys, election: Election, *, by: str = "operat
 
 
 def planned(names: Sequence[str]) -> TestResult:
-    """The result of a test that was not begun."""
-    return TestResult(id="", receivers=[ReceiverResult(receiver=name, fate=DeliveryStatus.WAITING) for name in names])
+    """The result of a dry run."""
+    return TestResult(id="", receivers=[ReceiverResult(receiver=name, status=DeliveryStatus.WAITING) for name in names])
 
 
 def result(etcd: EtcdClient, keys: Keys, names: Sequence[str], test_id: str) -> TestResult:
-    """What became of a test so far, by receiver (``names``: ``receivers.names``). Raises a 404 problem when it is
-    unknown or long over."""
+    """The delivery of a test so far. ``names``: of the receivers. Raises a 404 problem for a test that is unknown or
+    was dropped."""
     found = etcd.get(keys.alert(f"{state_machine.TEST}/{test_id}/{test_id}"))
     if found is None:
         raise not_found("test", test_id)
     test = Alert.decode(found.value)
-    boxes = {b.receiver: b for b in (ReceiverQueue.decode(kv.value) for kv in etcd.range(keys.receivers_prefix())[0])}
-    return TestResult(id=test_id, receivers=[_fate(test, n, boxes.get(n)) for n in names])
+    queues = (ReceiverQueue.decode(kv.value) for kv in etcd.range(keys.receivers_prefix())[0])
+    by_receiver = {queue.receiver: queue for queue in queues}
+    return TestResult(id=test_id, receivers=[_result(test, n, by_receiver.get(n)) for n in names])
 
 
 def run(etcd: EtcdClient, keys: Keys, election: Election, cfg: AlertConfig, *, by: str = "operator",
         timeout_s: float = 15.0) -> TestResult:
-    """Begins a test and waits until every receiver took it or did not, for ``timeout_s`` at most."""
+    """Starts a test and waits until it was delivered to each receiver or failed, for at most ``timeout_s``."""
     names = receivers.names(cfg)
     test_id, end = begin(etcd, keys, election, by=by), time.monotonic() + timeout_s
     while not (found := result(etcd, keys, names, test_id)).done and time.monotonic() < end:
@@ -104,9 +106,9 @@ def run(etcd: EtcdClient, keys: Keys, election: Election, cfg: AlertConfig, *, b
     return found
 
 
-def _fate(test: Alert, name: str, box: ReceiverQueue | None) -> ReceiverResult:
-    if f"{Phase.FIRING}:{name}" in test.told:
-        return ReceiverResult(receiver=name, fate=DeliveryStatus.DELIVERED)
-    if box is not None and box.failures and max(box.sent, default=0.0) >= test.since:
-        return ReceiverResult(receiver=name, fate=DeliveryStatus.FAILED, detail=box.error)
-    return ReceiverResult(receiver=name, fate=DeliveryStatus.WAITING, detail=box.error if box else "")
+def _result(test: Alert, name: str, queue: ReceiverQueue | None) -> ReceiverResult:
+    if notified_entry(Phase.FIRING, name) in test.notified:
+        return ReceiverResult(receiver=name, status=DeliveryStatus.DELIVERED)
+    if queue is not None and queue.failures and max(queue.sent_at, default=0.0) >= test.since:
+        return ReceiverResult(receiver=name, status=DeliveryStatus.FAILED, detail=queue.error)
+    return ReceiverResult(receiver=name, status=DeliveryStatus.WAITING, detail=queue.error if queue else "")

@@ -12,8 +12,8 @@ from elastic_rl.coordinator.membership import registry
 from elastic_rl.etcd.records import DcsNode, Severity
 
 _FULL_HOLD_S = 15.0
-_FULL_BACK = 0.05
-"""A node that was full is so until this much less is used; else an alert near the limit would come and go."""
+_FULL_HYSTERESIS = 0.05
+"""An alert about a full node ends this fraction below the limit, so that it does not flap."""
 
 
 def conditions(world: World, now: float, firing: Set[str] = frozenset()) -> dict[str, Condition]:
@@ -27,13 +27,13 @@ def conditions(world: World, now: float, firing: Set[str] = frozenset()) -> dict
 
 def _members(world: World) -> Iterator[Condition]:
     for s in world.roster:
-        # Ranks of a trainer fall together, whichever was hit first: one fault, one alert.
+        # The ranks of a trainer fail together, whichever was hit first: one fault, one alert.
         subject = registry.TRAINER if s.role == registry.TRAINER else s.id
         who = f"{s.role} {s.id} (pid {s.pid} on {s.host})"
-        if s.dead and s.role != registry.ENGINE:  # an engine's is reported, perhaps by its runner or driver already
-            yield Condition(f"{s.role}.dead", subject, f"{who} is gone", cause=s.host)
+        if s.dead and s.role != registry.ENGINE:  # the death of an engine is reported, often by its runner or driver
+            yield Condition(f"{s.role}.dead", subject, f"{who} is dead", cause=s.host)
         elif s.hung_at and not s.dead:
-            yield Condition(f"{s.role}.hung", subject, f"{who} beats but does not work", cause=s.host)
+            yield Condition(f"{s.role}.hung", subject, f"{who} sends heartbeats but makes no progress", cause=s.host)
 
 
 def _pools(world: World) -> Iterator[Condition]:
@@ -48,24 +48,24 @@ def _lags(world: World, now: float) -> Iterator[Condition]:
     limits, policy = world.facts.limits, world.facts.committed.get(Stream.POLICY, {})
     head = max(policy, default=0)
     for engine in world.engines:
-        # Before its first version an engine starts, which its pool's shortness covers.
+        # An engine without a version is starting; pool.short covers that.
         if engine.version == 0 or engine.state not in SERVING or world.run_over:
             continue
         versions, seconds = head - engine.version, behind_s(now, engine.version, policy)
         if versions >= limits.engine_lag_versions or seconds > limits.engine_lag_s:
-            message = (f"engine {engine.id} serves version {engine.version}, {versions} behind the head; it could have "
-                       f"had a newer one for {seconds:.0f} s")
+            message = (f"engine {engine.id} serves version {engine.version}, {versions} behind the head; a newer one "
+                       f"has been available for {seconds:.0f} s")
             yield Condition("engine.lagging", engine.id, message, Severity.WARNING, cause=engine.host)
     for stream, number in world.facts.durable.items():
         seconds = behind_s(now, number, world.facts.committed.get(stream, {}))
         if seconds > limits.durable_lag_s:
-            message = (f"the newest durable version of {stream} is {number or 'none'}; a newer one has waited to be "
-                       f"copied for {seconds:.0f} s")
+            message = (f"the newest durable version of {stream} is {number or 'none'}; a newer one has "
+                       f"waited to be copied for {seconds:.0f} s")
             yield Condition("durable.behind", stream, message, Severity.WARNING)
 
 
 def fullness(node: DcsNode) -> float:
-    """How full the place is that a node's chunks must fit into, 0 to 1. With a disk the arena is a cache of it."""
+    """How full a node's storage is, 0 to 1: its disk or, without one, its arena. With a disk the arena is a cache."""
     if node.disk_bytes:
         return 1.0 - node.disk_room_bytes / node.disk_bytes
     return node.used_bytes / node.arena_bytes if node.arena_bytes else 0.0
@@ -73,7 +73,7 @@ def fullness(node: DcsNode) -> float:
 
 def _nodes(world: World, firing: Set[str]) -> Iterator[Condition]:
     for node in world.facts.nodes:
-        limit = world.facts.limits.full_fraction - (_FULL_BACK if f"dcs.full/{node.id}" in firing else 0.0)
+        limit = world.facts.limits.full_fraction - (_FULL_HYSTERESIS if f"dcs.full/{node.id}" in firing else 0.0)
         if (full := fullness(node)) > limit:
             what = "disk" if node.disk_bytes else "arena"
             yield Condition("dcs.full", node.id, f"the {what} of node {node.id} is {full:.0%} full: set a larger "
@@ -92,4 +92,4 @@ def _job(world: World) -> Iterator[Condition]:
         yield Condition("job.failed", world.job, status.message or f"job {world.job} has failed")
     if status.phase == "finished":
         yield Condition("job.finished", world.job, f"job {world.job} has finished after {status.step} steps",
-                        Severity.INFO, tell_end=False)
+                        Severity.INFO, notify_resolved=False)

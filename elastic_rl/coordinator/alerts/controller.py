@@ -1,8 +1,8 @@
-"""The leader's part of alerts: keeps them in etcd, and has them delivered.
+"""Keeps the alerts of a job in etcd and has the notifications delivered. Runs on the leader.
 
-Everything is written under the leader's fencing token and before it is acted on: an alert before it is told, a message
-before it is sent, the marks of what was delivered before the message is taken off its receiver's mailbox. So a leader
-that dies between any two of these loses nothing; the next one sends the same message again, or sees that it arrived.
+Everything is written under the leader's fencing token and before it is acted on: an alert before its notifications, a
+notification before it is sent, its delivery to each alert before the receiver's queue is cleared. So a leader that dies
+between any two of these loses nothing; the next one sends the same notification again, or finds it delivered.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.alerts import delivery, facts, notifier, receivers, rules, state_machine
-from elastic_rl.coordinator.alerts.delivery import Limits, Outcome, ReceiverQueue
+from elastic_rl.coordinator.alerts import facts, notifier, receiver_queue, receivers, rules, state_machine
 from elastic_rl.coordinator.alerts.facts import Facts, World
 from elastic_rl.coordinator.alerts.notifier import Notification
+from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, Limits, ReceiverQueue
 from elastic_rl.coordinator.alerts.receivers import Receiver
-from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
+from elastic_rl.coordinator.alerts.state_machine import Alert, Changes, Condition
 from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
@@ -32,9 +32,8 @@ log = logging.getLogger(__name__)
 _FACTS_EVERY_S = 1.0
 
 
-
 class Sender(Protocol):
-    """What delivers (``notify.Notifier``)."""
+    """What sends notifications (``notifier.Notifier``)."""
 
     @property
     def job(self) -> str: ...
@@ -42,94 +41,101 @@ class Sender(Protocol):
     @property
     def receivers(self) -> list[Receiver]: ...
 
-    def send(self, receiver: str, letter: Notification) -> bool: ...
+    def send(self, receiver: str, notification: Notification) -> bool: ...
 
     def busy(self, receiver: str) -> bool: ...
 
-    def outcome(self, receiver: str) -> Outcome | None: ...
+    def last_result(self, receiver: str) -> AttemptResult | None: ...
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredAlerts:
     """What etcd holds about alerts, with mod revisions."""
 
     revision: int
-    """Of the store at the reading."""
+    """Of the store when it was read."""
     alerts: dict[str, tuple[Alert, int]]
-    boxes: dict[str, tuple[ReceiverQueue, int]]
+    """By id."""
+    queues: dict[str, tuple[ReceiverQueue, int]]
+    """By receiver."""
     silences: list[Silence]
 
     @property
     def sending(self) -> set[tuple[str, str]]:
-        """Id and receiver of each alert that is on its way."""
-        return {(i, box.receiver) for box, _ in self.boxes.values() if box.parcel for i in box.parcel.alerts}
+        """Id and receiver of each alert whose notification is in flight."""
+        return {(i, queue.receiver) for queue, _ in self.queues.values() if queue.in_flight
+                for i in queue.in_flight.alerts}
 
 
 class AlertController:
-    """All of it runs in the leader's loop; only the probe of etcd and the notifier have threads of their own."""
+    """All of it runs in the leader's loop; only the probe of etcd and the sender have threads of their own."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, notifier: Sender, guarded: GuardedWrite, *,
+    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, sender: Sender, guarded: GuardedWrite, *,
                  leads: Callable[[], bool], clock: Callable[[], float], probe: EtcdProbe | None = None) -> None:
-        self._etcd, self._keys, self._cfg, self._notifier = etcd, keys, cfg, notifier
+        self._etcd, self._keys, self._cfg, self._sender = etcd, keys, cfg, sender
         self._guarded, self._leads, self._clock, self._probe = guarded, leads, clock, probe
-        self._limits = Limits(cfg.alerts.group_wait_s, cfg.alerts.messages_per_minute)
+        self._limits = Limits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
         self._facts, self._facts_at = Facts(), float("-inf")
 
     def update(self, world: World, reports: Sequence[Condition], over: set[str],
                cursor: Sequence[tuple[Compare, Op]] = ()) -> None:
-        """Brings the alerts up to date with the world. ``cursor``: what says that the reports were read; it is written
-        last, since an alert that was written without it is found open when its report is read again."""
-        now, kept = self._clock(), self.read()
+        """Brings the alerts up to date with the world. ``reports``: conditions from new events. ``over``: keys of
+        alerts that new events declared over. ``cursor``: the writes that record these events as read; they come last,
+        since an alert that was written without them is found open when its report is read again."""
+        now, stored = self._clock(), self.read()
         world = replace(world, facts=self._read_facts(world))
-        known = [a for a, _ in kept.alerts.values()]
-        found = rules.fold(
+        known = [a for a, _ in stored.alerts.values()]
+        found = rules.merge_by_fault(
             [*rules.conditions(world, now, {a.key for a in known if a.open}).values(),
              *rules.with_causes(reports, world)], known)
         holding: dict[str, Condition] = {}
         for condition in found:
             if not condition.revision:
                 holding.setdefault(condition.key, condition)
-        todo = state_machine.step(
-            now, kept.revision, known, holding, [c for c in found if c.revision],
+        changes = state_machine.advance(
+            now, stored.revision, known, holding, [c for c in found if c.revision],
             lambda alert: rules.released(alert, world, now), self.audience,
-            declared=lambda alert: rules.declared_over(alert, over), silences=kept.silences,
-            sending=kept.sending)
-        self._write(kept, todo, [*cursor, *self._ended_silences(now, kept), *self._given_up(todo)])
+            declared_over=lambda alert: rules.declared_over(alert, over), silences=stored.silences,
+            sending=stored.sending)
+        self._write(stored, changes, [*cursor, *self._ended_silences(now, stored), *self._undelivered(changes)])
 
-    def read(self) -> Kept:
+    def read(self) -> StoredAlerts:
         """Raises EtcdUnavailable."""
         silences = [Silence.decode(kv.value) for kv in self._range(self._keys.silences_prefix())]
-        boxes = [(ReceiverQueue.decode(kv.value), kv.mod_revision) for kv in self._range(self._keys.receivers_prefix())]
+        queues = [(ReceiverQueue.decode(kv.value), kv.mod_revision)
+                  for kv in self._range(self._keys.receivers_prefix())]
         kvs, revision = self._etcd.range(self._keys.alerts_prefix())
         found = [(Alert.decode(kv.value), kv.mod_revision) for kv in kvs]
-        return Kept(revision, {a.id: (a, r) for a, r in found}, {b.receiver: (b, r) for b, r in boxes}, silences)
+        return StoredAlerts(revision, {a.id: (a, r) for a, r in found}, {q.receiver: (q, r) for q, r in queues},
+                            silences)
 
     def audience(self, alert: Alert) -> list[str]:
-        return receivers.audience(alert, self._notifier.receivers, self._cfg.alerts.tags)
+        return receivers.audience(alert, self._sender.receivers, self._cfg.alerts.severity_tags)
 
     def deliver(self) -> None:
-        """Writes down what was delivered, then sends what is due."""
-        now, kept = self._clock(), self.read()
-        names = [r.name for r in self._notifier.receivers]
-        # Asked before the outcomes: of a receiver that was idle then, the outcome is there.
-        idle = [name for name in names if not self._notifier.busy(name)]
-        settled: dict[str, ReceiverQueue] = {}
-        marks: dict[str, set[str]] = {}
+        """Records what was delivered, then sends what is due."""
+        now, stored = self._clock(), self.read()
+        names = [r.name for r in self._sender.receivers]
+        # Read before the results: those of a receiver that is idle by then are complete.
+        idle = [name for name in names if not self._sender.busy(name)]
+        queues: dict[str, ReceiverQueue] = {}
+        entries: dict[str, set[str]] = {}
         for name in names:
-            before = kept.boxes[name][0] if name in kept.boxes else ReceiverQueue(receiver=name)
-            settled[name], arrived, mark = delivery.settle(now, before, self._notifier.outcome(name))
-            for alert_id in arrived:
-                marks.setdefault(alert_id, set()).add(mark)
-        if not self._mark(kept, marks):
+            before = stored.queues[name][0] if name in stored.queues else ReceiverQueue(receiver=name)
+            queues[name], delivered, entry = receiver_queue.record_result(
+                now, before, self._sender.last_result(name))
+            for alert_id in delivered:
+                entries.setdefault(alert_id, set()).add(entry)
+        if not self._mark_notified(stored, entries):
             return
         for name in names:
-            self._serve(now, kept, settled[name], idle=name in idle)
-        for name, (_, revision) in kept.boxes.items():
-            if name not in names:  # the configuration does not know it any more
+            self._send_next(now, stored, queues[name], idle=name in idle)
+        for name, (_, revision) in stored.queues.items():
+            if name not in names:  # no longer in the configuration
                 key = self._keys.receiver(name)
                 self._guarded([_unchanged(key, revision)], [Op.delete(key)])
 
-    # -- keeping ------------------------------------------------------------------------------------------------
+    # -- storing ------------------------------------------------------------------------------------------------
     def _range(self, prefix: str) -> list[KeyValue]:
         return self._etcd.range(prefix)[0]
 
@@ -140,60 +146,61 @@ class AlertController:
             self._facts_at = time.monotonic()
         return self._facts
 
-    def _write(self, kept: Kept, todo: state_machine.Step, last: Sequence[tuple[Compare, Op]]) -> None:
+    def _write(self, stored: StoredAlerts, changes: Changes, last: Sequence[tuple[Compare, Op]]) -> None:
         writes: list[tuple[Compare, Op]] = []
-        for alert, drop in [(a, False) for a in todo.put] + [(a, True) for a in todo.drop]:
+        for alert, drop in [(a, False) for a in changes.put] + [(a, True) for a in changes.drop]:
             key = self._alert_key(alert)
-            revision = kept.alerts[alert.id][1] if alert.id in kept.alerts else 0
+            revision = stored.alerts[alert.id][1] if alert.id in stored.alerts else 0
             writes.append((_unchanged(key, revision), Op.delete(key) if drop else Op.put(key, alert.encode())))
         writes += last
         if all(self._guarded([c for c, _ in batch], [op for _, op in batch]) for batch in batches(writes)):
-            for alert in todo.put:
+            for alert in changes.put:
                 log.warning("alert %s %s %s: %s%s", alert.id, alert.phase, alert.key, alert.message,
                             f" (silenced by {alert.silenced_by})" if alert.silenced_by else "")
 
     def _alert_key(self, alert: Alert) -> str:
         return self._keys.alert(f"{alert.key}/{alert.id}")
 
-    def _ended_silences(self, now: float, kept: Kept) -> list[tuple[Compare, Op]]:
-        ended = [self._keys.silence(s.id) for s in kept.silences if s.until <= now]
+    def _ended_silences(self, now: float, stored: StoredAlerts) -> list[tuple[Compare, Op]]:
+        ended = [self._keys.silence(s.id) for s in stored.silences if s.until <= now]
         return [(Compare.exists(key), Op.delete(key)) for key in ended]
 
-    def _given_up(self, todo: state_machine.Step) -> list[tuple[Compare, Op]]:
+    def _undelivered(self, changes: Changes) -> list[tuple[Compare, Op]]:
         return [(Compare.absent(self._keys.event(e.id)), events.put_op(self._keys, e)) for e in map(
-            _undelivered, todo.given_up)]
+            _undelivered_event, changes.undelivered)]
 
     # -- delivering ---------------------------------------------------------------------------------------------
-    def _serve(self, now: float, kept: Kept, box: ReceiverQueue, *, idle: bool) -> None:
-        name = box.receiver
-        before, revision = kept.boxes.get(name, (ReceiverQueue(receiver=name), 0))
-        known = {i: a for i, (a, _) in kept.alerts.items()}
-        box = delivery.without_told(box, known)
-        due = [n for a in known.values() if name in self.audience(a) for n in state_machine.unnotified(a, [name])]
-        sends = delivery.next_send(now, box, due, known, self._limits) if idle else None
-        box, key = sends or box, self._keys.receiver(name)
-        if box != before and not self._guarded([_unchanged(key, revision)], [Op.put(key, box.encode())]):
+    def _send_next(self, now: float, stored: StoredAlerts, queue: ReceiverQueue, *, idle: bool) -> None:
+        """Writes a receiver's queue and, when the receiver is idle, sends what is due to it."""
+        name = queue.receiver
+        before, revision = stored.queues.get(name, (ReceiverQueue(receiver=name), 0))
+        known = {i: a for i, (a, _) in stored.alerts.items()}
+        queue = receiver_queue.without_notified(queue, known)
+        due = [n for a in known.values() if name in self.audience(a) for n in state_machine.due_notices(a, [name])]
+        sends = receiver_queue.next_send(now, queue, due, self._limits) if idle else None
+        queue, key = sends or queue, self._keys.receiver(name)
+        if queue != before and not self._guarded([_unchanged(key, revision)], [Op.put(key, queue.encode())]):
             return
-        if sends is not None and sends.parcel is not None:
-            told = [known[i] for i in sends.parcel.alerts]
-            self._notifier.send(name, notifier.notification(self._notifier.job, sends.parcel, told, self._leads))
+        if sends is not None and (group := sends.in_flight) is not None:
+            alerts = [known[i] for i in group.alerts]
+            self._sender.send(name, notifier.render(self._sender.job, group, alerts, self._leads))
 
-    def _mark(self, kept: Kept, marks: Mapping[str, set[str]]) -> bool:
-        """Writes what was told of each alert; ``kept`` has the alerts as they are then."""
+    def _mark_notified(self, stored: StoredAlerts, entries: Mapping[str, set[str]]) -> bool:
+        """Writes the delivered notices of each alert, by its id, to etcd and to ``stored``."""
         writes = []
-        for alert_id, fresh in marks.items():
-            if alert_id in kept.alerts and not fresh <= set(kept.alerts[alert_id][0].told):
-                alert, revision = kept.alerts[alert_id]
-                told = state_machine.was_notified(alert, fresh)
-                kept.alerts[alert_id] = (told, revision)
+        for alert_id, fresh in entries.items():
+            if alert_id in stored.alerts and not fresh <= set(stored.alerts[alert_id][0].notified):
+                alert, revision = stored.alerts[alert_id]
+                alert = state_machine.mark_notified(alert, fresh)
+                stored.alerts[alert_id] = (alert, revision)
                 key = self._alert_key(alert)
-                writes.append((_unchanged(key, revision), Op.put(key, told.encode())))
+                writes.append((_unchanged(key, revision), Op.put(key, alert.encode())))
         return all(self._guarded([c for c, _ in batch], [op for _, op in batch]) for batch in batches(writes))
 
 
-def _undelivered(alert: Alert) -> Event:
-    return events.build("alerts.undelivered", alert.id, f"alert {alert.key} was given up: not every receiver took it",
-                        severity=Severity.WARNING, key=alert.key, told=alert.told)
+def _undelivered_event(alert: Alert) -> Event:
+    return events.build("alerts.undelivered", alert.id, f"alert {alert.key} was dropped before every receiver took it",
+                        severity=Severity.WARNING, key=alert.key, notified=alert.notified)
 
 
 def _unchanged(key: str, revision: int) -> Compare:

@@ -1,4 +1,4 @@
-"""The words of a message about alerts. Pure."""
+"""The text of a notification. Pure."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from elastic_rl.coordinator.alerts.delivery import NotificationGroup, in_order
+from elastic_rl.coordinator.alerts.receiver_queue import NotificationGroup, in_order
 from elastic_rl.coordinator.alerts.state_machine import TEST, Alert, Phase
 from elastic_rl.etcd.records import Severity
 
-_IN_FULL = 10
-"""Up to so many alerts each have their message; more are summed up by kind and cause."""
-_NAMED = 12
+_MAX_IN_FULL = 10
+"""Up to this many alerts are listed with their messages; more are summed up by kind and cause."""
+_MAX_NAMED = 12
 
 
-def compose(job: str, parcel: NotificationGroup, alerts: Sequence[Alert]) -> tuple[str, str]:
-    """Title and body of a message about one or more alerts. Delivery is at least once; the ids in the body tell a
-    repetition from a new alert, and ``message=`` tells it of the whole message."""
+def compose(job: str, group: NotificationGroup, alerts: Sequence[Alert]) -> tuple[str, str]:
+    """Title and body of a notification about one or more alerts. Delivery is at least once: ``id=`` in the body
+    identifies an alert and ``message=`` a notification, so that a repeated one can be recognised."""
     ordered = in_order(alerts)
-    title = f"[{_word(parcel, ordered)}] {job}: {_headline(ordered)}"
+    title = f"[{_tag(group, ordered)}] {job}: {_headline(ordered)}"
     if len(ordered) == 1:
-        lines, ids = [_full(parcel.phase, ordered[0])], f"id={ordered[0].id} "
-    elif len(ordered) <= _IN_FULL:
-        lines, ids = [f"{a.kind} {a.subject}: {_full(parcel.phase, a)} id={a.id}" for a in ordered], ""
+        lines, ids = [_full(group.phase, ordered[0])], f"id={ordered[0].id} "
+    elif len(ordered) <= _MAX_IN_FULL:
+        lines, ids = [f"{a.kind} {a.subject}: {_full(group.phase, a)} id={a.id}" for a in ordered], ""
     else:
-        lines, ids = _summed_up(ordered), "ids=" + ",".join(a.id for a in ordered) + " "
-    lines.append(f"{ids}phase={parcel.phase} severity={ordered[0].severity} job={job} host={socket.gethostname()} "
-                 f"message={parcel.id}")
+        lines, ids = _summary(ordered), "ids=" + ",".join(a.id for a in ordered) + " "
+    lines.append(f"{ids}phase={group.phase} severity={ordered[0].severity} job={job} host={socket.gethostname()} "
+                 f"message={group.id}")
     return title, "\n".join(lines)
 
 
@@ -36,10 +36,10 @@ def worst(alerts: Sequence[Alert]) -> Severity:
     return in_order(alerts)[0].severity
 
 
-def _word(parcel: NotificationGroup, alerts: Sequence[Alert]) -> str:
+def _tag(group: NotificationGroup, alerts: Sequence[Alert]) -> str:
     if alerts[0].kind == TEST:
         return "TEST"
-    return parcel.phase.upper() if alerts[0].tell_end or len(alerts) > 1 else "NEWS"
+    return group.phase.upper() if alerts[0].notify_resolved or len(alerts) > 1 else "EVENT"
 
 
 def _headline(alerts: Sequence[Alert]) -> str:
@@ -54,14 +54,14 @@ def _headline(alerts: Sequence[Alert]) -> str:
 def _full(phase: Phase, alert: Alert) -> str:
     if phase is not Phase.RESOLVED:
         return alert.message
-    return f"{alert.message} (over after {max(0.0, alert.resolved_at - alert.since):.1f} s)"
+    return f"{alert.message} (resolved after {max(0.0, alert.resolved_at - alert.since):.1f} s)"
 
 
-def _summed_up(alerts: Sequence[Alert]) -> list[str]:
+def _summary(alerts: Sequence[Alert]) -> list[str]:
     lines = []
-    for (kind, cause), group in groupby(alerts, key=lambda a: (a.kind, a.cause)):
-        subjects = [a.subject for a in group]
-        more = f" and {len(subjects) - _NAMED} more" if len(subjects) > _NAMED else ""
+    for (kind, cause), same in groupby(alerts, key=lambda a: (a.kind, a.cause)):
+        subjects = [a.subject for a in same]
+        more = f" and {len(subjects) - _MAX_NAMED} more" if len(subjects) > _MAX_NAMED else ""
         where = f" on {cause}" if cause else ""
-        lines.append(f"{kind}{where} ×{len(subjects)}: {', '.join(subjects[:_NAMED])}{more}")
+        lines.append(f"{kind}{where} ×{len(subjects)}: {', '.join(subjects[:_MAX_NAMED])}{more}")
     return lines

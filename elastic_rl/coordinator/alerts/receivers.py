@@ -1,4 +1,4 @@
-"""Who is told of alerts: the notification services of the configuration, and which alerts each of them gets."""
+"""Receivers of alerts: the notification services of the configuration, and which alerts each of them gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Receiver:
     name: str
     tags: frozenset[str] = frozenset()
 
-    def wants(self, tags: Iterable[str]) -> bool:
+    def accepts(self, tags: Iterable[str]) -> bool:
         return not self.tags or ALWAYS in self.tags or not self.tags.isdisjoint(tags)
 
 
@@ -36,7 +36,7 @@ def receiver_name(url: str) -> str:
 
 
 def tags_of(alert: Alert, by_severity: Mapping[Any, Sequence[str]]) -> set[str]:
-    """The tags that an alert has."""
+    """The tags of an alert: those of its severity, its kind, and the first part of its kind."""
     severity = alert.severity.value
     return {*by_severity.get(severity, (severity,)), alert.kind, alert.kind.partition(".")[0]}
 
@@ -44,40 +44,38 @@ def tags_of(alert: Alert, by_severity: Mapping[Any, Sequence[str]]) -> set[str]:
 def audience(alert: Alert, receivers: Sequence[Receiver], by_severity: Mapping[Any, Sequence[str]]) -> list[str]:
     """Names of the receivers that an alert is for; a test is for all."""
     tags = tags_of(alert, by_severity)
-    return [r.name for r in receivers if alert.kind == TEST or r.wants(tags)]
+    return [r.name for r in receivers if alert.kind == TEST or r.accepts(tags)]
 
 
-def load(cfg: AlertConfig) -> dict[Receiver, apprise.Apprise]:
-    """The services of the configuration. Raises ConfigError for one that Apprise does not understand; the message has
-    nothing secret in it."""
-    found: dict[str, tuple[Receiver, apprise.Apprise]] = {}
+def load(cfg: AlertConfig) -> dict[Receiver, str]:
+    """The receivers of the configuration and their Apprise URLs. Raises ConfigError for a URL that Apprise does not
+    know; the error holds no secret."""
+    found: dict[str, tuple[Receiver, str]] = {}
 
-    def add(where: str, url: str, tags: Iterable[str], name: str = "", service: object = None) -> None:
-        client = apprise.Apprise(asset=apprise.AppriseAsset(app_id="elastic-rl", async_mode=False))
-        if not client.add(service if service is not None else url):  # type: ignore[arg-type]
+    def add(where: str, url: str, tags: Iterable[str], name: str = "") -> None:
+        if not apprise.Apprise().add(url):
             raise ConfigError(f"{where} is not a URL that Apprise knows ({url.partition(':')[0]}://…)",
-                              hint="see the list of services at https://github.com/caronc/apprise")
+                              hint="the services are listed at https://github.com/caronc/apprise")
         name, wanted = name or receiver_name(url), frozenset(tags)
         if name in found:
-            before = found[name][0].tags
-            if url_of[name] != url:
-                raise ConfigError(f"{where}: another receiver has the name {name!r} already")
-            wanted = before | wanted if before and wanted else frozenset()  # named twice: it gets what either gets
-        url_of[name] = url
-        found[name] = (Receiver(name, wanted), client)
+            before, other_url = found[name]
+            if other_url != url:
+                raise ConfigError(f"{where}: another receiver has the name {name!r} already",
+                                  hint="give each route a name of its own")
+            wanted = before.tags | wanted if before.tags and wanted else frozenset()  # it gets what either gets
+        found[name] = (Receiver(name, wanted), url)
 
-    url_of: dict[str, str] = {}
     for n, url in enumerate(cfg.urls):
         add(f"alerts.urls[{n}]", url, ())
     for n, route in enumerate(cfg.routes):
         add(f"alerts.routes[{n}].url", route.url, route.tags, route.name)
     for service in _in_file(cfg.config_file):
-        add("alerts.config_file", service.url(), map(str, service.tags), service=service)
+        add("alerts.config_file", service.url(), map(str, service.tags))
     return dict(found.values())
 
 
 def names(cfg: AlertConfig) -> list[str]:
-    """Of every receiver of the configuration. Raises ConfigError."""
+    """Names of the receivers of the configuration. Raises ConfigError."""
     return [r.name for r in load(cfg)]
 
 
@@ -87,7 +85,7 @@ def _in_file(path: str) -> list[apprise.NotifyBase]:
     file = Path(path).expanduser()
     listing = apprise.AppriseConfig()
     client = apprise.Apprise()
-    # A file that cannot be read is no error to Apprise.
+    # Apprise reports no error for a file that cannot be read.
     if not file.is_file() or not listing.add(str(file)) or not client.add(listing) or not list(client.find()):
         raise ConfigError(f"alerts.config_file {path} names no notification service",
                           hint="it must be a readable Apprise configuration, see https://github.com/caronc/apprise/wiki")

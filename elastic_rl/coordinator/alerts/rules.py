@@ -1,4 +1,4 @@
-"""Which faults are alerts, which of them are one, when they begin and when they are over. Pure."""
+"""Which events and states are alerts, which of them are signs of one fault, and when they are over. Pure."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.etcd.records import EngineState, Event, Severity
 
-__all__ = ["BY_LEADER", "RUN_OVER", "World", "conditions", "ends", "fold", "released", "report"]
+__all__ = ["BY_LEADER", "RUN_OVER", "World", "conditions", "merge_by_fault", "released", "report", "resolved_key"]
 
 BY_LEADER = "leader"
-"""``data["by"]`` of events that the leader made from the roster; the roster opens their alert already."""
+"""``data["by"]`` of events that the leader wrote from the member registry, whose conditions open the alert already."""
 QUIET_S = 60.0
-"""A report of which nobody says when it is over ends when it was not repeated for so long."""
+"""A report whose end nothing announces is over when it was not repeated for this long."""
 SETTLE_S = 3.0
-"""Reports of one engine's end by its runner, its driver and the leader come within this time."""
+"""Reports of one engine's death by its runner, its driver and the leader arrive within this time."""
 
 _ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
 _TRAINER = ("trainer.failed", "trainer.agent_ended", "trainer.dead")
 _WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "staleness.")
-_NEWS = ("restart.wanted", "router.restarted", leader_gap.KIND)
+_ONE_TIME = ("restart.wanted", "router.restarted", leader_gap.KIND)
 _ENDED_BY = {"trainer.recovered": f"trainer.dead/{registry.TRAINER}",
              "engine.fetch_recovered": "engine.cannot_fetch/{}",
              "dcs.durable_recovered": "dcs.durable_failed/{}"}
-"""Kinds of events that declare an alert over, and its key; {} is the event's subject."""
+"""Kind of an event that declares an alert over → key of the alert; {} is the event's subject."""
 _ENDS_WITH = {"trainer.hung": "trainer.dead", "engine.lagging": "engine.cannot_fetch",
               "durable.behind": "dcs.durable_failed", "driver.dead": "run.global_restart",
               "driver.hung": "run.global_restart"}
-"""Alerts that may stand for one of another kind (see ``fold``), whose end is theirs."""
+"""Kind of an alert that may stand for one of another kind (see ``merge_by_fault``) → that kind, whose end is its end
+too."""
 _RANK = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 _RUN = "run"
 
 
 def report(event: Event, revision: int, job: str) -> Condition | None:
-    """The alert that an event asks for, if any."""
+    """The alert that an event opens, if any."""
     kind, subject = event.kind, event.subject
-    if kind in _NEWS:
-        return Condition(kind, subject, event.message, event.severity, tell_end=False, revision=revision)
+    if kind in _ONE_TIME:
+        return Condition(kind, subject, event.message, event.severity, notify_resolved=False, revision=revision)
     if kind in _ENGINE:
         kind = "engine.dead"
     elif event.data.get("by") == BY_LEADER:
@@ -59,7 +60,7 @@ def report(event: Event, revision: int, job: str) -> Condition | None:
     return Condition(kind, subject, event.message, severity, revision=revision)
 
 
-def ends(event: Event, job: str) -> str | None:
+def resolved_key(event: Event, job: str) -> str | None:
     """Key of the alert that an event declares over, if any."""
     if event.kind == "operation.cancelled" and event.subject == "job":
         return f"run.global_restart/{job}"
@@ -68,8 +69,9 @@ def ends(event: Event, job: str) -> str | None:
 
 
 def fault_of(kind: str, subject: str) -> str:
-    """What is at fault, so that several signs of one fault are one alert: a member that hangs, is killed for it and
-    dies; a driver whose end makes everything start anew; a store that fails and so falls behind."""
+    """Key of the fault that an alert is a sign of, so that several signs of one fault are one alert: a member that
+    hangs, is killed for it and dies; a driver's death and the global restart after it; a durable store that fails and
+    so falls behind."""
     part, _, what = kind.partition(".")
     match kind:
         case "restart.wanted":
@@ -90,19 +92,19 @@ def fault_of(kind: str, subject: str) -> str:
     return f"{kind}/{subject}"
 
 
-def fold(found: Iterable[Condition], known: Iterable[Alert]) -> list[Condition]:
-    """Gives signs of a fault that has an open alert already the key of that alert, if it is no less serious: who is
-    only told of errors must hear of an error. News of a fault that has an alert is left out."""
+def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[Condition]:
+    """Gives each sign of a fault that has an open alert the key of that alert, unless the sign is more severe:
+    receivers of errors only must get the error. Leaves out one-time events about a fault that has an alert."""
     open_by_fault: dict[str, list[tuple[str, str, Severity]]] = {}
     for alert in sorted((a for a in known if a.open), key=lambda a: (-_RANK[a.severity], a.since, a.id)):
         open_by_fault.setdefault(fault_of(alert.kind, alert.subject), []).append(
             (alert.kind, alert.subject, alert.severity))
     out = []
-    for c in sorted(found, key=lambda c: (not c.tell_end, -_RANK[c.severity])):  # the worst opens the alert
+    for c in sorted(found, key=lambda c: (not c.notify_resolved, -_RANK[c.severity])):  # the worst opens the alert
         fault = fault_of(c.kind, c.subject)
         first = next(iter(open_by_fault.get(fault, ())), None)
-        if not c.tell_end:
-            prefix = fault if fault.endswith("/") else ""  # a role, whichever of its members it is
+        if not c.notify_resolved:
+            prefix = fault if fault.endswith("/") else ""  # a role: any of its members
             if first is None and not any(prefix and f.startswith(prefix) for f in open_by_fault):
                 out.append(c)
             continue
@@ -116,13 +118,13 @@ def fold(found: Iterable[Condition], known: Iterable[Alert]) -> list[Condition]:
 
 
 def with_causes(reports: Iterable[Condition], world: World) -> list[Condition]:
-    """Reports with the host of the engine that they are about."""
+    """The reports, those about an engine with its host as their cause."""
     return [replace(c, cause=engine.host) if c.kind.startswith("engine.") and (engine := world.engine(c.subject)) else c
             for c in reports]
 
 
 def declared_over(alert: Alert, over: Set[str]) -> bool:
-    """Whether an event said that an alert is over. ``over``: the keys that such events named."""
+    """Whether an event declared an alert over. ``over``: keys of the alerts that new events declared over."""
     if alert.key in over:
         return True
     twin = _ENDS_WITH.get(alert.kind)
@@ -132,8 +134,8 @@ def declared_over(alert: Alert, over: Set[str]) -> bool:
 
 
 def released(alert: Alert, world: World, now: float) -> bool:
-    """Whether the trouble of a reported alert is over, by the state of the world."""
-    if not alert.tell_end:
+    """Whether the state of the job says that what an alert reported is over."""
+    if not alert.notify_resolved:
         return True
     match alert.kind:
         case "engine.dead" | "engine.hung":

@@ -1,4 +1,4 @@
-"""Silences: what an operator does not want to hear of for a while. A silenced alert is shown with the silence's id."""
+"""Silences, which hold back the notifications of some alerts. A silenced alert is listed with the silence's id."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, Silence
 
-MOST = 200
+MAX_SILENCES = 200
 LONGEST_S = 30 * 86400.0
 _TEXT = 500
 
@@ -23,17 +23,17 @@ _TEXT = 500
 def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration_s: float, kind: str = "*",
                    subject: str = "*", by: str = "", comment: str = "", once: Once | None = None,
                    dry_run: bool = False) -> Silence:
-    """Silences alerts whose kind and subject match for so many seconds. Needs the leadership.
+    """Silences the alerts whose kind and subject match, for ``duration_s`` seconds. Needs the leadership.
 
-    Raises problems: 422 for patterns or a time that make no sense; 409 when there are too many silences; 503 and 504 as
-    every write.
+    Raises problems: 422 for an invalid pattern or duration; 409 when there are too many silences; 503 and 504 as every
+    write.
     """
     _check(duration_s, kind, subject, comment)
     now = time.time()
     silence = Silence(id=f"s-{int(now * 1000):013d}-{secrets.token_hex(3)}", kind=kind, subject=subject,
                       created_at=now, until=now + duration_s, by=by, comment=comment)
-    if etcd.count(keys.silences_prefix()) >= MOST:
-        raise Problem(409, "conflict", "There are too many silences", f"{MOST} at most; delete some first")
+    if etcd.count(keys.silences_prefix()) >= MAX_SILENCES:
+        raise Problem(409, "conflict", "There are too many silences", f"at most {MAX_SILENCES}; delete some first")
     if dry_run:
         return silence
     key = keys.silence(silence.id)
@@ -49,14 +49,14 @@ def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration
 
 
 def list_silences(etcd: EtcdClient, keys: Keys) -> list[Silence]:
-    """The oldest first. One that has ended may be shown until the leader has deleted it."""
+    """Every silence, the oldest first. One that has ended is listed until the leader has deleted it."""
     return [Silence.decode(kv.value) for kv in etcd.range(keys.silences_prefix())[0]]
 
 
 def delete_silence(etcd: EtcdClient, keys: Keys, election: Election, silence_id: str, *, by: str = "",
                    dry_run: bool = False) -> None:
-    """Ends a silence now; alerts that still fire are then told. Needs the leadership. Raises problems: 404, 503,
-    504."""
+    """Ends a silence; receivers are then notified of the alerts that still fire. Needs the leadership. Raises problems:
+    404, 503, 504."""
     key = keys.silence(silence_id)
     if etcd.get(key) is None:
         raise not_found("silence", silence_id)
@@ -84,7 +84,7 @@ def _check(duration_s: float, kind: str, subject: str, comment: str) -> None:
 
 def _commit(etcd: EtcdClient, keys: Keys, election: Election, compares: Sequence[Compare], ops: Sequence[Op],
             event: Event) -> bool:
-    """Whether the transaction went through; false when a condition besides the leadership did not hold."""
+    """Whether the transaction succeeded; false when a compare other than the leadership failed."""
     if not election.is_leader:
         raise no_leader(f"{election.replica} does not lead")
     guard = election.guard

@@ -114,7 +114,7 @@ _ALERT = {"id": "a81c", "kind": "engine.dead", "subject": "rollout-1b07", "messa
           "severity": "error", "phase": "firing", "since": 1763724000.0}
 _SILENCE = {"id": "s-1763724040123-0c41aa", "kind": "engine.*", "subject": "*", "created_at": 1763724040.1,
             "until": 1763727640.1, "by": "ada", "comment": "new kernel on gpu-7"}
-_TEST = {"id": "5d1e0c9a7b42", "receivers": [{"receiver": "pager", "fate": "waiting", "detail": ""}]}
+_TEST = {"id": "5d1e0c9a7b42", "receivers": [{"receiver": "pager", "status": "waiting", "detail": ""}]}
 _EVENT = {"id": "001763724040123-9c1e", "at": 1763724040.123, "kind": "pool.scaled", "subject": "rollout", "message":
           "rollout: 2 → 4 engines, by ada", "severity": "info", "data": {"previous": 2, "desired": 4}}
 _STEP = {"step": 117, "at": 1763724049.0, "reward": 0.61, "eval_accuracy": 0.58, "staleness": 0, "policy_version": 118,

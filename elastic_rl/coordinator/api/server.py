@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import h11
@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.runtime import require_port_free
+from elastic_rl.runtime import reachable_address, require_port_free
 
 _HEADER_BYTES = 32 * 1024
 _KEEP_ALIVE_S = 30
@@ -65,14 +65,9 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def advertised(cfg: CoordinatorConfig, port: int) -> str:
+def advertised(cfg: CoordinatorConfig, port: int, etcd_endpoints: Sequence[str]) -> str:
     """URL under which the other replicas and the clients reach this one."""
-    host = cfg.advertise_host or cfg.host
-    if host in ("0.0.0.0", "::"):
-        try:
-            host = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            host = "127.0.0.1"
+    host = cfg.advertise_host or reachable_address(cfg.host, etcd_endpoints)
     return f"{cfg.scheme}://[{host}]:{port}" if ":" in host else f"{cfg.scheme}://{host}:{port}"
 
 

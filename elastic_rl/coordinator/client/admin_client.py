@@ -137,7 +137,7 @@ class AdminClient:
         """Sends a test to every receiver of alerts, and what became of it: of each ``delivered``, ``failed`` with a
         ``detail``, or ``waiting`` if that is not known after ``timeout_s``."""
         end, test = time.monotonic() + timeout_s, dict(self.post("/v1/alerts/test", {}))
-        while any(r["fate"] == "waiting" for r in test["receivers"]) and time.monotonic() + _POLL_S < end:
+        while any(r["status"] == "waiting" for r in test["receivers"]) and time.monotonic() + _POLL_S < end:
             time.sleep(_POLL_S)
             test = dict(self.get(f"/v1/alerts/tests/{test['id']}"))
         return test

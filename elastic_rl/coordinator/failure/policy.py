@@ -122,30 +122,30 @@ def progress_of(job: JobStatus | None) -> int:
 def record_fault(log: FaultLog, rule: Rule, reason: str, now: float, progress: int,
                  cfg: FailurePolicyConfig) -> FaultLog:
     """The log after a fault. Faults of one target that come together (ranks of a group) are one."""
-    marks = [m for m in log.marks if log.target == JOB or now - m.at < cfg.window_s]
-    together = bool(marks) and now - marks[-1].at < cfg.settle_s
+    marks = [m for m in log.marks if log.target == JOB or now - m.at < cfg.fault_window_s]
+    together = bool(marks) and now - marks[-1].at < cfg.fault_merge_s
     if rule.counts and not together:
-        marks = [*marks, FaultOccurrence(at=now, progress=progress)][-max(cfg.budget + 1, cfg.stop_after):]
+        marks = [*marks, FaultOccurrence(at=now, progress=progress)][-max(cfg.max_faults + 1, cfg.max_global_restarts):]
     log = log.replace(marks=marks)
     if log.target == JOB:
         return _ask(log, Action.STOP if is_crash_loop(marks, cfg) else rule.action, reason, now, cfg)
-    if rule.counts and len(marks) > cfg.budget:
-        return _ask(log, Action.GLOBAL_RESTART, f"{len(marks)} faults of {log.target} within {cfg.window_s:.0f} s; the "
-                    f"last: {reason}", now, cfg)
+    if rule.counts and len(marks) > cfg.max_faults:
+        return _ask(log, Action.GLOBAL_RESTART, f"{len(marks)} faults of {log.target} within "
+                    f"{cfg.fault_window_s:.0f} s; the last: {reason}", now, cfg)
     return _ask(log, rule.action, reason, now, cfg)
 
 
 def restarted(log: FaultLog, now: float, progress: int, cfg: FailurePolicyConfig) -> FaultLog:
     """The job's log after a global restart by the policy; STOP is pending if it was one too many without progress."""
-    marks = [*log.marks, FaultOccurrence(at=now, progress=progress)][-cfg.stop_after:]
+    marks = [*log.marks, FaultOccurrence(at=now, progress=progress)][-cfg.max_global_restarts:]
     pending = Action.STOP if is_crash_loop(marks, cfg) else Action.LEAVE
     return log.replace(marks=marks, pending=pending, due_at=now)
 
 
 def is_crash_loop(marks: list[FaultOccurrence], cfg: FailurePolicyConfig) -> bool:
-    """Whether the last ``stop_after`` restarts found the run no further than the first of them did."""
-    last = marks[-cfg.stop_after:]
-    return len(last) >= cfg.stop_after and max(m.progress for m in last) <= last[0].progress
+    """Whether the last ``max_global_restarts`` restarts found the run no further than the first of them did."""
+    last = marks[-cfg.max_global_restarts:]
+    return len(last) >= cfg.max_global_restarts and max(m.progress for m in last) <= last[0].progress
 
 
 def acknowledged(log: FaultLog) -> FaultLog:
@@ -163,5 +163,5 @@ def _ask(log: FaultLog, action: Action, reason: str, now: float, cfg: FailurePol
     if action is Action.LEAVE or log.pending is action:
         return log
     again = max(0, len(log.marks) - 1)
-    wait_s = 0.0 if again == 0 else min(cfg.backoff_max_s, cfg.backoff_s * 2.0 ** min(again - 1, 16))
+    wait_s = 0.0 if again == 0 else min(cfg.backoff_max_s, cfg.backoff_initial_s * 2.0 ** min(again - 1, 16))
     return log.replace(pending=action, due_at=now + (0.0 if action is Action.STOP else wait_s), reason=reason)

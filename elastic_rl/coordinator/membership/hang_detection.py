@@ -42,7 +42,7 @@ class Limits:
 
     @classmethod
     def of(cls, cfg: CoordinatorConfig) -> Limits:
-        return cls(cfg.hang_factor, cfg.hang_floor_s, cfg.hang_ceiling_s)
+        return cls(cfg.hang_factor, cfg.hang_min_s, cfg.hang_max_s)
 
 
 def at_rest(phase: str) -> bool:

@@ -224,7 +224,7 @@ def _typed(url: str) -> Iterator[None]:
         raise AccessDenied(f"{url} refuses access: {e}", hint="check the credentials and dcs.durable_url") from e
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"{url} has no room", hint="free some, or set a smaller dcs.durable_keep") from e
+            raise DiskFull(f"{url} has no room", hint="free some, or set a smaller dcs.durable_keep_versions") from e
         raise NodeUnavailable(f"the durable store {url} does not answer: {_first_line(e)}") from e
     except Exception as e:
         raise NodeUnavailable(f"the durable store {url} fails: {type(e).__name__}: {_first_line(e)}") from e

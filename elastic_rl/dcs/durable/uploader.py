@@ -159,7 +159,7 @@ class Uploader(threading.Thread):
         with self._chunks.reading(version.manifest) as data:
             manifest = Manifest.decode(data)
         anchor = self._anchors.get(stream)
-        if anchor is not None and anchor.copies + 1 >= self._dcs.durable_anchor_every:
+        if anchor is not None and anchor.copies + 1 >= self._dcs.durable_full_every:
             anchor = None
         bases = delta.bases(anchor.manifest, manifest) if anchor else {}
         objects = {d: self._put(d, bases.get(d, "")) for d in (version.manifest, *manifest.chunks)}
@@ -210,7 +210,7 @@ class Uploader(threading.Thread):
     def _clean(self, stream: str) -> None:
         """Drops copies that are too many, and now and then the objects that nothing refers to any more."""
         anchors = {n: self._durable.mark(stream, n).anchor for n in self._durable.numbers(stream)}
-        for number in durable_to_drop(anchors, self._dcs.durable_keep):
+        for number in durable_to_drop(anchors, self._dcs.durable_keep_versions):
             self._etcd.delete(self._keys.durable(stream, number))
             self._durable.drop(stream, number)
         self._copied += 1

@@ -29,7 +29,7 @@ class FetchSettings:
 
     @classmethod
     def of(cls, dcs: DcsConfig) -> Self:
-        return cls(dcs.fetch_parallel, dcs.hedge_after_s, dcs.delta)
+        return cls(dcs.max_parallel_fetches, dcs.hedge_after_s, dcs.delta)
 
 
 class Fetcher:

@@ -90,7 +90,7 @@ class Server:
         self._table, self._fetcher, self._hello = table, fetcher, hello
         self._listener, self._settings, self._security = listener, settings, security
         self._io_timeout_s = settings.io_timeout_s
-        self._gate = SendLimiter(settings.max_sends, settings.peer_sends, max_waiting=MAX_CONNECTIONS // 2)
+        self._gate = SendLimiter(settings.max_sends, settings.max_sends_per_peer, max_waiting=MAX_CONNECTIONS // 2)
         self._deltas = DeltaCache(_DELTA_CACHE_BYTES)
         self._stop = threading.Event()
         self._ids = itertools.count(1)

@@ -38,6 +38,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.runtime import freeze_heap
 from elastic_rl.telemetry import logs
+from elastic_rl.telemetry.log_files import LogRotation
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
     for path in arena.remove_leftovers():
         log.warning("removed %s, left by a dead node", path)
     with contextlib.ExitStack() as stack:
+        stack.callback(LogRotation(cfg.log_dir, cfg.telemetry).close)
         etcd = stack.enter_context(EtcdClient.from_config(cfg.etcd, list(endpoints)))
         listener = stack.enter_context(_listen(dcs.host, dcs.port))
         record = DcsNode(id=node_id, host=dcs.advertise_host or dcs.host,

@@ -243,14 +243,14 @@ def test_a_silence_is_made_once_and_ended_and_a_dry_run_makes_none(house: ApiClu
 
 def test_a_test_of_the_receivers_is_sent_once_a_key_and_can_be_followed(house: ApiCluster, api: httpx.Client) -> None:
     [planned] = api.post("/v1/alerts/test?dry_run=true").json()["receivers"]
-    assert planned["fate"] == "waiting"
+    assert planned["status"] == "waiting"
     begun, again = (api.post("/v1/alerts/test", headers={"Idempotency-Key": "ring"}) for _ in range(2))
     assert begun.status_code == again.status_code == 202 and begun.headers["location"] == again.headers["location"]
 
     def ended() -> str:
         [receiver] = api.get(begun.headers["location"]).json()["receivers"]
         assert receiver["receiver"] == planned["receiver"]
-        return "" if receiver["fate"] == "waiting" else str(receiver["fate"])
+        return "" if receiver["status"] == "waiting" else str(receiver["status"])
 
     assert runtime.wait_until(ended, timeout_s=15, what="the receiver's answer") == "failed", "nobody listens there"
     problem(api.get("/v1/alerts/tests/none"), 404, "not-found")

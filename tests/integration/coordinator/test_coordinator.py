@@ -206,7 +206,7 @@ def test_a_death_while_nobody_led_is_told_once_and_its_end_once(start: Start, et
                                                                 receiver: Receiver) -> None:
     hanging = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
     replicas = start("a", alerts={"urls": [f"json://127.0.0.1:{hanging.getsockname()[1]}", receiver.url],
-                                  "timeout_s": 1.0}, coordinator={"replicas": 1})
+                                  "send_timeout_s": 10.0}, coordinator={"replicas": 1})
     node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=1)
     lease = etcd.keepalive(2)
     etcd.put(keys.dcs_node("n0"), node.encode(), lease=lease.id)
@@ -215,11 +215,11 @@ def test_a_death_while_nobody_led_is_told_once_and_its_end_once(start: Start, et
     lease.close()
     assert etcd.get(keys.dcs_node("n0")) is None
     replicas.start("a")
-    runtime.wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), timeout_s=15, what="the alert")
+    runtime.wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), timeout_s=60, what="the alert")
     assert len(told(etcd, keys, "dcs.dead")) == 1
     etcd.put(keys.dcs_node("n0"), node.replace(pid=2).encode())
     runtime.wait_until(lambda: any("RESOLVED" in g["title"] and "dcs" in g["title"] for g in receiver.got),
-                         timeout_s=15, what="the end")
+                         timeout_s=60, what="the end")
     about = [g for g in receiver.got if "dcs.dead" in g["title"]]
     assert [g["title"].split()[0] for g in about] == ["[FIRING]", "[RESOLVED]"]
     told_of = [re.search(r"dcs\.dead n0.*?id=(\w+)", f"{g['title']}\n{g['message']}", re.DOTALL) for g in about]
@@ -314,7 +314,7 @@ def test_an_event_stream_resumes_from_a_revision_on_another_replica(start: Start
 def test_events_are_trimmed_to_what_the_config_keeps(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     for n in range(130):
         events.emit(etcd, keys, f"test.{n}", "s", "m")
-    start("a", coordinator={"events_keep": 20})
+    start("a", coordinator={"max_events": 20})
     runtime.wait_until(lambda: etcd.count(keys.events_prefix()) <= 22, timeout_s=10, what="the trimming")
     assert any(e.kind == "test.129" for e in events.recent(etcd, keys, 100))
 

@@ -58,10 +58,11 @@ class Leader:
 
 @pytest.fixture
 def cfg(keys: Keys) -> Config:
-    return parse({"job": "x", "coordinator": {"lease_ttl_s": 2, "reconcile_interval_s": 0.1, "hang_floor_s": 1.0,
-                                              "hang_ceiling_s": 2.0, "hang_factor": 2.0},
+    return parse({"job": "x", "coordinator": {"lease_ttl_s": 2, "reconcile_interval_s": 0.1, "hang_min_s": 1.0,
+                                              "hang_max_s": 2.0, "hang_factor": 2.0},
                   "trainer": {"tensor_parallel": 1},
-                  "failure_policy": {"budget": 1, "settle_s": 0.1, "backoff_s": 0.1, "stop_after": 2}})
+                  "failure_policy": {"max_faults": 1, "fault_merge_s": 0.1, "backoff_initial_s": 0.1,
+                                     "max_global_restarts": 2}})
 
 
 @pytest.fixture
@@ -315,7 +316,7 @@ def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_
                    timeout_s=20, what="the death to be told")
 
     def pause() -> None:
-        """Faults within ``settle_s`` are one."""
+        """Faults within ``fault_merge_s`` are one."""
         marked = FaultLog.decode(etcd.get(keys.fault("roles/advantages")).value).marks[-1].at
         wait_until(lambda: time.time() > marked + 0.2, timeout_s=5, what="the faults to be apart")
 

@@ -74,7 +74,7 @@ def test_the_leader_thins_a_long_curve(etcd_servers: EtcdServers, etcd: EtcdClie
     fencing.raise_epoch(etcd, keys, "test")
     for at in range(1, 301, 100):
         fencing.write(etcd, keys, 1, *(Op.put(keys.step_point(n), point(n).encode()) for n in range(at, at + 100)))
-    replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"coordinator": {"steps_keep": 100}})
+    replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"coordinator": {"max_step_metrics": 100}})
     try:
         replicas.start("a")
         wait_until(lambda: etcd.count(keys.steps_prefix()) <= 100, timeout_s=30, what="a shorter curve")

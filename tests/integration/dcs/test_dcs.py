@@ -459,7 +459,7 @@ def test_a_second_node_of_the_same_name_is_refused(cluster: Cluster) -> None:
     first = cluster.start("a")
     second = cluster.launch("a")
     assert second.wait(20) == 2
-    assert b"MachineUnfit" in (cluster.folder / "a.log").read_bytes()
+    assert b"PreflightFailed" in (cluster.folder / "a.log").read_bytes()
     assert [n.pid for n in cluster.registered()] == [first.pid]
     stop(first.pid)
 
@@ -467,7 +467,7 @@ def test_a_second_node_of_the_same_name_is_refused(cluster: Cluster) -> None:
 def test_too_little_shared_memory_is_told_with_numbers(cluster: Cluster) -> None:
     assert cluster.launch("a", arena_bytes=1 << 46).wait(20) == 2
     text = (cluster.folder / "a.log").read_text()
-    assert "MachineUnfit" in text and f"dcs.arena_bytes={1 << 46}" in text and "MiB free" in text
+    assert "PreflightFailed" in text and f"dcs.arena_bytes={1 << 46}" in text and "MiB free" in text
     assert not cluster.registered()
 
 

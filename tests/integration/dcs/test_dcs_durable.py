@@ -81,7 +81,7 @@ class Hub(Nodes):
     epoch: int
 
     def start(self, node: str, url: str, **dcs: object) -> DcsNode:
-        return self.start_node(node, durable_url=url, durable_keep=2, durable_anchor_every=3, **dcs)
+        return self.start_node(node, durable_url=url, durable_keep_versions=2, durable_full_every=3, **dcs)
 
     def publish(self, *seeds: int, node: str = "a", stream: str = "policy") -> None:
         with Publisher(self.etcd, self.keys, stream, epoch=self.epoch, owner="test", chunk_bytes=CHUNK,

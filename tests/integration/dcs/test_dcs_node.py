@@ -358,7 +358,7 @@ def test_two_nodes_cannot_have_the_same_folder(hub: Hub, etcd_servers: EtcdServe
                                disk_bytes=MIB,
                                disk_dir=hub.folder / "disk")
         assert elsewhere.wait(20) == 2
-        assert "MachineUnfit" in (hub.folder / job / "a.log").read_text()
+        assert "PreflightFailed" in (hub.folder / job / "a.log").read_text()
     assert "another process has" in (hub.folder / f"{hub.keys.job}-x" / "a.log").read_text()
 
 
@@ -372,7 +372,7 @@ def test_a_node_without_a_disk_says_so_when_it_is_to_persist(hub: Hub) -> None:
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 def test_a_peer_that_stops_reading_blocks_no_other_and_is_cut_off(hub: Hub) -> None:
-    node = hub.start(arena_bytes=32 * MIB, max_sends=2, peer_sends=1, io_timeout_s=4)
+    node = hub.start(arena_bytes=32 * MIB, max_sends=2, max_sends_per_peer=1, io_timeout_s=4)
     owner = hub.wire(node)
     data = os.urandom(16 * MIB)
     digest = owner.call(data, op="put")["digest"]

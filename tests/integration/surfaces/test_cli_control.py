@@ -107,7 +107,7 @@ def control(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory,
             ) -> Iterator[Control]:
     keys = Keys(f"t-cli-{os.getpid()}")
     url, posted = service
-    settings = {"alerts": {"urls": [url], "group_wait_s": 0.2, "messages_per_minute": 1000}}
+    settings = {"alerts": {"urls": [url], "group_wait_s": 0.2, "max_notifications_per_minute": 1000}}
     with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0) as etcd:
         etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=1).encode())
         made = Control(Replicas(tmp_path_factory.mktemp("cli"), keys, etcd_servers.endpoints, settings), etcd, keys,

@@ -1,4 +1,4 @@
-"""The durable plane on one machine, with its real processes: up, mended, down, and what it says of an unfit machine."""
+"""The durable plane on one machine with real processes: up, repair, down, and preflight errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Make = Callable[..., Cluster]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes clusters of a job of their own, and takes each down."""
+    """Makes clusters, each of a job of its own, and takes them down."""
     made: list[Cluster] = []
 
     def cluster(**more: object) -> Cluster:
@@ -59,7 +59,7 @@ def _pids(cluster: Cluster) -> dict[str, int]:
 
 
 def _runs(pid: int) -> bool:
-    """A zombie does not: the services are children of this process here, and nobody waits for them."""
+    """Whether a process runs. A zombie does not: this process is the services' parent here and does not wait."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -67,7 +67,7 @@ def _runs(pid: int) -> bool:
 
 
 def _make_pool(info: ClusterInfo) -> None:
-    """What the driver of a run does first."""
+    """Creates the pool, as the driver of a run does first."""
     etcd = EtcdClient(info.etcd_endpoints)
     etcd.put(Keys(info.job).pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
     etcd.close()
@@ -79,7 +79,7 @@ def _refuses(endpoint: str) -> bool:
         return s.connect_ex((host, int(port))) != 0
 
 
-def _check_nothing_is_left(cluster: Cluster, info: ClusterInfo, pids: dict[str, int]) -> None:
+def _assert_nothing_is_left(cluster: Cluster, info: ClusterInfo, pids: dict[str, int]) -> None:
     assert not [pid for pid in pids.values() if _runs(pid)]
     assert not cluster.segments()
     assert all(map(_refuses, [*info.etcd_endpoints, *info.coordinators]))
@@ -87,11 +87,14 @@ def _check_nothing_is_left(cluster: Cluster, info: ClusterInfo, pids: dict[str, 
     assert not processes.marked(str(cluster.dir))
 
 
-def test_a_cluster_comes_up_answers_is_mended_and_goes_down_without_a_trace(make: Make) -> None:
-    cluster = make()
+def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> None:
+    cluster = make(telemetry={"log_max_bytes": 4096})
     info = cluster.up()
     first = _pids(cluster)
     assert sorted(first) == ["coordinator-0", "coordinator-1", "dcs-node-0", "etcd-0"]
+    for name in first:  # services write little; this stands for weeks of it
+        with (cluster.cfg.log_dir / f"{name}.log").open("ab") as log:
+            log.write(b"a line of a log\n" * 300)
     assert len(cluster.segments()) == 1
     assert Path(info.tokens_file).stat().st_mode & 0o777 == 0o600
     roles = {m["role"] for m in AdminClient(info).items("/v1/members")}
@@ -102,19 +105,22 @@ def test_a_cluster_comes_up_answers_is_mended_and_goes_down_without_a_trace(make
 
     psutil.Process(first["coordinator-0"]).kill()
     runtime.wait_until(lambda: "coordinator-0" not in _pids(cluster), timeout_s=5, what="the killed coordinator")
-    mended = cluster.up()
+    repaired = cluster.up()
     second = _pids(cluster)
-    assert second["coordinator-0"] != first["coordinator-0"], "only the killed one was started again"
+    assert second["coordinator-0"] != first["coordinator-0"], "only the killed one is restarted"
     assert {k: v for k, v in second.items() if k != "coordinator-0"} == {
         k: v for k, v in first.items() if k != "coordinator-0"}
-    assert all(httpx.get(f"{url}/healthz", timeout=5).status_code == 200 for url in mended.coordinators)
+    assert all(httpx.get(f"{url}/healthz", timeout=5).status_code == 200 for url in repaired.coordinators)
 
+    for name in first:
+        rotated = cluster.cfg.log_dir / f"{name}.log.1"
+        runtime.wait_until(rotated.exists, timeout_s=60, what=f"the rotation of {name}'s log")
     assert set(cluster.down()) >= set(second)
-    _check_nothing_is_left(cluster, mended, {**first, **second})
+    _assert_nothing_is_left(cluster, repaired, {**first, **second})
     assert cluster.down() == [], "down again is harmless"
 
 
-def test_etcd_that_was_killed_comes_back_with_its_data_on_its_port(make: Make) -> None:
+def test_killed_etcd_is_restarted_with_its_data_on_its_port(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info = cluster.up()
     _make_pool(info)
@@ -122,7 +128,7 @@ def test_etcd_that_was_killed_comes_back_with_its_data_on_its_port(make: Make) -
     psutil.Process(_pids(cluster)["etcd-0"]).kill()
     runtime.wait_until(lambda: not etcd_server.healthy(info.etcd_endpoints[0]), timeout_s=5, what="etcd's end")
     assert cluster.up().etcd_endpoints == info.etcd_endpoints
-    pools = runtime.wait_until(lambda: _pools(info), timeout_s=20, what="the coordinator's way back to etcd")
+    pools = runtime.wait_until(lambda: _pools(info), timeout_s=20, what="the coordinator to reach etcd again")
     assert next(p for p in pools if p["name"] == "rollout")["desired"] == 3
 
 
@@ -133,7 +139,7 @@ def _pools(info: ClusterInfo) -> list[dict]:
         return []
 
 
-def test_after_a_crash_of_everything_up_goes_on_with_the_versions_that_were_saved(make: Make) -> None:
+def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info = cluster.up()
     tensor = torch.arange(1000.0)
@@ -159,10 +165,10 @@ def test_after_a_crash_of_everything_up_goes_on_with_the_versions_that_were_save
     assert not (cluster.dir / "disk").exists()
     cluster.up()
     with EtcdClient(ClusterInfo.load(cluster.dir).etcd_endpoints) as etcd:  # type: ignore[union-attr]
-        assert catalog.head(etcd, keys, "policy") is None, "after `down` a job starts anew"
+        assert catalog.head(etcd, keys, "policy") is None, "after `down` a job starts afresh"
 
 
-def test_down_after_a_crash_removes_what_the_crash_left(make: Make) -> None:
+def test_down_after_a_crash_removes_what_it_left(make: Make) -> None:
     cluster = make(coordinator={"replicas": 1})
     info, pids = cluster.up(), _pids(cluster)
     for name in ("dcs-node-0", "etcd-0"):
@@ -170,10 +176,10 @@ def test_down_after_a_crash_removes_what_the_crash_left(make: Make) -> None:
     runtime.wait_until(lambda: len(_pids(cluster)) == 1, timeout_s=5, what="the kills")
     assert cluster.segments(), "a node that was killed could not unlink its arena"
     cluster.down()
-    _check_nothing_is_left(cluster, info, pids)
+    _assert_nothing_is_left(cluster, info, pids)
 
 
-def test_the_command_line_brings_up_shows_scales_and_takes_down(
+def test_commands_bring_up_list_scale_and_take_down(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [f"--run_dir={tmp_path}", f"--job=t-{secrets.token_hex(4)}", f"--dcs.arena_bytes={ARENA_BYTES}"]
 
@@ -204,7 +210,7 @@ def test_the_command_line_brings_up_shows_scales_and_takes_down(
         assert run("down")[0] == 0
 
 
-def test_a_taken_port_is_named_with_its_setting_and_nothing_stays(make: Make) -> None:
+def test_taken_port_is_reported_with_its_setting(make: Make) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -215,7 +221,7 @@ def test_a_taken_port_is_named_with_its_setting_and_nothing_stays(make: Make) ->
     assert not _pids(cluster)
 
 
-def test_too_little_shared_memory_is_told_with_numbers_and_a_way_out(make: Make) -> None:
+def test_too_little_shared_memory_is_reported_with_numbers_and_a_fix(make: Make) -> None:
     cluster = make(dcs={"arena_bytes": 1 << 50})
     with pytest.raises(PreflightFailed, match=r"MiB free, and the arena needs 1073741824 MiB") as e:
         cluster.up()
@@ -223,15 +229,15 @@ def test_too_little_shared_memory_is_told_with_numbers_and_a_way_out(make: Make)
     assert not _pids(cluster)
 
 
-def test_an_etcd_that_is_gone_at_the_start_is_named_and_nothing_stays(make: Make) -> None:
+def test_unavailable_etcd_is_reported_by_its_endpoint(make: Make) -> None:
     gone = f"127.0.0.1:{runtime.free_port()}"
-    cluster = make(etcd_servers={"endpoints": [gone]})
+    cluster = make(etcd={"endpoints": [gone]})
     with pytest.raises(EtcdUnavailable, match=gone):
         cluster.up()
     assert not _pids(cluster)
 
 
-def test_an_up_that_fails_halfway_takes_down_what_it_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_up_stops_what_it_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make()
     started: list[str] = []
     spawn = cluster._spawn

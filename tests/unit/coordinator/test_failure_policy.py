@@ -18,7 +18,8 @@ from elastic_rl.coordinator.operations.state_machine import JOB
 from elastic_rl.etcd.records import JobStatus
 
 SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "100"))
-CFG = FailurePolicyConfig(budget=3, window_s=100.0, backoff_s=2.0, backoff_max_s=16.0, settle_s=5.0, stop_after=3)
+CFG = FailurePolicyConfig(max_faults=3, fault_window_s=100.0, backoff_initial_s=2.0, backoff_max_s=16.0,
+                          fault_merge_s=5.0, max_global_restarts=3)
 TRAINER_DEAD = policy.rule_for("trainer", Fault.DEAD)
 TRAINER_HUNG = policy.rule_for("trainer", Fault.HUNG)
 DRIVER_DEAD = policy.rule_for("driver", Fault.DEAD)
@@ -128,7 +129,7 @@ def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int
             break
     assert stopped != moving
     if stopped:
-        assert restarts == CFG.stop_after
+        assert restarts == CFG.max_global_restarts
 
 
 def test_the_manual_has_the_policy_as_it_is() -> None:

@@ -1,10 +1,13 @@
-"""The configuration: every way of setting a key, and what a person is told about a wrong one."""
+"""The configuration: every way of setting a key, the errors for a wrong one, and the descriptions in the schema."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from elastic_rl import config
 from elastic_rl.cli.common import overrides
@@ -15,19 +18,19 @@ from elastic_rl.errors import ConfigError
     (["--train.steps=7"], 7), (["train.steps=7"], 7), (["--train.steps=3", "--train.steps=7"], 7),
     (["--train={steps: 7}"], 7),
 ])
-def test_an_override_wins_in_every_form(written: list[str], read: int, tmp_path: Path) -> None:
+def test_override_wins_in_every_form(written: list[str], read: int, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: 5}\n")
     assert config.load(file, written).train.steps == read
 
 
-def test_command_line_settings_may_stand_apart_from_their_values() -> None:
+def test_command_line_accepts_settings_apart_from_their_values() -> None:
     assert overrides(["--train.steps", "7", "--job=a"]) == ["--train.steps=7", "--job=a"]
     assert config.load(None, overrides(["--coordinator.ports", "[1, 2]"])).coordinator.ports == [1, 2]
 
 
 @pytest.mark.parametrize("args", [["stray"], ["--train.steps"], ["--train.steps", "--job=a"]])
-def test_a_setting_without_a_value_is_refused(args: list[str]) -> None:
+def test_setting_without_a_value_is_refused(args: list[str]) -> None:
     with pytest.raises(ConfigError):
         overrides(args)
 
@@ -35,7 +38,7 @@ def test_a_setting_without_a_value_is_refused(args: list[str]) -> None:
 @pytest.mark.parametrize(("key", "near"), [
     ("train.stepz", "train.steps"), ("trainer.tensorparallel", "trainer.tensor_"), ("rolout.engines", "rollout"),
     ("jbo", "job")])
-def test_an_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
+def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     with pytest.raises(ConfigError) as e:
         config.load(None, [f"{key}=1"])
     assert "unknown key" in e.value.message
@@ -48,26 +51,47 @@ def test_an_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("trainer.pipeline_parallel=7", "multiple of trainer.pipeline_parallel=7"),
     ("dcs.host=0.0.0.0", "set dcs.advertise_host"), ("coordinator.ports=[1]", "1 ports for 2"),
     ("train.steps.deeper=1", "train.steps"), ("train.steps=[", "not YAML"),
+    ("coordinator.hang_min_s=601", "hang_max_s=600"), ("failure_policy.backoff_initial_s=301", "backoff_max_s=300"),
 ])
-def test_a_wrong_value_is_told_with_its_key(override: str, said: str) -> None:
+def test_invalid_value_is_reported_with_its_key(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as e:
         config.load(None, [override])
     assert said in str(e.value)
 
 
 @pytest.mark.parametrize("text", ["- a list", "a: [", "just words"])
-def test_a_file_that_is_no_mapping_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_file_that_is_not_a_mapping_is_refused_by_name(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
         config.load(file)
 
 
-def test_a_missing_file_is_refused_by_name() -> None:
+def test_missing_file_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         config.load("nowhere.yaml")
 
 
-def test_what_is_shown_can_be_loaded_again() -> None:
+def test_shown_configuration_can_be_loaded() -> None:
     first = config.load(None, ["--train.steps=9", "--rollout.engines=3"])
     assert config.parse(first.model_dump(mode="json")) == first
+
+
+def _settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str | None]]:
+    """Key and description of every setting; sections are described by their own settings."""
+    for name, field in model.model_fields.items():
+        inner = [k for k in (field.annotation, *get_args(field.annotation)) if isinstance(k, type)
+                 and issubclass(k, BaseModel)]
+        if inner and field.annotation is inner[0]:
+            yield from _settings(inner[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field.description
+
+
+def test_every_setting_has_a_description_that_stands_alone() -> None:
+    found = dict(_settings(config.Config))
+    assert len(found) > 120
+    bad = [key for key, text in found.items()
+           if not text or not text[0].isupper() or text.rstrip()[-1] not in "." or "..." in text
+           or text.startswith(("And ", "But ", "The same", "Also "))]
+    assert bad == []

@@ -1,4 +1,4 @@
-"""The alert rules and the dashboard in ops/monitoring, by promtool and by what Grafana needs."""
+"""The alert rules and the dashboard in ops/monitoring, checked by promtool and against what Grafana needs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import yaml
 from support.monitoring import FOLDER, dashboard, expressions, promtool, rules
 
 
-def test_the_example_configuration_and_its_rules_are_valid() -> None:
+def test_example_configuration_and_rules_are_valid() -> None:
     done = promtool("check", "config", FOLDER / "prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules())} rules found" in done.stdout
 
 
-def test_each_rule_fires_when_it_should_and_none_for_a_job_that_is_well() -> None:
+def test_each_rule_fires_when_it_should_and_none_for_a_healthy_job() -> None:
     done = promtool("test", "rules", FOLDER / "rules_test.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     tested = (FOLDER / "rules_test.yml").read_text()
@@ -22,7 +22,7 @@ def test_each_rule_fires_when_it_should_and_none_for_a_job_that_is_well() -> Non
     assert untested == []
 
 
-def test_each_rule_says_how_bad_it_is_what_is_wrong_and_what_to_do() -> None:
+def test_each_rule_has_a_severity_a_summary_and_a_description() -> None:
     assert len({rule["alert"] for rule in rules()}) == len(rules())
     for rule in rules():
         assert rule["labels"]["severity"] in ("warning", "critical")
@@ -30,7 +30,7 @@ def test_each_rule_says_how_bad_it_is_what_is_wrong_and_what_to_do() -> None:
         assert "run" in rule["expr"] or rule["alert"] == "ElasticRLCoordinatorDown"
 
 
-def test_every_expression_of_the_dashboard_is_promql(tmp_path: Path) -> None:
+def test_dashboard_expressions_are_valid_promql(tmp_path: Path) -> None:
     found = {where: expr.replace("$run", ".*") for where, expr in expressions().items() if where.startswith("panel")}
     assert len(found) > 50
     records = [{"record": f"x:{i}", "expr": expr, "labels": {"where": where}}
@@ -41,7 +41,7 @@ def test_every_expression_of_the_dashboard_is_promql(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_dashboard_has_what_grafana_needs() -> None:
+def test_dashboard_has_what_grafana_needs() -> None:
     board = dashboard()
     assert board["schemaVersion"] >= 36 and board["uid"] and board["title"] and "id" not in board
     variables = {v["name"]: v for v in board["templating"]["list"]}

@@ -1,4 +1,4 @@
-"""Spans: one trace over several processes' worth of contexts, and nothing where nobody asked for them."""
+"""Spans of one trace over several contexts, and the cost of tracing that is off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def collector() -> Iterator[Collector]:
             traces.shutdown()
 
 
-def test_without_an_endpoint_nothing_is_traced_and_nothing_is_carried() -> None:
+def test_nothing_is_traced_or_carried_without_an_endpoint() -> None:
     traces.setup("", "test")
     with traces.span("a"):
         assert traces.inject() == {}
@@ -29,7 +29,7 @@ def test_without_an_endpoint_nothing_is_traced_and_nothing_is_carried() -> None:
     traces.shutdown()
 
 
-def test_what_carries_a_context_continues_its_trace_and_a_record_keeps_its_times(collector: Collector) -> None:
+def test_carrier_continues_its_trace_and_a_record_keeps_its_times(collector: Collector) -> None:
     with traces.span("publish", step=3):
         carrier = traces.inject()
     with traces.span("elsewhere", parent=traces.extract(carrier)), traces.span("inner"):
@@ -46,7 +46,7 @@ def test_what_carries_a_context_continues_its_trace_and_a_record_keeps_its_times
     assert (spans["first"].began_at, spans["first"].ended_at, spans["first"].attrs) == (100.5, 101.25, {"version": 7})
 
 
-def test_the_current_span_comes_before_what_a_thing_carries(collector: Collector) -> None:
+def test_current_span_takes_precedence_over_a_carrier(collector: Collector) -> None:
     with traces.span("publish"):
         carrier = traces.inject()
     with traces.span("alone", parent=traces.current_or(carrier)):
@@ -61,7 +61,7 @@ def test_the_current_span_comes_before_what_a_thing_carries(collector: Collector
     assert spans["failing"].failed and not spans["alone"].failed
 
 
-def test_a_carrier_that_is_damaged_begins_a_new_trace(collector: Collector) -> None:
+def test_corrupt_carrier_starts_a_new_trace(collector: Collector) -> None:
     for i, carrier in enumerate(({}, {"traceparent": "rubbish"}, {"traceparent": "00-0-0-0"}, {"other": "x"})):
         with traces.span(f"s{i}", parent=traces.extract(carrier)):
             pass
@@ -69,7 +69,7 @@ def test_a_carrier_that_is_damaged_begins_a_new_trace(collector: Collector) -> N
     assert [s.parent for s in collector.spans()] == [""] * 4
 
 
-def test_a_collector_that_is_away_stops_nothing() -> None:
+def test_unavailable_collector_stops_nothing() -> None:
     traces.setup("http://127.0.0.1:9", "test", timeout_s=0.2)
     with traces.span("lost"):
         assert traces.inject()

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B, real: what they wrote is read back, also of steps that came again; and a tracker that fails."""
+"""Real TensorBoard and W&B, whose files are read back, with repeated steps; and trackers that fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from elastic_rl.report.build import read_records
 from elastic_rl.roles.run_log import RunLog
 from elastic_rl.runtime import wait_until
-from elastic_rl.telemetry.trackers import Order, Row, Trackers, scalars
+from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, scalars
 
 
 def never(name: str, why: str) -> None:
@@ -24,13 +24,12 @@ def never(name: str, why: str) -> None:
 
 
 def run_with_a_recovery(folder: Path) -> dict[int, float]:
-    """SFT phase, five steps with an evaluation, back to step 3 by a recovery, and again by another process of
-    the actor,
-    which goes on from step 4. Returns step → loss as it counts."""
+    """SFT phase, five steps with an evaluation, a recovery that goes back to step 3, and another process of the actor
+    that continues from step 4. Returns the valid loss of each step."""
     failures: list[str] = []
 
     def start() -> RunLog:
-        return RunLog(folder / "steps.jsonl", Trackers.of(
+        return RunLog(folder / "steps.jsonl", Trackers.from_names(
             ["tensorboard", "wandb"], folder, "job", lambda name, why: failures.append(f"{name}: {why}")))
 
     def step(log: RunLog, number: int, loss: float) -> None:
@@ -58,16 +57,16 @@ def run_with_a_recovery(folder: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
     folder = tmp_path_factory.mktemp("tracked")
     return folder, run_with_a_recovery(folder)
 
 
-def test_tensorboard_shows_each_step_once_as_it_counts(told: tuple[Path, dict[int, float]]) -> None:
+def test_tensorboard_shows_the_valid_row_of_each_step(tracked: tuple[Path, dict[int, float]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder, loss = told
-    assert len(list((folder / "tensorboard" / "rl").iterdir())) == 3, "one file for each time it went back"
+    folder, loss = tracked
+    assert len(list((folder / "tensorboard" / "rl").iterdir())) == 3, "one file for each rewind"
     shown = EventAccumulator(str(folder / "tensorboard" / "rl"), size_guidance={"scalars": 0}).Reload()
     assert {e.step: e.value for e in shown.Scalars("loss")} == pytest.approx(loss)
     assert [e.step for e in shown.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
@@ -97,9 +96,9 @@ def wandb_history(path: Path) -> Iterator[dict[str, float]]:
                 yield {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
 
 
-def test_wandb_has_every_row_and_the_last_attempt_of_a_step_is_the_one_that_counts(
-        told: tuple[Path, dict[int, float]]) -> None:
-    folder, loss = told
+def test_wandb_has_every_row_and_the_last_attempt_of_a_step_is_valid(
+        tracked: tuple[Path, dict[int, float]]) -> None:
+    folder, loss = tracked
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime)
     assert len(files) == 2, "one run for each process"
     rows = [row for file in files for row in wandb_history(file)]
@@ -110,7 +109,7 @@ def test_wandb_has_every_row_and_the_last_attempt_of_a_step_is_the_one_that_coun
     assert [row["sft/step"] for row in rows if "sft/loss" in row] == [10, 20]
 
 
-def test_a_tracker_that_fails_or_hangs_is_told_once_and_the_run_log_goes_on(tmp_path: Path) -> None:
+def test_tracker_that_fails_or_hangs_is_reported_once_and_delays_nothing(tmp_path: Path) -> None:
     class Failing:
         def write(self, row: Row) -> None:
             raise OSError("no space left on device")
@@ -123,25 +122,25 @@ def test_a_tracker_that_fails_or_hangs_is_told_once_and_the_run_log_goes_on(tmp_
             threading.Event().wait()
 
         def close(self) -> None:
-            raise AssertionError("it never comes to this")
+            raise AssertionError("it hangs before that")
 
     def absent() -> Any:
         raise ModuleNotFoundError("No module named 'wandb'")
 
-    told: list[tuple[str, str]] = []
+    reported: list[tuple[str, str]] = []
     trackers = Trackers({"failing": Failing, "hanging": Hanging, "absent": absent},
-                        lambda name, why: told.append((name, why)))
+                        lambda name, why: reported.append((name, why)))
     log = RunLog(tmp_path / "steps.jsonl", trackers)
     for step in range(1, 3001):
         log.write("step", step=step, loss=0.5)
     trackers.close(timeout_s=0.1)
     assert len(read_records(log.path)) == 3000
-    wait_until(lambda: len(told) == 3, timeout_s=20, what="three reports")
-    assert {name: why.split(":")[0] for name, why in told} == {
-        "failing": "OSError", "absent": "ModuleNotFoundError", "hanging": "it does not keep up"}
+    wait_until(lambda: len(reported) == 3, timeout_s=20, what="three reports")
+    assert {name: why.split(":")[0] for name, why in reported} == {
+        "failing": "OSError", "absent": "ModuleNotFoundError", "hanging": "too slow"}
 
 
-def test_only_numbers_of_training_are_passed_on() -> None:
+def test_only_numbers_of_training_steps_are_tracked() -> None:
     assert scalars("fault", {"step": 3, "at": 1.0}) is None and scalars("rewind", {"to_step": 1}) is None
     assert scalars("step", {"step": 3, "at": 9.0, "loss": 0.5, "grad_norm": None, "groups": [1], "ok": True,
                             "seconds": {"total": 2}, "engines": [{"state": "ready"}, {"state": "syncing"}]}) == (
@@ -149,24 +148,24 @@ def test_only_numbers_of_training_are_passed_on() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["step", "eval", "sft"]), st.integers(0, 6)), max_size=60))
-def test_whoever_purges_at_each_row_that_says_again_has_every_step_once(story: list[tuple[str, int]]) -> None:
-    order = Order()
+def test_purging_at_each_rewind_leaves_every_step_once(history: list[tuple[str, int]]) -> None:
+    detector = RewindDetector()
     kept: dict[str, list[tuple[int, str]]] = {"rl": [], "sft": []}
-    for kind, step in story:
-        row = order.row(kind, {"step": step, "x": 1.0})
+    for kind, step in history:
+        row = detector.row(kind, {"step": step, "x": 1.0})
         assert row is not None and row.run == ("sft" if kind == "sft" else "rl")
-        mine = kept[row.run]
-        if row.again:
-            mine[:] = [(s, k) for s, k in mine if s < row.step]
-        mine.append((row.step, kind))
+        rows = kept[row.run]
+        if row.rewinds:
+            rows[:] = [(s, k) for s, k in rows if s < row.step]
+        rows.append((row.step, kind))
     for rows in kept.values():
         steps = [s for s, kind in rows if kind != "eval"]
         assert steps == sorted(set(steps))
 
 
-def test_without_trackers_nothing_is_started() -> None:
+def test_no_thread_is_started_without_trackers() -> None:
     before = threading.active_count()
-    trackers = Trackers.of([], Path("/nonexistent"), "job", never)
+    trackers = Trackers.from_names([], Path("/nonexistent"), "job", never)
     trackers.offer("step", {"step": 1})
     trackers.close()
     assert threading.active_count() == before

@@ -1,0 +1,198 @@
+"""Bounded log files: size, number of rotated parts, and number of files in a folder.
+
+Some logs are written by programs that cannot rotate them (etcd, SGLang, the router). So a log is rotated from the
+outside, as logrotate's ``copytruncate`` does: its end is copied to ``<name>.log.1`` and the file is truncated. The
+writer appends (``O_APPEND``), so its next line starts the file again. A line that is written between the copy and the
+truncation is lost.
+
+Every long-lived process of a host runs a ``LogRotation`` of the same folder; a lock on the folder lets one of them work
+at a time, and the kernel takes it from a process that dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+log = logging.getLogger(__name__)
+
+_CHECK_EVERY_S = 5.0
+_COPY_BYTES = 1 << 20
+_PART = re.compile(r"(.+\.log)\.(\d+)")
+
+
+class LogLimits(Protocol):
+    """The settings of this module (``telemetry``)."""
+
+    @property
+    def log_max_bytes(self) -> int: ...
+
+    @property
+    def log_backups(self) -> int: ...
+
+    @property
+    def log_files(self) -> int: ...
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Opens a log for appending and marks it as in use while any process holds the descriptor or an inherited copy."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = path.open("ab")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # deleted between the two calls
+
+
+def tail(path: Path, max_bytes: int = 1 << 16) -> str:
+    """The end of a log; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+            return file.read(max_bytes).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def enforce_limits(folder: Path, limits: LogLimits) -> None:
+    """Rotates each ``*.log`` of the folder that is larger than ``log_max_bytes`` and deletes what exceeds
+    ``log_backups`` and ``log_files``. A rotated part has at most twice ``log_max_bytes``: the end of what was written
+    between two calls. Does nothing while another process does the same. Raises OSError."""
+    with _exclusive(folder) as ours:
+        if not ours:
+            return
+        for path in sorted(folder.glob("*.log")):
+            if _size(path) > limits.log_max_bytes:
+                _rotate(path, limits.log_max_bytes, limits.log_backups)
+        _delete_excess(folder, limits)
+
+
+class LogRotation:
+    """A thread that enforces the limits on a folder every few seconds, so a log exceeds ``log_max_bytes`` by what is
+    written to it within that time."""
+
+    def __init__(self, folder: Path, limits: LogLimits, *, check_every_s: float = _CHECK_EVERY_S) -> None:
+        self._folder, self._limits, self._check_every_s = folder, limits, check_every_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-rotation", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join(self._check_every_s)
+
+    def _run(self) -> None:
+        failed = ""
+        while not self._stopping.wait(self._check_every_s):
+            try:
+                enforce_limits(self._folder, self._limits)
+                failed = ""
+            except OSError as e:
+                if str(e) != failed:
+                    log.error("cannot rotate the logs in %s: %s", self._folder, e)
+                failed = str(e)
+
+
+def ray_environment(limits: LogLimits) -> dict[str, str]:
+    """Environment variables that hold Ray's own processes to the same limits; Ray rotates its files by itself."""
+    return {"RAY_ROTATION_MAX_BYTES": str(limits.log_max_bytes), "RAY_ROTATION_BACKUP_COUNT": str(limits.log_backups)}
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[bool]:
+    """Whether this process holds the folder's lock in the block; false as well when there is no such folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def _rotate(path: Path, max_bytes: int, backups: int) -> None:
+    for n in range(backups, 1, -1):
+        older = _part(path, n - 1)
+        if older.exists():
+            older.rename(_part(path, n))
+    partial = path.with_name(path.name + ".partial")
+    with path.open("r+b") as source:
+        try:
+            _copy_end(source, partial, 2 * max_bytes)
+            partial.rename(_part(path, 1))
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            partial.unlink(missing_ok=True)  # the disk is full: free it rather than keep old lines
+        source.truncate(0)
+
+
+def _copy_end(source: BinaryIO, target: Path, max_bytes: int) -> None:
+    source.seek(max(0, source.seek(0, os.SEEK_END) - max_bytes))
+    left = max_bytes
+    with target.open("wb") as out:
+        while data := source.read(min(_COPY_BYTES, left)):  # also what the writer adds meanwhile
+            left -= out.write(data)
+
+
+def _delete_excess(folder: Path, limits: LogLimits) -> None:
+    files = [p for p in folder.iterdir() if p.suffix == ".log" or _PART.fullmatch(p.name)]
+    kept: list[tuple[float, Path]] = []
+    for path in files:
+        part = _PART.fullmatch(path.name)
+        if part and int(part[2]) > limits.log_backups:
+            path.unlink(missing_ok=True)
+        else:
+            kept.append((_written_at(path), path))
+    excess = len(kept) - limits.log_files
+    for _, path in sorted(kept):
+        if excess <= 0:
+            return
+        excess -= _delete_unused(path)
+
+
+def _delete_unused(path: Path) -> bool:
+    """Deletes a file unless a process writes to it. Returns whether it is gone."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        pass
+    return True
+
+
+def _part(path: Path, n: int) -> Path:
+    return path.with_name(f"{path.name}.{n}")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
