@@ -2,7 +2,7 @@
 # Sets everything up, then runs every check and every test (not the soak tests). Arguments go to pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash ops/setup.sh || exit 1
+bash ops/setup.sh --dev || exit 1
 PATH=$PWD/.venv/bin:$PATH
 failed=()
 
