@@ -7,6 +7,8 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ray
 from ray import serve
@@ -22,6 +24,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.membership import members, sign_off
 from elastic_rl.etcd.records import Engine, EngineState, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
 
 log = logging.getLogger(__name__)
@@ -42,10 +45,13 @@ class ComputePlane:
     def start(self) -> None:
         cfg = self.ctx.config
         shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed
-        ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
-                 object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
-                 _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
-        self.router.start()
+        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="start") as threads:  # while Ray's processes start
+            others = [threads.submit(self.router.start), threads.submit(self._make_model)]
+            ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
+                     object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
+                     _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
+            for other in others:
+                other.result()
         self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
         context_file = cfg.cluster_dir / "context.json"
         self.ctx.save(context_file)
@@ -58,14 +64,25 @@ class ComputePlane:
         self.reconcile()
         self._deploy_roles()
 
+    def _make_model(self) -> None:
+        """Makes the model that the run starts from, unless the configuration names one or it is there."""
+        if not self.ctx.config.model.path:
+            from elastic_rl.data.tiny_model import make_model_dir  # here: transformers takes seconds to import
+
+            make_model_dir(Path(self.ctx.model_dir), self.ctx.config)
+
     def _deploy_roles(self) -> None:
+        """Deploys all roles at once and returns when they run. Each has an application of its own, so that one can be
+        replaced alone; Serve knows all of them before the first replica starts, so a role may look up the others."""
         serve.start(proxy_location="Disabled")  # roles are called through handles; nothing listens for HTTP
-        for spec in ROLES.values():
-            deployment = serve.deployment(spec.cls).options(
-                name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
-                health_check_period_s=1.0, health_check_timeout_s=10.0,
-                graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus})
-            serve.run(deployment.bind(self.ctx), name=spec.name, route_prefix=None)
+        serve.run_many([serve.RunTarget(self._deployment(spec), name=spec.name, route_prefix=None)
+                        for spec in ROLES.values()])
+
+    def _deployment(self, spec: RoleSpec) -> serve.Application:
+        return serve.deployment(spec.cls).options(
+            name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
+            health_check_period_s=1.0, health_check_timeout_s=10.0,
+            graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus}).bind(self.ctx)
 
     def reconcile(self) -> None:
         assert self.pool and self.trainer
