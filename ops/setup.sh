@@ -17,6 +17,7 @@ case ${1:-} in
     *) printf 'usage: bash ops/setup.sh [--dev]\n' >&2; exit 2 ;;
 esac
 
+exec 3>&1 # the terminal, for functions whose own output goes to the log
 say() { printf '[setup] %s\n' "$*"; }
 
 fail() {
@@ -90,7 +91,7 @@ find_uv() {
 install() {
     if [ -n "$UV" ]; then
         "$UV" pip install "$@" && return
-        echo "uv failed; trying again with pip"
+        say "uv failed; using pip, which takes some minutes" >&3
         UV=
     fi
     "$VENV/bin/pip" install "$@"
