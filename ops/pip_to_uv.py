@@ -46,7 +46,7 @@ class UnknownSetting(ValueError):
 
 def parse(listing: Iterable[str]) -> dict[str, str]:
     """Settings that hold for ``pip install``, from the lines of ``pip config list``: a variable overrides the section
-    ``install``, and that overrides ``global``. Raises UnknownSetting for a line that is not ``section.name='value'``."""
+    ``install``, and that overrides ``global``. Raises UnknownSetting for a line that is no ``section.name='value'``."""
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in filter(None, map(str.strip, listing)):
         key, equals, value = line.partition("=")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,17 +14,19 @@ from pathlib import Path
 import ray
 from ray import serve
 
+from elastic_rl import runtime
 from elastic_rl.coordinator.operations.state_machine import JOB, TRAINER, role_target
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterClient, RouterProcess
-from elastic_rl.errors import TrainerFailed
+from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.membership import members, sign_off
 from elastic_rl.etcd.records import Engine, EngineState, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host import processes
 from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
 
@@ -45,13 +48,15 @@ class ComputePlane:
     def start(self) -> None:
         cfg = self.ctx.config
         shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="start") as threads:  # while Ray's processes start
-            others = [threads.submit(self.router.start), threads.submit(self._make_model)]
+        model = self._start_model()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="router") as thread:  # while Ray's processes start
+            router = thread.submit(self.router.start)
             ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
                      object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
                      _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
-            for other in others:
-                other.result()
+            router.result()
+        if model is not None:
+            self._await_model(model)
         self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
         context_file = cfg.cluster_dir / "context.json"
         self.ctx.save(context_file)
@@ -64,12 +69,25 @@ class ComputePlane:
         self.reconcile()
         self._deploy_roles()
 
-    def _make_model(self) -> None:
-        """Makes the model that the run starts from, unless the configuration names one or it is there."""
-        if not self.ctx.config.model.path:
-            from elastic_rl.data.tiny_model import make_model_dir  # here: transformers takes seconds to import
+    @property
+    def _model_log(self) -> Path:
+        return self.ctx.config.cluster_dir / "logs" / "model.log"
 
-            make_model_dir(Path(self.ctx.model_dir), self.ctx.config)
+    def _start_model(self) -> subprocess.Popen[bytes] | None:
+        """Starts to make the model that the run starts from, unless the configuration names one or it is there. In a
+        process of its own: importing transformers takes seconds, in which this one would miss its heartbeats."""
+        if self.ctx.config.model.path or (Path(self.ctx.model_dir) / "config.json").exists():
+            return None
+        return processes.spawn(processes.python("elastic_rl.data.tiny_model",
+                                                str(self.ctx.config.cluster_dir / "run.json")), log=self._model_log)
+
+    def _await_model(self, model: subprocess.Popen[bytes]) -> None:
+        self._sign("making the model")
+        runtime.wait_until(lambda: model.poll() is not None, timeout_s=self.ctx.config.engine.start_timeout_s,
+                           what=f"the model (log: {self._model_log})")
+        if model.returncode:
+            raise ConfigError(f"the model could not be made: exit code {model.returncode}",
+                              hint=f"see {self._model_log}")
 
     def _deploy_roles(self) -> None:
         """Deploys all roles at once and returns when they run. Each has an application of its own, so that one can be

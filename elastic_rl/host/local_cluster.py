@@ -38,7 +38,8 @@ SHM = Path("/dev/shm")
 _NODE = "node-0"
 _ETCD_ANSWERS_S = 2.0
 """For an etcd that someone else runs: it is there, or it is not."""
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 120.0
+"""For a service to answer; long, since a busy machine takes its time, and one that ended is noticed at once."""
 
 
 class Cluster:
@@ -87,8 +88,8 @@ class Cluster:
         if node_pid is not None:
             self._await_dcs_node(endpoints, node_pid)
         ca = self.cfg.coordinator.tls_ca
-        info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(config), str(self.dir),
-                           str(Path(ca).resolve()) if ca else "")
+        info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(config),
+                           str(self.dir), str(Path(ca).resolve()) if ca else "")
         info.save()
         return info
 
@@ -196,8 +197,8 @@ class Cluster:
         etcd = EtcdClient.from_config(self.cfg.etcd, endpoints)
         key = Keys(self.cfg.job).dcs_node(_NODE)
         try:
-            self._await("the DCS node", f"dcs-{_NODE}", lambda: (kv := etcd.get(key)) and json.loads(kv.value)["pid"] == pid,
-                        _START_TIMEOUT_S)
+            self._await("the DCS node", f"dcs-{_NODE}",
+                        lambda: (kv := etcd.get(key)) and json.loads(kv.value)["pid"] == pid, _START_TIMEOUT_S)
         finally:
             etcd.close()
 

@@ -71,3 +71,8 @@ def test_a_missing_file_is_refused_by_name() -> None:
 def test_what_is_shown_can_be_loaded_again() -> None:
     first = config.load(None, ["--train.steps=9", "--rollout.engines=3"])
     assert config.parse(first.model_dump(mode="json")) == first
+
+
+@pytest.mark.parametrize(("accuracy", "steps"), [(None, 2), (0.0, 20), (0.09, 20), (0.1, 2), (0.39, 2), (0.7, 2)])
+def test_sft_evaluates_often_only_near_its_target(accuracy: float | None, steps: int) -> None:
+    assert config.parse({"sft": {"target_eval_accuracy": 0.4}}).sft.steps_to_next_eval(accuracy) == steps
