@@ -10,8 +10,9 @@ from elastic_rl.config.section import Positive, Section
 
 
 class TrainConfig(Section):
-    steps: Annotated[int, Field(ge=1)] = 400
-    """Steps of RL at most; most seeds are done after half of them (``stop_eval_accuracy``)."""
+    steps: Annotated[int, Field(ge=1)] = 150
+    """Steps of RL at most; the run ends earlier when it reaches ``stop_eval_accuracy``, on the built-in task after
+    about 100. The linear decay of the learning rate is planned over all of them, so more steps also learn slower."""
     stop_eval_accuracy: Annotated[float, Field(gt=0)] | None = 0.95
     """RL ends once two evaluations in a row are at least this; unset (null): never before ``steps``."""
     prompts_per_step: Positive = 64
@@ -20,7 +21,7 @@ class TrainConfig(Section):
     updates_per_step: Positive = 2
     """Optimiser updates on one batch of experience; the second and later ones are off-policy and clipped."""
     lr: float = 1e-3
-    lr_warmup_steps: Annotated[int, Field(ge=0)] = 20
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 10
     """RL steps over which the rate rises on a line to its value. Adam's moments start from zero here, and at the full
     rate its first updates, all of nearly ``lr`` an element, undo what the SFT phase taught."""
     lr_decay: Literal["linear", "constant"] = "linear"
@@ -30,7 +31,8 @@ class TrainConfig(Section):
     """Share of ``lr`` that is left at the last step."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    eval_every_steps: Positive = 20
+    eval_every_steps: Positive = 10
+    """RL steps between evaluations on all held-out problems; the run can end only at an evaluation."""
     state_every_steps: Positive = 10
     """Optimizer, RNG and data cursor are committed every so many steps; at most that many are done again."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
