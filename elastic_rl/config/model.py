@@ -9,9 +9,9 @@ class ModelConfig(Section):
     path: str = ""
     """Folder of a Hugging Face model to start from. Empty: a small model of the shape below, initialised from the
     seed."""
-    hidden_size: Positive = 64
+    hidden_size: Positive = 96
     """Width of the hidden states. This and all settings below are ignored when ``path`` is set."""
-    intermediate_size: Positive = 192
+    intermediate_size: Positive = 288
     """Width of the MLP's hidden layer."""
     num_layers: Positive = 2
     """Number of transformer layers; a multiple of ``trainer.pipeline_parallel``."""

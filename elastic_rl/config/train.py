@@ -10,8 +10,9 @@ from elastic_rl.config.section import Positive, Section
 
 
 class TrainConfig(Section):
-    steps: Annotated[int, Field(ge=1)] = 400
-    """Largest number of RL steps. Most seeds stop after half of them, at ``stop_eval_accuracy``."""
+    steps: Annotated[int, Field(ge=1)] = 150
+    """Largest number of RL steps; RL stops earlier at ``stop_eval_accuracy``. The learning rate decays over all of
+    them, so a larger number also means that RL learns more slowly."""
     stop_eval_accuracy: Annotated[float, Field(gt=0)] | None = 0.95
     """RL stops once two evaluations in a row reach this accuracy. null: RL runs for all of ``steps``."""
     prompts_per_step: Positive = 64
@@ -22,7 +23,7 @@ class TrainConfig(Section):
     """Number of optimizer updates on the samples of one step. The second and later ones are off-policy and clipped."""
     lr: float = 1e-3
     """Peak learning rate of RL."""
-    lr_warmup_steps: Annotated[int, Field(ge=0)] = 20
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 10
     """Number of RL steps over which the learning rate rises linearly to ``lr``. Adam's moments start from zero here,
     and at the full rate its first updates, each of nearly ``lr`` an element, undo what the SFT phase learned."""
     lr_decay: Literal["linear", "constant"] = "linear"
@@ -34,8 +35,8 @@ class TrainConfig(Section):
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
-    eval_every_steps: Positive = 20
-    """Number of RL steps between two evaluations on the held-out problems."""
+    eval_every_steps: Positive = 10
+    """Number of RL steps between two evaluations on the held-out problems. RL can stop early only at an evaluation."""
     state_every_steps: Positive = 10
     """Number of RL steps between two commits of the trainer's state (optimizer, random states, data position). A
     recovery repeats at most this many steps."""

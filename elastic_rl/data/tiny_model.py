@@ -1,9 +1,13 @@
-"""Makes the small Qwen3-shaped model that a run starts from when no model is given."""
+"""Makes the small Qwen3-shaped model that a run starts from when no model is given.
+
+``python -m elastic_rl.data.tiny_model CONTEXT`` makes the one of a run; CONTEXT is the file of its RunContext.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +16,8 @@ from transformers.utils import logging as hf_logging
 
 from elastic_rl.config import Config
 from elastic_rl.data.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, make_tokenizer
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import die_with_parent
 
 
 def hf_config(cfg: Config) -> Qwen3Config:
@@ -47,3 +53,9 @@ def make_model_dir(path: Path | str, cfg: Config) -> Path:
     make_tokenizer().save_pretrained(partial)
     partial.rename(target)
     return target
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    run_context = RunContext.load(Path(sys.argv[1]))
+    make_model_dir(run_context.model_dir, run_context.config)

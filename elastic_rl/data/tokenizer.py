@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # every process of a run encodes; importing transformers for it would cost each some seconds
+    from transformers import PreTrainedTokenizerFast
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
@@ -20,6 +22,9 @@ def encode(text: str) -> list[int]:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character of ``CHARACTERS``; ids equal ``encode``'s. ``save_pretrained`` writes what engines read."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     core = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()

@@ -6,22 +6,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ray
 from ray import serve
 
+from elastic_rl import runtime
 from elastic_rl.coordinator.operations.state_machine import JOB, TRAINER, role_target
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterClient, RouterProcess
-from elastic_rl.errors import TrainerFailed
+from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.membership import members, sign_off
 from elastic_rl.etcd.records import Engine, EngineState, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host import processes
+from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
 
 log = logging.getLogger(__name__)
@@ -42,10 +48,15 @@ class ComputePlane:
     def start(self) -> None:
         cfg = self.ctx.config
         shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed
-        ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
-                 object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
-                 _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
-        self.router.start()
+        model = self._start_model()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="router") as thread:  # while Ray's processes start
+            router = thread.submit(self.router.start)
+            ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
+                     object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
+                     _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
+            router.result()
+        if model is not None:
+            self._await_model(model)
         self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
         context_file = cfg.cluster_dir / "context.json"
         self.ctx.save(context_file)
@@ -58,14 +69,38 @@ class ComputePlane:
         self.reconcile()
         self._deploy_roles()
 
+    @property
+    def _model_log(self) -> Path:
+        return self.ctx.config.cluster_dir / "logs" / "model.log"
+
+    def _start_model(self) -> subprocess.Popen[bytes] | None:
+        """Starts to make the model that the run starts from, unless the configuration names one or it is there. In a
+        process of its own: importing transformers takes seconds, in which this one would miss its heartbeats."""
+        if self.ctx.config.model.path or (Path(self.ctx.model_dir) / "config.json").exists():
+            return None
+        return processes.spawn(processes.python("elastic_rl.data.tiny_model",
+                                                str(self.ctx.config.cluster_dir / "run.json")), log=self._model_log)
+
+    def _await_model(self, model: subprocess.Popen[bytes]) -> None:
+        self._sign("making the model")
+        runtime.wait_until(lambda: model.poll() is not None, timeout_s=self.ctx.config.engine.start_timeout_s,
+                           what=f"the model (log: {self._model_log})")
+        if model.returncode:
+            raise ConfigError(f"the model could not be made: exit code {model.returncode}",
+                              hint=f"see {self._model_log}")
+
     def _deploy_roles(self) -> None:
+        """Deploys all roles at once and returns when they run. Each has an application of its own, so that one can be
+        replaced alone; Serve knows all of them before the first replica starts, so a role may look up the others."""
         serve.start(proxy_location="Disabled")  # roles are called through handles; nothing listens for HTTP
-        for spec in ROLES.values():
-            deployment = serve.deployment(spec.cls).options(
-                name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
-                health_check_period_s=1.0, health_check_timeout_s=10.0,
-                graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus})
-            serve.run(deployment.bind(self.ctx), name=spec.name, route_prefix=None)
+        serve.run_many([serve.RunTarget(self._deployment(spec), name=spec.name, route_prefix=None)
+                        for spec in ROLES.values()])
+
+    def _deployment(self, spec: RoleSpec) -> serve.Application:
+        return serve.deployment(spec.cls).options(
+            name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
+            health_check_period_s=1.0, health_check_timeout_s=10.0,
+            graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus}).bind(self.ctx)
 
     def reconcile(self) -> None:
         assert self.pool and self.trainer

@@ -85,11 +85,14 @@ class Cluster:
         self._dcs_token()
         config = self.dir / "config.yaml"
         config.write_text(yaml.safe_dump(self.cfg.model_dump(mode="json"), sort_keys=False))
-        coordinators = self._coordinators(running, endpoints, config)
-        self._dcs_node(running, endpoints, config)
+        coordinators = self._start_coordinators(running, endpoints, config)
+        node_pid = self._start_dcs_node(running, endpoints, config)
+        self._await_coordinators(coordinators)
+        if node_pid is not None:
+            self._await_dcs_node(endpoints, node_pid)
         ca = self.cfg.coordinator.tls_ca
-        info = ClusterInfo(self.cfg.job, endpoints, coordinators, str(tokens), str(config), str(self.dir),
-                           str(Path(ca).resolve()) if ca else "")
+        info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(config),
+                           str(self.dir), str(Path(ca).resolve()) if ca else "")
         info.save()
         return info
 
@@ -164,7 +167,8 @@ class Cluster:
                     raise
         raise AssertionError("unreachable")
 
-    def _coordinators(self, running: set[str], endpoints: list[str], config: Path) -> list[str]:
+    def _start_coordinators(self, running: set[str], endpoints: list[str], config: Path) -> dict[str, str]:
+        """Starts the replicas that are missing; returns the URL of each replica, by name."""
         cfg, urls = self.cfg.coordinator, {r.name: r.url for r in self.book.alive()}
         host = cfg.advertise_host or ("127.0.0.1" if cfg.host == "0.0.0.0" else cfg.host)
         for i in range(self.cfg.coordinator.replicas):
@@ -176,24 +180,29 @@ class Cluster:
             self._spawn(name, processes.python(
                 "elastic_rl.coordinator.service", "--config", str(config), "--etcd", ",".join(endpoints),
                 "--replica", name, "--port", str(port)), url=urls[name])
-        names = [f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas)]
-        for name in names:
-            self._await(name, name, partial(_answers, urls[name], cfg.tls_ca), _START_TIMEOUT_S)
-        return [urls[n] for n in names]
+        return {name: urls[name] for name in (f"coordinator-{i}" for i in range(cfg.replicas))}
 
-    def _dcs_node(self, running: set[str], endpoints: list[str], config: Path) -> None:
+    def _await_coordinators(self, urls: dict[str, str]) -> None:
+        for name, url in urls.items():
+            self._await(name, name, partial(_answers, url, self.cfg.coordinator.tls_ca), _START_TIMEOUT_S)
+
+    def _start_dcs_node(self, running: set[str], endpoints: list[str], config: Path) -> int | None:
+        """Starts the DCS node; returns its pid, or None where it is running."""
         name, dcs = f"dcs-{_NODE}", self.cfg.dcs
         if name in running:
-            return
-        # The record of a killed predecessor stays until its lease ends, so wait for one with the new pid.
-        pid = self._spawn(name, processes.python(
+            return None
+        return self._spawn(name, processes.python(
             "elastic_rl.dcs.node.service", "--config", str(config), "--etcd", ",".join(endpoints), "--id", _NODE,
             f"--dcs.port={dcs.port or runtime.free_port(dcs.host)}"))
+
+    def _await_dcs_node(self, endpoints: list[str], pid: int) -> None:
+        """Returns when the node has registered. A killed predecessor's record stays until its lease ends, so the new
+        one is recognised by its pid."""
         etcd = EtcdClient.from_config(self.cfg.etcd, endpoints)
         key = Keys(self.cfg.job).dcs_node(_NODE)
         try:
-            self._await("the DCS node", name, lambda: (kv := etcd.get(key)) and json.loads(kv.value)["pid"] == pid,
-                        _START_TIMEOUT_S)
+            self._await("the DCS node", f"dcs-{_NODE}",
+                        lambda: (kv := etcd.get(key)) and json.loads(kv.value)["pid"] == pid, _START_TIMEOUT_S)
         finally:
             etcd.close()
 

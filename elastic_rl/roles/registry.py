@@ -12,6 +12,6 @@ ROLES: dict[str, RoleSpec] = {
     for spec in (
         RoleSpec("rollout", RolloutRole, max_ongoing_requests=4),
         RoleSpec("advantages", AdvantagesRole),
-        RoleSpec("actor", ActorRole),  # last: its loop calls the others
+        RoleSpec("actor", ActorRole),
     )
 }

@@ -51,6 +51,9 @@ class TrainerWorker:
         self.checkpoints = Checkpoints(ctx, etcd, par, self.policy, self.adam, member.incarnation,
                                        desk.wake.set if desk is not None else lambda: None)
         self.task = Addition(self.cfg.data, self.cfg.seed)
+        self.sft_eval = random.Random(f"sft-eval-{self.cfg.seed}").sample(
+            self.task.eval, min(self.cfg.sft.eval_problems, len(self.task.eval)))
+        self._sft_accuracy: float | None = None
         self.progress = Progress()
         self._job: TrainJob | None = None
 
@@ -96,7 +99,7 @@ class TrainerWorker:
         if self.checkpoints.owed():
             return Command(Kind.PUBLISH)
         if self.desk.sft_requested.is_set() and self.progress.phase == "sft":
-            return Command(Kind.SFT, self.cfg.sft.eval_every_steps)
+            return Command(Kind.SFT, self.cfg.sft.steps_to_next_eval(self._sft_accuracy))
         try:
             self._job = self.desk.jobs.get_nowait()
             return Command(Kind.TRAIN, self._job.step, self._job.body)
@@ -125,7 +128,7 @@ class TrainerWorker:
             # From the seed and the step alone, so that a resumed SFT phase sees the same batches, on every rank.
             picks = random.Random(f"sft-{self.cfg.seed}-{step}").choices(self.task.train, k=cfg.batch_size)
             loss = self.stepper.sft(picks, pad=self.task.pad_id, lr=cfg.lr)
-        eval_accuracy = self.stepper.exact_match(self.task.eval, pad=self.task.pad_id)
+        self._sft_accuracy = eval_accuracy = self.stepper.exact_match(self.sft_eval, pad=self.task.pad_id)
         self.progress = self.progress.replace(step=step)
         if self.desk is not None:
             self.desk.record_sft({"step": step, "loss": loss, "eval_accuracy": eval_accuracy, "at": time.time()})

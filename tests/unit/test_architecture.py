@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,16 @@ def test_no_module_is_too_long_and_none_is_called_utils(path: Path) -> None:
     assert path.name != "utils.py"
     if path.name == "__init__.py":
         assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize(("modules", "heavy"), [
+    ("elastic_rl.train, elastic_rl.cli.run, elastic_rl.host.local_cluster, elastic_rl.coordinator.service",
+     {"torch", "transformers", "ray"}),
+    ("elastic_rl.roles.actor, elastic_rl.roles.rollout, elastic_rl.engine.actor, elastic_rl.driver.__main__",
+     {"transformers"}),
+])
+def test_processes_import_no_heavy_package_that_they_do_not_use(modules: str, heavy: set[str]) -> None:
+    """Each of these processes would start seconds later."""
+    code = f"import sys, {modules}; print(*({heavy!r} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          timeout=300).stdout.split() == []

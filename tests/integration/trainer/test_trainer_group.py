@@ -69,7 +69,8 @@ def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
     cfg = config.parse({
         "job": job, "seed": 1, "device": {"type": "cpu"}, "run_dir": str(folder / "runs"),
         "etcd": {"call_timeout_s": 2.0}, "dcs": {"arena_bytes": 64 << 20},
-        "sft": {"max_steps": 20, "eval_every_steps": 10, "target_eval_accuracy": 1.0},
+        "sft": {"max_steps": 20, "eval_every_steps": 10, "eval_every_steps_near_target": 10,
+                "target_eval_accuracy": 1.0},
         "train": {"state_every_steps": 2, "prompts_per_step": 8},
         "trainer": {"tensor_parallel": 1, "pipeline_parallel": 2}})
     keys = Keys(job)

@@ -95,3 +95,6 @@ def test_every_setting_has_a_description_that_stands_alone() -> None:
            if not text or not text[0].isupper() or text.rstrip()[-1] not in "." or "..." in text
            or text.startswith(("And ", "But ", "The same", "Also "))]
     assert bad == []
+@pytest.mark.parametrize(("accuracy", "steps"), [(None, 2), (0.0, 20), (0.09, 20), (0.1, 2), (0.39, 2), (0.7, 2)])
+def test_sft_evaluates_often_only_near_its_target(accuracy: float | None, steps: int) -> None:
+    assert config.parse({"sft": {"target_eval_accuracy": 0.4}}).sft.steps_to_next_eval(accuracy) == steps
