@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_rl.coordinator.election.protocol import ElectionProtocol, Enter, Look, Wait, leading
+from elastic_rl.coordinator.election.protocol import Campaign, ElectionProtocol, ReadCandidates, Wait, leading
 from elastic_rl.etcd.transaction import KeyValue
 
 TTL_S = 3.0
@@ -176,16 +176,16 @@ class World:
             except StopIteration:
                 return
             match step:
-                case Enter():
+                case Campaign():
                     entered = yield from self._call(r, lambda: self.etcd.enter(stay.key, lease))
                     if not entered:
                         return  # its outcome is unknown: the lease is given back, and the key with it
                     answer = entered[0]
-                case Look():
+                case ReadCandidates():
                     found = yield from self._call(r, lambda: list(self.etcd.keys.values()))
                     answer = found[0] if found else None
-                case Wait(longest_s):
-                    answer = yield self.rng.uniform(0, longest_s) / r.rate
+                case Wait(max_s):
+                    answer = yield self.rng.uniform(0, max_s) / r.rate
 
     def _keep(self, r: Replica, stay: ElectionProtocol, lease: int) -> Process:
         while r.stay is stay and self._alive(r):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import psutil
 import pytest
 from support import replica_process
 from support.etcd_server import EtcdServers
+from support.tcp_link import Links
 
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.errors import Fenced
-from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.errors import Compacted, Fenced
+from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import spawn
 from elastic_rl.runtime import wait_until
@@ -161,3 +163,44 @@ def test_a_restarted_replica_takes_part_again_under_its_name(etcd: EtcdClient, k
     wait_until(leads_anew, timeout_s=TTL_S + 6, what="the second candidacy")
     at = etcd.get(keys.job_status())
     wait_until(lambda: etcd.get(keys.job_status()) != at, timeout_s=5, what="a new write")
+
+
+class WatchCounter(EtcdClient):
+    """A client that counts the watches it opens, by prefix."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__([endpoint], retry_budget_s=30.0)
+        self.opened = Counter[str]()
+
+    def watch(self, prefix: str, *, start_revision: int) -> Watch:
+        self.opened[prefix] += 1
+        return super().watch(prefix, start_revision=start_revision)
+
+
+def test_leader_keeps_its_term_when_its_watch_meets_a_compaction(etcd_servers: EtcdServers, etcd: EtcdClient,
+                                                                 keys: Keys) -> None:
+    """An interrupted watch resumes from where it was, and those revisions may have been compacted meanwhile."""
+    port = int(etcd_servers.endpoints[0].rpartition(":")[2])
+    with Links() as links:
+        link = links.add(port, 1e9)
+        with WatchCounter(f"127.0.0.1:{link.port}") as far:
+            election = Election(far, keys, "a", "", 60).start()
+            try:
+                wait_until(lambda: election.is_leader, timeout_s=10, what="the leader")
+                token = election.guard
+                for interruption in (1, 2):
+                    wait_until(lambda n=interruption: far.opened[keys.leader_prefix()] == n, timeout_s=5,
+                               what="the election's watch")
+                    with far.watch(keys.root + "witness", start_revision=etcd.range(keys.root)[1] + 1) as witness:
+                        assert witness.get(0.2) is None
+                        etcd.compact(max(etcd.put("/elastic_rl/elsewhere", b"") for _ in range(3)))
+                        link.cut()
+                        with pytest.raises(Compacted):
+                            while True:
+                                witness.get(5)
+                    wait_until(lambda n=interruption: far.opened[keys.leader_prefix()] == n + 1, timeout_s=10,
+                               what="the election's next watch")
+                    assert election.guard == token, "the term is another one"
+                    assert far.txn(token, [Op.put(keys.root + "led", b"")]).succeeded
+            finally:
+                election.stop()

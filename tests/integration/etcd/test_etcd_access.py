@@ -20,7 +20,7 @@ from elastic_rl.config import Config
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.dcs.fetch.puller import HeadWatch
 from elastic_rl.errors import ConfigError, EtcdDenied, EtcdFull, EtcdUnavailable
-from elastic_rl.etcd.access import Access
+from elastic_rl.etcd.access import Access, TlsFiles
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import ROOT, Keys
 from elastic_rl.etcd.membership import Membership, members
@@ -193,13 +193,13 @@ def test_a_new_password_needs_no_restart_of_the_client(guarded: Guarded, keys: K
 
 
 def test_the_doctor_sees_members_that_are_well_and_what_is_wrong_with_the_access(guarded: Guarded) -> None:
-    def etcd_servers(**settings: str) -> dict[str, preflight.Verdict]:
-        cfg = Config(etcd_servers=guarded.servers.config(**settings))
+    def findings(**settings: str) -> dict[str, preflight.Verdict]:
+        cfg = Config(etcd=guarded.servers.config(**settings))
         return {f.check: f.verdict for f in preflight.examine(cfg) if f.check.startswith("etcd")}
 
     member = f"etcd {guarded.servers.endpoints[0]}"
-    assert etcd_servers() == {member: preflight.Verdict.OK, "etcd access": preflight.Verdict.OK}
-    wrong = etcd_servers(password_file=guarded.password("wrong"))
+    assert findings() == {member: preflight.Verdict.OK, "etcd access": preflight.Verdict.OK}
+    wrong = findings(password_file=guarded.password("wrong"))
     assert wrong == {member: preflight.Verdict.FAILED, "etcd access": preflight.Verdict.FAILED}
 
 
@@ -228,10 +228,10 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, settings: 
 
 def test_an_endpoint_and_the_settings_must_agree_on_tls(tmp_path: Path) -> None:
     ca = Authority(tmp_path, "ca")
-    with pytest.raises(ConfigError, match="wants TLS.*etcd.tls_ca"):
+    with pytest.raises(ConfigError, match="requires TLS.*etcd.tls_ca"):
         EtcdClient(["https://127.0.0.1:1"])
     with pytest.raises(ConfigError, match="is without TLS"):
-        EtcdClient(["http://127.0.0.1:1"], access=Access(ca=ca.cert.read_bytes()))
+        EtcdClient(["http://127.0.0.1:1"], access=Access(TlsFiles(str(ca.cert))))
 
 
 # -- a database that is full -----------------------------------------------------------------------------------------

@@ -465,11 +465,11 @@ def test_an_etcd_member_that_is_silent_is_the_graver_the_fewer_are_left() -> Non
 
 
 def test_a_time_without_a_leader_is_told_by_the_next_one_unless_the_service_was_stopped() -> None:
-    before = leader_gap.SignOfLife(replica="a", term=5, at=100.0)
-    assert leader_gap.gap_s(before, 6, 160.0, 15.0, closed=False) == 60.0
-    assert leader_gap.gap_s(before, 6, 110.0, 15.0, closed=False) == 0.0
-    assert leader_gap.gap_s(before, 5, 160.0, 15.0, closed=False) == 0.0, "it is the same leader"
-    assert leader_gap.gap_s(before, 6, 160.0, 15.0, closed=True) == 0.0
-    assert leader_gap.gap_s(None, 6, 160.0, 15.0, closed=True) == 0.0
+    before = leader_gap.LeaderHeartbeat(replica="a", term=5, at=100.0)
+    assert leader_gap.gap_s(before, 6, 160.0, 15.0, stopped=False) == 60.0
+    assert leader_gap.gap_s(before, 6, 110.0, 15.0, stopped=False) == 0.0
+    assert leader_gap.gap_s(before, 5, 160.0, 15.0, stopped=False) == 0.0, "it is the same leader"
+    assert leader_gap.gap_s(before, 6, 160.0, 15.0, stopped=True) == 0.0
+    assert leader_gap.gap_s(None, 6, 160.0, 15.0, stopped=True) == 0.0
     news = rules.report(event("leader.absent", "leader", Severity.WARNING, seconds=60), 5, "j")
     assert news and not news.tell_end

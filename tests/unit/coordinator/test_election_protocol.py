@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.election_simulation import TTL_S, Seen, World
 
-from elastic_rl.coordinator.election.protocol import ElectionProtocol, Enter, Look, Wait
+from elastic_rl.coordinator.election.protocol import Campaign, ElectionProtocol, ReadCandidates, Wait
 from elastic_rl.etcd.transaction import KeyValue
 
 QUIET_AT, END = 24.0, 44.0
@@ -42,11 +42,11 @@ def _kv(key: str, created: int) -> KeyValue:
 def test_a_candidate_waits_leads_and_is_over_when_its_key_is_gone() -> None:
     stay = ElectionProtocol("b", 3.0, lambda: True)
     steps = stay.steps()
-    assert next(steps) == Enter() and steps.send(9) == Look()
+    assert next(steps) == Campaign() and steps.send(9) == ReadCandidates()
     assert steps.send([_kv("b", 9), _kv("a", 4)]) == Wait(1.0) and not stay.leads
-    assert steps.send(None) == Look() and steps.send([_kv("b", 9)]) == Wait(1.0) and stay.leads
-    assert steps.send(None) == Look() and isinstance(steps.send(None), Wait) and stay.leads  # etcd is silent
-    assert steps.send(None) == Look()
+    assert steps.send(None) == ReadCandidates() and steps.send([_kv("b", 9)]) == Wait(1.0) and stay.leads
+    assert steps.send(None) == ReadCandidates() and isinstance(steps.send(None), Wait) and stay.leads  # etcd is silent
+    assert steps.send(None) == ReadCandidates()
     with pytest.raises(StopIteration):
         steps.send([_kv("b", 12)])  # another process of this name
     assert not stay.leads

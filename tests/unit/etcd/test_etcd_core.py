@@ -86,13 +86,12 @@ def test_the_candidate_that_came_first_leads() -> None:
 
 @given(st.lists(st.floats(0, 4e9), min_size=2, max_size=2, unique_by=lambda at: int(at * 1000)))
 def test_event_ids_sort_by_time(times: list[float]) -> None:
-    early, late = (events.make("k", "s", "m", at=at, salt=salt) for at, salt in zip(sorted(times), ["zz", "az"],
-                                                                                   strict=True))
+    early, late = (events.build("k", "s", "m", at=at) for at in sorted(times))
     assert early.id < late.id
 
 
 def test_no_key_of_a_job_can_meet_the_tokens() -> None:
-    assert not deduplication.keys.token("c", 1).startswith(Keys("tokens").root)
+    assert not deduplication.keys.write_token("c", 1).startswith(Keys("tokens").root)
 
 
 class ModelEtcd:
@@ -107,7 +106,7 @@ class ModelEtcd:
         self.late: list[Any] = []
         self.script = iter(script)
 
-    def call(self, method: Any, request: Any, doubt: channels.Ambiguity | None = None) -> Any:
+    def call(self, method: Any, request: Any, ambiguity: channels.Ambiguity | None = None) -> Any:
         if method is channels.GRANT:
             return None
         if method is channels.RANGE:
@@ -122,8 +121,8 @@ class ModelEtcd:
             self.between()
             answers.append(self.run(request))
         self.between()
-        if doubt is not None:
-            doubt.any |= now > 1 or later > 0
+        if ambiguity is not None:
+            ambiguity.any |= now > 1 or later > 0
         return answers[-1] if lost or now > 1 else answers[0]
 
     def between(self) -> None:
