@@ -135,10 +135,9 @@ class MemberChannels:
     of them has been replaced yet, the channels stay and the reload is retried. Thread-safe.
     """
 
-    def __init__(self, access: Access, addresses: Sequence[str], *, recheck_s: float = _RECHECK_S,
-                 retire_s: float = _RETIRE_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, access: Access, addresses: Sequence[str], *,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self._access, self._addresses, self._clock = access, addresses, clock
-        self._recheck_s, self._retire_s = recheck_s, retire_s
         self._lock = threading.Lock()
         self._seen = access.tls.fingerprint() if access.tls else ()
         self._channels = self._connect()
@@ -147,7 +146,7 @@ class MemberChannels:
         self._closed = False
 
     def __getitem__(self, member: int) -> grpc.Channel:
-        if self._access.tls is not None and self._clock() - self._checked_at >= self._recheck_s:
+        if self._access.tls is not None and self._clock() - self._checked_at >= _RECHECK_S:
             self._recheck()
         return self._channels[member]
 
@@ -159,12 +158,12 @@ class MemberChannels:
         assert self._access.tls is not None
         with self._lock:
             now = self._clock()
-            if self._closed or now - self._checked_at < self._recheck_s:
+            if self._closed or now - self._checked_at < _RECHECK_S:
                 return
             self._checked_at = now
-            for _, channels in (old for old in self._retired if now - old[0] >= self._retire_s):
+            for _, channels in (old for old in self._retired if now - old[0] >= _RETIRE_S):
                 _close(channels)
-            self._retired = [old for old in self._retired if now - old[0] < self._retire_s]
+            self._retired = [old for old in self._retired if now - old[0] < _RETIRE_S]
             found = self._access.tls.fingerprint()  # before the files are read: a later change is found next time
             if found == self._seen:
                 return

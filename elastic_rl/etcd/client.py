@@ -26,10 +26,10 @@ __all__ = ["Compare", "KeptLease", "KeyValue", "MemberStatus", "Op", "Page", "Et
 _MAX_UPDATES = 64
 _MAX_RANGE_READS = 5
 """How often a range is read from the start when compactions overtake it."""
-_FIRST_PAGE, _MIN_PAGE, _MAX_PAGE = 500, 16, 5000
-"""Keys of a range's first page, and bounds for the later ones."""
+_FIRST_PAGE, _MAX_PAGE = 500, 5000
+"""Keys of a range's first page, and at most of a later one."""
 _PAGE_BYTES = 1 << 20
-"""Size that later pages have, by the mean size of the keys before them."""
+"""Size of the later pages, by the mean size of the keys before them."""
 _RANGE_BYTES_PER_S = 4 << 20
 """Slowest rate at which a page is expected to arrive, with ``_KEY_BYTES`` for each key; its deadline follows."""
 _KEY_BYTES = 1 << 10
@@ -145,7 +145,7 @@ class EtcdClient:
                 return
             after, revision = page.kvs[-1].key, page.revision
             nbytes = sum(len(kv.key) + len(kv.value) for kv in page.kvs)
-            size = min(max(_MIN_PAGE, _PAGE_BYTES * len(page.kvs) // nbytes), _MAX_PAGE)
+            size = min(max(1, _PAGE_BYTES * len(page.kvs) // nbytes), _MAX_PAGE)
 
     def page(self, prefix: str, *, limit: int, after: str = "", before: str = "", newest_first: bool = False,
              revision: int = 0) -> Page:

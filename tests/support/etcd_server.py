@@ -124,6 +124,10 @@ class EtcdServers:
     def cont(self, i: int) -> None:
         self.processes[i].send_signal(signal.SIGCONT)
 
+    def renew(self, tls: Identity, flags: Sequence[str]) -> None:
+        """What members that are started from now on show their clients, and more of etcd's flags."""
+        self._tls, self._flags = tls, flags
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()

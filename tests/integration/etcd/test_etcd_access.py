@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.certificates import Authority
+from support.certificates import Authority, Identity
 from support.etcd_server import EtcdServers
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.dcs.fetch.puller import HeadWatch
 from elastic_rl.errors import ConfigError, EtcdDenied, EtcdFull, EtcdUnavailable
+from elastic_rl.etcd import access
 from elastic_rl.etcd.access import Access, TlsFiles
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import ROOT, Keys
@@ -201,6 +202,69 @@ def test_the_doctor_sees_members_that_are_well_and_what_is_wrong_with_the_access
     assert findings() == {member: preflight.Verdict.OK, "etcd access": preflight.Verdict.OK}
     wrong = findings(password_file=guarded.password("wrong"))
     assert wrong == {member: preflight.Verdict.FAILED, "etcd access": preflight.Verdict.FAILED}
+
+
+# -- renewed certificates ----------------------------------------------------------------------------------------------
+def _install(identity: Identity, ca: Authority, folder: Path) -> None:
+    """Writes the files that the client's settings name, as a renewal does."""
+    for source, name in ((ca.cert, "ca.pem"), (identity.cert, "client.pem"), (identity.key, "client.key")):
+        partial = folder / f"{name}.partial"
+        partial.write_bytes(source.read_bytes())
+        partial.replace(folder / name)
+
+
+def test_client_uses_renewed_certificates_without_restart(tmp_path: Path, keys: Keys,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """The authority is replaced: etcd accepts nothing of the old one, and the client nothing of the old etcd."""
+    monkeypatch.setattr(access, "_RECHECK_S", 0.1)
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    servers = EtcdServers(tmp_path / "etcd", 1, tls=old.issue("server", hosts=["127.0.0.1"]),
+                          flags=["--client-cert-auth", "--trusted-ca-file", str(old.cert)])
+    _install(old.issue("client", hosts=["127.0.0.1"]), old, tmp_path)
+    servers.settings = {"tls_ca": str(tmp_path / "ca.pem"), "tls_cert": str(tmp_path / "client.pem"),
+                        "tls_key": str(tmp_path / "client.key")}
+    try:
+        with servers.start().connect() as etcd, etcd.keepalive(60) as kept:
+            revision = etcd.put(keys.root + "n", b"0")
+            with etcd.watch(keys.root + "n", start_revision=revision + 1) as watch:
+                servers.kill(0)
+                _install(new.issue("client", hosts=["127.0.0.1"]), new, tmp_path)
+                servers.renew(new.issue("server", hosts=["127.0.0.1"]), ["--client-cert-auth", "--trusted-ca-file",
+                                                                         str(new.cert)])
+                servers.restart(0)
+                etcd.put(keys.root + "n", b"1")
+                event = watch.get(20)
+                assert event is not None and event.kv.value == b"1"
+            assert kept.alive
+    finally:
+        servers.close()
+
+
+def test_call_in_flight_outlives_the_renewal_and_half_renewed_files_are_not_used(
+        guarded: Guarded, tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_RECHECK_S", 0.0)
+    first, second = (guarded.good.issue(name, hosts=["127.0.0.1"]) for name in ("first", "second"))
+    _install(first, guarded.good, tmp_path)
+    with guarded.servers.connect(tls_ca=str(tmp_path / "ca.pem"), tls_cert=str(tmp_path / "client.pem"),
+                                 tls_key=str(tmp_path / "client.key")) as etcd:
+        revision = etcd.put(keys.root + "n", b"0")
+        with etcd.watch(keys.root + "n", start_revision=revision) as watch:
+            assert watch.get(5) is not None  # the stream is open
+            channels = etcd._channels._members._channels
+            (tmp_path / "client.pem").write_bytes(second.cert.read_bytes())  # its key is not there yet
+            etcd.put(keys.root + "n", b"1")
+            assert etcd._channels._members._channels is channels
+            _install(second, guarded.good, tmp_path)
+            etcd.put(keys.root + "n", b"2")
+            assert etcd._channels._members._channels is not channels, "the renewed files are not used"
+            seen = [event.kv.value for _ in range(2) if (event := watch.get(5)) is not None]
+            assert seen == [b"1", b"2"]
+            monkeypatch.setattr(access, "_RETIRE_S", 0.0)
+            etcd.put(keys.root + "n", b"3")  # now the old channels are closed, and the watch resumes on the new ones
+            with pytest.raises(ValueError, match="closed"):
+                channels[0].unary_unary("/x")(b"")
+            event = watch.get(10)
+            assert event is not None and event.kv.value == b"3"
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
