@@ -90,6 +90,10 @@ def test_event_ids_sort_by_time(times: list[float]) -> None:
     assert early.id < late.id
 
 
+def test_event_ids_of_one_millisecond_differ() -> None:
+    assert len({events.build("k", "s", "m", at=1.0).id for _ in range(5000)}) == 5000
+
+
 def test_no_key_of_a_job_can_meet_the_tokens() -> None:
     assert not deduplication.keys.write_token("c", 1).startswith(Keys("tokens").root)
 
