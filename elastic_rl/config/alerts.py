@@ -46,10 +46,9 @@ class AlertConfig(Section):
     durable_lag_s: Seconds = 900.0
     """A stream of which no newer version became durable for so long, though there is one, is an alert."""
     full_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """A node's disk (its arena, where it has no disk) that is fuller than this is an alert."""
+    """A node's disk (its arena, where it has no disk) that is fuller than this is an alert, and an etcd database that
+    fills more of its quota."""
     leaderless_s: Seconds = 15.0
     """When nobody led for longer than this, the next leader tells of it."""
     etcd_slow_s: Seconds = 0.5
     """An etcd whose reads take longer than this, for 30 s, is an alert."""
-    etcd_quota_bytes: Positive = 2 << 30
-    """etcd's ``--quota-backend-bytes`` (its default); a database larger than ``full_fraction`` of it is an alert."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from elastic_rl.errors import Compacted, Conflict, EtcdDenied, EtcdUnavailable, 
 from elastic_rl.etcd import leases
 from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.call_errors import AttemptFailed, Failure, refusal
-from elastic_rl.etcd.channels import ALARM, COMPACT, DEFRAGMENT, RANGE, STATUS, TIME_TO_LIVE, TXN, Channels, Method
+from elastic_rl.etcd.channels import ALARM, COMPACT, DEFRAGMENT, RANGE, STATUS, TIME_TO_LIVE, TXN, Channels
 from elastic_rl.etcd.deduplication import WriteDeduplicator
 from elastic_rl.etcd.leases import KeptLease
+from elastic_rl.etcd.member_metrics import QuotaReader
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op, TxnResult, range_end, result
 from elastic_rl.etcd.watch import Watch, WatchEvent
@@ -48,10 +50,9 @@ class Page:
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """One etcd member's report about itself; ``error`` is set, and the rest empty, when it did not answer."""
+    """One etcd member's report about itself; ``error`` is set when it did not answer or is cut off from the others."""
 
     endpoint: str
-    member_id: int = 0
     version: str = ""
     is_leader: bool = False
     db_bytes: int = 0
@@ -59,10 +60,10 @@ class MemberStatus:
     db_in_use_bytes: int = 0
     """How much of that a defragmentation would leave."""
     quota_bytes: int = 0
-    """Its ``--quota-backend-bytes``; 0 where it does not say (before 3.6)."""
+    """Its ``--quota-backend-bytes``; 0 if unknown."""
     error: str = ""
     alarms: Sequence[str] = ()
-    """Alarms that it raises, such as NOSPACE: then etcd accepts no writes."""
+    """Alarms that it raised, such as NOSPACE: then the cluster accepts no writes."""
 
 
 class EtcdClient:
@@ -80,6 +81,7 @@ class EtcdClient:
                                   access=access)
         self._access = access or Access()
         self._deduplicator = WriteDeduplicator(self._channels)
+        self._quotas = QuotaReader(self._access, timeout_s=call_timeout_s)
 
     @classmethod
     def from_config(cls, cfg: EtcdConfig, endpoints: Sequence[str], *, retry_budget_s: float | None = None) -> Self:
@@ -264,8 +266,10 @@ class EtcdClient:
         for i, endpoint in enumerate(self._channels.endpoints):
             try:
                 s = self._channels.attempt(STATUS, pb.StatusRequest(), i)
-                out.append(MemberStatus(endpoint, s.header.member_id, s.version, s.leader == s.header.member_id,
-                                        s.dbSize, s.dbSizeInUse, s.dbSizeQuota, alarms=_alarms(s.errors)))
+                out.append(MemberStatus(
+                    endpoint, s.version, s.leader == s.header.member_id, s.dbSize, s.dbSizeInUse,
+                    s.dbSizeQuota or self._quotas.quota_bytes(endpoint),
+                    error="" if s.leader else "it knows no leader", alarms=_alarms(s.errors, s.header.member_id)))
             except AttemptFailed as e:
                 out.append(MemberStatus(endpoint, error=str(e)))
             except EtcdDenied as e:
@@ -275,21 +279,21 @@ class EtcdClient:
     def defragment(self, member: MemberStatus, *, timeout_s: float) -> None:
         """Rewrites a member's database file without free space. The member answers nothing meanwhile, for a time that
         grows with the space in use. Raises EtcdDenied where the user is not etcd's root, EtcdUnavailable."""
-        self._maintain(member, DEFRAGMENT, pb.DefragmentRequest(), timeout_s)
-
-    def disarm_no_space(self, member: MemberStatus) -> None:
-        """Ends a member's NOSPACE alarm; etcd raises it again when the quota is exceeded again. Raises as
-        ``defragment``."""
-        request = pb.AlarmRequest(action=pb.AlarmRequest.DEACTIVATE, memberID=member.member_id, alarm=pb.NOSPACE)
-        self._maintain(member, ALARM, request, self._channels.call_timeout_s)
-
-    def _maintain(self, member: MemberStatus, method: Method, request: Any, timeout_s: float) -> None:
         try:
-            self._channels.attempt(method, request, self.endpoints.index(member.endpoint), timeout_s=timeout_s)
+            self._channels.attempt(DEFRAGMENT, pb.DefragmentRequest(), self.endpoints.index(member.endpoint),
+                                   timeout_s=timeout_s)
         except AttemptFailed as e:
             if e.failure is Failure.REFUSED:
                 raise refusal(e.code, e.details) from e
             raise EtcdUnavailable(f"etcd member {member.endpoint} did not answer: {e}") from e
+
+    def disarm_no_space(self) -> None:
+        """Ends the NOSPACE alarms of all members; one that exceeds its quota again raises it again. Raises EtcdDenied
+        where the user is not etcd's root, EtcdUnavailable."""
+        raised = self._channels.call(ALARM, pb.AlarmRequest(action=pb.AlarmRequest.GET)).alarms
+        for alarm in (a for a in raised if a.alarm == pb.NOSPACE):
+            self._channels.call(ALARM, pb.AlarmRequest(action=pb.AlarmRequest.DEACTIVATE, memberID=alarm.memberID,
+                                                       alarm=pb.NOSPACE))
 
     def close(self) -> None:
         """Deletes this client's write tokens and closes the connections; open watches and leases end with it."""
@@ -304,9 +308,11 @@ class EtcdClient:
         self.close()
 
 
-def _alarms(errors: Sequence[str]) -> tuple[str, ...]:
-    """Names of the alarms among a member's errors, each of which is ``memberID:… alarm:NAME``."""
-    return tuple(e.rpartition("alarm:")[2].strip() or e for e in errors)
+def _alarms(errors: Sequence[str], member_id: int) -> tuple[str, ...]:
+    """Names of the alarms of one member among a status's errors: each member lists those of all, as
+    ``memberID:… alarm:NAME``."""
+    found = (re.fullmatch(r"memberID:(\d+) alarm:(\w+)", error.strip()) for error in errors)
+    return tuple(match[2] for match in found if match and int(match[1]) == member_id)
 
 
 def _shrink(request: Any) -> None:

@@ -451,17 +451,25 @@ def test_staleness_beyond_its_bound_is_an_alert_while_the_last_step_had_it() -> 
 def test_an_etcd_member_that_is_silent_is_the_graver_the_fewer_are_left() -> None:
     def found(*errors: str, read_s: float = 0.0) -> list[tuple[str, Severity]]:
         health = Health([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
-        return [(c.key, c.severity) for c in etcd_health.conditions(health, 0.5, 1000)]
+        return [(c.key, c.severity) for c in etcd_health.conditions(health, 0.5, 0.9, 1000)]
 
     assert found("", "", "") == [] == found("")
     assert found("x", "", "") == [("etcd.degraded/m0", Severity.ERROR)]
     assert found("x", "", "", "", "") == [("etcd.degraded/m0", Severity.WARNING)]
     assert [s for _, s in found("x", "y", "", "", "")] == [Severity.ERROR] * 2
     assert found("", read_s=0.6) == [("etcd.slow/etcd", Severity.WARNING)]
-    large = Health([MemberStatus("m0", db_bytes=1001), MemberStatus("m1", db_bytes=900)])
-    assert [c.key for c in etcd_health.conditions(large, 0.5, 1000)] == ["etcd.full/etcd"]
     full = Health([MemberStatus("m0", alarms=("NOSPACE",))])
-    assert [c.key for c in etcd_health.conditions(full, 0.5, 1000)] == ["etcd.alarm/m0"]
+    assert [c.key for c in etcd_health.conditions(full, 0.5, 0.9, 1000)] == ["etcd.alarm/m0"]
+
+
+def test_etcd_is_full_by_the_quota_that_its_member_has_and_by_the_assumed_one_where_that_is_unknown() -> None:
+    def full(*members: MemberStatus) -> bool:
+        return [c.key for c in etcd_health.conditions(Health(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
+
+    assert full(MemberStatus("m0", db_bytes=901), MemberStatus("m1", db_bytes=100))
+    assert not full(MemberStatus("m0", db_bytes=899))
+    assert full(MemberStatus("m0", db_bytes=451, quota_bytes=500), MemberStatus("m1", db_bytes=800, quota_bytes=1000))
+    assert not full(MemberStatus("m0", db_bytes=901, quota_bytes=2000))
 
 
 def test_a_time_without_a_leader_is_told_by_the_next_one_unless_the_service_was_stopped() -> None:
