@@ -140,7 +140,8 @@ class EtcdMaintenance:
         try:
             self._make_room(full)
         except EtcdDenied as e:
-            log.error("etcd's database is near its quota and this user may not make room in it: %s", e)
+            log.error("etcd's database is near its quota, and etcd.user may not make room in it: %s; give it the role "
+                      "root, or run `etcdctl defrag` and `etcdctl alarm disarm`", e.message)
 
     def _make_room(self, full: bool) -> None:
         if full:

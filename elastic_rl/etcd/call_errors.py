@@ -33,6 +33,7 @@ _NOT_SENT_DETAILS = ("failed to connect", "connection refused", "etcdserver: no 
 _UNTRUSTED_DETAILS = ("tls handshake failed", "ssl handshake failed", "certificate", "verification check failed",
                       "tsi_data_corrupted", "security handshaker")
 _NOT_SIGNED_IN_DETAILS = ("invalid auth token", "user name is empty", "revision of auth store is old")
+_REFUSED_DETAILS = ("permission denied",)  # some calls have no code for it
 _REFUSED_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION,
@@ -89,7 +90,8 @@ def classify(code: grpc.StatusCode, details: str) -> Failure:
         return Failure.NOT_SENT
     if any(part in text for part in _NOT_SIGNED_IN_DETAILS):
         return Failure.NOT_SIGNED_IN
-    return Failure.REFUSED if code in _REFUSED_CODES else Failure.UNKNOWN
+    refused = code in _REFUSED_CODES or any(part in text for part in _REFUSED_DETAILS)
+    return Failure.REFUSED if refused else Failure.UNKNOWN
 
 
 def refusal(code: grpc.StatusCode, details: str) -> ElasticRLError:

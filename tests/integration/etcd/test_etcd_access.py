@@ -199,9 +199,21 @@ def test_the_doctor_sees_members_that_are_well_and_what_is_wrong_with_the_access
         return {f.check: f.verdict for f in preflight.examine(cfg) if f.check.startswith("etcd")}
 
     member = f"etcd {guarded.servers.endpoints[0]}"
-    assert findings() == {member: preflight.Verdict.OK, "etcd access": preflight.Verdict.OK}
+    assert findings() == {member: preflight.Verdict.OK, "etcd access": preflight.Verdict.OK,
+                          "etcd history": preflight.Verdict.OK}
     wrong = findings(password_file=guarded.password("wrong"))
     assert wrong == {member: preflight.Verdict.FAILED, "etcd access": preflight.Verdict.FAILED}
+
+
+def test_user_without_the_root_role_may_compact_and_is_told_what_else_it_may_not(guarded: Guarded, keys: Keys) -> None:
+    with guarded.servers.connect() as etcd:
+        etcd.compact(etcd.put(keys.root + "x", b""), wait_s=10)
+        (member,) = etcd.statuses()
+        assert member.quota_bytes == 2 << 30, "by the metrics page, over TLS"
+        with pytest.raises(EtcdDenied, match="permission denied"):
+            etcd.defragment(member, timeout_s=10)
+        with pytest.raises(EtcdDenied, match="permission denied"):
+            etcd.disarm_no_space()
 
 
 # -- renewed certificates ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator
@@ -12,13 +13,16 @@ import pytest
 from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
 
+from elastic_rl.config import Config
 from elastic_rl.coordinator import etcd_maintenance
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.etcd_maintenance import NO_SPACE, EtcdMaintenance
 from elastic_rl.errors import Compacted, EtcdFull
-from elastic_rl.etcd import deduplication
+from elastic_rl.etcd import deduplication, member_metrics
+from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.host import preflight
 from elastic_rl.runtime import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -219,3 +223,30 @@ def test_client_deletes_from_a_full_etcd_for_as_long_as_it_lives(small: EtcdServ
         for n in range(20):
             assert etcd.delete(f"{keys.root}fill/{n}")
         assert _alarms(etcd) == {NO_SPACE} and etcd.count(keys.root + "fill/") == 0
+
+
+def test_doctor_warns_of_a_file_near_its_quota_and_of_history_that_nobody_compacts(small: EtcdServers,
+                                                                                   keys: Keys) -> None:
+    def member() -> preflight.Finding:
+        return next(f for f in preflight.examine(Config(etcd=small.config())) if f.check.startswith("etcd 127"))
+
+    with small.connect() as etcd:
+        assert member().verdict is preflight.Verdict.OK and " of 4 MiB" in member().found
+        while etcd.statuses()[0].db_bytes < 0.95 * QUOTA:
+            etcd.put(keys.root + "n", bytes(20_000))
+        near = member()
+        assert near.verdict is preflight.Verdict.WARNING and "near its quota" in near.found
+        assert "etcdctl defrag" in str(near.row())
+        found = member_metrics.read(small.endpoints[0], Access(), timeout_s=5.0)
+        assert found is not None and found.compacted_revision == 0 < found.current_revision
+        assert preflight.etcd_history(found, 300.0).verdict is preflight.Verdict.OK, "it is young"
+        old = dataclasses.replace(found, current_revision=10_000_000)
+        for history_s, fix in ((300.0, "only while one runs"), (0.0, "etcd.history_s")):
+            finding = preflight.etcd_history(old, history_s)
+            assert finding.verdict is preflight.Verdict.WARNING and fix in str(finding.row())
+        etcd.compact(found.current_revision)
+        found = member_metrics.read(small.endpoints[0], Access(), timeout_s=5.0)
+        assert found is not None and found.compacted_revision > 0
+        assert preflight.etcd_history(dataclasses.replace(found, current_revision=10_000_000), 300.0).verdict \
+            is preflight.Verdict.OK
+        assert preflight.etcd_history(None, 300.0).verdict is preflight.Verdict.OK
