@@ -288,8 +288,8 @@ class EtcdClient:
             raise EtcdUnavailable(f"etcd member {member.endpoint} did not answer: {e}") from e
 
     def disarm_no_space(self) -> None:
-        """Ends the NOSPACE alarms of all members; one that exceeds its quota again raises it again. Raises EtcdDenied
-        where the user is not etcd's root, EtcdUnavailable."""
+        """Ends the NOSPACE alarms of all members; one that exceeds its quota again raises it again. Raises as
+        ``defragment``."""
         raised = self._channels.call(ALARM, pb.AlarmRequest(action=pb.AlarmRequest.GET)).alarms
         for alarm in (a for a in raised if a.alarm == pb.NOSPACE):
             self._channels.call(ALARM, pb.AlarmRequest(action=pb.AlarmRequest.DEACTIVATE, memberID=alarm.memberID,
