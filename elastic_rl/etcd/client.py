@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -111,39 +113,41 @@ class EtcdClient:
         """Keys under a prefix in key order, as of one revision, and that revision. ``limit`` 0 means all.
 
         ``watch(prefix, start_revision=revision + 1)`` continues from there without a gap. A large range is read in
-        pages; a caller that need not hold it whole iterates ``pages`` instead. ``newest_first``: the ``limit`` keys
-        that were created last, the last one first; etcd then looks at every key. Raises Compacted when compactions
-        overtook every try to read the range.
+        pages; a caller that need not hold it whole iterates ``pages`` instead. ``newest_first``, which needs a limit:
+        the keys that were created last, the last one first; etcd then looks at every key. Raises Compacted when
+        compactions overtook every try to read the range.
         """
         if newest_first:
-            request = pb.RangeRequest(key=prefix.encode() or b"\0", range_end=range_end(prefix), limit=limit,
-                                      sort_order=pb.RangeRequest.DESCEND, sort_target=pb.RangeRequest.CREATE)
+            if not limit:
+                raise ValueError("the newest keys of a range are read with a limit")
+            request = _range_request(prefix, limit=limit, sort_order=pb.RangeRequest.DESCEND,
+                                     sort_target=pb.RangeRequest.CREATE)
             newest = self._read_page(request)
             return newest.kvs, newest.revision
-        for attempt in range(_MAX_RANGE_READS):
+        for attempt in itertools.count(1):
             kvs, revision = list[KeyValue](), 0
             try:
-                for page in self.pages(prefix):
-                    kvs, revision = kvs + page.kvs, page.revision
-                    if limit and len(kvs) >= limit:
-                        break
-                return kvs[:limit] if limit else kvs, revision
+                for page in self.pages(prefix, limit=limit):
+                    kvs += page.kvs
+                    revision = page.revision
+                return kvs, revision
             except Compacted:
-                if attempt == _MAX_RANGE_READS - 1:
+                if attempt == _MAX_RANGE_READS:
                     raise
         raise AssertionError("unreachable")
 
-    def pages(self, prefix: str, *, after: str = "", before: str = "") -> Iterator[Page]:
+    def pages(self, prefix: str, *, after: str = "", before: str = "", limit: int = 0) -> Iterator[Page]:
         """Keys under a prefix in key order, between the keys ``after`` and ``before``, all as of one revision, in pages
-        of about 1 MiB. At least one page, which may be empty.
+        of about 1 MiB. At least one page, which may be empty. ``limit``: of keys on all pages together; 0: none.
 
         Raises Compacted between pages when that revision was compacted meanwhile: start over.
         """
-        size, revision = _FIRST_PAGE, 0
+        size, revision, left = _FIRST_PAGE, 0, limit or sys.maxsize
         while True:
-            page = self.page(prefix, limit=size, after=after, before=before, revision=revision)
+            page = self.page(prefix, limit=min(size, left), after=after, before=before, revision=revision)
+            left -= len(page.kvs)
             yield page
-            if not page.more or not page.kvs:
+            if not page.more or not page.kvs or not left:
                 return
             after, revision = page.kvs[-1].key, page.revision
             nbytes = sum(len(kv.key) + len(kv.value) for kv in page.kvs)
@@ -157,9 +161,7 @@ class EtcdClient:
         In reverse order etcd looks at every key between them. ``revision`` 0 is the present. Raises Compacted for one
         that is no longer kept.
         """
-        start = after.encode() + b"\0" if after else prefix.encode() or b"\0"
-        end = before.encode() if before else range_end(prefix)
-        request = pb.RangeRequest(key=start, range_end=end, limit=limit, revision=revision)
+        request = _range_request(prefix, after, before, limit=limit, revision=revision)
         if newest_first:
             request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.KEY
         return self._read_page(request)
@@ -174,10 +176,7 @@ class EtcdClient:
 
     def count(self, prefix: str, *, after: str = "", before: str = "") -> int:
         """Number of keys under a prefix, between two of them."""
-        start = after.encode() + b"\0" if after else prefix.encode() or b"\0"
-        request = pb.RangeRequest(key=start, range_end=before.encode() if before else range_end(prefix),
-                                  count_only=True)
-        return int(self._channels.call(RANGE, request).count)
+        return int(self._channels.call(RANGE, _range_request(prefix, after, before, count_only=True)).count)
 
     # -- writes ----------------------------------------------------------------------------------------------------
     def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
@@ -313,6 +312,12 @@ def _alarms(errors: Sequence[str], member_id: int) -> tuple[str, ...]:
     ``memberID:… alarm:NAME``."""
     found = (re.fullmatch(r"memberID:(\d+) alarm:(\w+)", error.strip()) for error in errors)
     return tuple(match[2] for match in found if match and int(match[1]) == member_id)
+
+
+def _range_request(prefix: str, after: str = "", before: str = "", **options: Any) -> Any:
+    """For the keys under a prefix, between the keys ``after`` and ``before`` where they are given."""
+    return pb.RangeRequest(key=after.encode() + b"\0" if after else prefix.encode() or b"\0",
+                           range_end=before.encode() if before else range_end(prefix), **options)
 
 
 def _shrink(request: Any) -> None:
