@@ -100,7 +100,7 @@ class EtcdClient:
         """The member that calls go to now."""
         return self._channels.endpoints[self._channels.current]
 
-    # -- reads -----------------------------------------------------------------------------------------------------
+    # -- reads ---------------------------------------------------------------------------------------------------------
     def get(self, key: str) -> KeyValue | None:
         kvs = self._channels.call(RANGE, pb.RangeRequest(key=key.encode())).kvs
         return KeyValue.from_message(kvs[0]) if kvs else None
@@ -178,7 +178,7 @@ class EtcdClient:
         """Number of keys under a prefix, between two of them."""
         return int(self._channels.call(RANGE, _range_request(prefix, after, before, count_only=True)).count)
 
-    # -- writes ----------------------------------------------------------------------------------------------------
+    # -- writes --------------------------------------------------------------------------------------------------------
     def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         """Writes one key unconditionally and returns the revision. Raises LeaseLost."""
         return self.txn((), (Op.put(key, value, lease),)).revision
@@ -226,7 +226,7 @@ class EtcdClient:
                 raise Fenced(f"the update of {key} was refused: its fencing token no longer holds")
         raise Conflict(f"{key} was modified concurrently in each of {_MAX_UPDATES} tries to update it")
 
-    # -- leases and watches ----------------------------------------------------------------------------------------
+    # -- leases and watches --------------------------------------------------------------------------------------------
     def grant(self, ttl_s: int) -> int:
         """A new lease that ends ``ttl_s`` seconds after its last keep-alive; its keys end with it."""
         return leases.grant(self._channels, ttl_s)
@@ -248,7 +248,7 @@ class EtcdClient:
         """Changes under a prefix from ``start_revision`` on, each once and in order, across failures of members."""
         return Watch(self._channels, prefix, start_revision)
 
-    # -- maintenance -----------------------------------------------------------------------------------------------
+    # -- maintenance ---------------------------------------------------------------------------------------------------
     def compact(self, revision: int, *, wait_s: float = 0.0) -> None:
         """Discards what keys were before ``revision``; watches from earlier revisions then raise Compacted.
 

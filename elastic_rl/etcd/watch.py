@@ -53,7 +53,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name=f"watch-{prefix}", daemon=True)
         self._thread.start()
 
-    # -- the reader --------------------------------------------------------------------------------------------------
+    # -- the reader ----------------------------------------------------------------------------------------------------
     def get(self, timeout_s: float) -> WatchEvent | None:
         """The next change, or None when none came in time or the watch was closed. Raises Compacted and EtcdDenied."""
         if self._error is not None:
@@ -87,7 +87,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- the connection ----------------------------------------------------------------------------------------------
+    # -- the connection ------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         pauses = backoff()
         while not self._stopping.is_set() and not self._channels.closed.is_set():

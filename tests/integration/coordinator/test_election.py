@@ -1,4 +1,4 @@
-"""Leader election: one leader, a quick successor, and no write of the one before."""
+"""Leader election: one leader, a prompt successor, and no write of the previous one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _wait_candidate(etcd: EtcdClient, keys: Keys, name: str) -> None:
     wait_until(lambda: etcd.get(keys.leader(name)), timeout_s=15, what=f"candidacy of {name}")
 
 
-def test_the_first_leads_and_the_next_takes_over_when_it_resigns(etcd: EtcdClient, keys: Keys) -> None:
+def test_next_candidate_leads_when_the_leader_resigns(etcd: EtcdClient, keys: Keys) -> None:
     a = Election(etcd, keys, "a", "http://a", TTL_S).start()
     wait_until(lambda: a.is_leader, timeout_s=5, what="a")
     b = Election(etcd, keys, "b", "http://b", TTL_S).start()
@@ -84,17 +84,17 @@ def test_the_first_leads_and_the_next_takes_over_when_it_resigns(etcd: EtcdClien
         assert not etcd.txn(old, [Op.put(keys.root + "x", b"late")]).succeeded
         current = b.current()
         assert current is not None and current.replica == "b" and current.url == "http://b"
-        _wait_candidate(etcd, keys, "a")  # it queues again
+        _wait_candidate(etcd, keys, "a")  # it campaigns again
         b.stop()
         wait_until(lambda: a.is_leader, timeout_s=2, what="a again")
-        assert not etcd.txn(old, []).succeeded  # its new leadership does not make the old token good
+        assert not etcd.txn(old, []).succeeded  # its new term does not make the old token valid
     finally:
         a.stop()
         b.stop()
     assert not etcd.range(keys.leader_prefix())[0]
 
 
-def test_a_leader_whose_lease_was_revoked_stops_leading_and_queues_again(etcd: EtcdClient, keys: Keys) -> None:
+def test_leader_with_a_revoked_lease_stops_leading_and_campaigns_again(etcd: EtcdClient, keys: Keys) -> None:
     a = Election(etcd, keys, "a", "", TTL_S).start()
     try:
         wait_until(lambda: a.is_leader, timeout_s=5, what="a")
@@ -102,12 +102,12 @@ def test_a_leader_whose_lease_was_revoked_stops_leading_and_queues_again(etcd: E
         assert mine is not None
         etcd.revoke(mine.lease)
         assert not etcd.txn(old, []).succeeded
-        wait_until(lambda: a.is_leader and a.guard != old, timeout_s=TTL_S + 2, what="a second leadership")
+        wait_until(lambda: a.is_leader and a.guard != old, timeout_s=TTL_S + 2, what="a second term")
     finally:
         a.stop()
 
 
-def test_after_kill_9_of_the_leader_another_leads_within_the_ttl(etcd: EtcdClient, keys: Keys,
+def test_another_replica_leads_within_the_ttl_after_kill_9(etcd: EtcdClient, keys: Keys,
                                                                  replica: Replicas) -> None:
     first = replica("one")
     _wait_writes(etcd, keys, "one")
@@ -126,7 +126,7 @@ def test_after_kill_9_of_the_leader_another_leads_within_the_ttl(etcd: EtcdClien
     _wait_writes(etcd, keys, "two", timeout_s=2)
 
 
-def test_a_leader_that_was_stopped_for_long_writes_nothing_when_it_goes_on(etcd: EtcdClient, keys: Keys,
+def test_stopped_leader_writes_nothing_when_it_resumes(etcd: EtcdClient, keys: Keys,
                                                                            replica: Replicas) -> None:
     first = replica("one")
     _wait_writes(etcd, keys, "one")
@@ -138,7 +138,7 @@ def test_a_leader_that_was_stopped_for_long_writes_nothing_when_it_goes_on(etcd:
         wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, timeout_s=2, what="SIGSTOP")
         _wait_writes(etcd, keys, "two", timeout_s=TTL_S + 3)
         first.send_signal(signal.SIGCONT)
-        _wait_candidate(etcd, keys, "one")  # it is up again and back in the queue
+        _wait_candidate(etcd, keys, "one")  # it runs again and waits
         writers = []
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
@@ -148,7 +148,7 @@ def test_a_leader_that_was_stopped_for_long_writes_nothing_when_it_goes_on(etcd:
     assert b"one" not in writers[writers.index(b"two"):]
 
 
-def test_a_restarted_replica_takes_part_again_under_its_name(etcd: EtcdClient, keys: Keys, replica: Replicas) -> None:
+def test_restarted_replica_campaigns_again_under_its_name(etcd: EtcdClient, keys: Keys, replica: Replicas) -> None:
     first = replica("one")
     _wait_writes(etcd, keys, "one")
     first.kill()
@@ -156,11 +156,11 @@ def test_a_restarted_replica_takes_part_again_under_its_name(etcd: EtcdClient, k
     before = etcd.get(keys.leader("one"))
     replica("one")
 
-    def leads_anew() -> bool:
+    def leads_again() -> bool:
         now = etcd.get(keys.leader("one"))
         return now is not None and before is not None and now.create_revision != before.create_revision
 
-    wait_until(leads_anew, timeout_s=TTL_S + 6, what="the second candidacy")
+    wait_until(leads_again, timeout_s=TTL_S + 6, what="the second candidacy")
     at = etcd.get(keys.job_status())
     wait_until(lambda: etcd.get(keys.job_status()) != at, timeout_s=5, what="a new write")
 

@@ -74,7 +74,7 @@ def _maintenance(servers: EtcdServers, etcd: EtcdClient, *, leads: bool, **setti
 
 
 # -- history -----------------------------------------------------------------------------------------------------------
-def test_leader_compacts_what_is_older_than_the_history_and_nothing_younger(etcd_servers: EtcdServers,
+def test_leader_compacts_exactly_what_is_older_than_the_history(etcd_servers: EtcdServers,
                                                                             etcd: EtcdClient, keys: Keys) -> None:
     now = [0.0]
     leads = [False]
@@ -100,7 +100,7 @@ def test_leader_compacts_what_is_older_than_the_history_and_nothing_younger(etcd
         assert not _compacted(etcd, last)
 
 
-def test_coordinator_keeps_the_history_of_an_etcd_that_someone_else_runs_bounded(
+def test_coordinator_compacts_an_external_etcd(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
     replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"etcd": {"history_s": 1.0}})
     try:
@@ -113,7 +113,7 @@ def test_coordinator_keeps_the_history_of_an_etcd_that_someone_else_runs_bounded
 
 
 # -- a full database ---------------------------------------------------------------------------------------------------
-def test_full_etcd_has_room_again_and_its_leader_keeps_the_term(small: EtcdServers, keys: Keys) -> None:
+def test_full_etcd_recovers_and_its_leader_keeps_the_term(small: EtcdServers, keys: Keys) -> None:
     with small.connect() as etcd:
         election = Election(etcd, keys, "a", "", 3).start()
         try:
@@ -133,7 +133,7 @@ def test_full_etcd_has_room_again_and_its_leader_keeps_the_term(small: EtcdServe
             election.stop()
 
 
-def test_full_etcd_has_room_again_without_any_leader(small: EtcdServers, keys: Keys,
+def test_full_etcd_recovers_without_any_leader(small: EtcdServers, keys: Keys,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """A full etcd grants no lease, so nobody can become leader."""
     monkeypatch.setattr(etcd_maintenance, "_FOLLOWER_DELAY_S", 0.2)
@@ -150,7 +150,7 @@ def test_full_etcd_has_room_again_without_any_leader(small: EtcdServers, keys: K
         assert _alarms(etcd) == set()
 
 
-def test_etcd_that_is_full_of_live_data_stays_full_until_keys_are_deleted(small: EtcdServers, keys: Keys) -> None:
+def test_etcd_full_of_live_data_recovers_after_keys_are_deleted(small: EtcdServers, keys: Keys) -> None:
     with small.connect() as etcd:
         with pytest.raises(EtcdFull):
             for n in itertools.count():
@@ -168,14 +168,14 @@ def test_etcd_that_is_full_of_live_data_stays_full_until_keys_are_deleted(small:
         etcd.put(keys.root + "written", b"")
 
 
-def test_room_is_not_made_where_the_settings_forbid_it(small: EtcdServers, keys: Keys) -> None:
+def test_maintenance_leaves_a_full_etcd_alone_when_disabled(small: EtcdServers, keys: Keys) -> None:
     with small.connect() as etcd:
         _overwrite(etcd, keys)
         _maintenance(small, etcd, leads=True, reclaim_space=False).tick()
         assert _alarms(etcd) == {NO_SPACE}
 
 
-def test_file_near_its_quota_and_mostly_free_is_defragmented_before_the_alarm(small: EtcdServers, keys: Keys) -> None:
+def test_mostly_free_file_near_its_quota_is_defragmented_before_the_alarm(small: EtcdServers, keys: Keys) -> None:
     with small.connect() as etcd:
         while etcd.statuses()[0].db_bytes < 0.85 * QUOTA:
             etcd.put(keys.root + "n", bytes(20_000))
@@ -186,7 +186,7 @@ def test_file_near_its_quota_and_mostly_free_is_defragmented_before_the_alarm(sm
         assert etcd.statuses()[0].db_bytes < QUOTA / 2
 
 
-def test_each_member_is_defragmented_while_writes_go_on(tmp_path: Path, keys: Keys) -> None:
+def test_members_are_defragmented_under_writes(tmp_path: Path, keys: Keys) -> None:
     servers = EtcdServers(tmp_path / "etcd", 3, flags=["--quota-backend-bytes", str(QUOTA)])
     try:
         with servers.start().connect(call_timeout_s=0.5) as etcd:
@@ -214,7 +214,7 @@ def test_each_member_is_defragmented_while_writes_go_on(tmp_path: Path, keys: Ke
         servers.close()
 
 
-def test_client_deletes_from_a_full_etcd_for_as_long_as_it_lives(small: EtcdServers, keys: Keys,
+def test_client_deletes_from_a_full_etcd_after_its_token_lease_is_due(small: EtcdServers, keys: Keys,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Deletes need a lease for their write tokens, and a full etcd grants none."""
     with small.connect(retry_budget_s=2.0) as etcd:
@@ -225,7 +225,7 @@ def test_client_deletes_from_a_full_etcd_for_as_long_as_it_lives(small: EtcdServ
         assert _alarms(etcd) == {NO_SPACE} and etcd.count(keys.root + "fill/") == 0
 
 
-def test_doctor_warns_of_a_file_near_its_quota_and_of_history_that_nobody_compacts(small: EtcdServers,
+def test_doctor_warns_of_a_nearly_full_file_and_of_uncompacted_history(small: EtcdServers,
                                                                                    keys: Keys) -> None:
     def member() -> preflight.Finding:
         return next(f for f in preflight.examine(Config(etcd=small.config())) if f.check.startswith("etcd 127"))

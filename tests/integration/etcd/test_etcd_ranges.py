@@ -43,7 +43,7 @@ class Interrupted(EtcdClient):
                             revision=revision)
 
 
-def test_large_range_arrives_over_a_link_that_is_too_slow_for_one_answer(etcd_servers: EtcdServers, etcd: EtcdClient,
+def test_large_range_arrives_over_a_slow_link(etcd_servers: EtcdServers, etcd: EtcdClient,
                                                                          keys: Keys) -> None:
     _fill(etcd, keys)
     with Links() as links:
@@ -96,7 +96,7 @@ def test_range_starts_over_when_a_compaction_overtakes_it(etcd_servers: EtcdServ
             reader.range(keys.root + "large/")
 
 
-def test_pages_hold_a_part_of_a_range_each_and_all_of_it_together(etcd: EtcdClient, keys: Keys) -> None:
+def test_pages_cover_the_range_exactly_once(etcd: EtcdClient, keys: Keys) -> None:
     _fill(etcd, keys, 1200, 4000)
     pages = list(etcd.pages(keys.root + "large/"))
     assert len(pages) > 3 and len({page.revision for page in pages}) == 1

@@ -37,7 +37,7 @@ def test_fenced_transaction_does_none_of_its_operations(etcd: EtcdClient, keys: 
     assert etcd.get(keys.engine("e")) is not None and etcd.get(keys.engine("f")) is None
 
 
-def test_event_of_an_old_epoch_is_refused_with_the_change_that_it_reports(etcd: EtcdClient, keys: Keys) -> None:
+def test_event_of_an_old_epoch_is_refused_with_its_change(etcd: EtcdClient, keys: Keys) -> None:
     old = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "first").number)
     written = old.emit("engine.starting", "e", "engine e is starting", ops=[Op.put(keys.engine("e"), b"1")], pid=7)
     assert written is not None and written.data == {"pid": 7}
@@ -65,7 +65,7 @@ def test_event_of_a_superseded_leader_is_refused(etcd: EtcdClient, keys: Keys) -
         election.writer.write(Op.put(keys.root + "x", b""))
 
 
-def test_failed_comparison_is_told_apart_from_a_token_that_no_longer_holds(etcd: EtcdClient, keys: Keys) -> None:
+def test_failed_comparison_is_distinguished_from_a_fenced_write(etcd: EtcdClient, keys: Keys) -> None:
     key, event = keys.root + "x", "job.changed"
     writer = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "first").number)
     assert writer([Compare.absent(key)], [Op.put(key, b"1")])
@@ -91,7 +91,7 @@ def test_batches_stop_where_the_token_ends(etcd: EtcdClient, keys: Keys) -> None
     assert etcd.count(keys.root + "many/") == MAX_OPS + 1
 
 
-def test_comparisons_hold_here_exactly_where_they_hold_in_etcd(etcd: EtcdClient, keys: Keys) -> None:
+def test_compare_holds_exactly_when_etcd_says_so(etcd: EtcdClient, keys: Keys) -> None:
     present, absent = keys.root + "present", keys.root + "absent"
     etcd.put(present, b"m")
     etcd.put(present, b"n")

@@ -462,7 +462,7 @@ def test_an_etcd_member_that_is_silent_is_the_graver_the_fewer_are_left() -> Non
     assert [c.key for c in etcd_health.conditions(full, 0.5, 0.9, 1000)] == ["etcd.alarm/m0"]
 
 
-def test_etcd_is_full_by_the_quota_that_its_member_has_and_by_the_assumed_one_where_that_is_unknown() -> None:
+def test_etcd_full_uses_the_members_quota_or_the_assumed_one() -> None:
     def full(*members: MemberStatus) -> bool:
         return [c.key for c in etcd_health.conditions(Health(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
 

@@ -35,12 +35,12 @@ def test_history_is_shortened_once_half_of_the_quota_is_in_use() -> None:
     ([member("a", 300, 100, full=True)], []),  # only the alarm is left to be ended
     ([member("a", 1000, 100, full=True, quota=0)], ["a"]),
 ])
-def test_members_are_defragmented_where_it_helps_and_the_leader_last(members: list[MemberStatus],
+def test_plan_defragments_members_where_it_helps_and_the_leader_last(members: list[MemberStatus],
                                                                      expected: list[str]) -> None:
     assert [m.endpoint for m in to_defragment(members, 1000)] == expected
 
 
-def test_metrics_page_tells_the_quota_and_the_compaction() -> None:
+def test_metrics_page_is_parsed_for_quota_and_compaction() -> None:
     page = ("# HELP etcd_server_quota_backend_bytes Current backend storage quota size in bytes.\n"
             "etcd_server_quota_backend_bytes 2.147483648e+09\n"
             "etcd_debugging_mvcc_compact_revision -1\netcd_debugging_mvcc_current_revision 17\n"

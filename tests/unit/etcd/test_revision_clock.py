@@ -49,7 +49,7 @@ def test_age_is_that_of_the_first_note_at_or_after_the_revision() -> None:
     assert clock.newest_at_least(66) == 0
 
 
-def test_a_long_run_needs_little_memory_and_keeps_its_precision() -> None:
+def test_long_run_needs_bounded_memory_and_keeps_its_precision() -> None:
     now = Now()
     clock = RevisionClock(now)
     for revision in range(1, 100_000):
@@ -62,7 +62,7 @@ def test_a_long_run_needs_little_memory_and_keeps_its_precision() -> None:
         assert revision - 0.12 * age <= clock.newest_at_least(age) <= revision
 
 
-def test_a_store_with_older_revisions_starts_over() -> None:
+def test_older_revision_starts_the_clock_over() -> None:
     now = Now()
     clock = RevisionClock(now)
     clock.observe(1000)
