@@ -51,11 +51,11 @@ def _leader(etcd: EtcdClient, keys: Keys) -> str:
     return current.replica if current else ""
 
 
-def _wait_leader(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 15) -> None:
-    wait_until(lambda: _leader(etcd, keys) == name, timeout_s=timeout_s, what=f"leadership of {name}", poll_s=0.02)
+def _wait_leader(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 45) -> None:
+    wait_until(lambda: _leader(etcd, keys) == name, timeout_s=timeout_s, what=f"the term of {name}", poll_s=0.02)
 
 
-def _wait_writes(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 15) -> None:
+def _wait_writes(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 45) -> None:
     def writes() -> bool:
         kv = etcd.get(keys.job_status())
         return kv is not None and kv.value.startswith(name.encode() + b" ")
@@ -64,7 +64,7 @@ def _wait_writes(etcd: EtcdClient, keys: Keys, name: str, timeout_s: float = 15)
 
 
 def _wait_candidate(etcd: EtcdClient, keys: Keys, name: str) -> None:
-    wait_until(lambda: etcd.get(keys.leader(name)), timeout_s=15, what=f"candidacy of {name}")
+    wait_until(lambda: etcd.get(keys.leader(name)), timeout_s=45, what=f"candidacy of {name}")
 
 
 def test_next_candidate_leads_when_the_leader_resigns(etcd: EtcdClient, keys: Keys) -> None:
@@ -102,67 +102,45 @@ def test_leader_with_a_revoked_lease_stops_leading_and_campaigns_again(etcd: Etc
         assert mine is not None
         etcd.revoke(mine.lease)
         assert not etcd.txn(old, []).succeeded
-        wait_until(lambda: a.is_leader and a.guard != old, timeout_s=TTL_S + 2, what="a second term")
+        wait_until(lambda: a.is_leader and a.guard != old, timeout_s=TTL_S + 15, what="a second term")
     finally:
         a.stop()
 
 
-def test_another_replica_leads_within_the_ttl_after_kill_9(etcd: EtcdClient, keys: Keys,
-                                                                 replica: Replicas) -> None:
+def test_killed_and_stopped_leaders_are_succeeded_within_the_ttl_and_write_nothing_more(
+        etcd: EtcdClient, keys: Keys, replica: Replicas) -> None:
     first = replica("one")
     _wait_writes(etcd, keys, "one")
-    replica("two")
+    second = replica("two")
     _wait_candidate(etcd, keys, "two")
     candidate = etcd.get(keys.leader("one"))
     assert candidate is not None
     old_guard = Compare.create(keys.leader("one"), "==", candidate.create_revision)
     assert etcd.txn([old_guard], [Op.put(keys.root + "x", b"in time")]).succeeded
+
     first.kill()
     killed = time.monotonic()
     assert first.wait(5) == -signal.SIGKILL
-    _wait_leader(etcd, keys, "two", timeout_s=TTL_S + 3)
-    assert time.monotonic() - killed <= TTL_S + 1
+    replica("one")  # its old key has not expired yet
+    _wait_leader(etcd, keys, "two", timeout_s=TTL_S + 15)
+    assert time.monotonic() - killed <= TTL_S + 6
     assert not etcd.txn([old_guard], [Op.put(keys.root + "x", b"late")]).succeeded
-    _wait_writes(etcd, keys, "two", timeout_s=2)
+    _wait_writes(etcd, keys, "two")
+    _wait_candidate(etcd, keys, "one")
+    again = etcd.get(keys.leader("one"))
+    assert again is not None and again.create_revision > candidate.create_revision
 
-
-def test_stopped_leader_writes_nothing_when_it_resumes(etcd: EtcdClient, keys: Keys,
-                                                                           replica: Replicas) -> None:
-    first = replica("one")
-    _wait_writes(etcd, keys, "one")
-    replica("two")
-    _wait_candidate(etcd, keys, "two")
-    _, revision = etcd.range(keys.job_status())
-    with etcd.watch(keys.job_status(), start_revision=revision + 1) as watch:
-        first.send_signal(signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, timeout_s=2, what="SIGSTOP")
-        _wait_writes(etcd, keys, "two", timeout_s=TTL_S + 3)
-        first.send_signal(signal.SIGCONT)
-        _wait_candidate(etcd, keys, "one")  # it runs again and waits
+    with etcd.watch(keys.job_status(), start_revision=etcd.revision() + 1) as watch:
+        second.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(second.pid).status() == psutil.STATUS_STOPPED, timeout_s=5, what="SIGSTOP")
+        _wait_writes(etcd, keys, "one")
+        second.send_signal(signal.SIGCONT)
+        _wait_candidate(etcd, keys, "two")  # it runs again and waits
+        revision = etcd.revision()
         writers = []
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            if (event := watch.get(0.2)) is not None:
-                writers.append(event.kv.value.split()[0])
-    assert writers[-1] == b"two"
-    assert b"one" not in writers[writers.index(b"two"):]
-
-
-def test_restarted_replica_campaigns_again_under_its_name(etcd: EtcdClient, keys: Keys, replica: Replicas) -> None:
-    first = replica("one")
-    _wait_writes(etcd, keys, "one")
-    first.kill()
-    first.wait(5)
-    before = etcd.get(keys.leader("one"))
-    replica("one")
-
-    def leads_again() -> bool:
-        now = etcd.get(keys.leader("one"))
-        return now is not None and before is not None and now.create_revision != before.create_revision
-
-    wait_until(leads_again, timeout_s=TTL_S + 6, what="the second candidacy")
-    at = etcd.get(keys.job_status())
-    wait_until(lambda: etcd.get(keys.job_status()) != at, timeout_s=5, what="a new write")
+        while (event := watch.get(10)) is not None and event.kv.mod_revision <= revision:
+            writers.append(event.kv.value.split()[0])
+    assert writers[-1] == b"one" and b"two" not in writers[writers.index(b"one"):]
 
 
 class WatchCounter(EtcdClient):

