@@ -71,7 +71,7 @@ class Replicas:
         self.launch(*names)
         for name in names:
             process = self.running[name]
-            runtime.wait_until(lambda n=name: self.ready(n), timeout_s=30, what=f"replica {name}",
+            runtime.wait_until(lambda n=name: self.ready(n), timeout_s=120, what=f"replica {name}",
                                  alive=lambda p=process: p.poll() is None)
         self.leader()
 
@@ -81,7 +81,7 @@ class Replicas:
         except httpx.HTTPError:
             return False
 
-    def leader(self, *, not_: str = "", timeout_s: float = 15.0) -> str:
+    def leader(self, *, not_: str = "", timeout_s: float = 60.0) -> str:
         """Name of the replica that leads, by the word of any that is alive."""
 
         def look() -> str:
