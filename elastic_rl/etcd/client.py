@@ -155,19 +155,26 @@ class EtcdClient:
 
     def page(self, prefix: str, *, limit: int, after: str = "", before: str = "", newest_first: bool = False,
              revision: int = 0) -> Page:
-        """At most ``limit`` keys under a prefix in key order, or in reverse, between the keys ``after`` and ``before``;
-        fewer than there are where so many do not arrive in time.
+        """The first ``limit`` keys under a prefix in key order, or in reverse, between the keys ``after`` and
+        ``before``; fewer only where there are no more.
 
         In reverse order etcd looks at every key between them. ``revision`` 0 is the present. Raises Compacted for one
         that is no longer kept.
         """
-        request = _range_request(prefix, after, before, limit=limit, revision=revision)
-        if newest_first:
-            request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.KEY
-        return self._read_page(request)
+        kvs, size = list[KeyValue](), limit
+        while True:
+            request = _range_request(prefix, after, before, limit=min(size, limit - len(kvs)), revision=revision)
+            if newest_first:
+                request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.KEY
+            found = self._read_page(request)
+            kvs, size, revision = kvs + found.kvs, 2 * len(found.kvs), found.revision
+            if not found.more or not found.kvs or len(kvs) >= limit:
+                return Page(kvs, revision, found.more)
+            after, before = (after, kvs[-1].key) if newest_first else (kvs[-1].key, before)
 
     def _read_page(self, request: Any) -> Page:
-        """Its deadline grows with the number of keys asked for; a page that misses it is asked for again, smaller."""
+        """Its deadline grows with the number of keys requested; one that misses it is requested again, smaller, so
+        there may be fewer keys than requested and ``more`` of them."""
         expected_s = request.limit * _KEY_BYTES / _RANGE_BYTES_PER_S
         response = self._channels.call(RANGE, request, timeout_s=self._channels.call_timeout_s + expected_s,
                                        max_timeout_s=_MAX_RANGE_TIMEOUT_S, on_timeout=_shrink)

@@ -135,3 +135,16 @@ def test_rewind_of_a_large_ledger_reads_only_what_it_deletes(etcd_servers: EtcdS
         with EtcdClient([f"127.0.0.1:{link.port}"], call_timeout_s=0.5, retry_budget_s=5.0) as far:
             assert Ledger(far, keys).rewind(1190, epoch=epoch) == list(range(1191, 1201))
     assert [e.step for e in Ledger(etcd, keys).entries()] == list(range(1, 1191))
+
+
+def test_page_has_all_the_keys_that_were_requested_also_over_a_slow_link(etcd_servers: EtcdServers, etcd: EtcdClient,
+                                                                         keys: Keys) -> None:
+    for n in range(8):
+        etcd.put(_key(keys, n), bytes(100_000))
+    with Links() as links:
+        link = links.add(int(etcd_servers.endpoints[0].rpartition(":")[2]), 1e6)
+        with EtcdClient([f"127.0.0.1:{link.port}"], call_timeout_s=0.1, retry_budget_s=30.0) as far:
+            forward = far.page(keys.root + "large/", limit=5)
+            backward = far.page(keys.root + "large/", limit=5, newest_first=True, revision=forward.revision)
+    assert [kv.key for kv in forward.kvs] == [_key(keys, n) for n in range(5)] and forward.more
+    assert [kv.key for kv in backward.kvs] == [_key(keys, n) for n in range(7, 2, -1)] and backward.more
