@@ -207,7 +207,7 @@ def _closed() -> EtcdUnavailable:
 
 def _or_unknown(ambiguous: bool, refused: ElasticRLError) -> ElasticRLError:
     """What a refusal means after an attempt that may have been applied: etcd checks users and its quota before it
-    checks the write token that would tell. Any other refusal holds for each copy of the request."""
+    checks the write token. Any other refusal holds for each copy of the request."""
     if ambiguous and isinstance(refused, EtcdUnavailable):
         return OutcomeUnknown(f"an earlier attempt may have been applied, and now {refused.message}", hint=refused.hint)
     return refused
