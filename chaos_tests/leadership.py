@@ -23,21 +23,21 @@ class Change:
 
 @dataclass
 class Verdict:
-    """What the history shows. ``faults`` is empty when I1 held."""
+    """Result of the check. ``faults`` is empty if I1 held."""
 
     faults: list[str] = field(default_factory=list)
     terms: list[tuple[int, str]] = field(default_factory=list)
-    """(revision from which on, replica) of each leadership, by the candidate keys."""
+    """(first revision, replica) of each term, by the candidate keys."""
     announced: list[str] = field(default_factory=list)
     desired: dict[int, int] = field(default_factory=dict)
-    """The pool's wanted number by the revision of its change."""
+    """The pool's desired number by the revision of its change."""
 
 
 def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout") -> Verdict:
     """Replays the history transaction by transaction (changes of one revision belong together).
 
     The candidate with the lowest create revision leads. What a replica wrote as the leader (a pool's change, the
-    announcement of its leadership) must stand in a revision before which it led.
+    announcement of its term) must be at a revision before which it led.
     """
     verdict, candidates, leader = Verdict(), dict[str, int](), ""
     for revision, together in groupby(changes, key=lambda c: c.revision):
@@ -49,7 +49,7 @@ def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout") -> Verdi
                     verdict.faults.append(f"{revision}: the pool changed without its event")
             for writer in _writers(change, keys):
                 if writer != leader:
-                    led = leader or "nobody"
+                    led = leader or "no replica"
                     verdict.faults.append(f"{revision}: {change.key} was written by {writer} while {led} led")
                 if change.key == keys.leadership():
                     verdict.announced.append(writer)
@@ -65,12 +65,12 @@ def check(changes: Sequence[Change], keys: Keys, pool: str = "rollout") -> Verdi
             verdict.terms.append((revision, now))
         leader = now
     if len(verdict.announced) > len(verdict.terms):
-        verdict.faults.append(f"of {len(verdict.terms)} leaderships {len(verdict.announced)} were announced")
+        verdict.faults.append(f"of {len(verdict.terms)} terms {len(verdict.announced)} were announced")
     return verdict
 
 
 def _writers(change: Change, keys: Keys) -> list[str]:
-    """Replicas that say in the record that they wrote it as the leader."""
+    """Replicas that wrote the record as the leader, by what it says."""
     if not change.put:
         return []
     if change.key == keys.leadership():

@@ -1,4 +1,4 @@
-"""Leaders of the coordinator are killed and frozen under a stream of writes through both replicas."""
+"""Leading coordinators are killed and stopped under a stream of writes through both replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def frozen(process: subprocess.Popen[bytes]) -> bool:
     return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
-def test_no_write_of_a_stale_leader_is_accepted_when_leaders_are_killed_and_frozen(
+def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, replicas: Replicas) -> None:
     since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
     replicas.start("a", "b")
@@ -54,7 +54,7 @@ def test_no_write_of_a_stale_leader_is_accepted_when_leaders_are_killed_and_froz
         runtime.wait_until(lambda: replicas.ready(killed), timeout_s=20, what="the killed replica's return")
         more(writer, 10)
 
-        # Frozen as the leader with a write on its way: it wakes up as a leader of the past and must not write.
+        # Stopped as the leader with writes in flight: it resumes as a stale leader and must not write.
         replicas.kill(second, signal.SIGSTOP)
         runtime.wait_until(lambda: frozen(replicas.running[second]), timeout_s=5, what="the freeze")
         with ThreadPoolExecutor(4) as late:
@@ -64,7 +64,7 @@ def test_no_write_of_a_stale_leader_is_accepted_when_leaders_are_killed_and_froz
             assert frozen(replicas.running[second])
             replicas.kill(second, signal.SIGCONT)
             late_writes = [p.result(timeout=25) for p in pending]
-        runtime.wait_until(lambda: etcd.get(keys.leader(second)), timeout_s=10, what="its new candidacy")
+        runtime.wait_until(lambda: etcd.get(keys.leader(second)), timeout_s=10, what="its next candidacy")
         more(writer, 10)
     finally:
         writer.close()
@@ -94,7 +94,7 @@ def _scaled(revision: int, replica: str) -> list[Change]:
             _put(revision, KEYS.event(f"e{revision}"), event)]
 
 
-def test_the_check_accepts_a_hand_over_and_finds_a_stale_writer() -> None:
+def test_checker_accepts_a_handover_and_finds_a_stale_writer() -> None:
     history = [_put(2, KEYS.leader("a"), {}), _put(3, KEYS.leader("b"), {}), *_scaled(4, "a"),
                Change(5, False, KEYS.leader("a"), 0, ""), *_scaled(6, "b")]
     assert check(history, KEYS).faults == []

@@ -1,4 +1,4 @@
-"""The leading coordinator loses its network to etcd, though not to its clients, and gets it back."""
+"""The leading coordinator loses its network to etcd, but not to its clients, and gets it back."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def believes_to_lead(replicas: Replicas, name: str) -> bool:
     return float(found[1]) == 1
 
 
-def told(history: Sequence[Change], keys: Keys, kind: str) -> list[tuple[str, str, Phase]]:
+def alert_phases(history: Sequence[Change], keys: Keys, kind: str) -> list[tuple[str, str, Phase]]:
     """Each phase of each alert of a kind, once: (id, subject, phase)."""
     alerts = [Alert.decode(c.value.encode()) for c in history if c.put and c.key.startswith(keys.alerts_prefix())]
     return list(dict.fromkeys((a.id, a.subject, a.phase) for a in alerts if a.kind == kind))
 
 
-def test_a_leader_that_etcd_cannot_hear_steps_down_and_its_late_writes_are_refused(
+def test_partitioned_leader_steps_down_and_its_late_writes_are_refused(
         far_etcd: EtcdServers, networks: TwoNetworks, replicas: Replicas, keys: Keys) -> None:
     with far_etcd.connect() as etcd:
         since = etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
@@ -74,7 +74,7 @@ def test_a_leader_that_etcd_cannot_hear_steps_down_and_its_late_writes_are_refus
             stale = replicas.leader()
             assert believes_to_lead(replicas, stale) and replicas.hosts[stale].reaches(far_etcd.endpoints[0])
 
-            networks.cut_from_etcd(stale)  # under writes: what it has sent lies in its sockets, and goes out later
+            networks.cut_from_etcd(stale)  # under writes: what it has sent stays in its sockets and arrives later
             assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
             runtime.wait_until(lambda: etcd.get(keys.leader(stale)) is None, timeout_s=10, what="its lease's end")
             more(writer, 20)  # the other one leads
@@ -86,7 +86,7 @@ def test_a_leader_that_etcd_cannot_hear_steps_down_and_its_late_writes_are_refus
             assert not replicas.hosts[stale].reaches(far_etcd.endpoints[0])
 
             networks.heal(stale)
-            runtime.wait_until(lambda: etcd.get(keys.leader(stale)), timeout_s=20, what="its new candidacy")
+            runtime.wait_until(lambda: etcd.get(keys.leader(stale)), timeout_s=20, what="its next candidacy")
             runtime.wait_until(lambda: replicas.ready(stale), timeout_s=20, what="its readiness")
             assert not believes_to_lead(replicas, stale)
             runtime.wait_until(lambda: not _open(etcd, keys, stale), timeout_s=20, what="the alert's end")
@@ -103,8 +103,8 @@ def test_a_leader_that_etcd_cannot_hear_steps_down_and_its_late_writes_are_refus
     assert len(verdict.announced) == 2, "a partition of one replica is one change of leaders"
     assert lost(writer.done, verdict) == [], "writes that were acknowledged are not in the store"
     assert {w.status for w in writer.done} - {200} <= {0, 503, 504}
-    assert any(w.url == replicas.urls[stale] and w.status != 200 for w in writer.done), "nothing met the partition"
-    (fired, resolved) = told(history, keys, "coordinator.dead")
+    assert any(w.url == replicas.urls[stale] and w.status != 200 for w in writer.done), "no write met the partition"
+    (fired, resolved) = alert_phases(history, keys, "coordinator.dead")
     assert (fired[1], fired[2]) == (stale, Phase.FIRING) and resolved == (fired[0], stale, Phase.RESOLVED)
 
 

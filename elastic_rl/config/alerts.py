@@ -57,5 +57,3 @@ class AlertConfig(Section):
     """The next leader reports ``leader.absent`` when no coordinator led for more than this many seconds."""
     etcd_slow_s: Seconds = 0.5
     """An etcd whose reads take longer than this many seconds, for 30 seconds, raises ``etcd.slow``."""
-    etcd_quota_bytes: Positive = 2 << 30
-    """Quota of the etcd database in bytes (its ``--quota-backend-bytes``)."""

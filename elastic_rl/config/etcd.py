@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Annotated
 
-from elastic_rl.config.section import Seconds, Section
+from pydantic import Field, model_validator
+
+from elastic_rl.config.section import Positive, Seconds, Section
 
 
 class EtcdConfig(Section):
@@ -17,6 +19,17 @@ class EtcdConfig(Section):
     """Seconds for which a call is tried on one member after the other before it fails with EtcdUnavailable."""
     start_timeout_s: Seconds = 20.0
     """Seconds that ``elastic-rl up`` waits until an etcd that it started is healthy."""
+    quota_bytes: Positive = 2 << 30
+    """Largest size of the database (``--quota-backend-bytes``) of an etcd that ``up`` starts; of one that someone else
+    runs, what is assumed where its members do not report theirs. Alerts and maintenance are measured against it."""
+    history_s: Annotated[float, Field(ge=0)] = 300.0
+    """Seconds of history that the leader keeps in etcd by compacting older revisions; once half of the quota is in use
+    it keeps at most 30 s. A watch or a listing that is further behind starts over. 0: never compact, for an etcd with
+    ``--auto-compaction-retention``."""
+    reclaim_space: bool = True
+    """Whether the coordinators make room in an etcd whose database reaches its quota: compact all history, defragment
+    the members one by one (a member does not answer meanwhile), end the alarm NOSPACE. Needs etcd's root role where
+    etcd has users. Turn it off where others maintain etcd; without either, a full etcd accepts no writes."""
 
     tls_ca: str = ""
     """PEM file of the authority that signed the members' certificates. When it is set, every connection to etcd uses

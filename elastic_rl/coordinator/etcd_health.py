@@ -1,4 +1,4 @@
-"""How well etcd is: each member asked now and then by a thread of its own, since one that is stopped answers late."""
+"""Health of etcd. A thread of its own asks each member now and then, since one that is stopped answers late."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from elastic_rl.etcd.records import Severity
 log = logging.getLogger(__name__)
 
 _EVERY_S = 5.0
-_OLD_S = 60.0
+_MAX_AGE_S = 60.0
 _HOLD_S = 10.0
 _SLOW_HOLD_S = 30.0
 
 
 @dataclass(frozen=True)
 class Health:
-    """One look at etcd. ``read_s``: seconds of a linearizable read."""
+    """The last report. ``read_s``: seconds that a linearizable read took."""
 
     members: Sequence[MemberStatus] = ()
     read_s: float = 0.0
 
 
-def conditions(health: Health, slow_s: float, largest_bytes: float) -> list[Condition]:
-    """What is wrong with etcd, as far as one can see who still reaches a majority. Pure."""
+def conditions(health: Health, slow_s: float, full_fraction: float, assumed_quota: int) -> list[Condition]:
+    """What is wrong with etcd, as seen by a replica that still reaches a majority. Pure.
+
+    ``full_fraction``: part of its quota that a member's database may fill; ``assumed_quota``: bytes, for a member whose
+    quota is unknown.
+    """
     found, n = [], len(health.members)
     silent = [m for m in health.members if m.error]
     margin = n - len(silent) - (n // 2 + 1)
     for member in silent:
         left = "no further member may fail" if margin <= 0 else f"{margin} more may fail"
-        # Of one fault one alert: how near the end is goes with the member's own.
+        # One fault, one alert: the number of further failures that etcd survives is part of the member's own.
         message = f"etcd member {member.endpoint} does not answer; {left}"
         found.append(Condition("etcd.degraded", member.endpoint, message,
                                Severity.ERROR if margin <= 0 else Severity.WARNING, hold_s=_HOLD_S))
@@ -45,17 +49,20 @@ def conditions(health: Health, slow_s: float, largest_bytes: float) -> list[Cond
         for alarm in member.alarms:
             message = f"etcd member {member.endpoint} has an alarm: {alarm}"
             found.append(Condition("etcd.alarm", member.endpoint, message))
-    if (size := max((m.db_bytes for m in health.members), default=0)) > largest_bytes:
-        found.append(Condition("etcd.full", "etcd", f"etcd's database has {size >> 20} MiB, which is near its quota: "
-                               "compact and defragment it, or raise --quota-backend-bytes", Severity.WARNING))
+    largest = max(health.members, key=lambda m: m.db_bytes / (m.quota_bytes or assumed_quota), default=None)
+    if largest is not None and largest.db_bytes > full_fraction * (quota := largest.quota_bytes or assumed_quota):
+        found.append(Condition(
+            "etcd.full", "etcd", f"the database of etcd member {largest.endpoint} has {largest.db_bytes >> 20} of "
+            f"{quota >> 20} MiB, {largest.db_in_use_bytes >> 20} of them in use: defragment it if most of that is "
+            "free, else raise --quota-backend-bytes", Severity.WARNING))
     if health.read_s > slow_s:
-        found.append(Condition("etcd.slow", "etcd", f"a read of etcd takes {health.read_s:.2f} s: look at its disk and "
+        found.append(Condition("etcd.slow", "etcd", f"a read of etcd takes {health.read_s:.2f} s: check its disk and "
                                "network", Severity.WARNING, hold_s=_SLOW_HOLD_S))
     return found
 
 
 class EtcdProbe:
-    """Keeps the last look at etcd."""
+    """Keeps the last report about etcd."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self._etcd, self._keys = etcd, keys
@@ -66,12 +73,12 @@ class EtcdProbe:
         self._thread.start()
 
     def health(self) -> Health:
-        """The last look, an empty one when it is too old to go by; asks for a newer one. Never blocks."""
+        """The last report, an empty one when it is too old; requests a newer one. Never blocks."""
         with self._lock:
-            age = time.monotonic() - self._at if self._at else _OLD_S
+            age = time.monotonic() - self._at if self._at else _MAX_AGE_S
             if age >= _EVERY_S:
                 self._wanted.set()
-            return self._health if age < _OLD_S else Health()
+            return self._health if age < _MAX_AGE_S else Health()
 
     def close(self) -> None:
         self._stopping.set()
@@ -87,7 +94,7 @@ class EtcdProbe:
                 read_s = time.monotonic() - started
                 members = self._etcd.statuses()
             except ElasticRLError as e:
-                log.debug("etcd was not looked at: %s", e)
+                log.debug("no report about etcd: %s", e)
                 continue
             with self._lock:
                 self._health, self._at = Health(members, read_s), time.monotonic()

@@ -135,7 +135,7 @@ class Reconciler:
     def look(self) -> None:
         """One look. Raises Fenced when the leadership is over, EtcdUnavailable when etcd does not answer."""
         self._announce()
-        self._absence.look()
+        self._absence.update()
         reports, over = self._read_events()
         look = self._reader.read()
         wrote = self._roster.update(look)
@@ -241,7 +241,7 @@ class Reconciler:
         prefix, limit = self._keys.steps_prefix(), self._cfg.coordinator.max_step_metrics
         if self._etcd.count(prefix) > limit:
             gone = downsample([int(kv.key.removeprefix(prefix)) for kv in self._range(prefix)], limit)
-            for batch in batches([Op.delete(self._keys.step_point(n)) for n in gone]):
+            for batch in batches([Op.delete(self._keys.step_metrics(n)) for n in gone]):
                 self._guarded([], batch)
 
     def _is_due(self, what: str, every_s: float) -> bool:

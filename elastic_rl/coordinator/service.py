@@ -30,6 +30,7 @@ from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.forwarding import Forwarder
 from elastic_rl.coordinator.api.server import Server, advertised, bind, make_server
 from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.etcd_maintenance import EtcdMaintenance
 from elastic_rl.coordinator.membership.registry import COORDINATOR
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.reconciler import Reconciler
@@ -104,6 +105,8 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
         cleanup.callback(member.close)
         election.start()
         cleanup.callback(election.stop)
+        etcd_maintenance = EtcdMaintenance(etcd, cfg.etcd, is_leader=lambda: election.is_leader).start()
+        cleanup.callback(etcd_maintenance.close)
         upkeep = Maintenance(etcd, keys, cfg)
         cleanup.callback(upkeep.close)
         reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=upkeep.sweep)

@@ -84,18 +84,19 @@ class Ledger:
         that is overtaken by a new epoch deletes nothing of it. Raises Fenced.
         """
         guard = self._guard(epoch)
-        doomed = [e for e in self.entries() if e.step > to_step]
+        prefix = self._keys.ledger_prefix()
+        # Keys sort by step, so what the trainer's state covers, which is almost all of it, is not read.
+        pages = self._etcd.pages(prefix, after=self._keys.ledger(to_step))
+        doomed = [kv.key for page in pages for kv in page.kvs]
         # Newest first: whenever this stops half-way, what is left has no gap.
-        doomed.reverse()
-        for batch in batches([Op.delete(self._keys.ledger(e.step)) for e in doomed]):
+        for batch in batches([Op.delete(key) for key in reversed(doomed)]):
             if not self._etcd.txn([guard], batch).succeeded:
                 raise Fenced("the ledger belongs to a newer epoch", hint="stop; another incarnation runs the job")
-        return sorted(e.step for e in doomed)
+        return [int(key.removeprefix(prefix)) for key in doomed]
 
     def entries(self) -> list[LedgerEntry]:
         """Every entry, by step."""
-        found, _ = self._etcd.range(self._keys.ledger_prefix())
-        return sorted((LedgerEntry.decode(kv.value) for kv in found), key=lambda e: e.step)
+        return [LedgerEntry.decode(kv.value) for kv in self._etcd.range(self._keys.ledger_prefix())[0]]
 
     def audit(self, up_to_step: int, per_step: int) -> Audit:
         """``audit_entries`` of what is in etcd now."""

@@ -23,7 +23,7 @@ from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
-from elastic_rl.etcd.membership import members, sign_off
+from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
@@ -125,7 +125,7 @@ class ComputePlane:
             if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
                     ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
-        sign_off(self.etcd, self.ctx.keys, there)
+        deregister(self.etcd, self.ctx.keys, there)
         acknowledge(self.etcd, self.ctx.keys, wish, self._guard)
 
     @property

@@ -19,7 +19,7 @@ from elastic_rl.engine.router import RouterClient
 from elastic_rl.errors import DeadlineExceeded, EngineFailed, PreflightFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
-from elastic_rl.etcd.membership import members, sign_off
+from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 
@@ -95,7 +95,7 @@ class AdoptedEngines:
     # -- one engine ---------------------------------------------------------------------------------------------
     def _attach(self, wish: ExternalEngine) -> None:
         self._sign(PlacedActor.WAITING)
-        self._sign_off(wish.engine)  # of an older epoch: it has the same name
+        self._deregister(wish.engine)  # of an older epoch: it has the same name
         try:
             placed = PlacedActor(wish.engine, EngineActor, self._ctx, wish.engine, self._pool, wish.url, cpus=1.0,
                                  gpus=0,
@@ -140,7 +140,7 @@ class AdoptedEngines:
             log.warning("engine %s could not be taken out of the router: %s", wish.engine, e)
         events.emit(self._etcd, self._keys, "engine.dead", wish.engine, severity=Severity.ERROR,
                     message=f"engine {wish.engine}: {crash}")
-        self._sign_off(wish.engine)
+        self._deregister(wish.engine)
 
     def _over(self, wish: ExternalEngine, why: str) -> None:
         """Ends the wish, and tells why."""
@@ -154,5 +154,5 @@ class AdoptedEngines:
         events.emit(self._etcd, self._keys, "engine.removed", wish.engine, severity=Severity.WARNING,
                     message=f"adopted engine {wish.engine} ({wish.url}) ended ({why}); it is not replaced")
 
-    def _sign_off(self, engine_id: str) -> None:
-        sign_off(self._etcd, self._keys, [m for m in members(self._etcd, self._keys, ENGINE) if m.id == engine_id])
+    def _deregister(self, engine_id: str) -> None:
+        deregister(self._etcd, self._keys, [m for m in members(self._etcd, self._keys, ENGINE) if m.id == engine_id])

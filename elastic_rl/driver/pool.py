@@ -20,7 +20,7 @@ from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.membership import members, sign_off
+from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 
@@ -119,7 +119,7 @@ class EnginePool:
         log.warning("ending engine %s: %s", engine_id, slot.ended_for)
         ray.kill(slot.placed.actor)
         ray.wait([slot.done], timeout=10.0)
-        sign_off(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, ENGINE) if m.id == engine_id])
+        deregister(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, ENGINE) if m.id == engine_id])
         acknowledge(self.etcd, self.keys, wish, fencing.epoch_guard(self.keys, self.ctx.epoch))
 
     def _set_state(self, record: Engine, state: EngineState) -> None:

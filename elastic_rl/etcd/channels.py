@@ -1,7 +1,7 @@
 """One gRPC channel per etcd member, short deadlines, and rotation to the next member on an error.
 
 A single load-balanced channel over all members is not enough: a member that is stopped, and not closed, keeps its
-connection and swallows the calls that land on it.
+connection and swallows the calls that are sent to it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import grpc
 
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, OutcomeUnknown
-from elastic_rl.etcd.access import Access
-from elastic_rl.etcd.call_errors import AUTH_IS_OFF, AttemptFailed, Failure, refusal, silence, untrusted
+from elastic_rl.etcd.access import Access, MemberChannels
+from elastic_rl.etcd.call_errors import AUTH_IS_OFF, AttemptFailed, Failure, no_answer_hint, refusal, untrusted
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)
-_NEED_LEADER = (("hasleader", "true"),)  # a member cut off from the majority says so, instead of waiting
-_SIGN_INS = 3
-"""How often one call signs in anew: members learn of a token, and of changed users, one after the other."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.2
+_NEED_LEADER = (("hasleader", "true"),)  # a member cut off from the majority answers with an error instead of waiting
+_MAX_SIGN_INS = 3
+"""Sign-ins of one call: members learn of an auth token, and of changed users, one after the other."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.2
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,15 @@ REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeRequest, pb.Lea
 KEEPALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse)
 TIME_TO_LIVE = Method("/etcdserverpb.Lease/LeaseTimeToLive", pb.LeaseTimeToLiveRequest, pb.LeaseTimeToLiveResponse)
 STATUS = Method("/etcdserverpb.Maintenance/Status", pb.StatusRequest, pb.StatusResponse)
+DEFRAGMENT = Method("/etcdserverpb.Maintenance/Defragment", pb.DefragmentRequest, pb.DefragmentResponse)
+ALARM = Method("/etcdserverpb.Maintenance/Alarm", pb.AlarmRequest, pb.AlarmResponse)
 WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchRequest, pb.WatchResponse)
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse)
 
 
 @dataclass
 class Ambiguity:
-    """Whether an attempt of a call may have taken effect without our knowing, or still may."""
+    """Whether an attempt at a call may have taken effect, or still may, although no answer says so."""
 
     any: bool = False
 
@@ -61,7 +63,7 @@ def backoff(rng: Callable[[], float] = random.random) -> Iterator[float]:
     pause = _FIRST_PAUSE_S
     while True:
         yield pause * (0.5 + 0.5 * rng())
-        pause = min(pause * 2, _LONGEST_PAUSE_S)
+        pause = min(pause * 2, _MAX_PAUSE_S)
 
 
 class Channels:
@@ -72,25 +74,25 @@ class Channels:
         self._access = access or Access()
         self.endpoints = self._access.addresses(endpoints)
         self.call_timeout_s, self.retry_budget_s = call_timeout_s, retry_budget_s
-        self._channels = [self._access.channel(e) for e in self.endpoints]
-        self._at = random.randrange(len(self.endpoints))
-        self._token: str | None = None if self._access.user else ""
+        self._members = MemberChannels(self._access, self.endpoints)
+        self._current = random.randrange(len(self.endpoints))
+        self._auth_token: str | None = None if self._access.user else ""
         """From etcd, for each call; None: sign in first, empty: etcd asks for none."""
         self._lock = threading.Lock()
         self.closed = threading.Event()
 
     @property
-    def at(self) -> int:
+    def current(self) -> int:
         """Index of the member that calls go to now."""
-        return self._at
+        return self._current
 
     def rotate(self, failed: int) -> None:
         """Moves on from a member, unless another thread already did."""
         with self._lock:
-            if self._at == failed:
-                self._at = (failed + 1) % len(self._channels)
+            if self._current == failed:
+                self._current = (failed + 1) % len(self.endpoints)
 
-    def once(self, method: Method, request: Any, member: int, *, timeout_s: float | None = None) -> Any:
+    def attempt(self, method: Method, request: Any, member: int, *, timeout_s: float | None = None) -> Any:
         """One attempt on one member. Raises AttemptFailed, a typed refusal of our user, EtcdUnavailable if closed."""
         token = self._signed_in(member)
         try:
@@ -101,61 +103,71 @@ class Channels:
             raise
 
     def stream(self, method: Method, requests: Iterator[Any], member: int, *, timeout_s: float | None = None) -> Any:
-        """Opens a bidirectional stream on one member. Raises as ``once``, and grpc.RpcError while it is read."""
+        """Opens a bidirectional stream on one member. Raises as ``attempt``, and grpc.RpcError while it is read."""
         token = self._signed_in(member)
         try:
-            call = self._channels[member].stream_stream(
+            call = self._members[member].stream_stream(
                 method.path, request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString)
             return call(requests, timeout=timeout_s, metadata=_metadata(token))
         except ValueError as e:  # what gRPC raises for a closed channel
-            raise EtcdUnavailable("this store is closed") from e
+            raise _closed() from e
 
-    def call(self, method: Method, request: Any, *, doubt: Ambiguity | None = None,
-             budget_s: float | None = None) -> Any:
+    def call(self, method: Method, request: Any, *, ambiguity: Ambiguity | None = None, budget_s: float | None = None,
+             timeout_s: float | None = None, max_timeout_s: float = 0.0,
+             on_timeout: Callable[[Any], None] | None = None) -> Any:
         """Sends one request until a member answers; only for requests that may safely arrive more than once.
 
-        Raises EtcdUnavailable when the budget is spent, or the typed refusal at once. ``doubt``, given for requests
-        whose effect matters, learns of attempts that may have taken effect; OutcomeUnknown is raised then.
+        ``ambiguity``, given for requests whose effect matters, records attempts that may have taken effect.
+        ``budget_s``: seconds after which no further attempt is made; ``timeout_s``: deadline of one attempt; both
+        default to the client's. After an attempt that missed its deadline the next one has twice the time, up to
+        ``max_timeout_s``, and ``on_timeout`` may change the request.
+        Raises EtcdUnavailable when the budget is spent (OutcomeUnknown where there is ambiguity), or the typed refusal
+        at once.
         """
         end = time.monotonic() + (self.retry_budget_s if budget_s is None else budget_s)
-        writes, doubt = doubt is not None, doubt or Ambiguity()
-        distrusts, rest = set[int](), backoff()
-        sign_ins = _SIGN_INS if self._access.user else 0
+        timeout_s = timeout_s or self.call_timeout_s
+        writes, ambiguity = ambiguity is not None, ambiguity or Ambiguity()
+        untrusted_members, pauses = set[int](), backoff()
+        sign_ins = _MAX_SIGN_INS if self._access.user else 0
         while True:
-            member = self._at
+            member = self._current
             try:
-                return self.once(method, request, member)
+                return self.attempt(method, request, member, timeout_s=timeout_s)
             except AttemptFailed as e:
                 failed = e
             if failed.failure is Failure.NOT_SIGNED_IN and sign_ins and time.monotonic() < end:
                 sign_ins -= 1
-                continue  # the same member, with a new token
+                continue  # the same member, with a new auth token
             if failed.failure in (Failure.REFUSED, Failure.NOT_SIGNED_IN):
-                raise _unless(writes and doubt.any, refusal(failed.code, failed.details))
+                raise _or_unknown(writes and ambiguity.any, refusal(failed.code, failed.details))
             if failed.failure is Failure.UNTRUSTED:
-                distrusts.add(member)
-                if len(distrusts) == len(self.endpoints):
-                    raise _unless(writes and doubt.any, untrusted(failed.details))
-            doubt.any |= failed.failure is Failure.UNKNOWN
+                untrusted_members.add(member)
+                if len(untrusted_members) == len(self.endpoints):
+                    raise _or_unknown(writes and ambiguity.any, untrusted(failed.details))
+            ambiguity.any |= failed.failure is Failure.UNKNOWN
             self.rotate(member)
             if self.closed.is_set():
-                raise EtcdUnavailable("this store is closed")
+                raise _closed()
             if time.monotonic() > end:
-                raise (OutcomeUnknown if writes and doubt.any else EtcdUnavailable)(
-                    f"no etcd member of {', '.join(self.endpoints)} answered; the last said: {failed}",
-                    hint=silence(failed.details, tls=bool(self._access.ca)))
-            self.closed.wait(next(rest))
+                raise (OutcomeUnknown if writes and ambiguity.any else EtcdUnavailable)(
+                    f"no etcd member of {', '.join(self.endpoints)} answered; last error: {failed}",
+                    hint=no_answer_hint(failed.details, tls=self._access.tls is not None))
+            if failed.timed_out:
+                timeout_s = max(timeout_s, min(2 * timeout_s, max_timeout_s))
+                if on_timeout is not None:
+                    on_timeout(request)
+            self.closed.wait(next(pauses))
 
-    # -- signing in --------------------------------------------------------------------------------------------------
+    # -- authentication ----------------------------------------------------------------------------------------------
     def sign_out(self, token: str | None = None) -> None:
-        """Has the next call sign in anew: etcd does not take this token (None: whichever we have) any more."""
-        if self._access.user and token in (None, self._token):
-            self._token = None
+        """Makes the next call sign in again: etcd no longer accepts this auth token (None: whichever we have)."""
+        if self._access.user and token in (None, self._auth_token):
+            self._auth_token = None
 
     def _signed_in(self, member: int) -> str:
-        """The token of our user. Several threads may sign in at once; each token is good."""
-        token = self._token
+        """The auth token of our user. Several threads may sign in at once; each token is valid."""
+        token = self._auth_token
         if token is not None:
             return token
         request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password())
@@ -163,37 +175,40 @@ class Channels:
             token = str(self._unary(AUTHENTICATE, request, member, self.call_timeout_s, "").token)
         except AttemptFailed as e:
             if AUTH_IS_OFF in e.details:
-                log.warning("etcd.user is set, but this etcd asks nobody for a user: %s", e.details)
+                log.warning("etcd.user is set, but authentication is off in this etcd: %s", e.details)
                 token = ""
             elif e.failure is Failure.REFUSED:
                 raise refusal(e.code, e.details) from e
             else:  # the request itself was not sent
                 failure = Failure.NOT_SENT if e.failure is Failure.UNKNOWN else e.failure
                 raise AttemptFailed(e.code, e.details, failure) from e
-        self._token = token
+        self._auth_token = token
         return token
 
     def _unary(self, method: Method, request: Any, member: int, timeout_s: float, token: str) -> Any:
         try:
-            call = self._channels[member].unary_unary(
+            call = self._members[member].unary_unary(
                 method.path, request_serializer=method.request.SerializeToString,
                 response_deserializer=method.response.FromString)
             return call(request, timeout=timeout_s, metadata=_metadata(token))
         except grpc.RpcError as e:
-            raise AttemptFailed.of(e) from e
+            raise AttemptFailed.from_rpc_error(e) from e
         except ValueError as e:
-            raise EtcdUnavailable("this store is closed") from e
+            raise _closed() from e
 
     def close(self) -> None:
         self.closed.set()
-        for channel in self._channels:
-            channel.close()
+        self._members.close()
 
 
-def _unless(doubtful: bool, refused: ElasticRLError) -> ElasticRLError:
-    """What a refusal means after an attempt that may have been applied: etcd looks at users and at its quota before it
-    looks at the token that would tell. Any other refusal holds for each copy of the request."""
-    if doubtful and isinstance(refused, EtcdUnavailable):
+def _closed() -> EtcdUnavailable:
+    return EtcdUnavailable("this etcd client is closed")
+
+
+def _or_unknown(ambiguous: bool, refused: ElasticRLError) -> ElasticRLError:
+    """What a refusal means after an attempt that may have been applied: etcd checks users and its quota before it
+    checks the write token. Any other refusal holds for each copy of the request."""
+    if ambiguous and isinstance(refused, EtcdUnavailable):
         return OutcomeUnknown(f"an earlier attempt may have been applied, and now {refused.message}", hint=refused.hint)
     return refused
 

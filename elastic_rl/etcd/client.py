@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from elastic_rl.config import EtcdConfig
-from elastic_rl.errors import Compacted, Conflict, EtcdDenied, Fenced
-from elastic_rl.etcd import deduplication
+from elastic_rl.errors import Compacted, Conflict, EtcdDenied, EtcdUnavailable, Fenced
+from elastic_rl.etcd import leases
 from elastic_rl.etcd.access import Access
-from elastic_rl.etcd.call_errors import AttemptFailed
-from elastic_rl.etcd.channels import COMPACT, RANGE, STATUS, TIME_TO_LIVE, TXN, Channels
+from elastic_rl.etcd.call_errors import AttemptFailed, Failure, refusal
+from elastic_rl.etcd.channels import ALARM, COMPACT, DEFRAGMENT, RANGE, STATUS, TIME_TO_LIVE, TXN, Channels
+from elastic_rl.etcd.deduplication import WriteDeduplicator
 from elastic_rl.etcd.leases import KeptLease
+from elastic_rl.etcd.member_metrics import QuotaReader
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.etcd.transaction import Compare, KeyValue, Op, TxnResult, range_end, result
 from elastic_rl.etcd.watch import Watch, WatchEvent
@@ -22,7 +27,17 @@ from elastic_rl.etcd.watch import Watch, WatchEvent
 __all__ = ["Compare", "KeptLease", "KeyValue", "MemberStatus", "Op", "Page", "EtcdClient", "TxnResult", "Watch",
            "WatchEvent"]
 
-_UPDATE_TRIES = 64
+_MAX_UPDATES = 64
+_MAX_RANGE_READS = 5
+"""How often a range is read from the start when compactions overtake it."""
+_FIRST_PAGE, _MAX_PAGE = 500, 5000
+"""Keys of a range's first page, and at most of a later one."""
+_PAGE_BYTES = 1 << 20
+"""Size of the later pages, by the mean size of the keys before them."""
+_RANGE_BYTES_PER_S = 4 << 20
+"""Slowest rate at which a page is expected to arrive, with ``_KEY_BYTES`` for each key; its deadline follows."""
+_KEY_BYTES = 1 << 10
+_MAX_RANGE_TIMEOUT_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -37,18 +52,20 @@ class Page:
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """What one etcd member says about itself; ``error`` is set, and the rest empty, when it did not answer."""
+    """One etcd member's report about itself; ``error`` is set when it did not answer or is cut off from the others."""
 
     endpoint: str
     version: str = ""
     is_leader: bool = False
     db_bytes: int = 0
-    """Size of its database's file, which its quota is about."""
+    """Size of its database file, which its quota limits."""
     db_in_use_bytes: int = 0
-    """What of that a defragmentation would leave."""
+    """How much of that a defragmentation would leave."""
+    quota_bytes: int = 0
+    """Its ``--quota-backend-bytes``; 0 if unknown."""
     error: str = ""
     alarms: Sequence[str] = ()
-    """What it complains of, such as NOSPACE: then etcd takes no writes."""
+    """Alarms that it raised, such as NOSPACE: then the cluster accepts no writes."""
 
 
 class EtcdClient:
@@ -56,7 +73,7 @@ class EtcdClient:
 
     Reads are linearizable. Every write happens exactly once, or raises: OutcomeUnknown when it may have happened,
     EtcdUnavailable (its base) when it did not, EtcdRefused when etcd decided against it. Two kinds of
-    EtcdUnavailable come at once and need a person: EtcdDenied and EtcdFull.
+    EtcdUnavailable are raised at once, without retries: EtcdDenied and EtcdFull.
     """
 
     def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float = 0.5, retry_budget_s: float = 15.0,
@@ -64,11 +81,13 @@ class EtcdClient:
         """``endpoints`` are ``host:port``. Connects lazily; ``get`` something to see whether etcd is there."""
         self._channels = Channels(endpoints, call_timeout_s=call_timeout_s, retry_budget_s=retry_budget_s,
                                   access=access)
-        self._tokens = deduplication.WriteDeduplicator(self._channels)
+        self._access = access or Access()
+        self._deduplicator = WriteDeduplicator(self._channels)
+        self._quotas = QuotaReader(self._access, timeout_s=call_timeout_s)
 
     @classmethod
     def from_config(cls, cfg: EtcdConfig, endpoints: Sequence[str], *, retry_budget_s: float | None = None) -> Self:
-        """As the settings say, with their certificates and user. Raises ConfigError."""
+        """With the certificates and the user of the settings. Raises ConfigError."""
         return cls(endpoints, call_timeout_s=cfg.call_timeout_s, access=Access.from_config(cfg),
                    retry_budget_s=cfg.retry_budget_s if retry_budget_s is None else retry_budget_s)
 
@@ -79,53 +98,100 @@ class EtcdClient:
     @property
     def endpoint(self) -> str:
         """The member that calls go to now."""
-        return self._channels.endpoints[self._channels.at]
+        return self._channels.endpoints[self._channels.current]
 
-    # -- reads -----------------------------------------------------------------------------------------------------
+    # -- reads ---------------------------------------------------------------------------------------------------------
     def get(self, key: str) -> KeyValue | None:
         kvs = self._channels.call(RANGE, pb.RangeRequest(key=key.encode())).kvs
-        return KeyValue.of(kvs[0]) if kvs else None
+        return KeyValue.from_message(kvs[0]) if kvs else None
+
+    def revision(self) -> int:
+        """Revision of the store now."""
+        return int(self._channels.call(RANGE, pb.RangeRequest(key=b"/", count_only=True)).header.revision)
 
     def range(self, prefix: str, *, limit: int = 0, newest_first: bool = False) -> tuple[list[KeyValue], int]:
-        """Keys under a prefix in key order (or latest created first), and the store's revision at the reading.
+        """Keys under a prefix in key order, as of one revision, and that revision. ``limit`` 0 means all.
 
-        ``watch(prefix, start_revision=revision + 1)`` goes on from there without a gap. ``limit`` 0 means all.
+        ``watch(prefix, start_revision=revision + 1)`` continues from there without a gap. A large range is read in
+        pages; a caller that need not hold it whole iterates ``pages`` instead. ``newest_first``, which needs a limit:
+        the keys that were created last, the last one first; etcd then looks at every key. Raises Compacted when
+        compactions overtook every try to read the range.
         """
-        request = pb.RangeRequest(key=prefix.encode() or b"\0", range_end=range_end(prefix), limit=limit)
         if newest_first:
-            request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.CREATE
-        response = self._channels.call(RANGE, request)
-        return [KeyValue.of(kv) for kv in response.kvs], response.header.revision
+            if not limit:
+                raise ValueError("the newest keys of a range are read with a limit")
+            request = _range_request(prefix, limit=limit, sort_order=pb.RangeRequest.DESCEND,
+                                     sort_target=pb.RangeRequest.CREATE)
+            newest = self._read_page(request)
+            return newest.kvs, newest.revision
+        for attempt in itertools.count(1):
+            kvs, revision = list[KeyValue](), 0
+            try:
+                for page in self.pages(prefix, limit=limit):
+                    kvs += page.kvs
+                    revision = page.revision
+                return kvs, revision
+            except Compacted:
+                if attempt == _MAX_RANGE_READS:
+                    raise
+        raise AssertionError("unreachable")
+
+    def pages(self, prefix: str, *, after: str = "", before: str = "", limit: int = 0) -> Iterator[Page]:
+        """Keys under a prefix in key order, between the keys ``after`` and ``before``, all as of one revision, in pages
+        of about 1 MiB. At least one page, which may be empty. ``limit``: of keys on all pages together; 0: none.
+
+        Raises Compacted between pages when that revision was compacted meanwhile: start over.
+        """
+        size, revision, left = _FIRST_PAGE, 0, limit or sys.maxsize
+        while True:
+            page = self.page(prefix, limit=min(size, left), after=after, before=before, revision=revision)
+            left -= len(page.kvs)
+            yield page
+            if not page.more or not page.kvs or not left:
+                return
+            after, revision = page.kvs[-1].key, page.revision
+            nbytes = sum(len(kv.key) + len(kv.value) for kv in page.kvs)
+            size = min(max(1, _PAGE_BYTES * len(page.kvs) // nbytes), _MAX_PAGE)
 
     def page(self, prefix: str, *, limit: int, after: str = "", before: str = "", newest_first: bool = False,
              revision: int = 0) -> Page:
-        """At most ``limit`` keys under a prefix in key order, or against it, between the keys ``after`` and ``before``.
+        """The first ``limit`` keys under a prefix in key order, or in reverse, between the keys ``after`` and
+        ``before``; fewer only where there are no more.
 
-        Against the order etcd looks at every key between them. ``revision`` 0 is the present. Raises Compacted for one
+        In reverse order etcd looks at every key between them. ``revision`` 0 is the present. Raises Compacted for one
         that is no longer kept.
         """
-        start = after.encode() + b"\0" if after else prefix.encode() or b"\0"
-        end = before.encode() if before else range_end(prefix)
-        request = pb.RangeRequest(key=start, range_end=end, limit=limit, revision=revision)
-        if newest_first:
-            request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.KEY
-        response = self._channels.call(RANGE, request)
-        return Page([KeyValue.of(kv) for kv in response.kvs], revision or response.header.revision, response.more)
+        kvs, size = list[KeyValue](), limit
+        while True:
+            request = _range_request(prefix, after, before, limit=min(size, limit - len(kvs)), revision=revision)
+            if newest_first:
+                request.sort_order, request.sort_target = pb.RangeRequest.DESCEND, pb.RangeRequest.KEY
+            found = self._read_page(request)
+            kvs, size, revision = kvs + found.kvs, 2 * len(found.kvs), found.revision
+            if not found.more or not found.kvs or len(kvs) >= limit:
+                return Page(kvs, revision, found.more)
+            after, before = (after, kvs[-1].key) if newest_first else (kvs[-1].key, before)
+
+    def _read_page(self, request: Any) -> Page:
+        """Its deadline grows with the number of keys requested; one that misses it is requested again, smaller, so
+        there may be fewer keys than requested and ``more`` of them."""
+        expected_s = request.limit * _KEY_BYTES / _RANGE_BYTES_PER_S
+        response = self._channels.call(RANGE, request, timeout_s=self._channels.call_timeout_s + expected_s,
+                                       max_timeout_s=_MAX_RANGE_TIMEOUT_S, on_timeout=_shrink)
+        return Page([KeyValue.from_message(kv) for kv in response.kvs],
+                    request.revision or response.header.revision, response.more)
 
     def count(self, prefix: str, *, after: str = "", before: str = "") -> int:
         """Number of keys under a prefix, between two of them."""
-        start = after.encode() + b"\0" if after else prefix.encode() or b"\0"
-        request = pb.RangeRequest(key=start, range_end=before.encode() if before else range_end(prefix),
-                                  count_only=True)
-        return int(self._channels.call(RANGE, request).count)
+        return int(self._channels.call(RANGE, _range_request(prefix, after, before, count_only=True)).count)
 
-    # -- writes ----------------------------------------------------------------------------------------------------
+    # -- writes --------------------------------------------------------------------------------------------------------
     def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """Writes one key, whatever it holds, and returns the revision. Raises LeaseLost."""
+        """Writes one key unconditionally and returns the revision. Raises LeaseLost."""
         return self.txn((), (Op.put(key, value, lease),)).revision
 
     def delete(self, key: str) -> bool:
-        """Deletes one key. Whether it was there; true as well when that part of the answer was lost."""
+        """Deletes one key. Returns whether it existed; True also when that part of the answer was lost."""
         return self.txn((), (Op.delete(key),)).deleted != 0
 
     def delete_prefix(self, prefix: str) -> int:
@@ -137,23 +203,23 @@ class EtcdClient:
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
         """Runs ``then`` if every comparison holds, else ``orelse``, which only reads; atomically and exactly once."""
         if any(op.writes for op in orelse):
-            raise ValueError("what a transaction does when its comparisons fail is to read, not to write")
+            raise ValueError("the operations for failed comparisons may only read")
         if any(op.writes for op in then):
-            return self._tokens.run(compares, then, orelse)
+            return self._deduplicator.run(compares, then, orelse)
         response = self._channels.call(TXN, pb.TxnRequest(
-            compare=[c.message() for c in compares], success=[op.message() for op in then],
-            failure=[op.message() for op in orelse]))
+            compare=[c.to_message() for c in compares], success=[op.to_message() for op in then],
+            failure=[op.to_message() for op in orelse]))
         return result(response.succeeded, response.responses, response.header.revision)
 
     def update(self, key: str, change: Callable[[bytes | None], bytes | None], *, lease: int = 0,
                guards: Sequence[Compare] = ()) -> bytes | None:
-        """Replaces a value by ``change(value)``, which may be called again when another writer was faster.
+        """Replaces a value by ``change(value)``, which is called again after a concurrent modification.
 
-        None stands for an absent key, both ways. Returns the new value. Raises Fenced when a guard does not hold,
-        Conflict when other writers won every try.
+        None stands for an absent key, in both directions. Returns the new value. Raises Fenced when a guard does not
+        hold, Conflict when every try met a concurrent modification.
         """
         current = self.get(key)
-        for _ in range(_UPDATE_TRIES):
+        for _ in range(_MAX_UPDATES):
             new = change(current.value if current else None)
             if current is None and new is None and not guards:
                 return None
@@ -164,55 +230,81 @@ class EtcdClient:
                 return new
             current = outcome.get(key)
             if (current.mod_revision if current else 0) == revision:
-                raise Fenced(f"the update of {key} was refused: its fencing token is over")
-        raise Conflict(f"{key} changed under each of {_UPDATE_TRIES} tries to update it")
+                raise Fenced(f"the update of {key} was refused: its fencing token no longer holds")
+        raise Conflict(f"{key} was modified concurrently in each of {_MAX_UPDATES} tries to update it")
 
-    # -- leases and watches ----------------------------------------------------------------------------------------
+    # -- leases and watches --------------------------------------------------------------------------------------------
     def grant(self, ttl_s: int) -> int:
         """A new lease that ends ``ttl_s`` seconds after its last keep-alive; its keys end with it."""
-        return deduplication.grant(self._channels, ttl_s)
+        return leases.grant(self._channels, ttl_s)
 
     def revoke(self, lease: int) -> None:
-        """Ends a lease now; one that is gone already is fine."""
-        deduplication.revoke(self._channels, lease)
+        """Ends a lease now; one that has ended already is fine."""
+        leases.revoke(self._channels, lease)
 
     def keepalive(self, ttl_s: int) -> KeptLease:
         """A new lease that a background thread keeps alive until it is closed or lost."""
         granted_at = time.monotonic()
-        return KeptLease(self._channels, deduplication.grant(self._channels, ttl_s), ttl_s, granted_at=granted_at)
+        return KeptLease(self._channels, leases.grant(self._channels, ttl_s), ttl_s, granted_at=granted_at)
 
     def lease_left(self, lease: int) -> int:
-        """Whole seconds until a lease ends if nobody keeps it alive; 0 when it has ended."""
+        """Whole seconds until a lease expires without a keep-alive; 0 when it has ended."""
         return max(0, int(self._channels.call(TIME_TO_LIVE, pb.LeaseTimeToLiveRequest(ID=lease)).TTL))
 
     def watch(self, prefix: str, *, start_revision: int) -> Watch:
-        """Changes under a prefix from ``start_revision`` on, each once and in order, over failures of members."""
+        """Changes under a prefix from ``start_revision`` on, each once and in order, across failures of members."""
         return Watch(self._channels, prefix, start_revision)
 
-    # -- upkeep ----------------------------------------------------------------------------------------------------
-    def compact(self, revision: int) -> None:
-        """Forgets what keys were before ``revision``; watches from earlier ones get Compacted."""
-        with contextlib.suppress(Compacted):  # another was faster, or our own first attempt was
-            self._channels.call(COMPACT, pb.CompactionRequest(revision=revision))
+    # -- maintenance ---------------------------------------------------------------------------------------------------
+    def compact(self, revision: int, *, wait_s: float = 0.0) -> None:
+        """Discards what keys were before ``revision``; watches from earlier revisions then raise Compacted.
+
+        A revision that was compacted already, by anybody, is fine. ``wait_s``: how long to wait until the space is
+        freed inside the database; 0: not at all. Raises EtcdUnavailable; EtcdRefused for a revision of the future.
+        """
+        request = pb.CompactionRequest(revision=revision, physical=wait_s > 0)
+        with contextlib.suppress(Compacted):
+            self._channels.call(COMPACT, request, timeout_s=max(self._channels.call_timeout_s, wait_s))
 
     def statuses(self) -> list[MemberStatus]:
-        """What each member says about itself, asked once each."""
+        """Every member's report about itself; each is asked once."""
         out = []
         for i, endpoint in enumerate(self._channels.endpoints):
             try:
-                s = self._channels.once(STATUS, pb.StatusRequest(), i)
-                out.append(MemberStatus(endpoint, s.version, s.leader == s.header.member_id, s.dbSize, s.dbSizeInUse,
-                                        alarms=_alarms(s.errors)))
+                s = self._channels.attempt(STATUS, pb.StatusRequest(), i)
+                out.append(MemberStatus(
+                    endpoint, s.version, s.leader == s.header.member_id, s.dbSize, s.dbSizeInUse,
+                    s.dbSizeQuota or self._quotas.quota_bytes(endpoint),
+                    error="" if s.leader else "it knows no leader", alarms=_alarms(s.errors, s.header.member_id)))
             except AttemptFailed as e:
                 out.append(MemberStatus(endpoint, error=str(e)))
             except EtcdDenied as e:
                 out.append(MemberStatus(endpoint, error=e.message))
         return out
 
+    def defragment(self, member: MemberStatus, *, timeout_s: float) -> None:
+        """Rewrites a member's database file without free space. The member answers nothing meanwhile, for a time that
+        grows with the space in use. Raises EtcdDenied where the user is not etcd's root, EtcdUnavailable."""
+        try:
+            self._channels.attempt(DEFRAGMENT, pb.DefragmentRequest(), self.endpoints.index(member.endpoint),
+                                   timeout_s=timeout_s)
+        except AttemptFailed as e:
+            if e.failure is Failure.REFUSED:
+                raise refusal(e.code, e.details) from e
+            raise EtcdUnavailable(f"etcd member {member.endpoint} did not answer: {e}") from e
+
+    def disarm_no_space(self) -> None:
+        """Ends the NOSPACE alarms of all members; one that exceeds its quota again raises it again. Raises as
+        ``defragment``."""
+        raised = self._channels.call(ALARM, pb.AlarmRequest(action=pb.AlarmRequest.GET)).alarms
+        for alarm in (a for a in raised if a.alarm == pb.NOSPACE):
+            self._channels.call(ALARM, pb.AlarmRequest(action=pb.AlarmRequest.DEACTIVATE, memberID=alarm.memberID,
+                                                       alarm=pb.NOSPACE))
+
     def close(self) -> None:
-        """Gives this client's tokens back and closes the connections; open watches and leases end with it."""
+        """Deletes this client's write tokens and closes the connections; open watches and leases end with it."""
         if not self._channels.closed.is_set():
-            self._tokens.close()
+            self._deduplicator.close()
             self._channels.close()
 
     def __enter__(self) -> Self:
@@ -222,6 +314,20 @@ class EtcdClient:
         self.close()
 
 
-def _alarms(errors: Sequence[str]) -> tuple[str, ...]:
-    """Names of the alarms in a member's complaints, each of which is ``memberID:… alarm:NAME``."""
-    return tuple(e.rpartition("alarm:")[2].strip() or e for e in errors)
+def _alarms(errors: Sequence[str], member_id: int) -> tuple[str, ...]:
+    """Names of the alarms of one member among a status's errors: each member lists those of all, as
+    ``memberID:… alarm:NAME``."""
+    found = (re.fullmatch(r"memberID:(\d+) alarm:(\w+)", error.strip()) for error in errors)
+    return tuple(match[2] for match in found if match and int(match[1]) == member_id)
+
+
+def _range_request(prefix: str, after: str = "", before: str = "", **options: Any) -> Any:
+    """For the keys under a prefix, between the keys ``after`` and ``before`` where they are given."""
+    return pb.RangeRequest(key=after.encode() + b"\0" if after else prefix.encode() or b"\0",
+                           range_end=before.encode() if before else range_end(prefix), **options)
+
+
+def _shrink(request: Any) -> None:
+    """What to ask for after a page that did not arrive in time."""
+    if request.limit:
+        request.limit = max(1, request.limit // 4)

@@ -1,4 +1,8 @@
-"""The event log of a job: what happened, for people, the API's stream and the alerts. The leader trims it."""
+"""The event log of a job: what happened, for people, the API's change stream and the alerts. The leader trims it.
+
+An event is written in the transaction that makes it true (``put_op``), or by ``fencing.FencedWriter.emit``, so that a
+stale writer's event is refused like its other writes.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +13,31 @@ from typing import Any
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, Severity
-from elastic_rl.etcd.transaction import Op
+from elastic_rl.etcd.transaction import Compare, Op
 
 
-def make(kind: str, subject: str, message: str, *, at: float, salt: str, severity: Severity = Severity.INFO,
-         data: dict[str, Any] | None = None) -> Event:
-    """An event at unix second ``at``. Ids sort by time; ``salt`` keeps events of one millisecond apart."""
-    return Event(id=f"{int(at * 1000):015d}-{salt}", at=at, kind=kind, subject=subject, message=message,
-                 severity=severity, data=data or {})
+def build(kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO, at: float | None = None,
+          **data: Any) -> Event:
+    """An event that is not written yet. ``at``: unix seconds, now if not given; ``data`` must be JSON-able.
 
-
-def build(kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO, **data: Any) -> Event:
-    """An event of now that is not written yet; ``put_op`` makes it part of a transaction."""
-    return make(kind, subject, message, at=time.time(), salt=secrets.token_hex(2), severity=severity, data=data)
+    Its id starts with the time, so that ids sort by it, and ends with 64 random bits, so that no two events of any
+    writers share one.
+    """
+    at = time.time() if at is None else at
+    return Event(id=f"{int(at * 1000):015d}-{secrets.token_hex(8)}", at=at, kind=kind, subject=subject,
+                 message=message, severity=severity, data=data)
 
 
 def put_op(keys: Keys, event: Event) -> Op:
-    """The operation that writes an event, for a transaction that changes what the event tells of."""
+    """The operation that writes an event, for the transaction that makes the change the event reports."""
     return Op.put(keys.event(event.id), event.encode())
 
 
 def emit(etcd: EtcdClient, keys: Keys, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
          **data: Any) -> Event:
-    """Writes an event of now; ``data`` must be JSON-able. Raises EtcdUnavailable."""
+    """Writes an event under no fencing token: only for writers that hold none. Raises EtcdUnavailable."""
     event = build(kind, subject, message, severity=severity, **data)
-    etcd.put(keys.event(event.id), event.encode())
+    etcd.txn([Compare.absent(keys.event(event.id))], [put_op(keys, event)])
     return event
 
 

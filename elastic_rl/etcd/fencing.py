@@ -1,38 +1,91 @@
-"""The fencing epoch of a run: raised by each new driver, carried by every writer, checked inside every write.
+"""Fencing: writes that etcd refuses once their writer has been superseded (I1).
 
-The epoch's number is the version of its key (etcd counts the puts), so a write can be made conditional on the number
-alone, whoever holds the epoch.
+A fencing token is a set of conditions that hold only while its holder may write: the run's epoch, or a leader's term.
+``FencedWriter`` puts them into every transaction of the holder, events included.
+
+The epoch of a run is raised by each new driver. Its number is the version of its key (etcd counts the puts), so a
+write can be made conditional on the number alone, whoever holds the epoch.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from elastic_rl.errors import Conflict, Fenced
+from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Epoch
-from elastic_rl.etcd.transaction import Compare, Op
+from elastic_rl.etcd.records import Epoch, Event, Severity
+from elastic_rl.etcd.transaction import Compare, Op, TxnResult, batches
 
 _TRIES = 32
 
 
+class FencedWriter:
+    """Writes under one fencing token. Every method raises Fenced, with nothing written, once the token no longer holds.
+
+    Calling it runs a transaction as ``GuardedWrite`` has it. Thread-safe.
+    """
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, token: Callable[[], Sequence[Compare]], holder: str) -> None:
+        """``token``: the conditions as of now; may raise Fenced. ``holder``: who writes, for the error's text."""
+        self._etcd, self._keys, self._token, self._holder = etcd, keys, token, holder
+
+    @classmethod
+    def of_epoch(cls, etcd: EtcdClient, keys: Keys, number: int) -> Self:
+        """A writer of the run's epoch ``number``."""
+        guard = [epoch_guard(keys, number)]
+        return cls(etcd, keys, lambda: guard, f"epoch {number} of job {keys.job}")
+
+    def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
+        """As ``EtcdClient.txn``, under the token. ``orelse`` runs when the token holds and a comparison does not."""
+        token = self._token()
+        reads = list(dict.fromkeys([*(Op.get(guard.key) for guard in token), *orelse]))
+        outcome = self._etcd.txn([*token, *compares], then, reads)
+        if not outcome.succeeded and not all(guard.holds(outcome.get(guard.key)) for guard in token):
+            raise Fenced(f"{self._holder} is over", hint="stop; another incarnation has taken over")
+        return outcome
+
+    def __call__(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
+        """Runs ``then`` if the comparisons hold, and returns whether they did."""
+        return self.txn(compares, then).succeeded
+
+    def write(self, *ops: Op) -> None:
+        """Runs the operations, all in one transaction."""
+        self.txn((), ops)
+
+    def write_in_batches(self, ops: Sequence[Op]) -> None:
+        """Runs any number of operations in order, in as many transactions as they need."""
+        for batch in batches(ops):
+            self.write(*batch)
+
+    def emit(self, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
+             compares: Sequence[Compare] = (), ops: Sequence[Op] = (), **data: Any) -> Event | None:
+        """Writes an event of now, together with ``ops``, if ``compares`` hold; None when they do not."""
+        event = events.build(kind, subject, message, severity=severity, **data)
+        absent = Compare.absent(self._keys.event(event.id))
+        written = self([absent, *compares], [*ops, events.put_op(self._keys, event)])
+        return event if written else None
+
+
 def raise_epoch(etcd: EtcdClient, keys: Keys, holder: str) -> Epoch:
-    """Begins the next epoch for ``holder``; from here on every write of an earlier one fails. The first is 1."""
+    """Begins the next epoch for ``holder``; every later write of an earlier one fails. The first is 1."""
     key = keys.epoch()
     version = current_epoch(etcd, keys)
     for _ in range(_TRIES):
         # Guarded, although a lower number could never win: two drivers that start at once get two epochs.
-        guard, put = ending(keys, version, holder)
+        guard, put = next_epoch(keys, version, holder)
         outcome = etcd.txn([guard], [put], [Op.get(key)])
         if outcome.succeeded:
             return Epoch.decode(put.data)
         found = outcome.get(key)
         version = found.version if found else 0
-    raise Conflict(f"{key} was raised by others during each of {_TRIES} tries")
+    raise Conflict(f"{key} was raised concurrently in each of {_TRIES} tries")
 
 
-def ending(keys: Keys, number: int, holder: str) -> tuple[Compare, Op]:
+def next_epoch(keys: Keys, number: int, holder: str) -> tuple[Compare, Op]:
     """Condition and write that end epoch ``number`` and begin the next one, for a transaction of the caller's."""
     epoch = Epoch(number=number + 1, holder=holder, started_at=time.time())
     return epoch_guard(keys, number), Op.put(keys.epoch(), epoch.encode())
@@ -50,13 +103,12 @@ def epoch_guard(keys: Keys, number: int) -> Compare:
 
 
 def write(etcd: EtcdClient, keys: Keys, number: int, *ops: Op) -> None:
-    """Carries the operations out if ``number`` is still the epoch that may write; raises Fenced, with nothing done."""
-    if not etcd.txn([epoch_guard(keys, number)], ops).succeeded:
-        raise Fenced(f"epoch {number} of job {keys.job} is over", hint="stop; another incarnation runs the job")
+    """Runs the operations if ``number`` is still the epoch that may write; raises Fenced, with nothing written."""
+    FencedWriter.of_epoch(etcd, keys, number).write(*ops)
 
 
 def require_epoch(etcd: EtcdClient, keys: Keys, number: int) -> None:
-    """Raises Fenced unless ``number`` is the epoch that may write; so a failed guard is told from other conditions."""
+    """Raises Fenced unless ``number`` is the epoch that may write."""
     now = current_epoch(etcd, keys)
     if now != number:
         raise Fenced(f"epoch {number} of job {keys.job} is over; the run is in epoch {now}")

@@ -1,4 +1,4 @@
-"""The whole etcd keyspace of a job, in one place. Every other module asks here for a key and builds none itself."""
+"""The whole etcd keyspace of a job, in one place. No other module builds a key itself."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from urllib.parse import quote
 ROOT = "/elastic_rl"
 
 
-def token(client: str, slot: int) -> str:
-    """Where a store client leaves the token of its last write, so that a lost answer can be read back. No job may be
-    named ``_tokens``, so it meets no job's keys and no job's watch."""
+def write_token(client: str, slot: int) -> str:
+    """The token of a client's last write, by which it finds out the outcome when the answer is lost. No job may be
+    named ``_tokens``, so it is among no job's keys and seen by no job's watch."""
     return f"{ROOT}/_tokens/{client}/{slot}"
 
 
@@ -26,7 +26,7 @@ class Keys:
 
     # -- control -----------------------------------------------------------------------------------------------
     def leader_prefix(self) -> str:
-        """Candidates for the leadership, one key a replica; the lowest create revision leads."""
+        """Candidates for leadership, one key per replica; the lowest create revision leads."""
         return f"{self.root}leader/"
 
     def leader(self, replica: str) -> str:
@@ -40,10 +40,10 @@ class Keys:
         return f"{self.root}job"
 
     def steps_prefix(self) -> str:
-        """Points of the run's curves."""
+        """Metrics of each RL step; old ones are downsampled."""
         return f"{self.root}steps/"
 
-    def step_point(self, step: int) -> str:
+    def step_metrics(self, step: int) -> str:
         return f"{self.steps_prefix()}{step:09d}"
 
     def members_prefix(self, role: str = "") -> str:
@@ -82,7 +82,7 @@ class Keys:
         return self.operations_prefix() + operation_id
 
     def idempotency_prefix(self) -> str:
-        """What each Idempotency-Key led to, for a day."""
+        """The answer to each Idempotency-Key, kept for a day."""
         return f"{self.root}idempotency/"
 
     def idempotency(self, digest: str) -> str:
@@ -128,15 +128,15 @@ class Keys:
         return self.alerts_prefix() + condition
 
     def receivers_prefix(self) -> str:
-        """A mailbox for each receiver of alerts: what is on its way to it, and how fast it was sent to."""
+        """The notification queue of each alert receiver: what is being sent, and its recent send rate."""
         return f"{self.root}receivers/"
 
     def receiver(self, name: str) -> str:
         return self.receivers_prefix() + name
 
-    def leader_alive(self) -> str:
-        """The last leader's sign of life, by which the next one sees how long there was none."""
-        return f"{self.root}leader_alive"
+    def leader_heartbeat(self) -> str:
+        """The leader's last heartbeat, from which the next leader knows how long there was none."""
+        return f"{self.root}leader_heartbeat"
 
     def roster_prefix(self) -> str:
         """Members that the leader has seen. A member that is here and no longer under ``members`` has died; one that
@@ -147,11 +147,11 @@ class Keys:
         return f"{self.roster_prefix()}{role}/{member_id}"
 
     def leadership(self) -> str:
-        """The replica whose leadership was last announced, so that each one is announced once."""
+        """The leader that was announced last, so that each term is announced once."""
         return f"{self.root}leadership"
 
     def event_cursor(self) -> str:
-        """Revision up to which the leader has turned events into alerts."""
+        """Revision up to which the leader has processed events."""
         return f"{self.root}cursor"
 
     # -- checkpoint service -------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Keys:
         return f"{self.versions_prefix(stream)}{number:012d}"
 
     def staging_owner(self, stream: str, number: int) -> str:
-        """Leased by the publisher; when it is gone the version is aborted."""
+        """Leased by the publisher; the version is aborted when it expires."""
         return f"{self.root}dcs/staging/{stream}/{number:012d}"
 
     def pins_prefix(self, stream: str, number: int | None = None) -> str:
@@ -187,7 +187,7 @@ class Keys:
         return self.pins_prefix(stream, number) + holder
 
     def durable_prefix(self, stream: str) -> str:
-        """One key for each version that is in the durable store."""
+        """One key per version that is in the durable store."""
         return f"{self.root}dcs/durable/{stream}/"
 
     def durable(self, stream: str, number: int) -> str:

@@ -1,41 +1,79 @@
-"""A lease that a thread keeps alive, and that knows by its own clock when it must be taken for lost."""
+"""Leases: grant and revoke, and a lease that a thread keeps alive and that knows by its own clock when it is lost."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from typing import Self
 
 import grpc
 
-from elastic_rl.errors import ElasticRLError, EtcdRefused, EtcdUnavailable
-from elastic_rl.etcd import deduplication
+from elastic_rl.errors import ElasticRLError, EtcdRefused, EtcdUnavailable, LeaseLost
 from elastic_rl.etcd.call_errors import AttemptFailed, Failure
-from elastic_rl.etcd.channels import KEEPALIVE, Channels
+from elastic_rl.etcd.channels import GRANT, KEEPALIVE, REVOKE, Channels
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 
+def grant(channels: Channels, ttl_s: int) -> int:
+    """Grants a lease and returns its id. The id is ours, so that a request that is sent twice grants one lease.
+
+    Raises EtcdUnavailable; EtcdFull while etcd is at its quota.
+    """
+    lease = secrets.randbits(62) | 1
+    try:
+        channels.call(GRANT, pb.LeaseGrantRequest(TTL=ttl_s, ID=lease))
+    except EtcdRefused as e:
+        if "already exists" not in e.message:
+            raise
+    return lease
+
+
+def revoke(channels: Channels, lease: int, *, budget_s: float | None = None) -> None:
+    """Ends a lease and deletes its keys; one that has ended already is fine."""
+    with contextlib.suppress(LeaseLost):
+        channels.call(REVOKE, pb.LeaseRevokeRequest(ID=lease), budget_s=budget_s)
+
+
+def renew(channels: Channels, lease: int, member: int, *, timeout_s: float) -> int | None:
+    """Extends a lease by its time to live, in one attempt on one member; also works while etcd is at its quota.
+
+    Returns the seconds that the server grants from now on, 0 when it does not know the lease, None without an answer.
+    Raises as ``Channels.stream``.
+    """
+    try:
+        call = channels.stream(KEEPALIVE, iter([pb.LeaseKeepAliveRequest(ID=lease)]), member, timeout_s=timeout_s)
+        for answer in call:
+            return int(answer.TTL)
+    except grpc.RpcError as e:
+        if AttemptFailed.from_rpc_error(e).failure is Failure.NOT_SIGNED_IN:
+            channels.sign_out()
+    except AttemptFailed:
+        pass
+    return None
+
+
 class KeptLease:
-    """A lease under a background thread. When ``lost`` is set, its keys are gone or will be, and it is over for good.
+    """A lease that a background thread keeps alive. ``lost`` is set once its keys are gone or will be, for good.
 
     Time is counted from when the last answered keep-alive was *sent*, so ``lost`` is never set later than the server
-    lets the lease end. It may be noticed late by a process that was stopped: a lease alone is not a fence.
+    lets the lease end. A process that was stopped may notice it late: a lease alone is not a fence.
     """
 
     def __init__(self, channels: Channels, lease: int, ttl_s: int, *, granted_at: float) -> None:
-        """``granted_at``: monotonic time before the grant was asked for."""
+        """``granted_at``: monotonic time before the grant was requested."""
         self.id = lease
         self.ttl_s = ttl_s
         self.lost = threading.Event()
         self._channels = channels
-        self._member = channels.at
-        self._done = threading.Event()
+        self._member = channels.current
+        self._stopping = threading.Event()
         self._alive_at = granted_at
-        self._thread = threading.Thread(target=self._keep, name=f"lease-{lease:x}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"lease-{lease:x}", daemon=True)
         self._thread.start()
 
     @property
@@ -43,49 +81,43 @@ class KeptLease:
         """Whether the last keep-alive still holds by this process's clock; unlike ``lost``, never late."""
         return not self.lost.is_set() and time.monotonic() - self._alive_at < self.ttl_s
 
-    def _keep(self) -> None:
-        pause = 0.0  # the first beat at once: the grant may have gone from member to member for a while
-        while not self._done.wait(pause):
+    def _run(self) -> None:
+        pause = 0.0  # the first keep-alive is sent at once: the grant may have taken long
+        while not self._stopping.wait(pause):
             sent = time.monotonic()
-            ttl = self._beat()
+            ttl = self._renew()
             if ttl:
                 self._alive_at, pause = sent, self.ttl_s / 3
             elif ttl is None and time.monotonic() - self._alive_at < self.ttl_s:
                 pause = min(0.05, self.ttl_s / 20)
             else:
                 break
-        if not self._done.is_set():
+        if not self._stopping.is_set():
             self.lost.set()
 
-    def _beat(self) -> int | None:
-        """Seconds that the server gives from now on; 0 when it does not know the lease, None without an answer."""
+    def _renew(self) -> int | None:
+        """As ``renew``, on the member that answered last. 0 also when the client was closed."""
         timeout_s = min(self._channels.call_timeout_s, self.ttl_s / 4)
         try:
-            call = self._channels.stream(KEEPALIVE, iter([pb.LeaseKeepAliveRequest(ID=self.id)]), self._member,
-                                         timeout_s=timeout_s)
-            for answer in call:
-                return int(answer.TTL)
-        except grpc.RpcError as e:
-            if AttemptFailed.of(e).failure is Failure.NOT_SIGNED_IN:
-                self._channels.sign_out()
-        except AttemptFailed:
-            pass
+            ttl = renew(self._channels, self.id, self._member, timeout_s=timeout_s)
         except ElasticRLError as e:
             if self._channels.closed.is_set():
                 return 0
             log.warning("lease %x cannot be kept alive: %s", self.id, e)
-        self._member = (self._member + 1) % len(self._channels.endpoints)
-        return None
+            ttl = None
+        if ttl is None:
+            self._member = (self._member + 1) % len(self._channels.endpoints)
+        return ttl
 
     def close(self) -> None:
-        """Stops the thread and revokes the lease, which deletes its keys. If etcd is away, the lease just runs out."""
-        if self._done.is_set():
+        """Stops the thread and revokes the lease, which deletes its keys. Without etcd the lease expires."""
+        if self._stopping.is_set():
             return
-        self._done.set()
+        self._stopping.set()
         self._thread.join(timeout=2 * self._channels.call_timeout_s)
-        # Also when it is lost: by our clock it is, the server may give it longer and keep the keys.
+        # Also when it is lost: by our clock it is, but the server may let it live longer and keep the keys.
         with contextlib.suppress(EtcdUnavailable, EtcdRefused):
-            deduplication.revoke(self._channels, self.id, budget_s=2 * self._channels.call_timeout_s)
+            revoke(self._channels, self.id, budget_s=2 * self._channels.call_timeout_s)
 
     def __enter__(self) -> Self:
         return self

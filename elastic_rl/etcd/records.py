@@ -1,4 +1,4 @@
-"""What is kept under the keys: small pydantic records, stored as JSON. Unknown fields are ignored on reading, so that
+"""The records stored under the keys: small pydantic models, as JSON. Unknown fields are ignored on reading, so that
 replicas of two releases can run side by side during an upgrade."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """A frozen value; a change is a new record written by a guarded transaction."""
+    """An immutable value; a change is a new record, written by a guarded transaction."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -28,7 +28,7 @@ class Record(BaseModel):
 
 
 class Leader(Record):
-    """A candidate of the election; ``url`` is its admin API."""
+    """A candidate of the election; ``url`` is that of its admin API."""
 
     replica: str
     url: str
@@ -44,7 +44,7 @@ class Epoch(Record):
 
 
 class Member(Record):
-    """A process that does work, written from inside that process under its own lease."""
+    """A process that does work, written by that process under its own lease."""
 
     role: str
     id: str
@@ -57,14 +57,14 @@ class Member(Record):
     step: int = 0
     phase: str = ""
     progress_at: float = 0.0
-    """Unix seconds, by the member's clock, of the last sign of life from the thread that works."""
+    """Unix seconds, by the member's clock, of the last progress that the working thread reported."""
     beat_at: float = 0.0
-    """Unix seconds, by the same clock, of the last beat; beats come from a thread that does nothing else."""
+    """Unix seconds, by the same clock, of the last heartbeat, which another thread of the process sends."""
     info: dict[str, Any] = {}
 
 
 class JobStatus(Record):
-    """How far the run is; written by the actor role. Times are unix seconds."""
+    """Progress of the run; written by the actor role. Times are unix seconds."""
 
     phase: str
     """starting, sft, rl, finished or failed."""
@@ -79,21 +79,21 @@ class JobStatus(Record):
     """Mean reward of the last step."""
     policy_version: int = 0
     staleness: int = 0
-    """Versions that the oldest sample of the last step lay behind the trainer."""
+    """Number of versions by which the oldest sample of the last step was behind the trainer."""
     productive_s: float = 0.0
     """Wall seconds of the SFT phase, and of the steps of RL that were not undone by a recovery."""
     message: str = ""
 
 
 class StepMetrics(Record):
-    """One RL step of the run's curves. The actor writes it with the job's status; the leader thins old ones."""
+    """Metrics of one RL step. The actor writes them with the job's status; the leader downsamples old ones."""
 
     step: int
     at: float
     reward: float
     """Mean reward of the step's samples."""
     eval_accuracy: float | None = None
-    """Eval accuracy, 0 to 1, where it was taken after this step."""
+    """Eval accuracy, 0 to 1, if it was measured after this step."""
     staleness: int = 0
     policy_version: int = 0
     samples: int = 0
@@ -104,14 +104,14 @@ class StepMetrics(Record):
 
 
 class PoolSpec(Record):
-    """What the operator wants; changed through the API."""
+    """Desired state of a pool; changed through the API."""
 
     name: str
     desired: int
 
 
 class PoolStatus(Record):
-    """What is; written by the driver."""
+    """Observed state of a pool; written by the driver."""
 
     name: str
     ready: int
@@ -129,7 +129,7 @@ class EngineState(StrEnum):
     """Weights verified, known to the router."""
     DRAINING = "draining"
     QUARANTINED = "quarantined"
-    """Its weights may be torn; it never serves again until a full reload was verified."""
+    """Its weights may be torn; it serves again only after a verified full reload."""
     DEAD = "dead"
 
 
@@ -144,22 +144,22 @@ class Engine(Record):
     version: int = 0
     """Policy version whose bytes were verified in the engine; 0 before the first."""
     applying: int = 0
-    """Version that is being applied; set before the first byte, cleared after verification."""
+    """Version that is being applied; set before the first byte changes, cleared after verification."""
     host: str = ""
     started_at: float = 0.0
     updated_at: float = 0.0
     pull_apply_s: float = 0.0
-    """Seconds from seeing the head to verified, for ``version``."""
+    """Seconds from seeing the head to the verified weights, for ``version``."""
     pause_s: float = 0.0
-    """Seconds of them in which the engine made no token, and was asked for its version."""
+    """Seconds of them in which the engine generated no token."""
     layout: str = ""
-    """How its weights lie in memory; two engines of one layout and version have the same checksum."""
+    """Digest of how its weights are laid out in memory; engines of one layout and version have the same checksum."""
     checksum: str = ""
-    """Of the weights of ``version``, all ranks; empty where it is not known."""
+    """Of the weights of ``version``, all ranks; empty if unknown."""
     running: int = 0
-    """Requests that it works on; looked at every few seconds."""
+    """Requests that it is processing; updated every few seconds."""
     waiting: int = 0
-    """Requests that wait in it for their turn."""
+    """Requests that are queued in it."""
     adopted: bool = False
     """Its server is run by somebody else: it is extra, is never ended, and is not replaced."""
     reason: str = ""
@@ -198,8 +198,8 @@ class Event(Record):
 
 
 class Silence(Record):
-    """Alerts that are not told for a while. ``kind`` and ``subject`` are patterns, in which ``*`` stands for anything;
-    times are unix seconds."""
+    """Suppresses notifications of matching alerts for a time. ``kind`` and ``subject`` are patterns, in which ``*``
+    matches anything; times are unix seconds."""
 
     id: str
     kind: str = "*"
@@ -210,7 +210,7 @@ class Silence(Record):
     comment: str = ""
 
     def matches(self, kind: str, subject: str, now: float) -> bool:
-        """Whether it silences an alert at this time."""
+        """Whether it suppresses an alert of this kind and subject at this time."""
         return now < self.until and _like(self.kind, kind) and _like(self.subject, subject)
 
 
@@ -242,27 +242,27 @@ class OperationState(StrEnum):
 
 
 class Operation(Record):
-    """Something that takes longer than a request. Times are unix seconds."""
+    """A long-running request of the API. Times are unix seconds."""
 
     id: str
-    """Sorts by the time of its beginning."""
+    """Ids sort by start time."""
     kind: OperationKind
     target: str
-    """What it is done to: pools/NAME, engines/ID, roles/NAME, trainer or job."""
+    """What it changes: pools/NAME, engines/ID, roles/NAME, trainer or job."""
     params: dict[str, Any] = {}
     state: OperationState = OperationState.RUNNING
     phase: str = "accepted"
-    """The step of its kind that it is in."""
+    """Its present step; which there are depends on its kind."""
     done: int = 0
     total: int = 0
-    """How far it is, such as 2 of 3 engines; 0 where there is nothing to count."""
+    """Progress, such as 2 of 3 engines; 0 where there is nothing to count."""
     message: str = ""
     by: str = ""
-    """Name of the token that asked for it, or policy."""
+    """Name of the token that requested it, or policy."""
     created_at: float = 0.0
     updated_at: float = 0.0
     deadline_at: float = 0.0
-    """When it fails, if it is not done by then."""
+    """It fails if it is not done by then."""
     ended_at: float = 0.0
     result: dict[str, Any] = {}
     error: str = ""
@@ -301,14 +301,14 @@ class Version(Record):
     state: VersionState
     epoch: int
     manifest: str = ""
-    """Digest of the manifest blob; empty before the commit."""
+    """Digest of the manifest; empty before the commit."""
     nbytes: int = 0
     nodes: list[str] = []
     """DCS nodes that held every chunk at the commit."""
     created_at: float = 0.0
     committed_at: float = 0.0
     meta: dict[str, Any] = {}
-    """The publisher's own facts: train step, model id, policy version of a trainer_state, trace context."""
+    """Set by the publisher: train step, model id, policy version of a trainer_state, trace context."""
 
 
 class DcsNode(Record):
@@ -317,27 +317,27 @@ class DcsNode(Record):
     port: int
     pid: int
     arena_path: str
-    """File of the shared-memory arena; only processes of the same host can map it."""
+    """Path of the shared-memory arena; only processes on the same host can map it."""
     arena_bytes: int
     used_bytes: int = 0
     """Of the arena."""
     disk_bytes: int = 0
-    """What it may fill of its disk; 0: it keeps nothing there."""
+    """Limit on what it stores on disk; 0: it stores nothing there."""
     disk_used_bytes: int = 0
     disk_room_bytes: int = 0
-    """What it could still add there, by its limit and by the file system."""
+    """Free space there, by its limit and by the file system."""
     chunks: int = 0
     unsaved: int = 0
-    """Chunks that are still to be copied to its disk."""
+    """Chunks that are not yet on its disk."""
 
 
 class LedgerEntry(Record):
-    """Prompt groups that one optimiser step was trained on."""
+    """The prompt groups that one optimizer step was trained on."""
 
     step: int
     epoch: int
     groups: list[int]
-    """Ordinal numbers of the prompt groups in the run's prompt order."""
+    """Ordinals of the prompt groups in the run's prompt order."""
     samples: int
     policy_versions: list[int] = []
     dropped: list[int] = []

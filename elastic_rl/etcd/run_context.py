@@ -1,4 +1,4 @@
-"""What a process of a run has to know to take part in it: one JSON file, handed over by path."""
+"""What a process needs to know to take part in a run: one JSON file, whose path it is given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RunContext(BaseModel):
-    """One incarnation of a run: the configuration, where its truth lives, and the fencing epoch it may write under."""
+    """One incarnation of a run: its configuration, its etcd, and the fencing epoch under which it may write."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
@@ -28,11 +28,11 @@ class RunContext(BaseModel):
     epoch: int
     """Fencing epoch of the run; a write of a lower epoch is refused."""
     model_dir: str
-    """Folder of the HF model that weights, shape and tokenizer start from."""
+    """Folder of the HF model with the initial weights, the architecture and the tokenizer."""
     router_url: str = ""
-    """Base URL of the SGLang router; empty where no engine takes part."""
+    """Base URL of the SGLang router; empty where there are no engines."""
     host: str = "127.0.0.1"
-    """Address under which others of the run reach this host."""
+    """Address at which other processes of the run reach this host."""
 
     def save(self, path: Path | str) -> Path:
         """Writes the file whole or not at all, readable by its owner only, and returns its path."""
@@ -57,7 +57,8 @@ class RunContext(BaseModel):
 
     def connect(self) -> EtcdClient:
         """A new connection to etcd; the caller closes it."""
-        # Imported here because most readers of a context (engine children, tools) never open a store, and gRPC is slow.
+        # Imported here because most readers of a context (engine children, tools) use no etcd, and importing gRPC is
+        # slow.
         from elastic_rl.etcd.client import EtcdClient
         return EtcdClient.from_config(self.config.etcd, self.etcd_endpoints)
 

@@ -1,7 +1,8 @@
-"""The words of a transaction: comparisons, operations, and what came of them. Plain values; nothing here does I/O."""
+"""Transactions as values: comparisons, operations and results. Nothing here does I/O."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -12,12 +13,15 @@ T = TypeVar("T")
 
 MAX_OPS = 100
 """Operations that are put into one transaction. etcd takes 128 unless ``--max-txn-ops`` says otherwise; the rest is
-room for a guard's own reads and for the deduplication of the write."""
+room for the reads of a fencing token and for the deduplication of the write."""
 
 Relation = Literal["==", "!=", "<", ">"]
 _RESULTS = {"==": pb.Compare.EQUAL, "!=": pb.Compare.NOT_EQUAL, "<": pb.Compare.LESS, ">": pb.Compare.GREATER}
 _TARGETS = {"mod": pb.Compare.MOD, "create": pb.Compare.CREATE, "version": pb.Compare.VERSION,
             "value": pb.Compare.VALUE}
+_FIELDS = {"mod": "mod_revision", "create": "create_revision", "version": "version", "value": "value"}
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt}
 
 
 def range_end(prefix: str) -> bytes:
@@ -27,7 +31,7 @@ def range_end(prefix: str) -> bytes:
         if raw[-1] < 0xFF:
             return raw[:-1] + bytes([raw[-1] + 1])
         raw = raw[:-1]
-    return b"\0"  # etcd's word for "to the end"
+    return b"\0"  # means "to the end" in etcd's API
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,14 @@ class KeyValue:
     lease: int
 
     @classmethod
-    def of(cls, kv: Any) -> KeyValue:
+    def from_message(cls, kv: Any) -> KeyValue:
         """From the wire message."""
         return cls(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
 
 @dataclass(frozen=True)
 class Compare:
-    """A condition of a transaction on one key. A key that does not exist has the revisions 0."""
+    """A condition of a transaction on one key. An absent key has revisions and version 0, and no value."""
 
     key: str
     target: Literal["mod", "create", "version", "value"]
@@ -58,17 +62,17 @@ class Compare:
 
     @classmethod
     def mod(cls, key: str, relation: Relation, revision: int) -> Compare:
-        """On the revision of the last change."""
+        """On the revision of the last change; ``mod(key, "==", 0)`` holds for an absent key."""
         return cls(key, "mod", relation, revision)
 
     @classmethod
     def create(cls, key: str, relation: Relation, revision: int) -> Compare:
-        """On the revision at which the key came into being."""
+        """On the revision at which the key was created."""
         return cls(key, "create", relation, revision)
 
     @classmethod
     def version(cls, key: str, relation: Relation, version: int) -> Compare:
-        """On the number of puts since the key came into being."""
+        """On the number of puts since the key was created."""
         return cls(key, "version", relation, version)
 
     @classmethod
@@ -84,9 +88,15 @@ class Compare:
     def absent(cls, key: str) -> Compare:
         return cls.create(key, "==", 0)
 
-    def message(self) -> Any:
-        field = {"mod": "mod_revision", "create": "create_revision"}.get(self.target, self.target)
-        operand: dict[str, Any] = {field: self.operand}
+    def holds(self, kv: KeyValue | None) -> bool:
+        """Whether the condition holds for the key as it was read, evaluated as etcd does."""
+        if kv is None and self.target == "value":
+            return False
+        actual = getattr(kv, _FIELDS[self.target]) if kv is not None else 0
+        return _OPERATORS[self.relation](actual, self.operand)
+
+    def to_message(self) -> Any:
+        operand: dict[str, Any] = {_FIELDS[self.target]: self.operand}
         return pb.Compare(key=self.key.encode(), result=_RESULTS[self.relation], target=_TARGETS[self.target],
                           **operand)
 
@@ -110,6 +120,7 @@ class Op:
 
     @classmethod
     def get_prefix(cls, prefix: str) -> Op:
+        """Reads a range in one answer: only for ranges known to be small (``EtcdClient.range`` reads in pages)."""
         return cls("get_prefix", prefix)
 
     @classmethod
@@ -124,7 +135,7 @@ class Op:
     def writes(self) -> bool:
         return not self.kind.startswith("get")
 
-    def message(self) -> Any:
+    def to_message(self) -> Any:
         key = self.key.encode()
         if self.kind == "put":
             return pb.RequestOp(request_put=pb.PutRequest(key=key, value=self.data, lease=self.lease))
@@ -137,7 +148,7 @@ class Op:
 
 @dataclass(frozen=True)
 class TxnResult:
-    """What a transaction did."""
+    """The outcome of a transaction."""
 
     succeeded: bool
     """Whether every comparison held, so that ``then`` ran and not ``orelse``."""
@@ -146,7 +157,7 @@ class TxnResult:
     kvs: tuple[KeyValue, ...] = ()
     """Of the gets in the branch that ran, in their order; absent keys are left out."""
     deleted: int | None = 0
-    """Keys deleted; None when the answer was lost and only the token told that it had been applied."""
+    """Keys deleted; None when the answer was lost and only the write token showed that it had been applied."""
 
     def get(self, key: str) -> KeyValue | None:
         """What a get of the branch found under the key."""
@@ -155,17 +166,17 @@ class TxnResult:
 
 def result(succeeded: bool, responses: Iterable[Any], revision: int) -> TxnResult:
     """The value of the wire answers of a transaction's steps."""
-    kvs = tuple(KeyValue.of(kv) for r in responses for kv in r.response_range.kvs)
+    kvs = tuple(KeyValue.from_message(kv) for r in responses for kv in r.response_range.kvs)
     deleted = sum(r.response_delete_range.deleted for r in responses)
     return TxnResult(succeeded, revision, kvs, deleted)
 
 
 GuardedWrite = Callable[[Sequence[Compare], Sequence[Op]], bool]
-"""Carries out a transaction that holds only under the caller's fencing token; returns whether the other comparisons
-held. Raises Fenced when the token does not hold any more."""
+"""Runs a transaction under the caller's fencing token and returns whether the other comparisons held. Raises Fenced
+when the token no longer holds. ``fencing.FencedWriter`` is one."""
 
 
 def batches(items: Sequence[T], size: int = MAX_OPS) -> Iterator[Sequence[T]]:
-    """Cuts what is to be written into parts that each fit into one transaction, in order."""
+    """Splits what is to be written into parts that each fit into one transaction, in order."""
     for start in range(0, len(items), size):
         yield items[start:start + size]

@@ -1,4 +1,4 @@
-"""A watch that outlives the member it was opened on: every change once, in order, or a typed end."""
+"""A watch that survives the member it was opened on: every change once, in order, or a typed error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from elastic_rl.etcd.pb import etcd_pb2 as pb
 from elastic_rl.etcd.transaction import KeyValue, range_end
 
 _LIVENESS_S = 1.0
-"""A member that does not answer for this long, though asked, is left for another."""
-_EVENTS_AHEAD, _ANSWERS_AHEAD = 100_000, 1_000
-"""What is kept for a slow reader; beyond that the stream is given up and opened again later."""
+"""A member that does not answer a progress request for this long is replaced by another."""
+_MAX_BUFFERED_EVENTS, _MAX_BUFFERED_ANSWERS = 100_000, 1_000
+"""Bounds on what is buffered for a slow reader; beyond them the stream is closed and opened again later."""
 
 
 @dataclass(frozen=True)
@@ -34,51 +34,51 @@ class WatchEvent:
 
 
 class Watch:
-    """Iterator over the changes under a prefix. Read by one thread; ``close`` may come from any.
+    """Iterator over the changes under a prefix. Read by one thread; ``close`` may be called by any.
 
-    Raises Compacted, once and for good, when changes before the present were forgotten: list again and watch anew; and
-    EtcdDenied when etcd does not let this client watch here.
+    Raises Compacted, for good, when changes that it has not delivered were compacted: list the range again and open a
+    new watch. Raises EtcdDenied when etcd does not permit this client to watch here.
     """
 
     def __init__(self, channels: Channels, prefix: str, start_revision: int) -> None:
         self._channels = channels
         self._prefix = prefix
         self._next = start_revision
-        self._member = channels.at
+        self._member = channels.current
         self._denied = False
-        """Whether the last thing we heard was that we may not watch."""
-        self._done = threading.Event()
-        self._out: queue.Queue[WatchEvent | ElasticRLError | None] = queue.Queue()
-        self._end: ElasticRLError | None = None
+        """Whether the last answer was that we may not watch."""
+        self._stopping = threading.Event()
+        self._events: queue.Queue[WatchEvent | ElasticRLError | None] = queue.Queue()
+        self._error: ElasticRLError | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch-{prefix}", daemon=True)
         self._thread.start()
 
-    # -- the reader's side -------------------------------------------------------------------------------------------
+    # -- the reader ----------------------------------------------------------------------------------------------------
     def get(self, timeout_s: float) -> WatchEvent | None:
         """The next change, or None when none came in time or the watch was closed. Raises Compacted and EtcdDenied."""
-        if self._end is not None:
-            raise self._end
+        if self._error is not None:
+            raise self._error
         try:
-            item = self._out.get(timeout=timeout_s) if timeout_s > 0 else self._out.get_nowait()
+            item = self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
         except queue.Empty:
             return None
         if isinstance(item, ElasticRLError):
-            self._end = item
+            self._error = item
             raise item
         return item
 
     def __iter__(self) -> Iterator[WatchEvent]:
-        while not (self._done.is_set() and self._out.empty()):
+        while not (self._stopping.is_set() and self._events.empty()):
             if (event := self.get(0.5)) is not None:
                 yield event
 
     @property
     def closed(self) -> bool:
-        return self._done.is_set()
+        return self._stopping.is_set()
 
     def close(self) -> None:
-        self._done.set()
-        self._out.put(None)  # wakes a reader
+        self._stopping.set()
+        self._events.put(None)  # wakes a reader
         self._thread.join(timeout=1.0)
 
     def __enter__(self) -> Self:
@@ -87,37 +87,37 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- the connection's side ---------------------------------------------------------------------------------------
+    # -- the connection ------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        rest = backoff()
-        while not self._done.is_set() and not self._channels.closed.is_set():
+        pauses = backoff()
+        while not self._stopping.is_set() and not self._channels.closed.is_set():
             before = self._next
             try:
-                self._follow()
+                self._watch_member()
             except (Compacted, EtcdDenied, ConfigError) as e:
-                self._out.put(e)
+                self._events.put(e)
                 return
-            except EtcdUnavailable:  # the store was closed under us
+            except EtcdUnavailable:  # the client was closed
                 break
             except AttemptFailed:
                 pass
             if self._next > before:
-                rest = backoff()
+                pauses = backoff()
             self._member = (self._member + 1) % len(self._channels.endpoints)
-            self._done.wait(next(rest))
-        self._done.set()
-        self._out.put(None)
+            self._stopping.wait(next(pauses))
+        self._stopping.set()
+        self._events.put(None)
 
-    def _follow(self) -> None:
-        """Watches on one member until it fails, goes silent, or we are closed."""
+    def _watch_member(self) -> None:
+        """Watches on one member until that fails or goes silent, or this watch is closed."""
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         requests.put(pb.WatchRequest(create_request=pb.WatchCreateRequest(
             key=self._prefix.encode() or b"\0", range_end=range_end(self._prefix), start_revision=self._next,
             prev_kv=True)))
-        # The stream is read by a thread of its own: a stopped member would hold us in the read for ever, and would
-        # also hold gRPC's sender, so that neither side of the stream can notice the silence.
+        # The stream has a thread of its own: on a stopped member the read blocks for ever, and so does gRPC's sender,
+        # so that neither side of the stream can notice the silence.
         call = self._channels.stream(WATCH, iter(requests.get, None), self._member)
-        answers: queue.Queue[Any] = queue.Queue(maxsize=_ANSWERS_AHEAD)
+        answers: queue.Queue[Any] = queue.Queue(maxsize=_MAX_BUFFERED_ANSWERS)
         reader = threading.Thread(target=_read, args=(call, answers), name="watch-read", daemon=True)
         reader.start()
         try:
@@ -127,32 +127,32 @@ class Watch:
             call.cancel()
 
     def _supervise(self, requests: queue.SimpleQueue[Any], answers: queue.Queue[Any]) -> None:
-        heard_at, asked_at = time.monotonic(), None
-        while not self._done.is_set() and not self._channels.closed.is_set():
+        answered_at, asked_at = time.monotonic(), None
+        while not self._stopping.is_set() and not self._channels.closed.is_set():
             try:
                 answer = answers.get(timeout=_LIVENESS_S / 5)
             except queue.Empty:
                 now = time.monotonic()
                 if asked_at is not None and now - asked_at > _LIVENESS_S:
                     return
-                if asked_at is None and now - heard_at > _LIVENESS_S / 2:
+                if asked_at is None and now - answered_at > _LIVENESS_S / 2:
                     requests.put(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
                     asked_at = now
                 continue
             if answer is None:
                 return
-            heard_at, asked_at = time.monotonic(), None
+            answered_at, asked_at = time.monotonic(), None
             if not self._deliver(answer):
                 return
-            while self._out.qsize() > _EVENTS_AHEAD and not self._done.wait(0.05):
-                pass  # a slow reader: let the stream fill up; if it overflows, it is opened again at _next
+            while self._events.qsize() > _MAX_BUFFERED_EVENTS and not self._stopping.wait(0.05):
+                pass  # a slow reader: let the stream fill; if it overflows, it is opened again at _next
 
     def _deliver(self, answer: Any) -> bool:
         if answer.compact_revision:
             raise Compacted(f"revisions of {self._prefix} before {answer.compact_revision} are no longer kept; "
-                            f"the watch stood at {self._next}", hint="list the range again and watch from there")
+                            f"the watch was at {self._next}", hint="list the range again and watch from there")
         if answer.canceled:
-            # Older members say so as well when they do not know our token any more.
+            # Older members also answer this when they no longer know our auth token.
             if "permission denied" in answer.cancel_reason or "auth" in answer.cancel_reason:
                 if self._denied:
                     raise refusal(grpc.StatusCode.PERMISSION_DENIED, f"watch {self._prefix}: {answer.cancel_reason}")
@@ -163,8 +163,8 @@ class Watch:
         # A progress answer's revision must not move _next: etcd before 3.4.25 may send it ahead of earlier events.
         for event in answer.events:
             kind: Literal["put", "delete"] = "put" if event.type == pb.Event.PUT else "delete"
-            prev = KeyValue.of(event.prev_kv) if event.prev_kv.key else None
-            self._out.put(WatchEvent(kind, KeyValue.of(event.kv), prev))
+            prev = KeyValue.from_message(event.prev_kv) if event.prev_kv.key else None
+            self._events.put(WatchEvent(kind, KeyValue.from_message(event.kv), prev))
         if answer.events:
             self._next = max(self._next, answer.events[-1].kv.mod_revision + 1)
         return True

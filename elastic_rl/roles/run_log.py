@@ -76,7 +76,7 @@ class JobStatusWriter:
                   if p.step > step]
         lost_s = sum(p.seconds.get("total", 0.0) for p in undone)
         changes |= {"step": step, "productive_s": max(0.0, self.latest.productive_s - lost_s)}
-        ops = [Op.delete(self._keys.step_point(p.step)) for p in reversed(undone)]
+        ops = [Op.delete(self._keys.step_metrics(p.step)) for p in reversed(undone)]
         *rest, last = [*batches(ops)] or [[]]
         for batch in rest:  # newest first: whenever this stops half-way, there is no gap
             fencing.write(self._etcd, self._keys, self._epoch, *batch)
@@ -87,4 +87,4 @@ class JobStatusWriter:
         fencing.write(self._etcd, self._keys, self._epoch, Op.put(self._keys.job_status(), self.latest.encode()), *ops)
 
     def _put(self, point: StepMetrics) -> Op:
-        return Op.put(self._keys.step_point(point.step), point.encode())
+        return Op.put(self._keys.step_metrics(point.step), point.encode())

@@ -19,7 +19,7 @@ from typing import Any
 from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.membership import members, sign_off
+from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime import die_with_parent
@@ -74,7 +74,7 @@ def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
         return 1
     except SignalException as e:
         log.info("stopped by %s", e.sigval.name)
-        sign_off(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, "trainer") if m.epoch == ctx.epoch])
+        deregister(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, "trainer") if m.epoch == ctx.epoch])
         return 0
     finally:
         etcd.delete_prefix(ctx.keys.rendezvous_prefix() + run_id)

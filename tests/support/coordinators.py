@@ -81,7 +81,7 @@ class Replicas:
         except httpx.HTTPError:
             return False
 
-    def leader(self, *, not_: str = "", timeout_s: float = 15.0) -> str:
+    def leader(self, *, not_: str = "", timeout_s: float = 60.0) -> str:
         """Name of the replica that leads, by the word of any that is alive."""
 
         def look() -> str:

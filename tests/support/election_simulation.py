@@ -1,5 +1,5 @@
-"""A world for the election's protocol: a model of etcd, replicas with clocks of their own, and a network that loses,
-delays and cuts, all under one virtual clock and one seed. The protocol itself is the product's own code."""
+"""A simulation for the election protocol: a model of etcd, replicas with clocks of their own, and a network that loses,
+delays and partitions, all under one virtual clock and one seed. The protocol itself is the product's own code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_rl.coordinator.election.protocol import ElectionProtocol, Enter, Look, Wait, leading
+from elastic_rl.coordinator.election.protocol import Campaign, ElectionProtocol, ReadCandidates, Wait, leading
 from elastic_rl.etcd.transaction import KeyValue
 
 TTL_S = 3.0
@@ -20,7 +20,7 @@ Process = Generator[float, None, None]
 
 
 class Model:
-    """Keys under leases, as etcd keeps them; its clock is the world's."""
+    """Keys under leases, as etcd keeps them; its clock is the simulation's."""
 
     def __init__(self) -> None:
         self.revision, self.keys = 1, dict[str, KeyValue]()
@@ -64,33 +64,33 @@ class Replica:
 
     name: str
     rate: float
-    """Seconds that its clock counts in one of the world's."""
+    """Seconds that its clock counts in one second of the simulation."""
     paused_until: float = 0.0
     cut_until: float = 0.0
-    stay: ElectionProtocol | None = None
+    protocol: ElectionProtocol | None = None
     alive_at: float = -1e9
     """By its own clock: when the last answered keep-alive was sent."""
 
 
 @dataclass
-class Seen:
+class History:
     """What happened."""
 
     applied: list[tuple[float, str, int]] = field(default_factory=list)
-    """(time, writer, its term) of each guarded write that etcd took."""
+    """(time, writer, its term) of each guarded write that etcd applied."""
     faults: list[str] = field(default_factory=list)
     refused: int = 0
-    """Guarded writes that came too late."""
+    """Guarded writes that arrived too late."""
     double: int = 0
-    """Looks at which two replicas believed to lead."""
+    """Samples in which two replicas believed that they led."""
     terms: set[int] = field(default_factory=set)
 
 
-class World:
-    """``quiet_at``: from then on nothing fails any more."""
+class Simulation:
+    """``quiet_at``: from then on nothing fails."""
 
     def __init__(self, seed: int, replicas: int, quiet_at: float) -> None:
-        self.now, self.quiet_at, self.rng, self.seen, self.etcd = 0.0, quiet_at, random.Random(seed), Seen(), Model()
+        self.now, self.quiet_at, self.rng, self.seen, self.etcd = 0.0, quiet_at, random.Random(seed), History(), Model()
         self._queue: list[tuple[float, int, Process, Replica | None]] = []
         self._order = itertools.count()
         # Clocks that run up to a quarter too slow believe in a lease longer than etcd does.
@@ -98,10 +98,10 @@ class World:
         for r in self.replicas:
             self.spawn(self._replica(r), r)
             self.spawn(self._writer(r), r)
-            self.spawn(self._misfortune(r))
-        self.spawn(self._look_around())
+            self.spawn(self._faults(r))
+        self.spawn(self._count_double_leaders())
 
-    def run(self, until: float) -> Seen:
+    def run(self, until: float) -> History:
         while self._queue and self._queue[0][0] <= until:
             self.now, _, process, host = heapq.heappop(self._queue)
             if host is not None and host.paused_until > self.now:
@@ -119,9 +119,9 @@ class World:
     def _at(self, when: float, process: Process, host: Replica | None) -> None:
         heapq.heappush(self._queue, (when, next(self._order), process, host))
 
-    # -- the network -------------------------------------------------------------------------------------------------
+    # -- the network ---------------------------------------------------------------------------------------------------
     def _call(self, r: Replica, what: Callable[[], Any]) -> Generator[float, None, list[Any]]:
-        """One attempt: [answer], or [] after the deadline. What was sent may arrive late, also when nobody waits."""
+        """One attempt: [answer], or [] after the deadline. The request may still arrive later."""
         box: list[Any] = []
 
         def carry() -> Process:
@@ -140,7 +140,7 @@ class World:
         return box
 
     def _latency(self, r: Replica) -> float:
-        """Seconds that a message is on its way. One that meets a cut lies in a buffer until that is healed."""
+        """Seconds until a message arrives. During a partition it stays in a buffer until that heals."""
         held = max(0.0, r.cut_until - self.now)
         slow = self.now < self.quiet_at and self.rng.random() < 0.02
         return held + (self.rng.uniform(0.5, 6.0) if slow else self.rng.uniform(0.0005, 0.01))
@@ -161,37 +161,37 @@ class World:
             granted = yield from self._call(r, lambda: self.etcd.grant(self.now))
             if granted:
                 lease, r.alive_at = granted[0], asked
-                r.stay = stay = ElectionProtocol(r.name, TTL_S, lambda: self._alive(r))
-                self.spawn(self._keep(r, stay, lease), r)
-                yield from self._take_part(r, stay, lease)
-                r.stay = None
+                r.protocol = protocol = ElectionProtocol(r.name, TTL_S, lambda: self._alive(r))
+                self.spawn(self._keep(r, protocol, lease), r)
+                yield from self._take_part(r, protocol, lease)
+                r.protocol = None
                 yield from self._call(r, lambda lease=lease: self.etcd.revoke(lease))
             yield 0.1
 
-    def _take_part(self, r: Replica, stay: ElectionProtocol, lease: int) -> Process:
-        steps, answer = stay.steps(), None
+    def _take_part(self, r: Replica, protocol: ElectionProtocol, lease: int) -> Process:
+        steps, answer = protocol.steps(), None
         while True:
             try:
                 step = steps.send(answer)
             except StopIteration:
                 return
             match step:
-                case Enter():
-                    entered = yield from self._call(r, lambda: self.etcd.enter(stay.key, lease))
+                case Campaign():
+                    entered = yield from self._call(r, lambda: self.etcd.enter(protocol.key, lease))
                     if not entered:
-                        return  # its outcome is unknown: the lease is given back, and the key with it
+                        return  # the outcome is unknown: the lease is revoked, and the key with it
                     answer = entered[0]
-                case Look():
+                case ReadCandidates():
                     found = yield from self._call(r, lambda: list(self.etcd.keys.values()))
                     answer = found[0] if found else None
-                case Wait(longest_s):
-                    answer = yield self.rng.uniform(0, longest_s) / r.rate
+                case Wait(max_s):
+                    answer = yield self.rng.uniform(0, max_s) / r.rate
 
-    def _keep(self, r: Replica, stay: ElectionProtocol, lease: int) -> Process:
-        while r.stay is stay and self._alive(r):
+    def _keep(self, r: Replica, protocol: ElectionProtocol, lease: int) -> Process:
+        while r.protocol is protocol and self._alive(r):
             sent = self._clock(r)
             kept = yield from self._call(r, lambda: self.etcd.keep_alive(lease, self.now))
-            if r.stay is not stay:
+            if r.protocol is not protocol:
                 return
             if kept and not kept[0]:
                 r.alive_at = -1e9
@@ -200,11 +200,11 @@ class World:
             yield (TTL_S / 3 if kept else 0.05) / r.rate
 
     def _writer(self, r: Replica) -> Process:
-        """Writes under the fence whenever the replica believes to lead."""
+        """Writes under the fencing token whenever the replica believes that it leads."""
         while True:
             yield self.rng.uniform(0.05, 0.4)
-            if r.stay is not None and r.stay.leads:
-                term = r.stay.guard.operand
+            if r.protocol is not None and r.protocol.leads:
+                term = r.protocol.guard.operand
                 assert isinstance(term, int)
                 self.spawn(self._write(r, term))
 
@@ -223,9 +223,9 @@ class World:
         self.seen.applied.append((self.now, r.name, term))
         self.seen.terms.add(term)
 
-    # -- what befalls it -----------------------------------------------------------------------------------------------
-    def _misfortune(self, r: Replica) -> Process:
-        """Pauses, cuts and ends of leases, until it is quiet; and what etcd does when its own leader changes."""
+    # -- faults --------------------------------------------------------------------------------------------------------
+    def _faults(self, r: Replica) -> Process:
+        """Pauses, partitions and expired leases, until it is quiet; and what etcd does when its own leader changes."""
         while True:
             yield self.rng.expovariate(1 / 6)
             if self.now > self.quiet_at:
@@ -241,7 +241,7 @@ class World:
                 case 3:
                     self.etcd.leases = {n: self.now + TTL_S for n in self.etcd.leases}
 
-    def _look_around(self) -> Process:
+    def _count_double_leaders(self) -> Process:
         while True:
             yield 0.25
-            self.seen.double += sum(r.stay is not None and r.stay.leads for r in self.replicas) > 1
+            self.seen.double += sum(r.protocol is not None and r.protocol.leads for r in self.replicas) > 1

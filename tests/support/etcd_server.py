@@ -32,24 +32,24 @@ def binary() -> str:
 
 
 class EtcdServers:
-    """An etcd cluster, on loopback if not told otherwise, in ``folder``. Its processes die with this one."""
+    """An etcd cluster, on loopback by default, in ``folder``. Its processes die with this one."""
 
     def __init__(self, folder: Path, members: int, flags: Sequence[str] = (), *, host: str = "127.0.0.1",
                  tls: Identity | None = None) -> None:
-        """``flags``: more of etcd's own. ``tls``: what its members show their clients."""
+        """``flags``: further flags of etcd. ``tls``: the members' certificate."""
         self.folder, self._flags, self._host, self._tls = folder, flags, host, tls
         self._client = [free_port(host) for _ in range(members)]
         self._peer = [free_port() for _ in range(members)]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.settings: dict[str, Any] = {}
-        """What the ``etcd`` section of a configuration has to say to get in, but for the endpoints."""
+        """Settings of the ``etcd`` section that a client needs here, besides the endpoints."""
 
     @property
     def endpoints(self) -> list[str]:
         return [f"{self._host}:{port}" for port in self._client]
 
     def config(self, **settings: Any) -> EtcdConfig:
-        """Settings with which a client gets in, or those that are given instead."""
+        """Settings with which a client gets access, replaced by the given ones."""
         return EtcdConfig.model_validate({"endpoints": self.endpoints, "call_timeout_s": 2.0, "retry_budget_s": 20.0,
                                           **self.settings, **settings})
 
@@ -57,7 +57,7 @@ class EtcdServers:
         return EtcdClient.from_config(self.config(**settings), self.endpoints)
 
     def connect_at(self, i: int, **settings: Any) -> EtcdClient:
-        """A client that begins with the given member, so that what befalls the member hits it."""
+        """A client that starts with the given member, so that a fault of the member hits it."""
         while True:
             etcd = self.connect(**settings)
             if etcd.endpoint == self.endpoints[i]:
@@ -93,13 +93,13 @@ class EtcdServers:
         return self
 
     def leader(self, *, besides: int | None = None) -> int:
-        """Index of the leading member, by its own word; ``besides``: whose word does not count."""
+        """Index of the leading member, by its own status; ``besides``: a member that is left out."""
         with self.connect() as etcd:
             return wait_until(lambda: [i for i, s in enumerate(etcd.statuses()) if s.is_leader and i != besides],
                               timeout_s=10, what="an etcd leader")[0]
 
     def ask(self, path: str, body: dict[str, Any], *, token: str = "", verify: ssl.SSLContext | bool = True) -> Any:
-        """A call of etcd's own HTTP gateway, for what our client has no need of."""
+        """A call of etcd's HTTP gateway, for what our client does not offer."""
         url = f"{'https' if self._tls else 'http'}://{self.endpoints[0]}/v3/{path}"
         answer = httpx.post(url, json=body, headers={"Authorization": token} if token else {}, timeout=10,
                             trust_env=False, verify=verify)
@@ -123,6 +123,10 @@ class EtcdServers:
 
     def cont(self, i: int) -> None:
         self.processes[i].send_signal(signal.SIGCONT)
+
+    def renew(self, tls: Identity, flags: Sequence[str]) -> None:
+        """Certificate and flags of members that are started from now on."""
+        self._tls, self._flags = tls, flags
 
     def close(self) -> None:
         for process in self.processes:

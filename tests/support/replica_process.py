@@ -1,6 +1,7 @@
 """A replica of the election that does nothing but lead: ``python replica_process.py ENDPOINTS JOB NAME TTL_S``.
 
-While it believes to lead, it writes ``NAME n`` to the job's status key under its fencing token, as fast as it goes.
+While it believes that it leads, it writes ``NAME n`` to the job's status key under its fencing token, as fast as
+possible.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def conditions(world: World, now: float, firing: Set[str] = frozenset()) -> dict
     """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
     limits = world.facts.limits
     found = [*_members(world), *_pools(world), *_lags(world, now), *_nodes(world, firing), *_job(world),
-             *etcd_health.conditions(world.facts.etcd_health, limits.etcd_slow_s,
-                                     limits.full_fraction * limits.etcd_quota_bytes)]
+             *etcd_health.conditions(world.facts.etcd_health, limits.etcd_slow_s, limits.full_fraction,
+                                     limits.etcd_quota_bytes)]
     return {c.key: c for c in found}
 
 

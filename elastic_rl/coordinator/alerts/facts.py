@@ -42,7 +42,7 @@ class Thresholds:
     def of(cls, cfg: Config) -> Thresholds:
         a = cfg.alerts
         return cls(a.engine_lag_versions, a.engine_lag_s, a.durable_lag_s, a.full_fraction, a.etcd_slow_s,
-                   a.etcd_quota_bytes, cfg.train.max_staleness)
+                   cfg.etcd.quota_bytes, cfg.train.max_staleness)
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,44 @@
 """Leader election with a fencing token.
 
-Each replica keeps one candidate key under its lease; the key that was created first leads. A key that leads goes on
-leading until it is gone, because later keys have higher create revisions. So the condition "my key still has its create
-revision", put into each write, is the fence: it fails from the moment on at which anyone else could lead.
+Each replica keeps one candidate key under its lease; the key that was created first leads. It leads until it is gone,
+because later keys have higher create revisions. So the condition "my key still has its create revision", put into each
+write, is the fencing token: it fails from the moment at which anyone else could lead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.coordinator.election.protocol import ElectionProtocol, Enter, Look, Step, Wait, leading
-from elastic_rl.errors import Compacted, ElasticRLError, EtcdUnavailable, Fenced, LeaseLost
+from elastic_rl.coordinator.election.protocol import (
+    Campaign,
+    ElectionProtocol,
+    ReadCandidates,
+    Step,
+    Wait,
+    leading,
+)
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced, LeaseLost
 from elastic_rl.etcd.client import EtcdClient, Watch
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.leases import KeptLease
 from elastic_rl.etcd.records import Leader
 from elastic_rl.etcd.transaction import Compare, Op
 
 log = logging.getLogger(__name__)
-_JOIN_S = 5.0
-_REFUSED_S = 0.5
+_JOIN_TIMEOUT_S = 5.0
+_RESTART_PAUSE_S, _ERROR_PAUSE_S = 0.1, 0.5
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What this replica has in the election now."""
+class _Candidacy:
+    """This replica's present candidacy."""
 
-    stay: ElectionProtocol
+    protocol: ElectionProtocol
     lease: KeptLease
 
 
@@ -41,11 +48,13 @@ class Election:
     def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, url: str, ttl_s: int) -> None:
         """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader."""
         self.replica = replica
+        self.writer = FencedWriter(etcd, keys, lambda: self.guard, f"the term of replica {replica}")
+        """Writes under this replica's fencing token."""
         self._etcd, self._keys, self._ttl_s = etcd, keys, ttl_s
         self._me = Leader(replica=replica, url=url, pid=os.getpid())
         self._key = keys.leader(replica)
-        self._held: _Held | None = None
-        self._done = threading.Event()
+        self._candidacy: _Candidacy | None = None
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="election", daemon=True)
 
     def start(self) -> Election:
@@ -55,87 +64,124 @@ class Election:
     @property
     def is_leader(self) -> bool:
         """Whether this replica leads as far as it can know. Only ``guard`` makes a write safe."""
-        held = self._held
-        return held is not None and held.stay.leads
+        candidacy = self._candidacy
+        return candidacy is not None and candidacy.protocol.leads
 
     @property
     def guard(self) -> list[Compare]:
         """The fencing token: conditions that hold only while this replica leads. Raises Fenced when it does not."""
-        held = self._held
-        if held is None or not held.stay.leads:
+        candidacy = self._candidacy
+        if candidacy is None or not candidacy.protocol.leads:
             raise Fenced(f"replica {self.replica} does not lead")
-        return [held.stay.guard]
+        return [candidacy.protocol.guard]
+
+    @property
+    def term(self) -> int:
+        """Number of this replica's term: the create revision of its candidate key. Raises Fenced."""
+        return int(self.guard[0].operand)
 
     def current(self) -> Leader | None:
-        """Who leads now, by the store. None while nobody does."""
+        """The present leader according to etcd; None while there is none."""
         first = leading(self._etcd.range(self._keys.leader_prefix())[0])
         return Leader.decode(first.value) if first else None
 
     def resign(self) -> None:
-        """Gives leadership (or the place in the queue) up at once and queues again, behind the others."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.lease.lost.set()  # ends the lead before the key is gone
-            self._withdraw(held.stay)
+        """Ends this candidacy, and the term with it, at once; the next one queues behind the others."""
+        candidacy, self._candidacy = self._candidacy, None
+        if candidacy is not None:
+            candidacy.lease.lost.set()  # ends the term before the key is gone
+            self._delete_key(candidacy.protocol)
 
     def stop(self) -> None:
         """Leaves the election; another replica leads at once."""
-        self._done.set()
+        self._stopping.set()
         self.resign()
         if self._thread.is_alive():
-            self._thread.join(timeout=_JOIN_S)
+            self._thread.join(timeout=_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        while not self._done.is_set():
+        while not self._stopping.is_set():
             try:
-                self._take_part()
-            except (LeaseLost, Compacted) as e:
+                self._run_candidacy()
+            except LeaseLost as e:
                 log.warning("election: %s; starting over", e)
-            except ElasticRLError as e:  # whatever etcd has against us now: without this thread we would never lead
-                log.warning("election: %s; starting over in %g s", e, _REFUSED_S)
-                self._done.wait(_REFUSED_S)
-            self._done.wait(0.1)
+            except ElasticRLError as e:  # of any kind: without this thread the replica could never lead
+                log.warning("election: %s; starting over in %g s", e, _ERROR_PAUSE_S)
+                self._stopping.wait(_ERROR_PAUSE_S)
+            self._stopping.wait(_RESTART_PAUSE_S)
 
-    def _take_part(self) -> None:
-        """One stay in the queue, from the grant of its lease until that is lost or given up."""
-        with self._etcd.keepalive(self._ttl_s) as lease, contextlib.ExitStack() as watching:
-            stay = ElectionProtocol(self._key, self._ttl_s, lambda: lease.alive)
-            self._held, changes = _Held(stay, lease), list[Watch]()
-            steps, answer, led = stay.steps(), None, False
+    def _run_candidacy(self) -> None:
+        """One candidacy, from the grant of its lease until that is lost or given back."""
+        with self._etcd.keepalive(self._ttl_s) as lease, _CandidateWatch(self._etcd, self._keys) as watch:
+            protocol = ElectionProtocol(self._key, self._ttl_s, lambda: lease.alive)
+            self._candidacy = _Candidacy(protocol, lease)
+            steps, answer, led = protocol.steps(), None, False
             try:
-                while not self._done.is_set():
-                    answer = self._carry(steps.send(answer), lease, watching, changes)
-                    if stay.leads and not led:
+                while not self._stopping.is_set():
+                    answer = self._execute(steps.send(answer), lease, watch)
+                    if protocol.leads and not led:
                         led = True
-                        log.info("replica %s leads from revision %d on", self.replica, stay.revision)
+                        log.info("replica %s leads from revision %d on", self.replica, protocol.revision)
             except StopIteration:
                 return
             finally:
-                self._held = None
+                self._candidacy = None
 
-    def _carry(self, step: Step, lease: KeptLease, watching: contextlib.ExitStack, changes: list[Watch]) -> Any:
-        """Does what the protocol asks for; the answer. ``changes``: the watch, from the first look on."""
+    def _execute(self, step: Step, lease: KeptLease, watch: _CandidateWatch) -> Any:
+        """Executes a step of the protocol and returns its answer."""
         match step:
-            case Enter():
+            case Campaign():
                 put = Op.put(self._key, self._me.encode(), lease.id)
-                queued = self._etcd.txn([Compare.absent(self._key)], [put])
-                return queued.revision if queued.succeeded else 0
-            case Look():
+                created = self._etcd.txn([Compare.absent(self._key)], [put])
+                return created.revision if created.succeeded else 0
+            case ReadCandidates():
                 try:
-                    kvs, revision = self._etcd.range(self._keys.leader_prefix())
+                    candidates, revision = self._etcd.range(self._keys.leader_prefix())
                 except EtcdUnavailable:
                     return None
-                if not changes:
-                    watch = self._etcd.watch(self._keys.leader_prefix(), start_revision=revision + 1)
-                    changes.append(watching.enter_context(watch))
-                return kvs
-            case Wait() if changes:
-                return changes[0].get(step.longest_s)
-            case Wait():
-                return self._done.wait(step.longest_s)
+                watch.follow(revision)
+                return candidates
+            case Wait(max_s):
+                return watch.wait(max_s, self._stopping)
 
-    def _withdraw(self, stay: ElectionProtocol) -> None:
+    def _delete_key(self, protocol: ElectionProtocol) -> None:
         try:
-            self._etcd.txn([stay.guard], [Op.delete(self._key)])
+            self._etcd.txn([protocol.guard], [Op.delete(self._key)])
         except EtcdUnavailable as e:
-            log.warning("cannot take the candidate key back, it runs out with its lease: %s", e)
+            log.warning("cannot delete the candidate key, it expires with its lease: %s", e)
+
+
+class _CandidateWatch:
+    """Makes a change of the candidates known promptly. It may fail without harm: the candidacy depends on the lease
+    alone, and the next reading of the candidates opens another watch."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
+        self._etcd, self._prefix = etcd, keys.leader_prefix()
+        self._watch: Watch | None = None
+
+    def follow(self, revision: int) -> None:
+        """To be called after each reading of the candidates, with its revision."""
+        if self._watch is None:
+            self._watch = self._etcd.watch(self._prefix, start_revision=revision + 1)
+
+    def wait(self, max_s: float, stopping: threading.Event) -> None:
+        """Waits for a change, or for so many seconds."""
+        if self._watch is None:
+            stopping.wait(max_s)
+            return
+        try:
+            self._watch.get(max_s)
+        except ElasticRLError as e:  # mostly Compacted: it was interrupted, and a compaction overtook it meanwhile
+            log.info("the election's watch is opened again: %s", e)
+            self.close()
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def __enter__(self) -> _CandidateWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

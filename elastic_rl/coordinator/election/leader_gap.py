@@ -1,9 +1,9 @@
-"""Times without a leader. Nobody can tell of them while they last, since only a leader tells; so each leader leaves a
-sign of life, and the next one tells of the gap."""
+"""Times without a leader. While they last nobody can report them, since only a leader writes events; so each leader
+writes a heartbeat, and the next one reports the gap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.membership import registry
@@ -11,12 +11,13 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Record, Severity
+from elastic_rl.etcd.transaction import GuardedWrite
 
 KIND = "leader.absent"
-_EVERY_S = 3.0
+_HEARTBEAT_EVERY_S = 3.0
 
 
-class SignOfLife(Record):
+class LeaderHeartbeat(Record):
     """``term``: create revision of the leader's candidate key. ``at``: unix seconds."""
 
     replica: str
@@ -24,34 +25,38 @@ class SignOfLife(Record):
     at: float
 
 
-def gap_s(before: SignOfLife | None, term: int, now: float, bound_s: float, *, closed: bool) -> float:
-    """Seconds without a leader that are worth telling, else 0. ``closed``: the last leader said good-bye, so the
-    service was stopped on purpose."""
-    if before is None or before.term == term or closed:
+def gap_s(last: LeaderHeartbeat | None, term: int, now: float, bound_s: float, *, stopped: bool) -> float:
+    """Seconds without a leader that are to be reported, else 0. ``stopped``: the last leader deregistered, so the
+    service was stopped on purpose. The times are of two hosts: clocks that differ by more than ``bound_s`` give one
+    false report."""
+    if last is None or last.term == term or stopped:
         return 0.0
-    gap = now - before.at
+    gap = now - last.at
     return gap if gap > bound_s else 0.0
 
 
 class LeaderGap:
-    """The leader's part: its own sign of life, and the look at its predecessor's."""
+    """The leader's part: its own heartbeat, and the check of its predecessor's."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, election: Election, bound_s: float,
-                 guarded: Callable[[Sequence[Compare], Sequence[Op]], bool], clock: Callable[[], float]) -> None:
+    def __init__(self, etcd: EtcdClient, keys: Keys, election: Election, bound_s: float, guarded: GuardedWrite,
+                 clock: Callable[[], float]) -> None:
+        """``bound_s``: shortest gap that is reported."""
         self._etcd, self._keys, self._election, self._bound_s = etcd, keys, election, bound_s
         self._guarded, self._clock = guarded, clock
 
-    def look(self) -> None:
-        """To be called before the roster is brought up to date, which forgets who was there. Raises Fenced."""
-        key, now, term = self._keys.leader_alive(), self._clock(), int(self._election.guard[0].operand)
+    def update(self) -> None:
+        """Writes the heartbeat when it is due, and the event of a gap before it. To be called before the member
+        registry is updated, which forgets who was there. Raises Fenced, EtcdUnavailable."""
+        key, now, term = self._keys.leader_heartbeat(), self._clock(), self._election.term
         found = self._etcd.get(key)
-        before = SignOfLife.decode(found.value) if found else None
-        if before is not None and before.term == term and 0 <= now - before.at < _EVERY_S:
+        last = LeaderHeartbeat.decode(found.value) if found else None
+        if last is not None and last.term == term and 0 <= now - last.at < _HEARTBEAT_EVERY_S:
             return
-        closed = before is not None and self._etcd.get(self._keys.roster(registry.COORDINATOR, before.replica)) is None
-        ops = [Op.put(key, SignOfLife(replica=self._election.replica, term=term, at=now).encode())]
-        if before is not None and (gap := gap_s(before, term, now, self._bound_s, closed=closed)):
-            event = events.build(KIND, "leader", f"nobody led for about {gap:.0f} s after {before.replica}; faults of "
-                                 "that time are told late", severity=Severity.WARNING, seconds=round(gap, 1))
+        stopped = last is not None and self._etcd.get(self._keys.roster(registry.COORDINATOR, last.replica)) is None
+        ops = [Op.put(key, LeaderHeartbeat(replica=self._election.replica, term=term, at=now).encode())]
+        if last is not None and (gap := gap_s(last, term, now, self._bound_s, stopped=stopped)):
+            event = events.build(KIND, "leader", f"there was no leader for about {gap:.0f} s after {last.replica}; "
+                                 "faults of that time are reported late", severity=Severity.WARNING,
+                                 seconds=round(gap, 1))
             ops.append(events.put_op(self._keys, event))
         self._guarded([Compare.mod(key, "==", found.mod_revision if found else 0)], ops)

@@ -1,6 +1,6 @@
-"""The election's protocol without I/O and without a clock of its own: what a candidate asks, and what it concludes.
+"""The election protocol without I/O and without a clock of its own: what a candidate asks etcd, and what it concludes.
 
-``Election`` carries the questions to etcd; the tests carry them to a model of it, under a virtual clock.
+``Election`` executes the steps on etcd; the tests execute them on a model of it, under a virtual clock.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 
 from elastic_rl.etcd.transaction import Compare, KeyValue
 
-_UNANSWERED_S = 0.1
+_UNANSWERED_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
-class Enter:
-    """Put the candidate's key under its lease, if there is none. Answer: the revision, 0 where there is one."""
+class Campaign:
+    """Create the candidate's key under its lease, if it does not exist. Answer: the revision, 0 if it exists."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """Read all candidates. Answer: their keys, None when the store does not answer."""
+class ReadCandidates:
+    """Read all candidates. Answer: their keys, None when etcd does not answer."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait until the candidates change, and no longer than so many seconds."""
+    """Wait until the candidates change, for at most so many seconds."""
 
-    longest_s: float
+    max_s: float
 
 
-Step = Enter | Look | Wait
+Step = Campaign | ReadCandidates | Wait
 
 
 def leading(candidates: Sequence[KeyValue]) -> KeyValue | None:
@@ -40,10 +40,10 @@ def leading(candidates: Sequence[KeyValue]) -> KeyValue | None:
 
 
 class ElectionProtocol:
-    """One stay in the queue, under one lease.
+    """One candidacy, under one lease: waiting, then, once its key is the first, the leader's term.
 
-    It leads once it was seen to be first, and then until its lease ends, since later keys have higher create
-    revisions. There is no way back from leading to waiting: who lost the lead stands in the queue anew.
+    The term lasts until the lease ends, since later keys have higher create revisions. There is no transition from
+    leading back to waiting: a replica that lost the lead starts another candidacy, under another lease.
     """
 
     def __init__(self, key: str, ttl_s: float, alive: Callable[[], bool]) -> None:
@@ -57,24 +57,24 @@ class ElectionProtocol:
 
     @property
     def guard(self) -> Compare:
-        """The fence: holds from when the key came first until it is gone, whatever this process believes."""
+        """The fencing token: holds from when the key is first until it is gone, whatever this process believes."""
         return Compare.create(self.key, "==", self.revision)
 
     def steps(self) -> Generator[Step, Any, None]:
-        """The questions, each of which is sent its answer; ends when the stay is over."""
-        self.revision = yield Enter()
+        """Yields steps and is sent their answers; ends when the candidacy is over."""
+        self.revision = yield Campaign()
         if not self.revision:
-            # An earlier process of this name died a moment ago and its key still has to run out, or it is alive.
+            # An earlier process of this name died and its key has not expired yet, or another one is alive.
             yield Wait(self._ttl_s / 4)
             return
         while self._alive():
-            candidates = yield Look()
-            if candidates is None:  # the lease says how long we may go on believing
-                yield Wait(_UNANSWERED_S)
+            candidates = yield ReadCandidates()
+            if candidates is None:  # the lease alone bounds how long a leader may assume that it leads
+                yield Wait(_UNANSWERED_PAUSE_S)
                 continue
             mine = next((kv for kv in candidates if kv.key == self.key), None)
             if mine is None or mine.create_revision != self.revision:
                 self._first = False
                 return
             self._first = self._first or leading(candidates) is mine
-            yield Wait(self._ttl_s / 3)  # also without a change we look again: hearing of it only makes it quick
+            yield Wait(self._ttl_s / 3)  # bounded: the watch only makes the next reading prompt

@@ -99,7 +99,7 @@ class FailureController:
         at = f"{status.phase} step {status.step}"
         message = (f"crash loop: {len(known.marks)} restarts without progress at {at}; the last: {known.reason}. "
                    "Everything is kept; see `elastic-rl events`, mend the cause, and train again")
-        guard, end = fencing.ending(self._keys, fencing.current_epoch(self._etcd, self._keys), holder="crash loop")
+        guard, end = fencing.next_epoch(self._keys, fencing.current_epoch(self._etcd, self._keys), holder="crash loop")
         compares, ops = self._put(policy.acknowledged(known).replace(marks=[]), revision)
         event = events.build("run.crash_loop", self._keys.job, message, severity=Severity.ERROR, by=BY)
         stopped = status.replace(phase="failed", message=message, updated_at=now)

@@ -75,7 +75,7 @@ def read(etcd: EtcdClient, keys: Keys, now: float) -> Reading:
 
     epoch, job, leadership = etcd.get(keys.epoch()), etcd.get(keys.job_status()), etcd.get(keys.leadership())
     status = JobStatus.decode(job.value) if job else None
-    point = etcd.get(keys.step_point(status.step)) if status else None
+    point = etcd.get(keys.step_metrics(status.step)) if status else None
     cursor = etcd.get(keys.event_cursor())
     leader = leading(etcd.range(keys.leader_prefix())[0])
     found = [(Member.decode(kv.value), kv.lease) for kv in etcd.range(keys.members_prefix())[0]]

@@ -53,9 +53,13 @@ def _etcd(statuses: list[MemberStatus]) -> list[Metric]:
                               labels=["endpoint"])
     size = GaugeMetricFamily(metrics.PREFIX + "etcd_db_bytes", "Size of the etcd member's database",
                              labels=["endpoint"])
+    quota = GaugeMetricFamily(metrics.PREFIX + "etcd_quota_bytes", "Largest size that the database may have",
+                              labels=["endpoint"])
     for status in statuses:
         up.add_metric([status.endpoint], not status.error)
         if not status.error:
             leads.add_metric([status.endpoint], status.is_leader)
             size.add_metric([status.endpoint], status.db_bytes)
-    return [up, leads, size]
+            if status.quota_bytes:
+                quota.add_metric([status.endpoint], status.quota_bytes)
+    return [up, leads, size, quota]

@@ -187,7 +187,7 @@ class OperationService:
             return {"before": ranks}, trainer.start_timeout_s + 60.0
         if target == state_machine.JOB:
             epoch = fencing.current_epoch(self._etcd, self._keys)
-            guard, put = fencing.ending(self._keys, epoch, holder="global restart")
+            guard, put = fencing.next_epoch(self._keys, epoch, holder="global restart")
             made.compares.append(guard)
             made.ops.append(put)
             return ({"before": ranks, "ended": epoch},

@@ -1,13 +1,20 @@
-from collections.abc import Iterable as _Iterable
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar
-
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class AlarmType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NONE: _ClassVar[AlarmType]
+    NOSPACE: _ClassVar[AlarmType]
+    CORRUPT: _ClassVar[AlarmType]
+NONE: AlarmType
+NOSPACE: AlarmType
+CORRUPT: AlarmType
 
 class Header(_message.Message):
     __slots__ = ("cluster_id", "member_id", "revision", "raft_term")
@@ -19,7 +26,7 @@ class Header(_message.Message):
     member_id: int
     revision: int
     raft_term: int
-    def __init__(self, cluster_id: int | None = ..., member_id: int | None = ..., revision: int | None = ..., raft_term: int | None = ...) -> None: ...
+    def __init__(self, cluster_id: _Optional[int] = ..., member_id: _Optional[int] = ..., revision: _Optional[int] = ..., raft_term: _Optional[int] = ...) -> None: ...
 
 class KeyValue(_message.Message):
     __slots__ = ("key", "create_revision", "mod_revision", "version", "value", "lease")
@@ -35,7 +42,7 @@ class KeyValue(_message.Message):
     version: int
     value: bytes
     lease: int
-    def __init__(self, key: bytes | None = ..., create_revision: int | None = ..., mod_revision: int | None = ..., version: int | None = ..., value: bytes | None = ..., lease: int | None = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., version: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class RangeRequest(_message.Message):
     __slots__ = ("key", "range_end", "limit", "revision", "sort_order", "sort_target", "serializable", "keys_only", "count_only")
@@ -77,7 +84,7 @@ class RangeRequest(_message.Message):
     serializable: bool
     keys_only: bool
     count_only: bool
-    def __init__(self, key: bytes | None = ..., range_end: bytes | None = ..., limit: int | None = ..., revision: int | None = ..., sort_order: RangeRequest.SortOrder | str | None = ..., sort_target: RangeRequest.SortTarget | str | None = ..., serializable: bool | None = ..., keys_only: bool | None = ..., count_only: bool | None = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., limit: _Optional[int] = ..., revision: _Optional[int] = ..., sort_order: _Optional[_Union[RangeRequest.SortOrder, str]] = ..., sort_target: _Optional[_Union[RangeRequest.SortTarget, str]] = ..., serializable: _Optional[bool] = ..., keys_only: _Optional[bool] = ..., count_only: _Optional[bool] = ...) -> None: ...
 
 class RangeResponse(_message.Message):
     __slots__ = ("header", "kvs", "more", "count")
@@ -89,7 +96,7 @@ class RangeResponse(_message.Message):
     kvs: _containers.RepeatedCompositeFieldContainer[KeyValue]
     more: bool
     count: int
-    def __init__(self, header: Header | _Mapping | None = ..., kvs: _Iterable[KeyValue | _Mapping] | None = ..., more: bool | None = ..., count: int | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., kvs: _Optional[_Iterable[_Union[KeyValue, _Mapping]]] = ..., more: _Optional[bool] = ..., count: _Optional[int] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("key", "value", "lease", "prev_kv")
@@ -101,7 +108,7 @@ class PutRequest(_message.Message):
     value: bytes
     lease: int
     prev_kv: bool
-    def __init__(self, key: bytes | None = ..., value: bytes | None = ..., lease: int | None = ..., prev_kv: bool | None = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ..., prev_kv: _Optional[bool] = ...) -> None: ...
 
 class PutResponse(_message.Message):
     __slots__ = ("header", "prev_kv")
@@ -109,7 +116,7 @@ class PutResponse(_message.Message):
     PREV_KV_FIELD_NUMBER: _ClassVar[int]
     header: Header
     prev_kv: KeyValue
-    def __init__(self, header: Header | _Mapping | None = ..., prev_kv: KeyValue | _Mapping | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., prev_kv: _Optional[_Union[KeyValue, _Mapping]] = ...) -> None: ...
 
 class DeleteRangeRequest(_message.Message):
     __slots__ = ("key", "range_end", "prev_kv")
@@ -119,7 +126,7 @@ class DeleteRangeRequest(_message.Message):
     key: bytes
     range_end: bytes
     prev_kv: bool
-    def __init__(self, key: bytes | None = ..., range_end: bytes | None = ..., prev_kv: bool | None = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., prev_kv: _Optional[bool] = ...) -> None: ...
 
 class DeleteRangeResponse(_message.Message):
     __slots__ = ("header", "deleted", "prev_kvs")
@@ -129,7 +136,7 @@ class DeleteRangeResponse(_message.Message):
     header: Header
     deleted: int
     prev_kvs: _containers.RepeatedCompositeFieldContainer[KeyValue]
-    def __init__(self, header: Header | _Mapping | None = ..., deleted: int | None = ..., prev_kvs: _Iterable[KeyValue | _Mapping] | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., deleted: _Optional[int] = ..., prev_kvs: _Optional[_Iterable[_Union[KeyValue, _Mapping]]] = ...) -> None: ...
 
 class RequestOp(_message.Message):
     __slots__ = ("request_range", "request_put", "request_delete_range", "request_txn")
@@ -141,7 +148,7 @@ class RequestOp(_message.Message):
     request_put: PutRequest
     request_delete_range: DeleteRangeRequest
     request_txn: TxnRequest
-    def __init__(self, request_range: RangeRequest | _Mapping | None = ..., request_put: PutRequest | _Mapping | None = ..., request_delete_range: DeleteRangeRequest | _Mapping | None = ..., request_txn: TxnRequest | _Mapping | None = ...) -> None: ...
+    def __init__(self, request_range: _Optional[_Union[RangeRequest, _Mapping]] = ..., request_put: _Optional[_Union[PutRequest, _Mapping]] = ..., request_delete_range: _Optional[_Union[DeleteRangeRequest, _Mapping]] = ..., request_txn: _Optional[_Union[TxnRequest, _Mapping]] = ...) -> None: ...
 
 class ResponseOp(_message.Message):
     __slots__ = ("response_range", "response_put", "response_delete_range", "response_txn")
@@ -153,7 +160,7 @@ class ResponseOp(_message.Message):
     response_put: PutResponse
     response_delete_range: DeleteRangeResponse
     response_txn: TxnResponse
-    def __init__(self, response_range: RangeResponse | _Mapping | None = ..., response_put: PutResponse | _Mapping | None = ..., response_delete_range: DeleteRangeResponse | _Mapping | None = ..., response_txn: TxnResponse | _Mapping | None = ...) -> None: ...
+    def __init__(self, response_range: _Optional[_Union[RangeResponse, _Mapping]] = ..., response_put: _Optional[_Union[PutResponse, _Mapping]] = ..., response_delete_range: _Optional[_Union[DeleteRangeResponse, _Mapping]] = ..., response_txn: _Optional[_Union[TxnResponse, _Mapping]] = ...) -> None: ...
 
 class Compare(_message.Message):
     __slots__ = ("result", "target", "key", "version", "create_revision", "mod_revision", "value", "lease", "range_end")
@@ -197,7 +204,7 @@ class Compare(_message.Message):
     value: bytes
     lease: int
     range_end: bytes
-    def __init__(self, result: Compare.Result | str | None = ..., target: Compare.Target | str | None = ..., key: bytes | None = ..., version: int | None = ..., create_revision: int | None = ..., mod_revision: int | None = ..., value: bytes | None = ..., lease: int | None = ..., range_end: bytes | None = ...) -> None: ...
+    def __init__(self, result: _Optional[_Union[Compare.Result, str]] = ..., target: _Optional[_Union[Compare.Target, str]] = ..., key: _Optional[bytes] = ..., version: _Optional[int] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ..., range_end: _Optional[bytes] = ...) -> None: ...
 
 class TxnRequest(_message.Message):
     __slots__ = ("compare", "success", "failure")
@@ -207,7 +214,7 @@ class TxnRequest(_message.Message):
     compare: _containers.RepeatedCompositeFieldContainer[Compare]
     success: _containers.RepeatedCompositeFieldContainer[RequestOp]
     failure: _containers.RepeatedCompositeFieldContainer[RequestOp]
-    def __init__(self, compare: _Iterable[Compare | _Mapping] | None = ..., success: _Iterable[RequestOp | _Mapping] | None = ..., failure: _Iterable[RequestOp | _Mapping] | None = ...) -> None: ...
+    def __init__(self, compare: _Optional[_Iterable[_Union[Compare, _Mapping]]] = ..., success: _Optional[_Iterable[_Union[RequestOp, _Mapping]]] = ..., failure: _Optional[_Iterable[_Union[RequestOp, _Mapping]]] = ...) -> None: ...
 
 class TxnResponse(_message.Message):
     __slots__ = ("header", "succeeded", "responses")
@@ -217,7 +224,7 @@ class TxnResponse(_message.Message):
     header: Header
     succeeded: bool
     responses: _containers.RepeatedCompositeFieldContainer[ResponseOp]
-    def __init__(self, header: Header | _Mapping | None = ..., succeeded: bool | None = ..., responses: _Iterable[ResponseOp | _Mapping] | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., succeeded: _Optional[bool] = ..., responses: _Optional[_Iterable[_Union[ResponseOp, _Mapping]]] = ...) -> None: ...
 
 class CompactionRequest(_message.Message):
     __slots__ = ("revision", "physical")
@@ -225,13 +232,13 @@ class CompactionRequest(_message.Message):
     PHYSICAL_FIELD_NUMBER: _ClassVar[int]
     revision: int
     physical: bool
-    def __init__(self, revision: int | None = ..., physical: bool | None = ...) -> None: ...
+    def __init__(self, revision: _Optional[int] = ..., physical: _Optional[bool] = ...) -> None: ...
 
 class CompactionResponse(_message.Message):
     __slots__ = ("header",)
     HEADER_FIELD_NUMBER: _ClassVar[int]
     header: Header
-    def __init__(self, header: Header | _Mapping | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("type", "kv", "prev_kv")
@@ -247,7 +254,7 @@ class Event(_message.Message):
     type: Event.EventType
     kv: KeyValue
     prev_kv: KeyValue
-    def __init__(self, type: Event.EventType | str | None = ..., kv: KeyValue | _Mapping | None = ..., prev_kv: KeyValue | _Mapping | None = ...) -> None: ...
+    def __init__(self, type: _Optional[_Union[Event.EventType, str]] = ..., kv: _Optional[_Union[KeyValue, _Mapping]] = ..., prev_kv: _Optional[_Union[KeyValue, _Mapping]] = ...) -> None: ...
 
 class WatchCreateRequest(_message.Message):
     __slots__ = ("key", "range_end", "start_revision", "progress_notify", "prev_kv")
@@ -261,13 +268,13 @@ class WatchCreateRequest(_message.Message):
     start_revision: int
     progress_notify: bool
     prev_kv: bool
-    def __init__(self, key: bytes | None = ..., range_end: bytes | None = ..., start_revision: int | None = ..., progress_notify: bool | None = ..., prev_kv: bool | None = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., start_revision: _Optional[int] = ..., progress_notify: _Optional[bool] = ..., prev_kv: _Optional[bool] = ...) -> None: ...
 
 class WatchCancelRequest(_message.Message):
     __slots__ = ("watch_id",)
     WATCH_ID_FIELD_NUMBER: _ClassVar[int]
     watch_id: int
-    def __init__(self, watch_id: int | None = ...) -> None: ...
+    def __init__(self, watch_id: _Optional[int] = ...) -> None: ...
 
 class WatchProgressRequest(_message.Message):
     __slots__ = ()
@@ -281,7 +288,7 @@ class WatchRequest(_message.Message):
     create_request: WatchCreateRequest
     cancel_request: WatchCancelRequest
     progress_request: WatchProgressRequest
-    def __init__(self, create_request: WatchCreateRequest | _Mapping | None = ..., cancel_request: WatchCancelRequest | _Mapping | None = ..., progress_request: WatchProgressRequest | _Mapping | None = ...) -> None: ...
+    def __init__(self, create_request: _Optional[_Union[WatchCreateRequest, _Mapping]] = ..., cancel_request: _Optional[_Union[WatchCancelRequest, _Mapping]] = ..., progress_request: _Optional[_Union[WatchProgressRequest, _Mapping]] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
     __slots__ = ("header", "watch_id", "created", "canceled", "compact_revision", "cancel_reason", "events")
@@ -299,7 +306,7 @@ class WatchResponse(_message.Message):
     compact_revision: int
     cancel_reason: str
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, header: Header | _Mapping | None = ..., watch_id: int | None = ..., created: bool | None = ..., canceled: bool | None = ..., compact_revision: int | None = ..., cancel_reason: str | None = ..., events: _Iterable[Event | _Mapping] | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., watch_id: _Optional[int] = ..., created: _Optional[bool] = ..., canceled: _Optional[bool] = ..., compact_revision: _Optional[int] = ..., cancel_reason: _Optional[str] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class LeaseGrantRequest(_message.Message):
     __slots__ = ("TTL", "ID")
@@ -307,7 +314,7 @@ class LeaseGrantRequest(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     TTL: int
     ID: int
-    def __init__(self, TTL: int | None = ..., ID: int | None = ...) -> None: ...
+    def __init__(self, TTL: _Optional[int] = ..., ID: _Optional[int] = ...) -> None: ...
 
 class LeaseGrantResponse(_message.Message):
     __slots__ = ("header", "ID", "TTL", "error")
@@ -319,25 +326,25 @@ class LeaseGrantResponse(_message.Message):
     ID: int
     TTL: int
     error: str
-    def __init__(self, header: Header | _Mapping | None = ..., ID: int | None = ..., TTL: int | None = ..., error: str | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class LeaseRevokeRequest(_message.Message):
     __slots__ = ("ID",)
     ID_FIELD_NUMBER: _ClassVar[int]
     ID: int
-    def __init__(self, ID: int | None = ...) -> None: ...
+    def __init__(self, ID: _Optional[int] = ...) -> None: ...
 
 class LeaseRevokeResponse(_message.Message):
     __slots__ = ("header",)
     HEADER_FIELD_NUMBER: _ClassVar[int]
     header: Header
-    def __init__(self, header: Header | _Mapping | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
 
 class LeaseKeepAliveRequest(_message.Message):
     __slots__ = ("ID",)
     ID_FIELD_NUMBER: _ClassVar[int]
     ID: int
-    def __init__(self, ID: int | None = ...) -> None: ...
+    def __init__(self, ID: _Optional[int] = ...) -> None: ...
 
 class LeaseKeepAliveResponse(_message.Message):
     __slots__ = ("header", "ID", "TTL")
@@ -347,7 +354,7 @@ class LeaseKeepAliveResponse(_message.Message):
     header: Header
     ID: int
     TTL: int
-    def __init__(self, header: Header | _Mapping | None = ..., ID: int | None = ..., TTL: int | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ...) -> None: ...
 
 class LeaseTimeToLiveRequest(_message.Message):
     __slots__ = ("ID", "keys")
@@ -355,7 +362,7 @@ class LeaseTimeToLiveRequest(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     ID: int
     keys: bool
-    def __init__(self, ID: int | None = ..., keys: bool | None = ...) -> None: ...
+    def __init__(self, ID: _Optional[int] = ..., keys: _Optional[bool] = ...) -> None: ...
 
 class LeaseTimeToLiveResponse(_message.Message):
     __slots__ = ("header", "ID", "TTL", "grantedTTL")
@@ -367,14 +374,14 @@ class LeaseTimeToLiveResponse(_message.Message):
     ID: int
     TTL: int
     grantedTTL: int
-    def __init__(self, header: Header | _Mapping | None = ..., ID: int | None = ..., TTL: int | None = ..., grantedTTL: int | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ..., grantedTTL: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("header", "version", "dbSize", "leader", "raftIndex", "raftTerm", "raftAppliedIndex", "errors", "dbSizeInUse", "isLearner")
+    __slots__ = ("header", "version", "dbSize", "leader", "raftIndex", "raftTerm", "raftAppliedIndex", "errors", "dbSizeInUse", "isLearner", "storageVersion", "dbSizeQuota")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DBSIZE_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +392,8 @@ class StatusResponse(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     DBSIZEINUSE_FIELD_NUMBER: _ClassVar[int]
     ISLEARNER_FIELD_NUMBER: _ClassVar[int]
+    STORAGEVERSION_FIELD_NUMBER: _ClassVar[int]
+    DBSIZEQUOTA_FIELD_NUMBER: _ClassVar[int]
     header: Header
     version: str
     dbSize: int
@@ -395,7 +404,53 @@ class StatusResponse(_message.Message):
     errors: _containers.RepeatedScalarFieldContainer[str]
     dbSizeInUse: int
     isLearner: bool
-    def __init__(self, header: Header | _Mapping | None = ..., version: str | None = ..., dbSize: int | None = ..., leader: int | None = ..., raftIndex: int | None = ..., raftTerm: int | None = ..., raftAppliedIndex: int | None = ..., errors: _Iterable[str] | None = ..., dbSizeInUse: int | None = ..., isLearner: bool | None = ...) -> None: ...
+    storageVersion: str
+    dbSizeQuota: int
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., version: _Optional[str] = ..., dbSize: _Optional[int] = ..., leader: _Optional[int] = ..., raftIndex: _Optional[int] = ..., raftTerm: _Optional[int] = ..., raftAppliedIndex: _Optional[int] = ..., errors: _Optional[_Iterable[str]] = ..., dbSizeInUse: _Optional[int] = ..., isLearner: _Optional[bool] = ..., storageVersion: _Optional[str] = ..., dbSizeQuota: _Optional[int] = ...) -> None: ...
+
+class DefragmentRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DefragmentResponse(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ...) -> None: ...
+
+class AlarmRequest(_message.Message):
+    __slots__ = ("action", "memberID", "alarm")
+    class AlarmAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        GET: _ClassVar[AlarmRequest.AlarmAction]
+        ACTIVATE: _ClassVar[AlarmRequest.AlarmAction]
+        DEACTIVATE: _ClassVar[AlarmRequest.AlarmAction]
+    GET: AlarmRequest.AlarmAction
+    ACTIVATE: AlarmRequest.AlarmAction
+    DEACTIVATE: AlarmRequest.AlarmAction
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERID_FIELD_NUMBER: _ClassVar[int]
+    ALARM_FIELD_NUMBER: _ClassVar[int]
+    action: AlarmRequest.AlarmAction
+    memberID: int
+    alarm: AlarmType
+    def __init__(self, action: _Optional[_Union[AlarmRequest.AlarmAction, str]] = ..., memberID: _Optional[int] = ..., alarm: _Optional[_Union[AlarmType, str]] = ...) -> None: ...
+
+class AlarmMember(_message.Message):
+    __slots__ = ("memberID", "alarm")
+    MEMBERID_FIELD_NUMBER: _ClassVar[int]
+    ALARM_FIELD_NUMBER: _ClassVar[int]
+    memberID: int
+    alarm: AlarmType
+    def __init__(self, memberID: _Optional[int] = ..., alarm: _Optional[_Union[AlarmType, str]] = ...) -> None: ...
+
+class AlarmResponse(_message.Message):
+    __slots__ = ("header", "alarms")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ALARMS_FIELD_NUMBER: _ClassVar[int]
+    header: Header
+    alarms: _containers.RepeatedCompositeFieldContainer[AlarmMember]
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[AlarmMember, _Mapping]]] = ...) -> None: ...
 
 class AuthenticateRequest(_message.Message):
     __slots__ = ("name", "password")
@@ -403,7 +458,7 @@ class AuthenticateRequest(_message.Message):
     PASSWORD_FIELD_NUMBER: _ClassVar[int]
     name: str
     password: str
-    def __init__(self, name: str | None = ..., password: str | None = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., password: _Optional[str] = ...) -> None: ...
 
 class AuthenticateResponse(_message.Message):
     __slots__ = ("header", "token")
@@ -411,4 +466,4 @@ class AuthenticateResponse(_message.Message):
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     header: Header
     token: str
-    def __init__(self, header: Header | _Mapping | None = ..., token: str | None = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...

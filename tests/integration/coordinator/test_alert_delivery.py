@@ -226,7 +226,7 @@ def test_next_leader_reports_how_long_there_was_none_unless_the_last_one_closed(
         """One pass of a leader, which then vanishes."""
         with_it = Election(etcd, keys, name, "", 3).start()
         runtime.wait_until(lambda: with_it.is_leader, timeout_s=60, what="the leadership")
-        LeaderGap(etcd, keys, with_it, 15.0, lambda c, ops: etcd.txn(c, ops).succeeded, lambda: now[0]).look()
+        LeaderGap(etcd, keys, with_it, 15.0, lambda c, ops: etcd.txn(c, ops).succeeded, lambda: now[0]).update()
         with_it.stop()
         return with_it
 

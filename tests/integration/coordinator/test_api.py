@@ -73,7 +73,7 @@ def test_every_listing_comes_in_pages_that_together_hold_everything_once(house: 
         [(keys.engine(n), Engine(id=n, pool="x", state=EngineState.READY, epoch=1)) for n in names]
         + [(keys.pool_spec(n), PoolSpec(name=n, desired=1)) for n in names]
         + [(keys.member("page", n), Member(role="page", id=n, pid=1, host="h")) for n in names]
-        + [(keys.step_point(n), StepMetrics(step=n, at=n, reward=0.5)) for n in range(25)])
+        + [(keys.step_metrics(n), StepMetrics(step=n, at=n, reward=0.5)) for n in range(25)])
     assert [m["id"] for m in walk(api, "members?role=page", 7)] == names
     assert [e["id"] for e in walk(api, "engines", 6) if e["id"] in names] == names
     assert [p["name"] for p in walk(api, "pools", 4) if p["name"] in names] == names

@@ -69,7 +69,7 @@ def house(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
         (keys.job_status(), JobStatus(phase="rl", step=40, steps=400, started_at=now - 60, updated_at=now + 3600,
                                       reward=0.5, policy_version=41)),
         (keys.member("actor", "actor"), Member(role="actor", id="actor", pid=1, host="host-a", progress_at=now)),
-        *((keys.step_point(n), StepMetrics(step=n, at=now - 60 + n, reward=n / 80, samples=32, policy_version=n + 1,
+        *((keys.step_metrics(n), StepMetrics(step=n, at=now - 60 + n, reward=n / 80, samples=32, policy_version=n + 1,
                                          seconds={"total": 1.0, "train": 0.5})) for n in range(1, 41)),
         *((keys.engine(f"rollout-{n}"), engine(f"rollout-{n}")) for n in "ab")])
     try:
@@ -320,7 +320,7 @@ def test_what_is_written_to_the_store_shows_up_by_itself(show: Open, house: ApiC
     expect(row(page, "engines", "fresh")).to_contain_text("ready")
     house.etcd.put(keys.engine("fresh"), engine("fresh", "none", state=EngineState.QUARANTINED).encode())
     expect(row(page, "engines", "fresh")).to_contain_text("quarantined")
-    house.etcd.put(keys.step_point(41), StepMetrics(step=41, at=time.time(), reward=0.875, samples=32).encode())
+    house.etcd.put(keys.step_metrics(41), StepMetrics(step=41, at=time.time(), reward=0.875, samples=32).encode())
     expect(page.locator("#curve-reward .value")).to_have_text("0.875")
     status = read(house, keys.job_status(), JobStatus)
     house.etcd.put(keys.job_status(), status.replace(step=41).encode())

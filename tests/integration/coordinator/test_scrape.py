@@ -75,7 +75,7 @@ def a_job(etcd: EtcdClient, keys: Keys) -> None:
         keys.pool_status("rollout"): PoolStatus(name="rollout", ready=1, starting=1, draining=0),
         keys.engine("e1"): engine, keys.stream_head("policy"): version, keys.version("policy", 4): version,
         keys.job_status(): JobStatus(phase="rl", step=3, steps=9, started_at=now - 100, productive_s=50.0, reward=0.5),
-        keys.step_point(3): StepMetrics(step=3, at=now, reward=0.5, seconds={"total": 1.0, "train": 0.5}),
+        keys.step_metrics(3): StepMetrics(step=3, at=now, reward=0.5, seconds={"total": 1.0, "train": 0.5}),
         keys.dcs_node("n0"): DcsNode(id="n0", host="h", port=1, pid=1, arena_path="", arena_bytes=100, used_bytes=60,
                                      disk_bytes=1000, disk_used_bytes=10),
     }.items():

@@ -33,10 +33,10 @@ def test_a_step_and_its_point_are_one_write_and_an_evaluation_joins_the_point(et
     fencing.raise_epoch(etcd, keys, "test")
     status = writer(etcd, keys)
     status.write("rl", point=point(1), step=1, reward=0.1)
-    written = [etcd.get(key) for key in (keys.job_status(), keys.step_point(1))]
+    written = [etcd.get(key) for key in (keys.job_status(), keys.step_metrics(1))]
     assert written[0].mod_revision == written[1].mod_revision
     status.evaluated("rl", 1, 0.75)
-    written = [etcd.get(key) for key in (keys.job_status(), keys.step_point(1))]
+    written = [etcd.get(key) for key in (keys.job_status(), keys.step_metrics(1))]
     assert written[0].mod_revision == written[1].mod_revision
     assert JobStatus.decode(written[0].value).eval_accuracy == 0.75
     assert StepMetrics.decode(written[1].value) == point(1).replace(eval_accuracy=0.75)
@@ -60,7 +60,7 @@ def test_a_recovery_deletes_the_points_that_it_undid_and_takes_their_time_back(e
     # More than a transaction holds.
     store_all = [point(step) for step in range(5, 250)]
     for at in range(0, len(store_all), 50):
-        fencing.write(etcd, keys, 1, *(Op.put(keys.step_point(p.step), p.encode()) for p in store_all[at:at + 50]))
+        fencing.write(etcd, keys, 1, *(Op.put(keys.step_metrics(p.step), p.encode()) for p in store_all[at:at + 50]))
     again.resume("rl", 2)
     assert [p.step for p in points(etcd, keys)] == [1, 2]
 
@@ -73,7 +73,7 @@ def test_a_recovery_deletes_the_points_that_it_undid_and_takes_their_time_back(e
 def test_the_leader_thins_a_long_curve(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
     fencing.raise_epoch(etcd, keys, "test")
     for at in range(1, 301, 100):
-        fencing.write(etcd, keys, 1, *(Op.put(keys.step_point(n), point(n).encode()) for n in range(at, at + 100)))
+        fencing.write(etcd, keys, 1, *(Op.put(keys.step_metrics(n), point(n).encode()) for n in range(at, at + 100)))
     replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"coordinator": {"max_step_metrics": 100}})
     try:
         replicas.start("a")

@@ -1,4 +1,4 @@
-"""Getting into an etcd that asks for it: certificates, users and passwords; and what a person is told when it fails."""
+"""Access to an etcd with TLS and users: certificates, passwords, and the errors when access is denied."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.certificates import Authority
+from support.certificates import Authority, Identity
 from support.etcd_server import EtcdServers
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.dcs.fetch.puller import HeadWatch
 from elastic_rl.errors import ConfigError, EtcdDenied, EtcdFull, EtcdUnavailable
-from elastic_rl.etcd.access import Access
+from elastic_rl.etcd import access
+from elastic_rl.etcd.access import Access, TlsFiles
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import ROOT, Keys
 from elastic_rl.etcd.membership import Membership, members
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @dataclass
 class Guarded:
-    """An etcd that wants certificates both ways, and a user."""
+    """An etcd that requires certificates of its clients, and a user."""
 
     servers: EtcdServers
     good: Authority
@@ -51,7 +52,7 @@ class Guarded:
         return self.servers.ask(path, body, token=token, verify=context)
 
     def allow(self, prefix: str) -> None:
-        """Lets the user read and write there."""
+        """Permits the user to read and write under the prefix."""
         permission = {"permType": 2, "key": _b64(prefix.encode()), "range_end": _b64(range_end(prefix))}
         self.admin("auth/role/grant", {"name": "trainers", "perm": permission})
 
@@ -60,7 +61,7 @@ class Guarded:
                                         "range_end": _b64(range_end(prefix))})
 
     def password(self, text: str) -> str:
-        """Path of a file with it."""
+        """Path of a file with the password."""
         path = self.folder / f"password-{len(list(self.folder.iterdir()))}"
         path.write_text(text + "\n")
         return str(path)
@@ -99,7 +100,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         servers.close()
 
 
-def test_everything_works_over_tls_as_a_user(guarded: Guarded, keys: Keys) -> None:
+def test_client_works_over_tls_as_a_user(guarded: Guarded, keys: Keys) -> None:
     with guarded.servers.connect() as etcd, etcd.keepalive(5) as kept:
         revision = etcd.put(keys.root + "a", b"1")
         with etcd.watch(keys.root, start_revision=revision) as watch:
@@ -121,7 +122,7 @@ def test_everything_works_over_tls_as_a_user(guarded: Guarded, keys: Keys) -> No
     ({"tls_cert": "other", "tls_key": "other"}, "no secure connection.*etcd.tls_cert"),
     ({"tls_server_name": "elsewhere.example"}, "no secure connection.*etcd.tls_server_name"),
 ])
-def test_who_is_not_let_in_is_told_why_at_once(guarded: Guarded, wrong: dict[str, str], says: str) -> None:
+def test_denied_client_gets_the_reason_at_once(guarded: Guarded, wrong: dict[str, str], says: str) -> None:
     stranger = guarded.other.issue("stranger")
     files = {"password_file": guarded.password("wrong"), "tls_ca": str(guarded.other.cert),
              "tls_cert": str(stranger.cert), "tls_key": str(stranger.key)}
@@ -134,13 +135,13 @@ def test_who_is_not_let_in_is_told_why_at_once(guarded: Guarded, wrong: dict[str
         assert not refused.value.retryable and "right" not in str(refused.value)
 
 
-def test_without_tls_the_budget_ends_with_a_hint_at_tls(guarded: Guarded) -> None:
+def test_client_without_tls_gets_a_hint_at_tls(guarded: Guarded) -> None:
     with EtcdClient(guarded.servers.endpoints, retry_budget_s=0.5) as etcd, \
             pytest.raises(EtcdUnavailable, match="we speak no TLS"):
         etcd.get(f"{ROOT}/x")
 
 
-def test_a_user_without_the_right_is_told_which_one_is_missing_and_goes_on_once_it_has_it(guarded: Guarded) -> None:
+def test_missing_permission_is_named_and_the_client_recovers_once_granted(guarded: Guarded) -> None:
     keys = Keys("forbidden")
     guarded.forbid(f"{ROOT}/")
     try:
@@ -158,8 +159,8 @@ def test_a_user_without_the_right_is_told_which_one_is_missing_and_goes_on_once_
         guarded.allow(f"{ROOT}/")
 
 
-def test_a_token_that_etcd_forgot_is_renewed_under_a_watch_a_lease_and_a_leader(guarded: Guarded, keys: Keys) -> None:
-    """etcd keeps tokens in memory: a member that starts again knows none of them."""
+def test_auth_token_lost_by_etcd_is_renewed_under_watch_lease_and_leader(guarded: Guarded, keys: Keys) -> None:
+    """etcd keeps auth tokens in memory: a member that restarts knows none of them."""
     with guarded.servers.connect() as etcd, etcd.keepalive(20) as kept:
         election = Election(etcd, keys, "a", "", 10).start()
         revision = etcd.put(keys.root + "n", b"0", lease=kept.id)
@@ -178,7 +179,7 @@ def test_a_token_that_etcd_forgot_is_renewed_under_a_watch_a_lease_and_a_leader(
         election.stop()
 
 
-def test_a_new_password_needs_no_restart_of_the_client(guarded: Guarded, keys: Keys) -> None:
+def test_client_uses_a_changed_password_without_restart(guarded: Guarded, keys: Keys) -> None:
     file = guarded.password("right")
     with guarded.servers.connect(password_file=file) as etcd:
         etcd.put(keys.root + "x", b"1")
@@ -192,19 +193,92 @@ def test_a_new_password_needs_no_restart_of_the_client(guarded: Guarded, keys: K
             guarded.admin("auth/user/changepw", {"name": "rl", "password": "right"})
 
 
-def test_the_doctor_sees_members_that_are_well_and_what_is_wrong_with_the_access(guarded: Guarded) -> None:
-    def etcd_servers(**settings: str) -> dict[str, preflight.Verdict]:
-        cfg = Config(etcd_servers=guarded.servers.config(**settings))
+def test_doctor_reports_healthy_members_and_denied_access(guarded: Guarded) -> None:
+    def findings(**settings: str) -> dict[str, preflight.Verdict]:
+        cfg = Config(etcd=guarded.servers.config(**settings))
         return {f.check: f.verdict for f in preflight.examine(cfg) if f.check.startswith("etcd")}
 
     member = f"etcd {guarded.servers.endpoints[0]}"
-    assert etcd_servers() == {member: preflight.Verdict.OK, "etcd access": preflight.Verdict.OK}
-    wrong = etcd_servers(password_file=guarded.password("wrong"))
+    assert findings() == {member: preflight.Verdict.OK, "etcd access": preflight.Verdict.OK,
+                          "etcd history": preflight.Verdict.OK}
+    wrong = findings(password_file=guarded.password("wrong"))
     assert wrong == {member: preflight.Verdict.FAILED, "etcd access": preflight.Verdict.FAILED}
 
 
-# -- settings ------------------------------------------------------------------------------------------------------
-def test_files_that_are_no_certificates_and_secrets_are_found_before_the_first_call(tmp_path: Path) -> None:
+def test_user_without_the_root_role_may_compact_but_not_defragment(guarded: Guarded, keys: Keys) -> None:
+    with guarded.servers.connect() as etcd:
+        etcd.compact(etcd.put(keys.root + "x", b""), wait_s=10)
+        (member,) = etcd.statuses()
+        assert member.quota_bytes == 2 << 30, "by the metrics page, over TLS"
+        with pytest.raises(EtcdDenied, match="permission denied"):
+            etcd.defragment(member, timeout_s=10)
+
+
+# -- renewed certificates ----------------------------------------------------------------------------------------------
+def _install(identity: Identity, ca: Authority, folder: Path) -> None:
+    """Writes the files that the client's settings name, as a renewal does."""
+    for source, name in ((ca.cert, "ca.pem"), (identity.cert, "client.pem"), (identity.key, "client.key")):
+        partial = folder / f"{name}.partial"
+        partial.write_bytes(source.read_bytes())
+        partial.replace(folder / name)
+
+
+def test_client_uses_renewed_certificates_without_restart(tmp_path: Path, keys: Keys,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """The authority is replaced: etcd accepts nothing of the old one, and the client nothing of the old etcd."""
+    monkeypatch.setattr(access, "_RECHECK_S", 0.1)
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    servers = EtcdServers(tmp_path / "etcd", 1, tls=old.issue("server", hosts=["127.0.0.1"]),
+                          flags=["--client-cert-auth", "--trusted-ca-file", str(old.cert)])
+    _install(old.issue("client", hosts=["127.0.0.1"]), old, tmp_path)
+    servers.settings = {"tls_ca": str(tmp_path / "ca.pem"), "tls_cert": str(tmp_path / "client.pem"),
+                        "tls_key": str(tmp_path / "client.key")}
+    try:
+        with servers.start().connect() as etcd, etcd.keepalive(60) as kept:
+            revision = etcd.put(keys.root + "n", b"0")
+            with etcd.watch(keys.root + "n", start_revision=revision + 1) as watch:
+                servers.kill(0)
+                _install(new.issue("client", hosts=["127.0.0.1"]), new, tmp_path)
+                servers.renew(new.issue("server", hosts=["127.0.0.1"]), ["--client-cert-auth", "--trusted-ca-file",
+                                                                         str(new.cert)])
+                servers.restart(0)
+                etcd.put(keys.root + "n", b"1")
+                event = watch.get(20)
+                assert event is not None and event.kv.value == b"1"
+            assert kept.alive
+    finally:
+        servers.close()
+
+
+def test_watch_survives_a_renewal_and_half_renewed_files_are_not_used(
+        guarded: Guarded, tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_RECHECK_S", 0.0)
+    first, second = (guarded.good.issue(name, hosts=["127.0.0.1"]) for name in ("first", "second"))
+    _install(first, guarded.good, tmp_path)
+    with guarded.servers.connect(tls_ca=str(tmp_path / "ca.pem"), tls_cert=str(tmp_path / "client.pem"),
+                                 tls_key=str(tmp_path / "client.key")) as etcd:
+        revision = etcd.put(keys.root + "n", b"0")
+        with etcd.watch(keys.root + "n", start_revision=revision) as watch:
+            assert watch.get(5) is not None  # the stream is open
+            channels = etcd._channels._members._channels
+            (tmp_path / "client.pem").write_bytes(second.cert.read_bytes())  # its key is not there yet
+            etcd.put(keys.root + "n", b"1")
+            assert etcd._channels._members._channels is channels
+            _install(second, guarded.good, tmp_path)
+            etcd.put(keys.root + "n", b"2")
+            assert etcd._channels._members._channels is not channels, "the renewed files are not used"
+            seen = [event.kv.value for _ in range(2) if (event := watch.get(5)) is not None]
+            assert seen == [b"1", b"2"]
+            monkeypatch.setattr(access, "_RETIRE_S", 0.0)
+            etcd.put(keys.root + "n", b"3")  # now the old channels are closed, and the watch resumes on the new ones
+            with pytest.raises(ValueError, match="closed"):
+                channels[0].unary_unary("/x")(b"")
+            event = watch.get(10)
+            assert event is not None and event.kv.value == b"3"
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+def test_access_rejects_bad_certificates_and_secrets_before_the_first_call(tmp_path: Path) -> None:
     ca, junk, empty = Authority(tmp_path, "ca"), tmp_path / "junk", tmp_path / "empty"
     junk.write_text("no PEM")
     empty.write_text("\n")
@@ -221,20 +295,20 @@ def test_files_that_are_no_certificates_and_secrets_are_found_before_the_first_c
 @pytest.mark.parametrize("settings", [
     {"tls_cert": "c"}, {"tls_key": "k", "tls_ca": "a"}, {"tls_server_name": "n"}, {"user": "u"},
     {"password_file": "p"}, {"tls_ca": "a", "endpoints": []}])
-def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_config_rejects_settings_that_do_not_fit_together(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="belong together|need|set endpoints"):
         EtcdServers(tmp_path, 1).config(**settings)
 
 
-def test_an_endpoint_and_the_settings_must_agree_on_tls(tmp_path: Path) -> None:
+def test_client_rejects_endpoints_that_contradict_the_tls_settings(tmp_path: Path) -> None:
     ca = Authority(tmp_path, "ca")
-    with pytest.raises(ConfigError, match="wants TLS.*etcd.tls_ca"):
+    with pytest.raises(ConfigError, match="requires TLS.*etcd.tls_ca"):
         EtcdClient(["https://127.0.0.1:1"])
     with pytest.raises(ConfigError, match="is without TLS"):
-        EtcdClient(["http://127.0.0.1:1"], access=Access(ca=ca.cert.read_bytes()))
+        EtcdClient(["http://127.0.0.1:1"], access=Access(TlsFiles(str(ca.cert))))
 
 
-# -- a database that is full -----------------------------------------------------------------------------------------
+# -- a full database ---------------------------------------------------------------------------------------------------
 def _fill(etcd: EtcdClient, prefix: str) -> tuple[str, EtcdFull]:
     """Puts keys until one is refused; that key and the refusal."""
     for i in itertools.count():
@@ -245,7 +319,7 @@ def _fill(etcd: EtcdClient, prefix: str) -> tuple[str, EtcdFull]:
     raise AssertionError("unreachable")
 
 
-def test_a_full_database_is_told_at_once_and_members_and_leaders_outlive_it(tmp_path: Path, keys: Keys) -> None:
+def test_full_database_is_reported_at_once_and_members_and_leaders_survive_it(tmp_path: Path, keys: Keys) -> None:
     servers = EtcdServers(tmp_path, 1, flags=["--quota-backend-bytes", str(4 << 20)])
     try:
         with servers.start().connect() as etcd, Membership(etcd, keys, "worker", "w", ttl_s=3).start() as member:
@@ -254,7 +328,7 @@ def test_a_full_database_is_told_at_once_and_members_and_leaders_outlive_it(tmp_
             with ThreadPoolExecutor(8) as threads:  # several on their way at once: some are applied *and* refused
                 refused = dict(threads.map(lambda n: _fill(etcd, f"{keys.root}fill/{n}/"), range(8)))
             assert len(refused) == 8 and all("compact and defragment" in str(e) for e in refused.values())
-            assert not [key for key in refused if etcd.get(key)], "said to be refused, and there"
+            assert not [key for key in refused if etcd.get(key)], "a put was reported as refused, and applied"
             assert any("NOSPACE" in alarm for alarm in etcd.statuses()[0].alarms)
             assert not etcd.get(keys.root + "none")  # reads go on
             for step in range(20):

@@ -1,4 +1,4 @@
-"""Compaction under watches whose member was killed: everything that watches finds its way back to the present."""
+"""Compaction while a member is down: every watcher resynchronizes with the present afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VICTIM = 0
 
 @dataclass
 class Outage:
-    """Clients that know one member only, which is killed; ``near`` goes on with the others."""
+    """Clients that know one member only, which is killed; ``near`` continues with the others."""
 
     servers: EtcdServers
     link: Link
@@ -44,7 +44,7 @@ class Outage:
         assert self.servers.processes[VICTIM].returncode == -9
 
     def end(self, keys: Keys) -> None:
-        """Compacts, brings the member back, and lets nobody hear of it before it knows of the compaction."""
+        """Compacts and restarts the member, whose clients reach it again only once it has the compaction."""
         self.near.compact(self.near.put(keys.root + "last", b""))
         self.servers.restart(VICTIM)
         with self.servers.connect_at(VICTIM) as back:
@@ -68,7 +68,7 @@ def _head(near: EtcdClient, keys: Keys, number: int) -> None:
     near.put(keys.stream_head("policy"), version.encode())
 
 
-def test_each_watcher_resynchronises_after_a_compaction_that_it_missed(outage: Outage, keys: Keys) -> None:
+def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outage, keys: Keys) -> None:
     far, near = outage.far, outage.near
     _head(near, keys, 1)
     first = Election(near, keys, "first", "", 60).start()
@@ -103,8 +103,8 @@ def test_each_watcher_resynchronises_after_a_compaction_that_it_missed(outage: O
                 witness.get(20)
         assert getattr(heads.get(20), "number", 0) == 3
         wait_until(lambda: second.is_leader, timeout_s=20, what="the second leader")
-        assert client.open_again.wait(20), "the stream ended, and its client came again"
-        assert client.missed is None, "what it missed cannot be told any more: it gets a snapshot"
+        assert client.open_again.wait(20), "the stream did not end"
+        assert client.missed is None, "changes that were compacted cannot be replayed: it needs a snapshot"
         events.emit(near, keys, "after", "x", "m")
         wait_until(lambda: client.saw("after"), timeout_s=20, what="an event after the compaction")
         wait_until(lambda: _wakes(near, keys, woken), timeout_s=20, what="the waker", poll_s=0.2)
@@ -114,7 +114,7 @@ def test_each_watcher_resynchronises_after_a_compaction_that_it_missed(outage: O
 
 @dataclass
 class Client:
-    """A stream of events that is opened again when it ends, from the last revision that was seen."""
+    """A change stream that is opened again when it ends, from the last revision seen."""
 
     feed: ChangeStream
     seen: list[Change] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Client:
 
 
 def _wakes(near: EtcdClient, keys: Keys, woken: threading.Event) -> bool:
-    """Whether a change wakes the reconciler at once. What came before may still be on its way, so we ask twice."""
+    """Whether a change wakes the reconciler promptly. Earlier changes may still arrive, so this is polled."""
     woken.clear()
     near.put(keys.pool_spec("p"), b"")
     return woken.wait(2)

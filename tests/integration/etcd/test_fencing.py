@@ -1,18 +1,22 @@
-"""An incarnation whose epoch is over writes nothing more (I1), on a real etcd."""
+"""A writer that has been superseded writes nothing more (I1), on a real etcd."""
 
 from __future__ import annotations
 
 import pytest
 
+from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Fenced
-from elastic_rl.etcd import fencing
-from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
+from elastic_rl.etcd.transaction import MAX_OPS, Compare, Relation
 from elastic_rl.roles.run_log import JobStatusWriter
+from elastic_rl.runtime import wait_until
 
 
-def test_the_status_of_an_old_incarnation_is_refused_and_the_new_one_stands(etcd: EtcdClient, keys: Keys) -> None:
+def test_job_status_of_an_old_epoch_is_refused(etcd: EtcdClient, keys: Keys) -> None:
     old = JobStatusWriter(etcd, keys, epoch=fencing.raise_epoch(etcd, keys, "first").number, steps=9, seed=0)
     old.write("rl", step=3)
     new = JobStatusWriter(etcd, keys, epoch=fencing.raise_epoch(etcd, keys, "second").number, steps=9, seed=0)
@@ -23,11 +27,85 @@ def test_the_status_of_an_old_incarnation_is_refused_and_the_new_one_stands(etcd
     assert found is not None and JobStatus.decode(found.value).step == 2
 
 
-def test_a_fenced_transaction_does_none_of_its_operations(etcd: EtcdClient, keys: Keys) -> None:
+def test_fenced_transaction_does_none_of_its_operations(etcd: EtcdClient, keys: Keys) -> None:
     epoch = fencing.raise_epoch(etcd, keys, "first").number
     record = Engine(id="e", pool="rollout", state=EngineState.READY, epoch=epoch)
     fencing.write(etcd, keys, epoch, Op.put(keys.engine("e"), record.encode()))
     fencing.raise_epoch(etcd, keys, "second")
-    with pytest.raises(Fenced):
+    with pytest.raises(Fenced, match=f"epoch {epoch} of job {keys.job} is over"):
         fencing.write(etcd, keys, epoch, Op.delete(keys.engine("e")), Op.put(keys.engine("f"), b"{}"))
     assert etcd.get(keys.engine("e")) is not None and etcd.get(keys.engine("f")) is None
+
+
+def test_event_of_an_old_epoch_is_refused_with_its_change(etcd: EtcdClient, keys: Keys) -> None:
+    old = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "first").number)
+    written = old.emit("engine.starting", "e", "engine e is starting", ops=[Op.put(keys.engine("e"), b"1")], pid=7)
+    assert written is not None and written.data == {"pid": 7}
+    new = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "second").number)
+    with pytest.raises(Fenced):
+        old.emit("engine.dead", "e", "engine e is dead", ops=[Op.delete(keys.engine("e"))])
+    assert new.emit("engine.ready", "e", "engine e is ready") is not None
+    assert [e.kind for e in events.recent(etcd, keys)] == ["engine.starting", "engine.ready"]
+    assert etcd.get(keys.engine("e")) is not None
+
+
+def test_event_of_a_superseded_leader_is_refused(etcd: EtcdClient, keys: Keys) -> None:
+    election = Election(etcd, keys, "a", "", 60).start()
+    try:
+        wait_until(lambda: election.is_leader, timeout_s=10, what="the leader")
+        assert election.writer.emit("pool.scaled", "rollout", "m") is not None
+        etcd.delete(keys.leader("a"))  # its lease ended by etcd's clock, and not yet by its own
+        assert election.is_leader
+        with pytest.raises(Fenced, match="the term of replica a is over"):
+            election.writer.emit("pool.scaled", "rollout", "m")
+        assert len(events.recent(etcd, keys)) == 1
+    finally:
+        election.stop()
+    with pytest.raises(Fenced, match="does not lead"):
+        election.writer.write(Op.put(keys.root + "x", b""))
+
+
+def test_failed_comparison_is_distinguished_from_a_fenced_write(etcd: EtcdClient, keys: Keys) -> None:
+    key, event = keys.root + "x", "job.changed"
+    writer = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "first").number)
+    assert writer([Compare.absent(key)], [Op.put(key, b"1")])
+    assert not writer([Compare.absent(key)], [Op.put(key, b"2")])
+    assert writer.emit(event, "x", "m", compares=[Compare.absent(key)]) is None
+    refused = writer.txn([Compare.absent(key)], [Op.put(key, b"2")], [Op.get(key), Op.get(keys.epoch())])
+    found = refused.get(key)
+    assert not refused.succeeded and found is not None and found.value == b"1"
+    assert events.recent(etcd, keys) == []
+    fencing.raise_epoch(etcd, keys, "second")
+    with pytest.raises(Fenced):
+        writer([Compare.absent(key)], [Op.put(key, b"2")])
+
+
+def test_batches_stop_where_the_token_ends(etcd: EtcdClient, keys: Keys) -> None:
+    writer = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "first").number)
+    ops = [Op.put(f"{keys.root}many/{n:04d}", b"") for n in range(MAX_OPS + 1)]
+    writer.write_in_batches(ops)
+    assert etcd.count(keys.root + "many/") == MAX_OPS + 1
+    fencing.raise_epoch(etcd, keys, "second")
+    with pytest.raises(Fenced):
+        writer.write_in_batches([Op.delete(op.key) for op in ops])
+    assert etcd.count(keys.root + "many/") == MAX_OPS + 1
+
+
+def test_compare_holds_exactly_when_etcd_says_so(etcd: EtcdClient, keys: Keys) -> None:
+    present, absent = keys.root + "present", keys.root + "absent"
+    etcd.put(present, b"m")
+    etcd.put(present, b"n")
+    kv = etcd.get(present)
+    assert kv is not None and kv.version == 2
+    relations: tuple[Relation, ...] = ("==", "!=", "<", ">")
+
+    def check(compare: Compare, found: KeyValue | None) -> None:
+        assert etcd.txn([compare], []).succeeded == compare.holds(found), compare
+
+    for relation in relations:
+        for key, found in ((present, kv), (absent, None)):
+            for number in (0, 1, 2, 3, kv.create_revision, kv.mod_revision):
+                for kind in (Compare.mod, Compare.create, Compare.version):
+                    check(kind(key, relation, number), found)
+            for value in (b"", b"m", b"n", b"o"):
+                check(Compare.value(key, relation, value), found)

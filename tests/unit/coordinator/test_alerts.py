@@ -244,25 +244,33 @@ def test_staleness_beyond_its_bound_is_an_alert() -> None:
 def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
     def found(*errors: str, read_s: float = 0.0) -> list[tuple[str, Severity]]:
         health = Health([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
-        return [(c.key, c.severity) for c in etcd_health.conditions(health, 0.5, 1000)]
+        return [(c.key, c.severity) for c in etcd_health.conditions(health, 0.5, 0.9, 1000)]
 
     assert found("", "", "") == [] == found("")
     assert found("x", "", "") == [("etcd.degraded/m0", Severity.ERROR)]
     assert found("x", "", "", "", "") == [("etcd.degraded/m0", Severity.WARNING)]
     assert [s for _, s in found("x", "y", "", "", "")] == [Severity.ERROR] * 2
     assert found("", read_s=0.6) == [("etcd.slow/etcd", Severity.WARNING)]
-    large = Health([MemberStatus("m0", db_bytes=1001), MemberStatus("m1", db_bytes=900)])
-    assert [c.key for c in etcd_health.conditions(large, 0.5, 1000)] == ["etcd.full/etcd"]
     full = Health([MemberStatus("m0", alarms=("NOSPACE",))])
-    assert [c.key for c in etcd_health.conditions(full, 0.5, 1000)] == ["etcd.alarm/m0"]
+    assert [c.key for c in etcd_health.conditions(full, 0.5, 0.9, 1000)] == ["etcd.alarm/m0"]
+
+
+def test_etcd_full_uses_the_members_quota_or_the_assumed_one() -> None:
+    def full(*members: MemberStatus) -> bool:
+        return [c.key for c in etcd_health.conditions(Health(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
+
+    assert full(MemberStatus("m0", db_bytes=901), MemberStatus("m1", db_bytes=100))
+    assert not full(MemberStatus("m0", db_bytes=899))
+    assert full(MemberStatus("m0", db_bytes=451, quota_bytes=500), MemberStatus("m1", db_bytes=800, quota_bytes=1000))
+    assert not full(MemberStatus("m0", db_bytes=901, quota_bytes=2000))
 
 
 def test_leader_gap_is_reported_unless_the_service_was_stopped() -> None:
-    before = leader_gap.SignOfLife(replica="a", term=5, at=100.0)
-    assert leader_gap.gap_s(before, 6, 160.0, 15.0, closed=False) == 60.0
-    assert leader_gap.gap_s(before, 6, 110.0, 15.0, closed=False) == 0.0
-    assert leader_gap.gap_s(before, 5, 160.0, 15.0, closed=False) == 0.0, "it is the same leader"
-    assert leader_gap.gap_s(before, 6, 160.0, 15.0, closed=True) == 0.0
-    assert leader_gap.gap_s(None, 6, 160.0, 15.0, closed=True) == 0.0
+    before = leader_gap.LeaderHeartbeat(replica="a", term=5, at=100.0)
+    assert leader_gap.gap_s(before, 6, 160.0, 15.0, stopped=False) == 60.0
+    assert leader_gap.gap_s(before, 6, 110.0, 15.0, stopped=False) == 0.0
+    assert leader_gap.gap_s(before, 5, 160.0, 15.0, stopped=False) == 0.0, "it is the same leader"
+    assert leader_gap.gap_s(before, 6, 160.0, 15.0, stopped=True) == 0.0
+    assert leader_gap.gap_s(None, 6, 160.0, 15.0, stopped=True) == 0.0
     gap = rules.report(event("leader.absent", "leader", Severity.WARNING, seconds=60), 5, "j")
     assert gap and not gap.notify_resolved

@@ -13,7 +13,7 @@ from elastic_rl.etcd.records import Event
 
 
 def at(second: float, kind: str, subject: str = "x", **data: Any) -> Event:
-    return events.make(kind, subject, "", at=second, salt="0000", data=data)
+    return events.build(kind, subject, "", at=second, **data)
 
 
 def recovered(tally: FaultStatistics, part: str) -> tuple[int, float]:

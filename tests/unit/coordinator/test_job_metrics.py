@@ -82,9 +82,9 @@ def test_of_a_role_the_member_that_is_worst_off_is_shown() -> None:
 
 
 def test_times_to_recover_are_a_histogram_by_part() -> None:
-    told = [events.make("engine.dead", "e0", "", at=10.0, salt="0", data={"detect_s": 0.2}),
-            events.make("engine.ready", "e1", "", at=25.0, salt="0", data={"start_s": 14.0}),
-            events.make("dcs.dead", "n0", "", at=30.0, salt="0")]
+    told = [events.build("engine.dead", "e0", "", at=10.0, detect_s=0.2),
+            events.build("engine.ready", "e1", "", at=25.0, start_s=14.0),
+            events.build("dcs.dead", "n0", "", at=30.0)]
     found = samples(Reading(job="j", now=40.0, tally=count(FaultStatistics(), told)))
     assert found["faults_total{part=engine}"] == 1 and found["faults_open{part=dcs}"] == 1
     assert found["fault_recovery_seconds_bucket{part=engine,le=10}"] == 0

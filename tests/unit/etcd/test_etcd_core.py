@@ -1,4 +1,4 @@
-"""The parts of the etcd client that need no etcd: ranges, failure classes, pauses, and exactly-once by tokens."""
+"""The parts of the etcd client that need no etcd: ranges, failure classes, backoff, and write deduplication."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl.coordinator.election.protocol import leading
 from elastic_rl.errors import (
@@ -31,13 +32,13 @@ Code = grpc.StatusCode
 
 
 @given(st.text(min_size=1, max_size=6), st.binary(max_size=8))
-def test_a_prefix_range_holds_exactly_the_keys_that_start_with_the_prefix(prefix: str, other: bytes) -> None:
+def test_range_end_bounds_exactly_the_keys_with_the_prefix(prefix: str, other: bytes) -> None:
     start, end = prefix.encode(), range_end(prefix)
     for key in (other, start + other):
         assert (start <= key < end) == key.startswith(start)
 
 
-def test_the_empty_prefix_ranges_over_everything() -> None:
+def test_range_end_of_the_empty_prefix_is_unbounded() -> None:
     assert range_end("") == b"\0"
 
 
@@ -51,7 +52,7 @@ def test_the_empty_prefix_ranges_over_everything() -> None:
     (Code.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", Failure.REFUSED),
     (Code.INVALID_ARGUMENT, "etcdserver: duplicate key given in txn request", Failure.REFUSED),
 ])
-def test_a_failure_says_whether_the_request_may_have_been_applied(code: Any, details: str, expected: Failure) -> None:
+def test_classify_tells_whether_the_request_may_have_been_applied(code: Any, details: str, expected: Failure) -> None:
     assert classify(code, details) is expected
 
 
@@ -60,22 +61,22 @@ def test_a_failure_says_whether_the_request_may_have_been_applied(code: Any, det
     ("etcdserver: mvcc: required revision has been compacted", Compacted),
     ("etcdserver: request is too large", EtcdRefused),
 ])
-def test_a_refusal_becomes_a_typed_error(details: str, kind: type[ElasticRLError]) -> None:
+def test_refusal_maps_etcd_messages_to_typed_errors(details: str, kind: type[ElasticRLError]) -> None:
     assert type(refusal(Code.INVALID_ARGUMENT, details)) is kind
 
 
 @given(st.floats(0, 1, exclude_max=True))
-def test_pauses_grow_up_to_a_bound(jitter: float) -> None:
-    rests = list(itertools.islice(backoff(lambda: jitter), 12))
-    assert rests == sorted(rests) and rests[0] >= 0.01 and rests[-1] <= 0.4
+def test_backoff_grows_up_to_a_bound(jitter: float) -> None:
+    pauses = list(itertools.islice(backoff(lambda: jitter), 12))
+    assert pauses == sorted(pauses) and pauses[0] >= 0.01 and pauses[-1] <= 0.4
 
 
-def test_a_store_without_endpoints_is_a_configuration_error() -> None:
+def test_channels_reject_an_empty_endpoint_list() -> None:
     with pytest.raises(ConfigError, match="no etcd endpoint"):
         channels.Channels([], call_timeout_s=1, retry_budget_s=1)
 
 
-def test_the_candidate_that_came_first_leads() -> None:
+def test_oldest_candidate_leads() -> None:
     def candidate(name: str, created: int) -> KeyValue:
         return KeyValue(name, b"", created, created + 7, 1, 0)
 
@@ -86,17 +87,20 @@ def test_the_candidate_that_came_first_leads() -> None:
 
 @given(st.lists(st.floats(0, 4e9), min_size=2, max_size=2, unique_by=lambda at: int(at * 1000)))
 def test_event_ids_sort_by_time(times: list[float]) -> None:
-    early, late = (events.make("k", "s", "m", at=at, salt=salt) for at, salt in zip(sorted(times), ["zz", "az"],
-                                                                                   strict=True))
+    early, late = (events.build("k", "s", "m", at=at) for at in sorted(times))
     assert early.id < late.id
 
 
-def test_no_key_of_a_job_can_meet_the_tokens() -> None:
-    assert not deduplication.keys.token("c", 1).startswith(Keys("tokens").root)
+def test_event_ids_of_one_millisecond_differ() -> None:
+    assert len({events.build("k", "s", "m", at=1.0).id for _ in range(5000)}) == 5000
+
+
+def test_write_tokens_are_outside_every_job() -> None:
+    assert not deduplication.keys.write_token("c", 1).startswith(Keys("tokens").root)
 
 
 class ModelEtcd:
-    """Transactions of puts and single-key gets, as etcd runs them. Stands in for Channels; delivery is scripted.
+    """Transactions of puts and single-key gets, as etcd runs them. Replaces Channels; delivery is scripted.
 
     ``script`` draws, for each call: how many copies arrive now, how many later, and whether the first answer is lost.
     """
@@ -107,7 +111,7 @@ class ModelEtcd:
         self.late: list[Any] = []
         self.script = iter(script)
 
-    def call(self, method: Any, request: Any, doubt: channels.Ambiguity | None = None) -> Any:
+    def call(self, method: Any, request: Any, ambiguity: channels.Ambiguity | None = None) -> Any:
         if method is channels.GRANT:
             return None
         if method is channels.RANGE:
@@ -122,12 +126,12 @@ class ModelEtcd:
             self.between()
             answers.append(self.run(request))
         self.between()
-        if doubt is not None:
-            doubt.any |= now > 1 or later > 0
+        if ambiguity is not None:
+            ambiguity.any |= now > 1 or later > 0
         return answers[-1] if lost or now > 1 else answers[0]
 
     def between(self) -> None:
-        """What others do between two copies."""
+        """What other clients do between two copies."""
 
     def run(self, txn: Any) -> Any:
         self.wrote = False
@@ -161,55 +165,54 @@ class ModelEtcd:
         return bool(kv.create_revision == compare.create_revision)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=seeds(100))
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.booleans()), max_size=12))
-def test_a_write_takes_effect_once_however_often_and_late_it_arrives(script: list[tuple[int, int, bool]]) -> None:
-    etcd_servers = ModelEtcd(script)
-    book = deduplication.WriteDeduplicator(etcd_servers)  # type: ignore[arg-type]
+def test_duplicated_and_delayed_writes_apply_once(script: list[tuple[int, int, bool]]) -> None:
+    model = ModelEtcd(script)
+    writes = deduplication.WriteDeduplicator(model)  # type: ignore[arg-type]
     for i in range(len(script)):
-        done = book.run([], [Op.put("counter", str(i).encode()), Op.get("counter")], [])
-        assert done.succeeded and done.revision == etcd_servers.kv[b"counter"].mod_revision
-        assert etcd_servers.kv[b"counter"].version == i + 1 and etcd_servers.kv[b"counter"].value == str(i).encode()
+        done = writes.run([], [Op.put("counter", str(i).encode()), Op.get("counter")], [])
+        assert done.succeeded and done.revision == model.kv[b"counter"].mod_revision
+        assert model.kv[b"counter"].version == i + 1 and model.kv[b"counter"].value == str(i).encode()
         assert done.get("counter") is not None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=seeds(100))
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.booleans()), min_size=1, max_size=12),
        st.lists(st.booleans(), min_size=24, max_size=24))
-def test_a_write_that_was_answered_with_no_never_happens_however_late_a_copy_arrives(
+def test_refused_write_never_applies_from_a_delayed_copy(
         script: list[tuple[int, int, bool]], comes_and_goes: list[bool]) -> None:
-    """Another writer makes and deletes the key that each write is conditional on, also between its copies."""
-    etcd_servers = ModelEtcd(script)
-    book = deduplication.WriteDeduplicator(etcd_servers)  # type: ignore[arg-type]
+    """Another writer creates and deletes the key that each write is conditional on, also between its copies."""
+    model = ModelEtcd(script)
+    writes = deduplication.WriteDeduplicator(model)  # type: ignore[arg-type]
     toggles = iter(comes_and_goes)
 
     def between() -> None:
-        if next(toggles, False):
-            etcd_servers.kv.pop(b"busy",
-                                None) or etcd_servers.kv.update({b"busy": pb.KeyValue(key=b"busy", create_revision=1)})
+        if next(toggles, False) and model.kv.pop(b"busy", None) is None:
+            model.kv[b"busy"] = pb.KeyValue(key=b"busy", create_revision=1)
 
-    etcd_servers.between = between
+    model.between = between
     wrote: list[bytes] = []
     for i in range(len(script)):
         value = str(i).encode()
-        done = book.run([Compare.absent("busy")], [Op.put("x", value)], [Op.get("busy")])
+        done = writes.run([Compare.absent("busy")], [Op.put("x", value)], [Op.get("busy")])
         if done.succeeded:
             wrote.append(value)
-            assert etcd_servers.kv[b"x"].mod_revision == done.revision
+            assert model.kv[b"x"].mod_revision == done.revision
         else:
             assert done.get("busy") is not None
-        assert (etcd_servers.kv[b"x"].value if b"x" in etcd_servers.kv else None) == (wrote[-1] if wrote else None)
-    for old in etcd_servers.late:
-        etcd_servers.run(old)
-    assert (etcd_servers.kv[b"x"].version if b"x" in etcd_servers.kv else 0) == len(wrote)
+        assert (model.kv[b"x"].value if b"x" in model.kv else None) == (wrote[-1] if wrote else None)
+    for old in model.late:
+        model.run(old)
+    assert (model.kv[b"x"].version if b"x" in model.kv else 0) == len(wrote)
 
 
-def test_a_foreign_token_is_an_unknown_outcome_and_not_a_guess() -> None:
-    etcd_servers = ModelEtcd([])
-    book = deduplication.WriteDeduplicator(etcd_servers)  # type: ignore[arg-type]
-    book.run([], [Op.put("a", b"")], [])
-    (token_key,) = (key for key in etcd_servers.kv if b"_tokens" in key)
-    etcd_servers.kv[token_key].mod_revision += 1
+def test_token_changed_by_another_process_is_an_unknown_outcome() -> None:
+    model = ModelEtcd([])
+    writes = deduplication.WriteDeduplicator(model)  # type: ignore[arg-type]
+    writes.run([], [Op.put("a", b"")], [])
+    (token_key,) = (key for key in model.kv if b"_tokens" in key)
+    model.kv[token_key].mod_revision += 1
     with pytest.raises(OutcomeUnknown) as caught:
-        book.run([], [Op.put("a", b"")], [])
+        writes.run([], [Op.put("a", b"")], [])
     assert isinstance(caught.value, EtcdUnavailable) and caught.value.retryable
