@@ -8,18 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.client import EtcdClient, MemberStatus
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Severity
 
 log = logging.getLogger(__name__)
 
 _EVERY_S = 5.0
 _OLD_S = 60.0
-_HOLD_S = 10.0
-_SLOW_HOLD_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -28,30 +24,6 @@ class Health:
 
     members: Sequence[MemberStatus] = ()
     read_s: float = 0.0
-
-
-def conditions(health: Health, slow_s: float, largest_bytes: float) -> list[Condition]:
-    """What is wrong with etcd, as far as one can see who still reaches a majority. Pure."""
-    found, n = [], len(health.members)
-    silent = [m for m in health.members if m.error]
-    margin = n - len(silent) - (n // 2 + 1)
-    for member in silent:
-        left = "no further member may fail" if margin <= 0 else f"{margin} more may fail"
-        # Of one fault one alert: how near the end is goes with the member's own.
-        message = f"etcd member {member.endpoint} does not answer; {left}"
-        found.append(Condition("etcd.degraded", member.endpoint, message,
-                               Severity.ERROR if margin <= 0 else Severity.WARNING, hold_s=_HOLD_S))
-    for member in health.members:
-        for alarm in member.alarms:
-            message = f"etcd member {member.endpoint} has an alarm: {alarm}"
-            found.append(Condition("etcd.alarm", member.endpoint, message))
-    if (size := max((m.db_bytes for m in health.members), default=0)) > largest_bytes:
-        found.append(Condition("etcd.full", "etcd", f"etcd's database has {size >> 20} MiB, which is near its quota: "
-                               "compact and defragment it, or raise --quota-backend-bytes", Severity.WARNING))
-    if health.read_s > slow_s:
-        found.append(Condition("etcd.slow", "etcd", f"a read of etcd takes {health.read_s:.2f} s: look at its disk and "
-                               "network", Severity.WARNING, hold_s=_SLOW_HOLD_S))
-    return found
 
 
 class EtcdProbe:

@@ -31,14 +31,14 @@ from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.controller import MembershipController
 from elastic_rl.coordinator.operations.controller import OperationController
 from elastic_rl.coordinator.operations.service import OperationService
-from elastic_rl.coordinator.operations.state_machine import View
-from elastic_rl.coordinator.snapshot import ClusterSnapshot, SnapshotReader
+from elastic_rl.coordinator.records import Leadership
+from elastic_rl.coordinator.snapshot import SnapshotReader
 from elastic_rl.coordinator.step_metrics import downsample
 from elastic_rl.errors import ElasticRLError, EtcdDenied, EtcdFull, EtcdRefused, Fenced
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Event, Leader, Record
+from elastic_rl.etcd.records import Event, Leader
 from elastic_rl.etcd.transaction import MAX_OPS, batches
 from elastic_rl.telemetry import metrics, traces
 
@@ -56,16 +56,6 @@ _FAILED = metrics.counter("reconcile_failures", "Looks that ended with an error"
 Sweep = Callable[[Sequence[Compare]], list[str]]
 
 
-class Leadership(Record):
-    """The leadership that was announced last. ``term`` is the create revision of the leader's candidate key."""
-
-    replica: str
-    url: str
-    pid: int
-    term: int
-    since: float
-
-
 class Reconciler:
     """Runs ``look`` in a thread: after each interval, and at once when ``wake`` is called."""
 
@@ -75,18 +65,18 @@ class Reconciler:
         self._sweep, self._clock = sweep, clock
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._due: dict[str, float] = {}
-        desk = OperationService(etcd, keys, election, cfg, clock=clock)
-        self._operations = OperationController(keys, self._guarded)
-        self._failures = FailureController(etcd, keys, cfg.failure_policy, desk, self._guarded)
-        self._roster = MembershipController(etcd, keys, cfg, self._failures, self._guarded)
-        self._reader, self._term = SnapshotReader(etcd, keys, cfg, clock), 0
+        self._operations = OperationController(keys, cfg.trainer.ranks, self._guarded)
+        self._failures = FailureController(etcd, keys, cfg.failure_policy,
+                                           OperationService(etcd, keys, election, cfg, clock=clock), self._guarded)
+        self._membership = MembershipController(etcd, keys, cfg, self._failures.record_fault, self._guarded)
         self._probe, self._outcry = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
+        self._reader, self._term = SnapshotReader(etcd, keys, cfg, clock, self._probe), 0
         self._alerting = AlertController(etcd, keys, cfg, notifier, self._guarded, leads=lambda: election.is_leader,
-                                  clock=clock, probe=self._probe)
+                                        clock=clock)
         self._absence = LeaderGap(etcd, keys, election, cfg.alerts.leaderless_s, self._guarded, clock)
         notifier.on_outcome(self.wake)
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
-        self.last_look = 0.0
+        self.last_pass = 0.0
         """Unix seconds of the last look that ended well."""
 
     def start(self) -> None:
@@ -117,8 +107,8 @@ class Reconciler:
                 continue
             try:
                 with _LOOK_S.time(), traces.span("coordinator.reconcile"):
-                    self.look()
-                self.last_look = self._clock()
+                    self.reconcile_once()
+                self.last_pass = self._clock()
                 self._outcry.over()
             except (EtcdDenied, EtcdFull, EtcdRefused) as e:
                 _FAILED.labels(type(e).__name__).inc()
@@ -132,18 +122,19 @@ class Reconciler:
                 log.error("a record in the store is malformed: %s", e)
             self._stopping.wait(0.05)  # a burst of wake-ups is one look
 
-    def look(self) -> None:
-        """One look. Raises Fenced when the leadership is over, EtcdUnavailable when etcd does not answer."""
+    def reconcile_once(self) -> None:
+        """One pass. Raises Fenced when the leadership is over, EtcdUnavailable when etcd does not answer."""
         self._announce()
         self._absence.look()
         reports, over = self._read_events()
-        look = self._reader.read()
-        wrote = self._roster.update(look)
-        if self._roster.expel_outliers(look) or wrote:
-            look = self._reader.read()
-        self._failures.act(look.faults, look.now, look.world.status)
-        self._follow_operations(look)
-        self._alerting.update(look.world, reports, over, self._cursor_write())
+        snapshot = self._reader.read()
+        wrote = self._membership.update(snapshot)
+        if self._membership.quarantine_outliers(snapshot) or wrote:
+            snapshot = self._reader.read()
+        self._failures.act(snapshot)
+        self._operations.follow(snapshot)
+        self._operations.trim(snapshot)
+        self._alerting.update(snapshot, reports, over, self._cursor_write())
         self._alerting.deliver()
         if self._is_due("trim", _TRIM_EVERY_S):
             self._trim()
@@ -179,7 +170,7 @@ class Reconciler:
         before = Leadership.decode(found.value) if found else None
         if self._term != mine.create_revision:
             self._term = mine.create_revision
-            self._reader.begin()
+            self._membership.begin_term()
         if before and before.term == mine.create_revision:
             return
         leader = Leader.decode(mine.value)
@@ -187,16 +178,9 @@ class Reconciler:
                             since=self._clock())
         after = f" after {before.replica}" if before else ""
         event = events.build("leader.elected", leader.replica, f"{leader.replica} leads{after}", term=record.term,
-                             previous=before.replica if before else "", by=rules.BY_LEADER)
+                             previous=before.replica if before else "", by=registry.BY_LEADER)
         self._guarded([_unchanged(self._keys.leadership(), found.mod_revision if found else 0)],
                       [Op.put(self._keys.leadership(), record.encode()), events.put_op(self._keys, event)])
-
-    def _follow_operations(self, look: ClusterSnapshot) -> None:
-        self._operations.follow(look.operations, View(
-            now=look.now, specs=look.world.specs, statuses=look.world.statuses,
-            engines={i: e for i, (e, _) in look.engines.items()}, restarts=look.restarts, members=look.members,
-            adoptions=look.adoptions, job=look.world.status, epoch=look.epoch, trainer_ranks=self._cfg.trainer.ranks))
-        self._operations.trim(look.operations)
 
     def _read_events(self) -> tuple[list[state_machine.Condition], set[str]]:
         """Events since the cursor: the alerts they ask for, and keys of those they end. The cursor moves together with
@@ -209,12 +193,12 @@ class Reconciler:
             newest = self._range(self._keys.events_prefix())
         fresh = sorted((kv for kv in newest if kv.mod_revision > self._cursor[0]), key=lambda kv: kv.mod_revision)
         self._cursor_next = fresh[-1].mod_revision if fresh else self._cursor[0]
-        self._tally = count(cursor.tally, (Event.decode(kv.value) for kv in fresh))
+        self._statistics = count(cursor.statistics, (Event.decode(kv.value) for kv in fresh))
         reports, over = [], set()
         for kv in fresh:
             event = Event.decode(kv.value)
-            if event.kind in ("engine.dead", "engine.replaced") and event.data.get("by") != rules.BY_LEADER:
-                self._roster.mark_reported(registry.ENGINE, event.subject, self._clock())
+            if event.kind in ("engine.dead", "engine.replaced") and event.data.get("by") != registry.BY_LEADER:
+                self._membership.mark_reported(registry.ENGINE, event.subject, self._clock(), kv.mod_revision)
             if (condition := rules.report(event, kv.mod_revision, self._keys.job)) is not None:
                 reports.append(condition)
                 over.discard(condition.key)
@@ -227,7 +211,7 @@ class Reconciler:
             return []
         return [(_unchanged(self._keys.event_cursor(), self._cursor[1]),
                  Op.put(self._keys.event_cursor(),
-                        EventCursor(revision=self._cursor_next, tally=self._tally).encode()))]
+                        EventCursor(revision=self._cursor_next, statistics=self._statistics).encode()))]
 
     def _trim(self) -> None:
         kept = self._cfg.coordinator.events_keep

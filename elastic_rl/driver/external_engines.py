@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_rl.coordinator.membership.registry import ENGINE
-from elastic_rl.coordinator.operations.state_machine import engine_target
+from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.placement import PlacedActor
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor

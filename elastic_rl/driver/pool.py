@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_rl.coordinator.membership.registry import ENGINE
-from elastic_rl.coordinator.operations.state_machine import engine_target
+from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import AdoptedEngines
 from elastic_rl.driver.placement import PlacedActor, gpus_per_engine
 from elastic_rl.driver.plan import Running, StartBudget, plan

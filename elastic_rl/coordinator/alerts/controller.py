@@ -8,19 +8,18 @@ that dies between any two of these loses nothing; the next one sends the same me
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.alerts import delivery, facts, notifier, receivers, rules, state_machine
+from elastic_rl.coordinator.alerts import delivery, notifier, receivers, rules, state_machine
+from elastic_rl.coordinator.alerts.conditions import Thresholds
 from elastic_rl.coordinator.alerts.delivery import Limits, Outcome, ReceiverQueue
-from elastic_rl.coordinator.alerts.facts import Facts, World
 from elastic_rl.coordinator.alerts.notifier import Notification
 from elastic_rl.coordinator.alerts.receivers import Receiver
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
-from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.keys import Keys
@@ -28,9 +27,6 @@ from elastic_rl.etcd.records import Event, Severity, Silence
 from elastic_rl.etcd.transaction import GuardedWrite, batches
 
 log = logging.getLogger(__name__)
-
-_FACTS_EVERY_S = 1.0
-
 
 
 class Sender(Protocol):
@@ -69,29 +65,28 @@ class AlertController:
     """All of it runs in the leader's loop; only the probe of etcd and the notifier have threads of their own."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, notifier: Sender, guarded: GuardedWrite, *,
-                 leads: Callable[[], bool], clock: Callable[[], float], probe: EtcdProbe | None = None) -> None:
+                 leads: Callable[[], bool], clock: Callable[[], float]) -> None:
         self._etcd, self._keys, self._cfg, self._notifier = etcd, keys, cfg, notifier
-        self._guarded, self._leads, self._clock, self._probe = guarded, leads, clock, probe
+        self._guarded, self._leads, self._clock = guarded, leads, clock
         self._limits = Limits(cfg.alerts.group_wait_s, cfg.alerts.messages_per_minute)
-        self._facts, self._facts_at = Facts(), float("-inf")
+        self._thresholds = Thresholds.from_config(cfg)
 
-    def update(self, world: World, reports: Sequence[Condition], over: set[str],
+    def update(self, snapshot: ClusterSnapshot, reports: Sequence[Condition], over: set[str],
                cursor: Sequence[tuple[Compare, Op]] = ()) -> None:
         """Brings the alerts up to date with the world. ``cursor``: what says that the reports were read; it is written
         last, since an alert that was written without it is found open when its report is read again."""
         now, kept = self._clock(), self.read()
-        world = replace(world, facts=self._read_facts(world))
         known = [a for a, _ in kept.alerts.values()]
         found = rules.fold(
-            [*rules.conditions(world, now, {a.key for a in known if a.open}).values(),
-             *rules.with_causes(reports, world)], known)
+            [*rules.conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
+             *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:
             if not condition.revision:
                 holding.setdefault(condition.key, condition)
         todo = state_machine.step(
             now, kept.revision, known, holding, [c for c in found if c.revision],
-            lambda alert: rules.released(alert, world, now), self.audience,
+            lambda alert: rules.released(alert, snapshot, now), self.audience,
             declared=lambda alert: rules.declared_over(alert, over), silences=kept.silences,
             sending=kept.sending)
         self._write(kept, todo, [*cursor, *self._ended_silences(now, kept), *self._given_up(todo)])
@@ -132,13 +127,6 @@ class AlertController:
     # -- keeping ------------------------------------------------------------------------------------------------
     def _range(self, prefix: str) -> list[KeyValue]:
         return self._etcd.range(prefix)[0]
-
-    def _read_facts(self, world: World) -> Facts:
-        if time.monotonic() - self._facts_at >= _FACTS_EVERY_S:
-            etcd_health = self._probe.health() if self._probe else Health()
-            self._facts = facts.read_facts(self._etcd, self._keys, self._cfg, world.engines, etcd_health)
-            self._facts_at = time.monotonic()
-        return self._facts
 
     def _write(self, kept: Kept, todo: state_machine.Step, last: Sequence[tuple[Compare, Op]]) -> None:
         writes: list[tuple[Compare, Op]] = []

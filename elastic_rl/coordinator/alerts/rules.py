@@ -6,16 +6,15 @@ from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from elastic_rl.coordinator.alerts.conditions import conditions
-from elastic_rl.coordinator.alerts.facts import RUN_OVER, World
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.membership.registry import BY_LEADER
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.records import EngineState, Event, Severity
 
-__all__ = ["BY_LEADER", "RUN_OVER", "World", "conditions", "ends", "fold", "released", "report"]
+__all__ = ["conditions", "ends", "fold", "released", "report"]
 
-BY_LEADER = "leader"
-"""``data["by"]`` of events that the leader made from the roster; the roster opens their alert already."""
 QUIET_S = 60.0
 """A report of which nobody says when it is over ends when it was not repeated for so long."""
 SETTLE_S = 3.0
@@ -115,9 +114,10 @@ def fold(found: Iterable[Condition], known: Iterable[Alert]) -> list[Condition]:
     return out
 
 
-def with_causes(reports: Iterable[Condition], world: World) -> list[Condition]:
+def with_causes(reports: Iterable[Condition], snapshot: ClusterSnapshot) -> list[Condition]:
     """Reports with the host of the engine that they are about."""
-    return [replace(c, cause=engine.host) if c.kind.startswith("engine.") and (engine := world.engine(c.subject)) else c
+    return [replace(c, cause=engine.host) if c.kind.startswith("engine.") and (
+                engine := snapshot.engines.get(c.subject)) else c
             for c in reports]
 
 
@@ -131,31 +131,33 @@ def declared_over(alert: Alert, over: Set[str]) -> bool:
         k == twin and fault_of(k, s) == fault for k, _, s in (key.partition("/") for key in over))
 
 
-def released(alert: Alert, world: World, now: float) -> bool:
-    """Whether the trouble of a reported alert is over, by the state of the world."""
+def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
+    """Whether the trouble of a reported alert is over, by the state of the snapshot."""
     if not alert.tell_end:
         return True
     match alert.kind:
         case "engine.dead" | "engine.hung":
-            whole = all(world.ready(n) >= world.specs[n].desired for n in world.statuses if n in world.specs)
-            stale = any(e.id == alert.subject and e.state is EngineState.READY and e.updated_at < alert.last_at
-                        for e in world.engines)
-            return world.run_over or (whole and not stale and now - alert.last_at >= SETTLE_S)
+            pools = [snapshot.specs[n] for n in snapshot.statuses if n in snapshot.specs]
+            whole = all(snapshot.ready(spec.name) >= spec.desired for spec in pools)
+            e = snapshot.engines.get(alert.subject)
+            stale = e is not None and e.state is EngineState.READY and e.updated_at < alert.last_at
+            return snapshot.run_over or (whole and not stale and now - alert.last_at >= SETTLE_S)
         case "trainer.dead" | "trainer.hung":
-            return world.run_over or any(s.role == registry.TRAINER and s.id == "rank-0" and not s.dead
-                                         and s.first_seen > alert.last_at for s in world.roster)
+            return snapshot.run_over or any(s.role == registry.TRAINER and s.id == "rank-0" and not s.dead
+                                         and s.first_seen > alert.last_at for s in snapshot.registry.values())
         case "driver.dead" | "driver.hung" | "run.global_restart":
-            facts = world.facts
-            return world.run_over or (alert.revision < facts.epoch_revision < facts.status_revision
-                                      and world.status is not None and world.status.phase in ("sft", "rl"))
+            epoch, status = (snapshot.revision(key) for key in (snapshot.keys.epoch(), snapshot.keys.job_status()))
+            return snapshot.run_over or (alert.revision < epoch < status
+                                      and snapshot.status is not None and snapshot.status.phase in ("sft", "rl"))
         case "engine.cannot_fetch" | "engine.lagging":
-            return world.run_over or world.engine(alert.subject) is None
+            return snapshot.run_over or alert.subject not in snapshot.engines
         case "dcs.durable_failed" | "durable.behind":
-            return world.run_over
+            return snapshot.run_over
         case "publish.failed":
-            moved = world.heads.get(alert.subject, max(world.heads.values(), default=0))
-            return moved > alert.revision or world.run_over
+            streams = [alert.subject] if alert.subject in snapshot.heads else list(snapshot.heads)
+            moved = max((snapshot.revision(snapshot.keys.stream_head(s)) for s in streams), default=0)
+            return moved > alert.revision or snapshot.run_over
         case "job.failed" | "run.crash_loop":
-            return world.status is None or world.status.phase != "failed"
+            return snapshot.status is None or snapshot.status.phase != "failed"
         case _:
             return now - alert.last_at >= QUIET_S

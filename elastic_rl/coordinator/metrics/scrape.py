@@ -7,8 +7,10 @@ import time
 from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from elastic_rl.config import Config
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.metrics import job_metrics
+from elastic_rl.coordinator.snapshot import SnapshotReader
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient, MemberStatus
 from elastic_rl.etcd.keys import Keys
@@ -32,13 +34,14 @@ class _Page:
         return self._found
 
 
-def scrape(etcd: EtcdClient, keys: Keys, election: Election) -> bytes:
+def scrape(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election) -> bytes:
     """Reads the store and returns every metric in the Prometheus text format. Without a store ``elastic_rl_store_up``
     is 0 and the numbers of the job are not there: an old number would look like a fresh one."""
     began = time.monotonic()
     found = _etcd(etcd.statuses())
     try:
-        found += job_metrics.families(job_metrics.read(etcd, keys, time.time()))
+        snapshot = SnapshotReader(etcd, keys, cfg).read()
+        found += job_metrics.families(snapshot, job_metrics.read_counters(etcd, snapshot))
         _STORE_UP.set(1)
     except EtcdUnavailable:
         _STORE_UP.set(0)

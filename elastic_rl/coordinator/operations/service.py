@@ -13,6 +13,8 @@ from elastic_rl.coordinator import pools
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.operations import external_engines, state_machine
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
+from elastic_rl.coordinator.targets import JOB, TRAINER, engine_target, name_of, pool_target
+from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.errors import OutcomeUnknown
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
@@ -26,7 +28,6 @@ from elastic_rl.etcd.records import (
     Operation,
     OperationKind,
     PoolSpec,
-    Record,
     RestartRequest,
 )
 
@@ -42,24 +43,6 @@ class Once(Protocol):
     def compares(self) -> list[Compare]: ...
 
     def ops(self, location: str) -> list[Op]: ...
-
-
-class _Wish:
-    """Conditions and writes of an operation's beginning."""
-
-    def __init__(self) -> None:
-        self.compares: list[Compare] = []
-        self.ops: list[Op] = []
-
-    def put(self, key: str, found: KeyValue | None, record: Record) -> None:
-        """Writes a record if its key is still as it was read."""
-        self.compares.append(Compare.mod(key, "==", found.mod_revision if found else 0))
-        self.ops.append(Op.put(key, record.encode()))
-
-    def delete(self, found: KeyValue) -> None:
-        """Deletes a key if it is still as it was read."""
-        self.compares.append(Compare.mod(found.key, "==", found.mod_revision))
-        self.ops.append(Op.delete(found.key))
 
 
 class OperationService:
@@ -83,8 +66,8 @@ class OperationService:
         the pool is not the one of ``if_revision`` any more; and those of every beginning (409, 503, 504)."""
         pools.check_desired(desired, self._cfg.coordinator.max_engines)
 
-        def wish() -> tuple[Operation, _Wish, Event]:
-            key, made = self._keys.pool_spec(pool), _Wish()
+        def wish() -> tuple[Operation, WriteSet, Event]:
+            key, made = self._keys.pool_spec(pool), WriteSet()
             found = self._etcd.get(key)
             if found is None:
                 raise not_found("pool", pool)
@@ -93,9 +76,9 @@ class OperationService:
             if old.desired == desired:
                 made.compares.append(Compare.mod(key, "==", found.mod_revision))  # its ETag stays as it is
             else:
-                made.put(key, found, old.replace(desired=desired))
+                made.put(key, _revision(found), old.replace(desired=desired))
             engine = self._cfg.engine
-            op = self._operation(OperationKind.SCALE, state_machine.pool_target(pool), by,
+            op = self._operation(OperationKind.SCALE, pool_target(pool), by,
                                  engine.start_timeout_s + engine.drain_timeout_s, desired=desired,
                                  previous=old.desired)
             return op.replace(total=desired), made, self._event(
@@ -109,20 +92,21 @@ class OperationService:
         on; an adopted engine is never replaced, and its server goes on. Raises problems: 404; 409 for an engine that is
         leaving or has ended, or that is its pool's last."""
 
-        def wish() -> tuple[Operation, _Wish, Event]:
-            made = _Wish()
+        def wish() -> tuple[Operation, WriteSet, Event]:
+            made = WriteSet()
             found, engine = self._engine(engine_id)
             if engine.state not in (EngineState.STARTING, EngineState.SYNCING, EngineState.READY):
                 raise Problem(409, "conflict", "The engine cannot be drained",
                               f"engine {engine_id} is {engine.state} already")
-            made.put(found.key, found, engine.replace(state=EngineState.DRAINING, updated_at=self._clock()))
+            made.put(found.key, found.mod_revision,
+                     engine.replace(state=EngineState.DRAINING, updated_at=self._clock()))
             if engine.adopted:
                 if (wish := external_engines.wish_of(self._etcd, self._keys, engine)) is not None:
-                    made.delete(wish)
+                    made.delete(wish.key, wish.mod_revision)
             elif not replace:
                 self._shrink(made, engine.pool)
             cfg, replaced = self._cfg.engine, replace and not engine.adopted
-            op = self._operation(OperationKind.DRAIN, state_machine.engine_target(engine_id), by, cfg.drain_timeout_s +
+            op = self._operation(OperationKind.DRAIN, engine_target(engine_id), by, cfg.drain_timeout_s +
                                  (cfg.start_timeout_s if replaced else 30.0), pool=engine.pool, replace=replaced)
             return op, made, self._event(op, engine_id, f"engine {engine_id} leaves pool {engine.pool}, by {by}" +
                                          ("" if replaced else "; it is not replaced"))
@@ -134,15 +118,15 @@ class OperationService:
         problems: 422 for what is no URL of a server; 404 for the pool; 409 for a server that takes part already."""
         url = external_engines.check_url(url)
 
-        def wish() -> tuple[Operation, _Wish, Event]:
-            made = _Wish()
+        def wish() -> tuple[Operation, WriteSet, Event]:
+            made = WriteSet()
             if self._etcd.get(self._keys.pool_spec(pool)) is None:
                 raise not_found("pool", pool)
             found = external_engines.vacant(self._etcd, self._keys, url, self._cfg.coordinator.max_engines)
             engine_id = f"{pool}-adopted-{secrets.token_hex(3)}"
-            made.put(self._keys.adoption(url), found,
+            made.put(self._keys.adoption(url), _revision(found),
                      ExternalEngine(engine=engine_id, pool=pool, url=url, by=by, at=self._clock()))
-            op = self._operation(OperationKind.ADOPT, state_machine.engine_target(engine_id), by,
+            op = self._operation(OperationKind.ADOPT, engine_target(engine_id), by,
                                  self._cfg.engine.start_timeout_s, pool=pool, url=url)
             return op.replace(total=2), made, self._event(
                 op, engine_id, f"{url} joins pool {pool} as engine {engine_id}, by {by}", url=url)
@@ -150,18 +134,20 @@ class OperationService:
         return self._begin(wish, dry_run, once)
 
     def restart(self, target: str, *, reason: str = "", by: str, dry_run: bool = False,
-                once: Once | None = None) -> Operation:
+                once: Once | None = None, also: WriteSet | None = None) -> Operation:
         """Starts ``engines/ID``, ``roles/NAME``, ``trainer`` or ``job`` (the whole compute plane) anew. Raises
         problems: 404 for an engine or role that is not there; 422 for another target."""
 
-        def wish() -> tuple[Operation, _Wish, Event]:
-            made = _Wish()
+        def wish() -> tuple[Operation, WriteSet, Event]:
+            made = WriteSet()
+            if also is not None:
+                made.merge(also)
             facts, timeout_s = self._facts(target, made)
             key = self._keys.restart(target)
             found = self._etcd.get(key)
             before = RestartRequest.decode(found.value) if found else RestartRequest(target=target, wanted=0)
             number = before.wanted + 1
-            made.put(key, found, before.replace(wanted=number, reason=reason, by=by, at=self._clock(),
+            made.put(key, _revision(found), before.replace(wanted=number, reason=reason, by=by, at=self._clock(),
                                             epoch=int(facts.get("ended", before.epoch))))
             op = self._operation(OperationKind.RESTART, target, by, timeout_s, number=number, reason=reason, **facts)
             because = f": {reason}" if reason else ""
@@ -169,7 +155,7 @@ class OperationService:
 
         return self._begin(wish, dry_run, once)
 
-    def _facts(self, target: str, made: _Wish) -> tuple[dict[str, Any], float]:
+    def _facts(self, target: str, made: WriteSet) -> tuple[dict[str, Any], float]:
         """What tells later that a restarted part is back, and the longest time for it. To start the job anew ends its
         epoch in the same transaction: from then on nothing of the old one can write."""
         kind, _, name = target.partition("/")
@@ -182,10 +168,10 @@ class OperationService:
             if not before:
                 raise not_found("role", name)
             return {"before": before}, 120.0
-        ranks = [i for i, role in incarnations.items() if role == state_machine.TRAINER]
-        if target == state_machine.TRAINER:
+        ranks = [i for i, role in incarnations.items() if role == TRAINER]
+        if target == TRAINER:
             return {"before": ranks}, trainer.start_timeout_s + 60.0
-        if target == state_machine.JOB:
+        if target == JOB:
             epoch = fencing.current_epoch(self._etcd, self._keys)
             guard, put = fencing.ending(self._keys, epoch, holder="global restart")
             made.compares.append(guard)
@@ -202,14 +188,14 @@ class OperationService:
             raise not_found("engine", engine_id)
         return found, Engine.decode(found.value)
 
-    def _shrink(self, made: _Wish, pool: str) -> None:
+    def _shrink(self, made: WriteSet, pool: str) -> None:
         key = self._keys.pool_spec(pool)
         found = self._etcd.get(key)
         spec = PoolSpec.decode(found.value) if found else None
         if spec is None or spec.desired <= 1:
             raise Problem(409, "conflict", "The pool would be empty",
                           f"it is the last engine of pool {pool}; drain it with a replacement")
-        made.put(key, found, spec.replace(desired=spec.desired - 1))
+        made.put(key, _revision(found), spec.replace(desired=spec.desired - 1))
 
     # -- cancelling ---------------------------------------------------------------------------------------------
     def cancel(self, operation_id: str, *, by: str, dry_run: bool = False) -> Operation:
@@ -226,32 +212,33 @@ class OperationService:
             over = state_machine.cancelled(op, self._clock(), f"cancelled by {by}")
             if dry_run:
                 return over
-            made.put(found.key, found, over)
+            made.put(found.key, found.mod_revision, over)
             event = events.build("operation.cancelled", op.target, f"{op.kind} of {op.target} cancelled by {by}",
                                  operation=op.id, by=by)
             if self._commit(made, event, None, ""):
                 return over
         raise _busy()
 
-    def _undo(self, op: Operation, by: str) -> _Wish:
-        made = _Wish()
+    def _undo(self, op: Operation, by: str) -> WriteSet:
+        made = WriteSet()
         match op.kind:
             case OperationKind.SCALE:
-                found = self._etcd.get(self._keys.pool_spec(state_machine.name_of(op.target)))
+                found = self._etcd.get(self._keys.pool_spec(name_of(op.target)))
                 spec = PoolSpec.decode(found.value) if found else None
                 if spec is not None and spec.desired == op.params["desired"]:
-                    made.put(self._keys.pool_spec(spec.name), found, spec.replace(desired=int(op.params["previous"])))
+                    made.put(self._keys.pool_spec(spec.name), _revision(found),
+                             spec.replace(desired=int(op.params["previous"])))
             case OperationKind.RESTART:
                 key = self._keys.restart(op.target)
                 found = self._etcd.get(key)
                 wish = RestartRequest.decode(found.value) if found else None
                 if wish is None or wish.done >= op.params["number"] or wish.wanted != op.params["number"]:
                     raise Problem(409, "conflict", "It is too late to cancel", f"{op.target} is being started anew")
-                made.put(key, found, wish.replace(wanted=wish.wanted - 1, by=by, at=self._clock()))
+                made.put(key, _revision(found), wish.replace(wanted=wish.wanted - 1, by=by, at=self._clock()))
             case OperationKind.ADOPT:
                 found = self._etcd.get(self._keys.adoption(str(op.params["url"])))
-                if found is not None and ExternalEngine.decode(found.value).engine == state_machine.name_of(op.target):
-                    made.delete(found)
+                if found is not None and ExternalEngine.decode(found.value).engine == name_of(op.target):
+                    made.delete(found.key, found.mod_revision)
             case OperationKind.DRAIN:
                 raise Problem(409, "conflict", "It is too late to cancel",
                               "an engine that drains has been taken out of the router; scale the pool instead")
@@ -267,7 +254,7 @@ class OperationService:
         return events.build(_TURN[op.kind], subject, message, operation=op.id, by=op.by,
                             replica=self._election.replica, **data)
 
-    def _begin(self, wish: Callable[[], tuple[Operation, _Wish, Event]], dry_run: bool,
+    def _begin(self, wish: Callable[[], tuple[Operation, WriteSet, Event]], dry_run: bool,
                once: Once | None) -> Operation:
         for _ in range(_TRIES):
             op, made, event = wish()
@@ -280,7 +267,7 @@ class OperationService:
                 return op
         raise _busy()
 
-    def _commit(self, made: _Wish, event: Event, once: Once | None, location: str) -> bool:
+    def _commit(self, made: WriteSet, event: Event, once: Once | None, location: str) -> bool:
         """Whether the transaction went through; false when a record changed under it. Raises problems: 503 when this
         replica does not lead; 409 when ``once`` says that the same request is carried out already; 504 when nobody can
         tell whether it was applied."""
@@ -303,6 +290,10 @@ class OperationService:
             raise Problem(409, "conflict", "The same request is being carried out",
                           "a request with this Idempotency-Key was faster; send it again to get its answer")
         return False
+
+
+def _revision(found: KeyValue | None) -> int:
+    return found.mod_revision if found else 0
 
 
 def _busy() -> Problem:

@@ -18,16 +18,16 @@ from support.etcd_server import EtcdServers
 from elastic_rl import config, runtime
 from elastic_rl.coordinator.alerts import alert_test, silences
 from elastic_rl.coordinator.alerts.alert_test import DeliveryStatus
-from elastic_rl.coordinator.alerts.facts import read_facts
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.alerts.receivers import receiver_name
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_gap import LeaderGap
-from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
-from elastic_rl.coordinator.membership.registry import LastSeen
+from elastic_rl.coordinator.etcd_health import EtcdProbe
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.coordinator.snapshot import SnapshotReader
 from elastic_rl.errors import EtcdFull
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -193,11 +193,14 @@ def test_an_engine_that_lags_behind_the_head_and_a_store_that_is_behind_are_read
     etcd.put(keys.job_status(), JobStatus(phase="rl").encode())
     engine = Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1, version=1)
     cfg = config.parse({"job": keys.job, "dcs": {"durable_url": "file:///x", "durable_streams": ["policy"]}})
-    behind = read_facts(etcd, keys, cfg, [engine], Health())
+    etcd.put(keys.engine("e1"), engine.encode())
+    behind = SnapshotReader(etcd, keys, cfg).read()
     assert behind.durable == {"policy": 2} and behind.committed == {"policy": {1: 1000.0, 2: 2000.0, 3: 3000.0}}
     etcd.put(keys.durable("policy", 3), b"{}")
-    assert read_facts(etcd, keys, cfg, [engine.replace(version=3), engine.replace(state=EngineState.DEAD)], Health()
-                      ).committed == {}
+    etcd.put(keys.engine("e1"), engine.replace(version=3).encode())
+    etcd.put(keys.engine("e2"), engine.replace(id="e2", state=EngineState.DEAD).encode())
+    assert SnapshotReader(etcd, keys, cfg).read().committed == {}, "nothing that serves lags"
+    etcd.delete(keys.engine("e2"))
 
     etcd.put(keys.engine("e1"), engine.encode())
     leader = Leader(etcd, keys, urls=[service.url("chat")])

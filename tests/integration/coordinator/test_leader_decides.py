@@ -12,10 +12,10 @@ import pytest
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.failure.policy import Action, FaultLog
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.coordinator.records import FaultLog, RecoveryAction
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
@@ -316,7 +316,7 @@ def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_
 
     def pause() -> None:
         """Faults within ``settle_s`` are one."""
-        marked = FaultLog.decode(etcd.get(keys.fault("roles/advantages")).value).marks[-1].at
+        marked = FaultLog.decode(etcd.get(keys.fault("roles/advantages")).value).occurrences[-1].at
         wait_until(lambda: time.time() > marked + 0.2, timeout_s=5, what="the faults to be apart")
 
     die(0)
@@ -337,7 +337,7 @@ def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_
     assert "crash loop" in job.message and job.step == 7
     assert len(told(etcd, keys, "run.crash_loop")) == 1
     assert len(told(etcd, keys, "run.global_restart")) == 1, "the second one would not have helped"
-    assert FaultLog.decode(etcd.get(keys.fault("job")).value).pending is Action.LEAVE
+    assert FaultLog.decode(etcd.get(keys.fault("job")).value).pending is RecoveryAction.NONE
 
 
 def test_a_wish_counts_once_however_often_it_is_carried_out(etcd: EtcdClient, keys: Keys) -> None:

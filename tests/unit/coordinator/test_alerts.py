@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.coordinator import etcd_health
 from elastic_rl.coordinator.alerts import rules, state_machine
-from elastic_rl.coordinator.alerts.facts import Facts, Thresholds, behind_s
+from elastic_rl.coordinator.alerts.conditions import Thresholds, behind_s, etcd_conditions
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Notice, Phase
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.etcd_health import Health
-from elastic_rl.coordinator.membership.registry import LastSeen
+from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.coordinator.snapshot import ClusterSnapshot, KeyRevisions
 from elastic_rl.etcd.client import MemberStatus
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
     DcsNode,
     Engine,
@@ -27,9 +28,12 @@ from elastic_rl.etcd.records import (
     PoolStatus,
     Severity,
     Silence,
+    Version,
+    VersionState,
 )
 
 RECEIVERS = ["pager", "chat"]
+KEYS = Keys("j")
 
 
 class Machine:
@@ -231,10 +235,19 @@ def engine(engine_id: str, state: EngineState, updated_at: float = 0.0) -> Engin
     return Engine(id=engine_id, pool="rollout", state=state, epoch=1, updated_at=updated_at)
 
 
-def world(**changes) -> rules.World:
-    given_ = {"job": "j", "specs": {"rollout": PoolSpec(name="rollout", desired=2)},
-              "statuses": {"rollout": PoolStatus(name="rollout", ready=1, starting=1, draining=0)}}
-    return rules.World(**{**given_, **changes})
+def empty_snapshot(engines: Sequence[Engine] = (), registry: Sequence[LastSeen] = (), nodes: Sequence[DcsNode] = (),
+                   revisions: Mapping[str, int] | None = None, **changes) -> ClusterSnapshot:
+    """A snapshot without a pool. ``revisions``: of the last change, by key."""
+    return ClusterSnapshot(
+        "j", engines={e.id: e for e in engines}, registry={s.name: s for s in registry}, nodes={n.id: n for n in nodes},
+        revisions={key: KeyRevisions(1, mod) for key, mod in (revisions or {}).items()}, **changes)
+
+
+def snapshot(**changes) -> ClusterSnapshot:
+    """With a pool that has one of two engines."""
+    return empty_snapshot(**{
+        "specs": {"rollout": PoolSpec(name="rollout", desired=2)},
+        "statuses": {"rollout": PoolStatus(name="rollout", ready=1, starting=1, draining=0)}, **changes})
 
 
 def test_the_runner_the_driver_and_the_leader_report_one_engine_under_one_key() -> None:
@@ -258,16 +271,16 @@ def test_a_death_that_the_leader_told_of_is_alerted_by_the_roster_and_not_again_
 
 def test_ranks_that_fall_together_are_one_alert() -> None:
     dead = [LastSeen(role="trainer", id=f"rank-{i}", incarnation="1", first_seen=1, dead_at=5) for i in range(2)]
-    assert [k for k in rules.conditions(world(roster=dead), 9.0) if "trainer" in k] == ["trainer.dead/trainer"]
+    assert [k for k in rules.conditions(snapshot(registry=dead), 9.0) if "trainer" in k] == ["trainer.dead/trainer"]
 
 
 def test_an_engine_alert_is_over_when_the_pool_is_whole_again() -> None:
     alert = look_once(100.0, reports=[Condition("engine.dead", "e1", "m", revision=3)]).put[0]
     two = [engine("e2", EngineState.READY), engine("e3", EngineState.READY)]
-    assert not rules.released(alert, world(engines=[engine("e2", EngineState.READY)]), 200.0)
-    assert not rules.released(alert, world(engines=[*two, engine("e1", EngineState.READY, 50.0)]), 200.0)
-    assert not rules.released(alert, world(engines=two), 101.0)
-    assert rules.released(alert, world(engines=two), 104.0)
+    assert not rules.released(alert, snapshot(engines=[engine("e2", EngineState.READY)]), 200.0)
+    assert not rules.released(alert, snapshot(engines=[*two, engine("e1", EngineState.READY, 50.0)]), 200.0)
+    assert not rules.released(alert, snapshot(engines=two), 101.0)
+    assert rules.released(alert, snapshot(engines=two), 104.0)
 
 
 def test_an_engine_that_cannot_fetch_is_one_alert_until_it_can_or_is_gone() -> None:
@@ -278,8 +291,8 @@ def test_an_engine_that_cannot_fetch_is_one_alert_until_it_can_or_is_gone() -> N
     assert rules.ends(over, "j") == condition.key
     alert = look_once(1.0, reports=[condition]).put[0]
     engine = Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1)
-    assert not rules.released(alert, rules.World("j", engines=[engine]), 1e6)
-    assert rules.released(alert, rules.World("j"), 1e6)
+    assert not rules.released(alert, empty_snapshot(engines=[engine]), 1e6)
+    assert rules.released(alert, empty_snapshot(), 1e6)
 
 
 def test_a_dropped_version_is_a_publish_alert_of_its_stream() -> None:
@@ -290,16 +303,20 @@ def test_a_dropped_version_is_a_publish_alert_of_its_stream() -> None:
 
 def test_a_publish_alert_is_over_when_the_head_moved_after_the_failure() -> None:
     alert = look_once(1.0, reports=[Condition("publish.failed", "policy", "m", revision=30)]).put[0]
-    assert not rules.released(alert, world(heads={"policy": 29}), 2.0)
-    assert rules.released(alert, world(heads={"policy": 31}), 2.0)
+    head = {"policy": Version(stream="policy", number=4, state=VersionState.COMMITTED, epoch=1)}
+
+    def released(moved_at: int) -> bool:
+        return rules.released(alert, snapshot(heads=head, revisions={KEYS.stream_head("policy"): moved_at}), 2.0)
+
+    assert not released(29) and released(31)
 
 
 def test_a_short_pool_counts_only_after_an_engine_could_have_started_and_only_while_the_run_goes_on() -> None:
-    found = rules.conditions(world(pool_hold_s=77.0), 9.0)
+    found = rules.conditions(snapshot(), 9.0, Thresholds(pool_hold_s=77.0))
     assert found["pool.short/rollout"].hold_s == 77.0
-    over = rules.conditions(world(status=JobStatus(phase="finished")), 9.0)
+    over = rules.conditions(snapshot(status=JobStatus(phase="finished")), 9.0)
     assert list(over) == ["job.finished/j"]
-    assert list(rules.conditions(world(status=JobStatus(phase="failed", message="no")), 9.0)) == [
+    assert list(rules.conditions(snapshot(status=JobStatus(phase="failed", message="no")), 9.0)) == [
         "job.failed/j"]
 
 
@@ -320,8 +337,8 @@ def test_a_member_that_hangs_and_is_killed_for_it_is_one_alert() -> None:
     trainer = Condition("trainer.dead", "trainer", "m")
     assert folded(trainer, known=[opened("trainer.hung", "trainer")]) == ["trainer.hung/trainer"]
     hung = LastSeen(role="engine", id="e1", incarnation="1", first_seen=1, hung_at=5)
-    assert list(rules.conditions(world(roster=[hung], statuses={}), 9.0)) == ["engine.hung/e1"]
-    assert not rules.conditions(world(roster=[hung.replace(dead_at=6.0)], statuses={}), 9.0)
+    assert list(rules.conditions(snapshot(registry=[hung], statuses={}), 9.0)) == ["engine.hung/e1"]
+    assert not rules.conditions(snapshot(registry=[hung.replace(dead_at=6.0)], statuses={}), 9.0)
 
 
 def test_the_end_of_a_driver_and_the_global_restart_after_it_are_one_alert_whichever_is_seen_first() -> None:
@@ -357,8 +374,8 @@ def test_a_global_restart_is_over_when_the_new_epoch_makes_progress() -> None:
     status = JobStatus(phase="rl")
 
     def over(epoch: int, written: int, status: JobStatus = status) -> bool:
-        return rules.released(alert, world(status=status, facts=Facts(epoch_revision=epoch,
-                                                                            status_revision=written)), 1e9)
+        return rules.released(alert, snapshot(status=status, revisions={
+            KEYS.epoch(): epoch, KEYS.job_status(): written}), 1e9)
 
     assert not over(20, 40), "the old epoch still writes"
     assert not over(35, 34) and over(35, 36)
@@ -368,11 +385,11 @@ def test_a_global_restart_is_over_when_the_new_epoch_makes_progress() -> None:
 
 def test_a_crash_loop_and_the_failed_job_are_one_alert_until_it_runs_again() -> None:
     loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="policy"), 5, "j")
-    failed = rules.conditions(world(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
+    failed = rules.conditions(snapshot(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
     assert loop and len(set(folded(loop, failed))) == 1
     alert = opened("run.crash_loop", "j", revision=5)
-    assert not rules.released(alert, world(status=JobStatus(phase="failed")), 1e9)
-    assert rules.released(alert, world(status=JobStatus(phase="starting")), 2.0)
+    assert not rules.released(alert, snapshot(status=JobStatus(phase="failed")), 1e9)
+    assert rules.released(alert, snapshot(status=JobStatus(phase="starting")), 2.0)
 
 
 def test_the_end_that_was_said_of_one_sign_ends_the_alert_that_stands_for_it() -> None:
@@ -400,18 +417,18 @@ def test_a_condition_outlasts_the_end_of_what_was_reported_under_its_alert() -> 
     assert phases(m) == [Phase.FIRING, Phase.RESOLVED]
 
 
-def facts(**changes) -> Facts:
-    return Facts(**{"committed": {"policy": {n: 100.0 * n for n in range(10, 21)}}, **changes})
+COMMITTED = {n: 100.0 * n for n in range(10, 21)}
 
 
 def test_an_engine_lags_by_versions_or_by_the_time_since_the_first_one_that_it_lacks() -> None:
-    assert behind_s(1450.0, 13, facts().committed["policy"]) == 50.0
-    assert behind_s(9999.0, 20, facts().committed["policy"]) == 0.0
-    assert behind_s(1450.0, 3, facts().committed["policy"]) == 450.0, "what was released is not known any more"
+    assert behind_s(1450.0, 13, COMMITTED) == 50.0
+    assert behind_s(9999.0, 20, COMMITTED) == 0.0
+    assert behind_s(1450.0, 3, COMMITTED) == 450.0, "what was released is not known any more"
 
-    def lagging(version: int, now: float, state: EngineState = EngineState.READY, **changes) -> list[str]:
+    def lagging(version: int, now: float, state: EngineState = EngineState.READY) -> list[str]:
         e = engine("e1", state).replace(version=version)
-        return [k for k in rules.conditions(world(engines=[e], facts=facts(**changes)), now) if "lag" in k]
+        return [k for k in rules.conditions(snapshot(engines=[e], committed={"policy": COMMITTED}), now)
+                if "lag" in k]
 
     assert not lagging(20, 9999.0) and not lagging(18, 1950.0)
     assert lagging(18, 2021.0) == ["engine.lagging/e1"]
@@ -421,7 +438,7 @@ def test_an_engine_lags_by_versions_or_by_the_time_since_the_first_one_that_it_l
 
 def test_a_stream_is_behind_in_the_durable_store_only_by_time() -> None:
     def behind(number: int, now: float) -> list[str]:
-        return list(rules.conditions(rules.World("j", facts=facts(durable={"policy": number})), now))
+        return list(rules.conditions(empty_snapshot(committed={"policy": COMMITTED}, durable={"policy": number}), now))
 
     assert behind(20, 1e9) == [] and behind(18, 2000.0) == []
     assert behind(18, 1900.0 + 901.0) == ["durable.behind/policy"] == behind(0, 1e9)
@@ -431,8 +448,8 @@ def test_a_node_is_full_by_its_disk_and_without_one_by_its_arena_and_stays_so_un
     def full(used: int, disk: int = 0, room: int = 0, firing: frozenset[str] = frozenset()) -> bool:
         node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=100, used_bytes=used,
                        disk_bytes=disk, disk_room_bytes=room)
-        w = rules.World("j", facts=Facts(nodes=[node], limits=Thresholds(full_fraction=0.9)))
-        return "dcs.full/n0" in rules.conditions(w, 1.0, firing)
+        return "dcs.full/n0" in rules.conditions(empty_snapshot(nodes=[node]), 1.0, Thresholds(full_fraction=0.9),
+                                                 firing)
 
     assert full(91) and not full(89)
     assert not full(100, disk=100, room=50) and full(1, disk=100, room=5), "with a disk the arena is a cache"
@@ -442,8 +459,8 @@ def test_a_node_is_full_by_its_disk_and_without_one_by_its_arena_and_stays_so_un
 def test_staleness_beyond_its_bound_is_an_alert_while_the_last_step_had_it() -> None:
     def found(staleness: int, phase: str = "rl") -> list[str]:
         status = JobStatus(phase=phase, staleness=staleness)
-        return [k for k in rules.conditions(rules.World("j", status=status, facts=Facts(
-            limits=Thresholds(max_staleness=1))), 1.0) if "stale" in k]
+        return [k for k in rules.conditions(empty_snapshot(status=status), 1.0, Thresholds(max_staleness=1))
+                if "stale" in k]
 
     assert found(2) == ["staleness.exceeded/j"] and not found(1) and not found(2, "finished")
 
@@ -451,7 +468,7 @@ def test_staleness_beyond_its_bound_is_an_alert_while_the_last_step_had_it() -> 
 def test_an_etcd_member_that_is_silent_is_the_graver_the_fewer_are_left() -> None:
     def found(*errors: str, read_s: float = 0.0) -> list[tuple[str, Severity]]:
         health = Health([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
-        return [(c.key, c.severity) for c in etcd_health.conditions(health, 0.5, 1000)]
+        return [(c.key, c.severity) for c in etcd_conditions(health, 0.5, 1000)]
 
     assert found("", "", "") == [] == found("")
     assert found("x", "", "") == [("etcd.degraded/m0", Severity.ERROR)]
@@ -459,9 +476,9 @@ def test_an_etcd_member_that_is_silent_is_the_graver_the_fewer_are_left() -> Non
     assert [s for _, s in found("x", "y", "", "", "")] == [Severity.ERROR] * 2
     assert found("", read_s=0.6) == [("etcd.slow/etcd", Severity.WARNING)]
     large = Health([MemberStatus("m0", db_bytes=1001), MemberStatus("m1", db_bytes=900)])
-    assert [c.key for c in etcd_health.conditions(large, 0.5, 1000)] == ["etcd.full/etcd"]
+    assert [c.key for c in etcd_conditions(large, 0.5, 1000)] == ["etcd.full/etcd"]
     full = Health([MemberStatus("m0", alarms=("NOSPACE",))])
-    assert [c.key for c in etcd_health.conditions(full, 0.5, 1000)] == ["etcd.alarm/m0"]
+    assert [c.key for c in etcd_conditions(full, 0.5, 1000)] == ["etcd.alarm/m0"]
 
 
 def test_a_time_without_a_leader_is_told_by_the_next_one_unless_the_service_was_stopped() -> None:

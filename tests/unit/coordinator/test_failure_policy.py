@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.coordinator.failure import policy
-from elastic_rl.coordinator.failure.policy import POLICY, Action, Fault, FaultLog, Rule
+from elastic_rl.coordinator.failure.policy import POLICY, Fault, Rule
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.operations.state_machine import JOB
+from elastic_rl.coordinator.records import FaultLog, RecoveryAction
+from elastic_rl.coordinator.targets import JOB
 from elastic_rl.etcd.records import JobStatus
 
 SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "100"))
@@ -41,58 +42,58 @@ def test_every_part_has_a_rule_for_each_fault_and_says_what_goes_on() -> None:
 
 def test_what_died_is_left_to_who_is_nearest_until_its_budget_is_spent() -> None:
     log = after(TRAINER_DEAD, [0, 10, 20])
-    assert policy.due(log, 20) is Action.LEAVE
+    assert policy.due(log, 20) is RecoveryAction.NONE
     log = after(TRAINER_DEAD, [30], log=log)
-    assert log.pending is Action.GLOBAL_RESTART
+    assert log.pending is RecoveryAction.GLOBAL_RESTART
     assert "4 faults" in log.reason
 
 
 def test_faults_that_are_long_ago_use_up_no_budget() -> None:
-    assert after(TRAINER_DEAD, [0, 40, 80, 120, 160, 200, 240]).pending is Action.LEAVE
+    assert after(TRAINER_DEAD, [0, 40, 80, 120, 160, 200, 240]).pending is RecoveryAction.NONE
 
 
 def test_ranks_that_fall_together_are_one_fault() -> None:
-    assert len(after(TRAINER_DEAD, [0, 0, 1, 3]).marks) == 1
-    assert len(after(TRAINER_DEAD, [0, 3, 6, 9, 12]).marks) == 3, "what never settles counts all the same"
+    assert len(after(TRAINER_DEAD, [0, 0, 1, 3]).occurrences) == 1
+    assert len(after(TRAINER_DEAD, [0, 3, 6, 9, 12]).occurrences) == 3, "what never settles counts all the same"
 
 
 def test_what_hangs_is_restarted_at_once_and_then_after_longer_and_longer_pauses() -> None:
     log, waits = FaultLog(target="trainer"), []
     for at in (0.0, 20.0, 40.0):
         log = after(TRAINER_HUNG, [at], log=log)
-        assert log.pending is Action.RESTART
+        assert log.pending is RecoveryAction.RESTART
         waits.append(log.due_at - at)
-        assert policy.due(log, log.due_at - 0.01 if waits[-1] else -0.01) is Action.LEAVE
-        assert policy.due(log, log.due_at) is Action.RESTART
-        log = policy.acknowledged(log)
+        assert policy.due(log, log.due_at - 0.01 if waits[-1] else -0.01) is RecoveryAction.NONE
+        assert policy.due(log, log.due_at) is RecoveryAction.RESTART
+        log = policy.cleared(log)
     assert waits == [0.0, 2.0, 4.0]
 
 
 def test_a_driver_that_dies_again_and_again_at_the_same_step_is_a_crash_loop() -> None:
     log = after(DRIVER_DEAD, [0, 10], progress=7, log=FaultLog(target=JOB))
-    assert log.pending is Action.LEAVE
-    assert after(DRIVER_DEAD, [20], progress=7, log=log).pending is Action.STOP
-    assert after(DRIVER_DEAD, [20], progress=8, log=log).pending is Action.LEAVE
+    assert log.pending is RecoveryAction.NONE
+    assert after(DRIVER_DEAD, [20], progress=7, log=log).pending is RecoveryAction.STOP
+    assert after(DRIVER_DEAD, [20], progress=8, log=log).pending is RecoveryAction.NONE
 
 
 def test_steps_that_are_done_again_after_a_rewind_are_no_progress() -> None:
     log = FaultLog(target=JOB)
     for at, step in ((0, 23), (10, 21), (20, 22)):
         log = after(DRIVER_DEAD, [at], progress=step, log=log)
-    assert log.pending is Action.STOP
+    assert log.pending is RecoveryAction.STOP
 
 
 def test_global_restarts_of_the_policy_count_for_the_crash_loop() -> None:
     log = FaultLog(target=JOB)
     for n in range(2):
-        log = policy.restarted(log, n * 50.0, 7, CFG)
-    assert log.pending is Action.LEAVE
-    assert policy.restarted(log, 100.0, 7, CFG).pending is Action.STOP
+        log = policy.record_restart(log, n * 50.0, 7, CFG)
+    assert log.pending is RecoveryAction.NONE
+    assert policy.record_restart(log, 100.0, 7, CFG).pending is RecoveryAction.STOP
 
 
 def test_a_budget_is_whole_again_after_the_global_restart_that_it_led_to() -> None:
-    log = policy.acknowledged(after(TRAINER_DEAD, [0, 10, 20, 30]))
-    assert (log.pending, log.marks) == (Action.LEAVE, [])
+    log = policy.cleared(after(TRAINER_DEAD, [0, 10, 20, 30]))
+    assert (log.pending, log.occurrences) == (RecoveryAction.NONE, [])
 
 
 @pytest.mark.parametrize(("phase", "step", "more"), [("sft", 3000, "rl"), ("rl", 5, "rl")])
@@ -116,14 +117,14 @@ def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int
         trainer = policy.record_fault(FaultLog.decode(trainer.encode()), rule, "r", now, progress, CFG)
         now += rng.uniform(0.0, 3.0)
         action = policy.due(trainer, now)
-        if action is Action.GLOBAL_RESTART:
+        if action is RecoveryAction.GLOBAL_RESTART:
             restarts += 1
             progress += moving
-            job = policy.restarted(job, now, progress, CFG)
-            trainer = policy.acknowledged(trainer)
-        elif action is Action.RESTART:
-            trainer = policy.acknowledged(trainer)
-        if policy.due(job, now) is Action.STOP:
+            job = policy.record_restart(job, now, progress, CFG)
+            trainer = policy.cleared(trainer)
+        elif action is RecoveryAction.RESTART:
+            trainer = policy.cleared(trainer)
+        if policy.due(job, now) is RecoveryAction.STOP:
             stopped = True
             break
     assert stopped != moving

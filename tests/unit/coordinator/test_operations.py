@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_rl.coordinator.operations.state_machine import View, cancelled, settle
+from elastic_rl.coordinator.operations.state_machine import cancelled, settle
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.records import (
     Engine,
     EngineState,
@@ -49,20 +50,20 @@ def adopt() -> Operation:
                      params={"pool": POOL, "url": URL})
 
 
-def adopting(now: float, state: EngineState | None = None, ended: str = "", **more: object) -> View:
+def adopting(now: float, state: EngineState | None = None, ended: str = "", **more: object) -> ClusterSnapshot:
     """The world with the wish of ``adopt`` and, once its engine has a record, with that."""
     wish = ExternalEngine(engine="a0", pool=POOL, url=URL, ended=ended)
     there = [Engine(id="a0", pool=POOL, state=state, epoch=1, url=URL, adopted=True, **more)] if state else []
-    return View(now=now, adoptions={"a0": (wish, 7)}, engines={e.id: e for e in there})
+    return ClusterSnapshot("j", now=now, external_engines={"a0": wish}, engines={e.id: e for e in there})
 
 
 def engine(n: int, state: EngineState = EngineState.READY) -> Engine:
     return Engine(id=f"e{n}", pool=POOL, state=state, epoch=1)
 
 
-def world(now: float, desired: int, *engines: Engine, starting: int = 0, **more: object) -> View:
+def world(now: float, desired: int, *engines: Engine, starting: int = 0, **more: object) -> ClusterSnapshot:
     status = PoolStatus(name=POOL, ready=0, starting=starting, draining=0)
-    return View(now=now, specs={POOL: PoolSpec(name=POOL, desired=desired)}, statuses={POOL: status},
+    return ClusterSnapshot("j", now=now, specs={POOL: PoolSpec(name=POOL, desired=desired)}, statuses={POOL: status},
                 engines={e.id: e for e in engines}, **more)  # type: ignore[arg-type]
 
 
@@ -105,13 +106,15 @@ def test_a_restart_waits_until_it_was_carried_out_and_the_part_works_again() -> 
     new = old.replace(incarnation="new", phase="")
     wish = RestartRequest(target="trainer", wanted=1)
     op = restart("trainer", before=["old"])
-    view = View(now=11.0, restarts={"trainer": wish}, members=[old])
-    assert settle(op, view).phase == "stopping"
-    done = {"trainer": wish.replace(done=1)}
-    assert settle(op, View(now=12.0, restarts=done, members=[old])).phase == "starting"
-    assert settle(op, View(now=13.0, restarts=done, members=[new])).phase == "starting", "it still takes up its state"
-    assert settle(op, View(now=14.0, restarts=done,
-                           members=[new.replace(phase="rl")])).state is OperationState.SUCCEEDED
+
+    def at(now: float, request: RestartRequest, member: Member) -> Operation:
+        return settle(op, ClusterSnapshot("j", now=now, restarts={"trainer": request}, members=[member]))
+
+    assert at(11.0, wish, old).phase == "stopping"
+    done = wish.replace(done=1)
+    assert at(12.0, done, old).phase == "starting"
+    assert at(13.0, done, new).phase == "starting", "it still takes up its state"
+    assert at(14.0, done, new.replace(phase="rl")).state is OperationState.SUCCEEDED
 
 
 def test_a_global_restart_is_over_in_a_later_epoch_when_the_loop_and_the_trainer_work() -> None:
@@ -119,15 +122,18 @@ def test_a_global_restart_is_over_in_a_later_epoch_when_the_loop_and_the_trainer
     op = restart("job", before=["old"], ended=2)
     done = {"job": RestartRequest(target="job", wanted=1, done=1)}
     job = JobStatus(phase="rl", updated_at=20.0)
-    assert settle(op, View(now=21.0, restarts=done, members=[rank], job=job, epoch=3)).state is OperationState.RUNNING
-    assert settle(op, View(now=21.0, restarts=done, members=[rank], job=job.replace(updated_at=5.0), epoch=4)
-                  ).state is OperationState.RUNNING
-    assert settle(op, View(now=21.0, restarts=done, members=[rank], job=job, epoch=4)
-                  ).state is OperationState.SUCCEEDED
+
+    def state(status: JobStatus, epoch: int) -> OperationState:
+        return settle(op, ClusterSnapshot("j", now=21.0, restarts=done, members=[rank], status=status, epoch=epoch)
+                      ).state
+
+    assert state(job, 3) is state(job.replace(updated_at=5.0), 4) is OperationState.RUNNING
+    assert state(job, 4) is OperationState.SUCCEEDED
 
 
 def test_a_wish_that_was_taken_back_cancels_its_restart() -> None:
-    op = settle(restart("trainer"), View(now=11.0, restarts={"trainer": RestartRequest(target="trainer", wanted=0)}))
+    op = settle(restart("trainer"), ClusterSnapshot(
+        "j", now=11.0, restarts={"trainer": RestartRequest(target="trainer", wanted=0)}))
     assert op.state is OperationState.CANCELLED
 
 
@@ -148,7 +154,7 @@ def test_an_adoption_fails_with_the_reason_of_its_engine_and_is_cancelled_with_i
     assert (refused.state, refused.error) == (OperationState.FAILED, "it was started without the loader")
     dead = settle(adopt(), adopting(1.0, EngineState.DEAD, reason="its process died"))
     assert (dead.state, dead.error) == (OperationState.FAILED, "its process died")
-    assert settle(adopt(), View(now=1.0)).state is OperationState.CANCELLED
+    assert settle(adopt(), ClusterSnapshot("j", now=1.0)).state is OperationState.CANCELLED
     assert "waiting for the driver" in settle(settle(adopt(), adopting(1.0)), adopting(100.0)).error
 
 
