@@ -1,4 +1,4 @@
-"""The job as the API shows it: how far it is, its epoch, and who leads."""
+"""The job as the API shows it: its status, epoch and leader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_rl.etcd.records import Epoch, JobStatus, Leader
 
 
 class JobView(BaseModel):
-    """A job. ``status`` is null before its first run, ``leader`` while nobody leads."""
+    """A job. ``status`` is null before its first run, ``leader`` while no replica leads."""
 
     job: str
     status: JobStatus | None = None
@@ -32,7 +32,7 @@ def view(keys: Keys, replica: str, status: KeyValue | None, epoch: KeyValue | No
 
 
 def read(etcd: EtcdClient, keys: Keys, replica: str) -> JobView:
-    """All of it as of one revision. Raises EtcdUnavailable."""
+    """The job as of one revision. Raises EtcdUnavailable."""
     found = etcd.txn([], [Op.get(keys.job_status()), Op.get(keys.epoch()), Op.get_prefix(keys.leader_prefix())])
     return view(keys, replica, found.get(keys.job_status()), found.get(keys.epoch()),
                 [kv for kv in found.kvs if kv.key.startswith(keys.leader_prefix())])

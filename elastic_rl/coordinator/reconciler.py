@@ -132,7 +132,7 @@ class Reconciler:
         if self._membership.quarantine_outliers(snapshot) or wrote:
             snapshot = self._reader.read()
         self._failures.act(snapshot)
-        self._operations.follow(snapshot)
+        self._operations.update(snapshot)
         self._operations.trim(snapshot)
         self._alerting.update(snapshot, reports, over, self._cursor_write())
         self._alerting.deliver()

@@ -97,6 +97,11 @@ class ClusterSnapshot:
         found = self.revisions.get(key)
         return found.mod if found else 0
 
+    def created(self, key: str) -> int:
+        """Revision at which the key was created; 0 for a key that was not there."""
+        found = self.revisions.get(key)
+        return found.create if found else 0
+
     def unchanged(self, key: str) -> Compare:
         """The condition that a key is still as it was read, absent included."""
         return Compare.mod(key, "==", self.revision(key))
@@ -119,7 +124,7 @@ class ClusterSnapshot:
 
     @cached_property
     def _own_engines(self) -> Counter[tuple[str, EngineState]]:
-        return Counter((e.pool, e.state) for e in self.engines.values() if not e.adopted)
+        return Counter((e.pool, e.state) for e in self.engines.values() if not e.external)
 
 
 def newest_number(etcd: EtcdClient, prefix: str) -> int:
@@ -162,7 +167,7 @@ class SnapshotReader:
         operations = self._range(keys.operations_prefix(), Operation, revisions)
         # The registry is read before the members: a member that closes in between is missing in the later reading, and
         # the compare on its (deleted) registry key then fails instead of making a death of it.
-        registry = self._range(keys.roster_prefix(), LastSeen, revisions)
+        registry = self._range(keys.registry_prefix(), LastSeen, revisions)
         member_keys, members_revision = self._etcd.range(keys.members_prefix())
         members = self._decode("members", member_keys, Member, revisions)
         nodes = self._range(keys.dcs_nodes_prefix(), DcsNode, revisions)
@@ -174,7 +179,7 @@ class SnapshotReader:
                                      if (head := self._one(keys.stream_head(s), Version, revisions))}
         faults = self._range(keys.faults_prefix(), FaultLog, revisions)
         restarts = self._range(keys.restarts_prefix(), RestartRequest, revisions)
-        external = self._range(keys.adoptions_prefix(), ExternalEngine, revisions)
+        external = self._range(keys.external_engines_prefix(), ExternalEngine, revisions)
         durable, committed = self._read_lags(engines, heads)
         return ClusterSnapshot(
             job=keys.job, now=self._clock(), status=status, epoch=epoch.number if epoch else 0, members=members,

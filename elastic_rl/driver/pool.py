@@ -174,7 +174,7 @@ class EnginePool:
     def _write_status(self, running: list[Running], adopted: int) -> None:
         count = {s: sum(1 for r in running if r.state is s) for s in EngineState}
         status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
-                            starting=count[EngineState.STARTING] + count[EngineState.SYNCING], adopted=adopted)
+                            starting=count[EngineState.STARTING] + count[EngineState.SYNCING], external=adopted)
         if status != self._status:
             self._write(Op.put(self.keys.pool_status(self.name), status.encode()))
             self._status = status

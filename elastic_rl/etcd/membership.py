@@ -90,7 +90,7 @@ class Membership:
             return
         try:
             if not self.replaced.is_set():
-                roster = self._keys.roster(self._member.role, self._member.id)
+                roster = self._keys.registry_entry(self._member.role, self._member.id)
                 self._etcd.txn([Compare.mod(self._key, "==", self._written_at)],
                                 [Op.delete(self._key), Op.delete(roster)])
         except EtcdUnavailable as e:
@@ -171,7 +171,7 @@ def sign_off(etcd: EtcdClient, keys: Keys, ended: Iterable[Member]) -> None:
         found = etcd.get(key)
         if found is not None and Member.decode(found.value).incarnation == member.incarnation:
             etcd.txn([Compare.mod(key, "==", found.mod_revision)],
-                      [Op.delete(key), Op.delete(keys.roster(member.role, member.id))])
+                      [Op.delete(key), Op.delete(keys.registry_entry(member.role, member.id))])
 
 
 def members(etcd: EtcdClient, keys: Keys, role: str = "") -> list[Member]:

@@ -117,8 +117,8 @@ class PoolStatus(Record):
     ready: int
     starting: int
     draining: int
-    adopted: int = 0
-    """Engines that others run and that are ready; in none of the other numbers."""
+    external: int = 0
+    """Ready engines that someone else runs; in none of the other numbers."""
 
 
 class EngineState(StrEnum):
@@ -138,6 +138,8 @@ class Engine(Record):
     pool: str
     state: EngineState
     epoch: int
+    incarnation: str = ""
+    """Of the member that runs the engine and writes this record; random, and new with each start."""
     url: str = ""
     pid: int = 0
     """Process id of the SGLang server."""
@@ -160,14 +162,14 @@ class Engine(Record):
     """Requests that it works on; looked at every few seconds."""
     waiting: int = 0
     """Requests that wait in it for their turn."""
-    adopted: bool = False
-    """Its server is run by somebody else: it is extra, is never ended, and is not replaced."""
+    external: bool = False
+    """Someone else runs its server: it is extra, is never ended, and is not replaced."""
     reason: str = ""
 
 
 class ExternalEngine(Record):
-    """A wish that a server that somebody else runs takes part in a pool. It stays until the engine is drained or has
-    ended, so that the next driver takes the server in again."""
+    """The registration of a server that someone else runs. It stays until the engine is drained or has ended, so that
+    the next driver attaches to the server again."""
 
     engine: str
     """Id that the engine has in the pool."""
@@ -176,7 +178,7 @@ class ExternalEngine(Record):
     by: str = ""
     at: float = 0.0
     ended: str = ""
-    """Why it takes part no longer, for those who waited for it."""
+    """Why it left the pool; empty while it is registered."""
     ended_at: float = 0.0
 
 
@@ -225,9 +227,9 @@ class OperationKind(StrEnum):
     DRAIN = "drain"
     """Let an engine finish its requests and leave; with or without a replacement."""
     RESTART = "restart"
-    """Start an engine, the trainer, a role or the whole compute plane anew."""
-    ADOPT = "adopt"
-    """Have an engine that somebody else runs take part in a pool."""
+    """Restart an engine, the trainer, a role or the whole compute plane."""
+    REGISTER = "register"
+    """Have a server that someone else runs serve in a pool."""
 
 
 class OperationState(StrEnum):
@@ -269,20 +271,21 @@ class Operation(Record):
 
 
 class RestartRequest(Record):
-    """A wish that a part of the compute plane is started anew. Whoever runs the part compares ``wanted`` with what it
-    has done, so a wish is carried out once, whoever dies in between."""
+    """A request to restart a part of the compute plane. The process that runs the part carries it out and then sets
+    ``observed_generation``, so that each request is carried out once, whichever process dies in between."""
 
     target: str
     """engines/ID, roles/NAME, trainer or job."""
-    wanted: int
-    """Number of the newest wish; each one is one higher."""
-    done: int = 0
-    """Number of the wish that was carried out last."""
+    generation: int
+    """Number of the newest request; each one is one higher, and none is ever used again."""
+    observed_generation: int = 0
+    """Number of the newest request that was carried out or withdrawn; the request is open while it is lower than
+    ``generation``."""
     reason: str = ""
     by: str = ""
     at: float = 0.0
     epoch: int = 0
-    """Of the job: the epoch that the newest wish ended."""
+    """Of a restart of the job: the epoch that the newest request ended."""
 
 
 class VersionState(StrEnum):

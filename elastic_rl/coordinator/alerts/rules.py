@@ -23,7 +23,7 @@ SETTLE_S = 3.0
 _ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
 _TRAINER = ("trainer.failed", "trainer.agent_ended", "trainer.dead")
 _WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "staleness.")
-_NEWS = ("restart.wanted", "router.restarted", leader_gap.KIND)
+_NEWS = ("restart.requested", "router.restarted", leader_gap.KIND)
 _ENDED_BY = {"trainer.recovered": f"trainer.dead/{registry.TRAINER}",
              "engine.fetch_recovered": "engine.cannot_fetch/{}",
              "dcs.durable_recovered": "dcs.durable_failed/{}"}
@@ -71,7 +71,7 @@ def fault_of(kind: str, subject: str) -> str:
     dies; a driver whose end makes everything start anew; a store that fails and so falls behind."""
     part, _, what = kind.partition(".")
     match kind:
-        case "restart.wanted":
+        case "restart.requested":
             group, _, name = subject.partition("/")
             return _RUN if subject == "job" else {"engines": f"engine/{name}", "roles": f"{name}/"}.get(group, subject)
         case "run.global_restart":

@@ -48,7 +48,8 @@ class LeaderGap:
         before = SignOfLife.decode(found.value) if found else None
         if before is not None and before.term == term and 0 <= now - before.at < _EVERY_S:
             return
-        closed = before is not None and self._etcd.get(self._keys.roster(registry.COORDINATOR, before.replica)) is None
+        closed = before is not None and self._etcd.get(
+            self._keys.registry_entry(registry.COORDINATOR, before.replica)) is None
         ops = [Op.put(key, SignOfLife(replica=self._election.replica, term=term, at=now).encode())]
         if before is not None and (gap := gap_s(before, term, now, self._bound_s, closed=closed)):
             event = events.build(KIND, "leader", f"nobody led for about {gap:.0f} s after {before.replica}; faults of "

@@ -131,7 +131,7 @@ def _recovered_faults(statistics: FaultStatistics, event: Event) -> list[str]:
     part, _, what = event.kind.partition(".")
     mine = [f for f in statistics.open if f.startswith(f"{part}/")]
     if event.kind == "engine.ready":
-        if event.data.get("adopted"):  # an external engine keeps its id
+        if event.data.get("external"):  # an external engine keeps its id
             return [f for f in mine if f == f"engine/{event.subject}"]
         # A replacement has another id. It is one if it was started after the fault; each ends one fault.
         started = event.at - (_duration(event, "start_s") or 0.0) + _CLOCK_ERROR_S

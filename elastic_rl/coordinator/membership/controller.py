@@ -53,7 +53,8 @@ class MembershipController:
 
     def begin_term(self) -> None:
         """Reads the progress intervals that earlier leaders learned. Raises EtcdUnavailable."""
-        stored = [ProgressIntervals.decode(kv.value) for kv in self._etcd.range(self._keys.paces_prefix())[0]]
+        kvs, _ = self._etcd.range(self._keys.progress_intervals_prefix())
+        stored = [ProgressIntervals.decode(kv.value) for kv in kvs]
         self._learner = IntervalLearner({i.role: i for i in stored})
 
     def update(self, snapshot: ClusterSnapshot) -> bool:
@@ -84,7 +85,7 @@ class MembershipController:
 
     def mark_reported(self, role: str, member_id: str, now: float, revision: int) -> None:
         """Another process reported a death at ``revision``, before the lease ended: it is then not reported twice."""
-        key = self._keys.roster(role, member_id)
+        key = self._keys.registry_entry(role, member_id)
         found = self._etcd.get(key)
         entry = LastSeen.decode(found.value) if found else None
         if found and entry and not entry.dead:
@@ -100,7 +101,7 @@ class MembershipController:
                 key = self._keys.member(m.role, m.id)
                 self._heartbeats[m.role, m.id, m.incarnation] = _Heartbeat(m.beat_at, snapshot.revision(key))
         for intervals in self._learner.observe(snapshot.members):
-            self._guarded([], [Op.put(self._keys.pace(intervals.role), intervals.encode())])
+            self._guarded([], [Op.put(self._keys.progress_intervals(intervals.role), intervals.encode())])
 
     def _live(self, snapshot: ClusterSnapshot) -> dict[tuple[str, str], LiveMember]:
         live = []
@@ -116,7 +117,7 @@ class MembershipController:
     # -- writing ------------------------------------------------------------------------------------------------
     def _write(self, snapshot: ClusterSnapshot, change: MemberChange) -> None:
         entry, live, writes = change.entry, change.live, WriteSet()
-        key = self._keys.roster(*entry.name)
+        key = self._keys.registry_entry(*entry.name)
         # A member that closed, or registered, since it was read must not get the fate of the one that was read.
         writes.require(Compare.create(live.key, "==", live.create_revision) if live is not None else
                        Compare.absent(self._member_key(entry)))

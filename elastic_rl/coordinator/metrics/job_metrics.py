@@ -109,50 +109,50 @@ def _histogram(name: str, help_text: str, histograms: Mapping[str, Histogram], b
 
 
 def _control(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
-    elections = CounterMetricFamily(PREFIX + "leader_elections", "Leaders that there have been", value=c.leader_terms)
+    elections = CounterMetricFamily(PREFIX + "leader_elections", "Leader elections so far", value=c.leader_terms)
     firing = Counter(a.kind for a in c.alerts if a.phase == "firing")
     active = Counter(str(o.kind) for o in s.operations.values() if not o.state.ended)
     return [
-        _gauge("job_info", "Always 1; which job this is", "name", {s.job: 1}), elections,
+        _gauge("job_info", "Always 1; the name of the job", "name", {s.job: 1}), elections,
         _one("epoch", "Fencing epoch of the run", s.epoch),
         _one("leader_lease_left_seconds", "Time that the leader's lease has left if it is not renewed",
              c.leader_lease_s),
         _gauge("alerts_firing", "Alerts that are firing", "kind", firing),
-        _gauge("operations_active", "Operations that are not over", "kind", active),
-        _one("events_kept", "Events in the store", c.events_kept)]
+        _gauge("operations_active", "Operations that run", "kind", active),
+        _one("events_kept", "Events in etcd", c.events_kept)]
 
 
 def _members(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
     beats: dict[str, float] = {}
-    silences: dict[str, float] = {}
+    progress_ages: dict[str, float] = {}
     for m in s.members:
         beats[m.role] = max(beats.get(m.role, 0.0), s.now - m.beat_at)
         if not is_idle(m.phase):
-            silences[m.role] = max(silences.get(m.role, 0.0), stalled_s(m))
-    waiting = [float(m.info["in_flight"]) for m in s.members if "in_flight" in m.info]
+            progress_ages[m.role] = max(progress_ages.get(m.role, 0.0), stalled_s(m))
+    in_flight = [float(m.info["in_flight"]) for m in s.members if "in_flight" in m.info]
     return [
         _gauge("members", "Registered processes", "role", Counter(m.role for m in s.members)),
         _gauge("member_heartbeat_age_seconds", "Age of the oldest last heartbeat among a role's members", "role",
                beats),
-        _gauge("member_silence_seconds", "Longest time that the working thread of a role's member gave no sign", "role",
-               silences),
+        _gauge("member_progress_age_seconds", "Longest time without progress among a role's members", "role",
+               progress_ages),
         _gauge("member_lease_left_seconds",
                "Time that the lease of a role's member with the oldest heartbeat has left if it is not renewed",
                "role", c.lease_s),
-        _one("rollout_groups_in_flight", "Prompt groups that the rollout role waits for", sum(waiting)
-             if waiting else None)]
+        _one("rollout_groups_in_flight", "Prompt groups that the rollout role waits for", sum(in_flight)
+             if in_flight else None)]
 
 
 def _faults(t: FaultStatistics) -> list[Metric]:
     return [
         _counter("events", "Events by kind", "kind", t.events),
         _counter("faults", "Faults by the part that failed", "part", t.faults),
-        _counter("restarts", "Times that a part was started anew", "part", t.restarts),
-        _gauge("faults_open", "Faults that are not mended yet", "part",
+        _counter("restarts", "Restarts by part", "part", t.restarts),
+        _gauge("faults_open", "Faults without a recovery so far", "part",
                Counter(fault.partition("/")[0] for fault in t.open)),
         _histogram("fault_detection_seconds", "From the last sign of life of a part to the event of its fault",
                    t.detect, DETECT_S),
-        _histogram("fault_recovery_seconds", "From the event of a fault to the one that the part works again",
+        _histogram("fault_recovery_seconds", "From the event of a fault to the event that the part works again",
                    t.recover, RECOVER_S)]
 
 
@@ -165,20 +165,20 @@ def _run(snapshot: ClusterSnapshot, p: StepMetrics | None) -> list[Metric]:
     phases = {k: v for k, v in p.seconds.items() if k not in ("total", "publish_stall")} if p else {}
     return [
         _gauge("job_phase", "1 for the phase that the job is in", "phase", {s.phase: 1} if s else {}),
-        _one("job_step", "Optimiser steps of RL that are done", s.step if s else None),
-        _one("job_steps", "Optimiser steps that the run shall do", s.steps if s else None),
+        _one("job_step", "Completed RL steps", s.step if s else None),
+        _one("job_steps", "RL steps that the run is to do", s.steps if s else None),
         _one("job_updated_timestamp_seconds", "When the job's status was last written", s.updated_at if s else None),
         _one("job_reward", "Mean reward of the last step", s.reward if s else None),
         _one("job_eval_accuracy", "Last eval accuracy, 0 to 1", s.eval_accuracy if s else None),
-        _one("job_staleness_versions", "Versions the oldest sample of the last step lay behind",
+        _one("job_staleness_versions", "Staleness of the oldest sample of the last step, in versions",
              s.staleness if s else None),
         _one("policy_version", "Newest policy version that the trainer began to publish",
              s.policy_version if s else None),
-        _one("job_effective_time_ratio", "Share of the time since the job began that went into steps that counted",
+        _one("job_effective_time_ratio", "Fraction of the time since the start of the job spent in steps that counted",
              ratio),
         _one("step_seconds", "Wall time of the last step", p.seconds.get("total") if p else None),
         _gauge("step_phase_seconds", "Wall time of the phases of the last step", "phase", phases),
-        _one("step_publish_stall_seconds", "Time of the last step that the training waited for the publish",
+        _one("step_publish_stall_seconds", "Time of the last step in which training waited for the publish",
              p.seconds.get("publish_stall") if p else None),
         _one("step_samples", "Samples that the last step was trained on", p.samples if p else None),
         _one("step_tokens", "Tokens that the last step was trained on, prompts included", p.tokens if p else None)]
@@ -188,9 +188,9 @@ def _pools(s: ClusterSnapshot) -> list[Metric]:
     actual = {(name, state): float(getattr(s.statuses.get(name), state, 0)) for name in s.specs
               for state in ("ready", "starting", "draining")}
     return [
-        _gauge("pool_desired", "Engines that the operator wants", "pool",
+        _gauge("pool_desired", "Desired engines of a pool", "pool",
                {name: spec.desired for name, spec in s.specs.items()}),
-        _gauge("pool_engines", "Engines of a pool by what they do", "pool state", actual)]
+        _gauge("pool_engines", "Engines of a pool by state", "pool state", actual)]
 
 
 def _engines(s: ClusterSnapshot) -> list[Metric]:
@@ -200,17 +200,17 @@ def _engines(s: ClusterSnapshot) -> list[Metric]:
     return [
         _gauge("engines", "Engines by state", "state", {state.value: states[state] for state in EngineState}),
         _gauge("engine_version", "Policy version verified in an engine", "engine", {e.id: e.version for e in serving}),
-        _gauge("engine_version_lag", "Versions that an engine lies behind the newest committed one", "engine",
+        _gauge("engine_version_lag", "Versions by which an engine lags behind the newest committed one", "engine",
                {e.id: max(0, head - e.version) for e in serving}),
         _gauge("engine_update_seconds", "Last update of an engine, from seeing the version to its verification",
                "engine", {e.id: e.pull_apply_s for e in serving}),
-        _gauge("engine_pull_seconds", "Part of the last update in which the engine went on serving", "engine",
+        _gauge("engine_pull_seconds", "Part of the last update in which the engine kept serving", "engine",
                {e.id: max(0.0, e.pull_apply_s - e.pause_s) for e in serving}),
-        _gauge("engine_pause_seconds", "Part of the last update in which the engine made no token", "engine",
+        _gauge("engine_pause_seconds", "Part of the last update in which the engine generated no tokens", "engine",
                {e.id: e.pause_s for e in serving}),
-        _gauge("engine_requests_running", "Requests that an engine works on", "engine",
+        _gauge("engine_requests_running", "Requests that an engine is processing", "engine",
                {e.id: e.running for e in serving}),
-        _gauge("engine_requests_waiting", "Requests that wait in an engine", "engine",
+        _gauge("engine_requests_waiting", "Requests queued in an engine", "engine",
                {e.id: e.waiting for e in serving})]
 
 
@@ -223,7 +223,7 @@ def _versions(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
         _gauge("version_bytes", "Size of the newest version of a stream", "stream",
                {stream: v.nbytes for stream, v in s.heads.items()}),
         _gauge("versions_kept", "Versions of a stream that have a record", "stream", c.kept),
-        _gauge("durable_lag_versions", "Versions that the durable store lies behind, where there is one", "stream",
+        _gauge("durable_lag_versions", "Versions by which the durable store lags behind, where there is one", "stream",
                {stream: max(0, s.heads[stream].number - n) for stream, n in c.durable.items()
                 if stream in s.heads})]
 
@@ -237,7 +237,7 @@ def _nodes(s: ClusterSnapshot) -> list[Metric]:
             columns[name][n.id] = value
     help_texts = {
         "arena_bytes": "Shared-memory arena of a node of the checkpoint service",
-        "arena_used_bytes": "Of the arena, what is used", "disk_bytes": "Disk that a node may fill",
-        "disk_used_bytes": "Of the disk, what is used", "chunks": "Chunks that a node has",
-        "unsaved_chunks": "Chunks of a node that are still to be copied to its disk"}
+        "arena_used_bytes": "Used part of the arena", "disk_bytes": "Disk space that a node may use",
+        "disk_used_bytes": "Used part of the disk space", "chunks": "Chunks on a node",
+        "unsaved_chunks": "Chunks of a node that are not on its disk yet"}
     return [_gauge(f"dcs_{name}", text, "node", columns[name]) for name, text in help_texts.items()]

@@ -1,4 +1,4 @@
-"""What a replica answers to a scrape: its own numbers, etcd's, and those of the job."""
+"""The answer to a Prometheus scrape: the metrics of this replica, of etcd and of the job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCRAPE_S = metrics.gauge("scrape_store_seconds", "Time that reading the store t
 
 
 class _Page:
-    """Families that were made for one scrape."""
+    """Metric families of one scrape."""
 
     def __init__(self, found: list[Metric]) -> None:
         self._found = found
@@ -35,8 +35,8 @@ class _Page:
 
 
 def scrape(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election) -> bytes:
-    """Reads the store and returns every metric in the Prometheus text format. Without a store ``elastic_rl_store_up``
-    is 0 and the numbers of the job are not there: an old number would look like a fresh one."""
+    """Reads etcd and returns every metric in the Prometheus text format. Without etcd ``elastic_rl_store_up`` is 0 and
+    the job's metrics are missing: an old value would look like a fresh one."""
     began = time.monotonic()
     found = _etcd(etcd.statuses())
     try:

@@ -1,11 +1,12 @@
 """Operations: what takes longer than a request, as a pure state machine over their records. No I/O; the clock is given.
 
-    RUNNING ──▶ SUCCEEDED | FAILED (why is said) | CANCELLED (by somebody, or by a later wish for the same thing)
+    RUNNING ──▶ SUCCEEDED | FAILED (with the reason) | CANCELLED (on request, or superseded by a later request)
 
-An operation begins in the transaction that writes the wish it stands for (a pool's desired number, an engine's
-DRAINING, a restart, an adoption). From then on the leader looks at the world, writes down how far it is, and ends it
-when the wish has come true. It carries nothing out and keeps nothing in memory, so the next leader goes on from the
-record. There is no way out of an end, and no operation without a deadline.
+An operation begins in the transaction that writes the request it stands for (a pool's desired number, an engine's
+DRAINING, a restart, the registration of an external engine). From then on the leader compares it with each snapshot,
+records its progress, and ends it when the request is fulfilled. The leader carries nothing out and keeps nothing in
+memory, so the next leader continues from the record. No transition leaves an ended state, and every operation has a
+deadline.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from elastic_rl.etcd.records import EngineState, Member, Operation, OperationKin
 _WORKING = ("sft", "rl", "finished")
 
 
-def settle(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) -> Operation:
-    """The operation as it is now; the same object's equal where nothing has changed."""
+def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) -> Operation:
+    """The operation as it is now; an equal one where nothing has changed."""
     if op.state.ended:
         return op
     match op.kind:
@@ -31,41 +32,41 @@ def settle(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) -> 
             now = _drain(op, snapshot)
         case OperationKind.RESTART:
             now = _restart(op, snapshot, trainer_ranks)
-        case OperationKind.ADOPT:
-            now = _adopt(op, snapshot)
+        case OperationKind.REGISTER:
+            now = _register(op, snapshot)
     if not now.state.ended and snapshot.now >= op.deadline_at:
         waited = op.deadline_at - op.created_at
         now = _end(now, OperationState.FAILED, snapshot.now,
-                   error=f"not done after {waited:.0f} s, in phase {now.phase!r}: {now.message or 'nothing moved'}")
+                   error=f"not done after {waited:.0f} s, in phase {now.phase!r}: {now.message or 'no progress'}")
     return now if now == op else now.replace(updated_at=snapshot.now)
 
 
-def cancelled(op: Operation, now: float, why: str) -> Operation:
-    """The operation, cancelled. What undoes its wish belongs into the same transaction."""
-    return _end(op, OperationState.CANCELLED, now, error=why).replace(updated_at=now)
+def cancelled(op: Operation, now: float, reason: str) -> Operation:
+    """The operation, cancelled. What undoes its request belongs into the same transaction."""
+    return _end(op, OperationState.CANCELLED, now, error=reason).replace(updated_at=now)
 
 
 def _end(op: Operation, state: OperationState, now: float, *, error: str = "", message: str = "",
          **result: object) -> Operation:
     return op.replace(state=state, ended_at=now, error=error, message=message or op.message,
-                  result={**op.result, **result, "seconds": round(now - op.created_at, 3)})
+                      result={**op.result, **result, "seconds": round(now - op.created_at, 3)})
 
 
 def _scale(op: Operation, snapshot: ClusterSnapshot) -> Operation:
-    pool, wanted = name_of(op.target), int(op.params["desired"])
+    pool, desired = name_of(op.target), int(op.params["desired"])
     spec = snapshot.specs.get(pool)
-    if spec is None or spec.desired != wanted:
-        now = "gone" if spec is None else f"wanted at {spec.desired} engines"
-        return _end(op, OperationState.CANCELLED, snapshot.now, error=f"superseded: pool {pool} is {now}")
-    ready, leaving = snapshot.ready(pool), snapshot.draining(pool)
+    if spec is None or spec.desired != desired:
+        now = "is gone" if spec is None else f"has {spec.desired} desired engines"
+        return _end(op, OperationState.CANCELLED, snapshot.now, error=f"superseded: pool {pool} {now}")
+    ready, draining = snapshot.ready(pool), snapshot.draining(pool)
     status = snapshot.statuses.get(pool)
     starting = status.starting if status else 0
-    if ready == wanted and not leaving and not starting:
-        return _end(op.replace(done=wanted, total=wanted), OperationState.SUCCEEDED, snapshot.now,
+    if ready == desired and not draining and not starting:
+        return _end(op.replace(done=desired, total=desired), OperationState.SUCCEEDED, snapshot.now,
                     message=f"{ready} engines are ready", ready=ready)
-    phase = "draining" if ready + starting > wanted or leaving else "starting"
-    told = f"{ready} of {wanted} engines ready" + (f", {leaving} draining" if leaving else "")
-    return op.replace(phase=phase, done=min(ready, wanted), total=wanted, message=told)
+    phase = "draining" if ready + starting > desired or draining else "starting"
+    message = f"{ready} of {desired} engines ready" + (f", {draining} draining" if draining else "")
+    return op.replace(phase=phase, done=min(ready, desired), total=desired, message=message)
 
 
 def _drain(op: Operation, snapshot: ClusterSnapshot) -> Operation:
@@ -78,74 +79,77 @@ def _drain(op: Operation, snapshot: ClusterSnapshot) -> Operation:
                           "in flight went to other engines")
     if engine is not None:
         return op.replace(phase="draining", total=total, message=f"engine {engine_id} finishes its requests")
-    wanted = spec.desired if spec else 0
-    if not op.params["replace"] or snapshot.ready(pool) >= wanted:
+    desired = spec.desired if spec else 0
+    if not op.params["replace"] or snapshot.ready(pool) >= desired:
         return _end(op.replace(done=total, total=total), OperationState.SUCCEEDED, snapshot.now,
                     message=f"engine {engine_id} has left pool {pool}")
     return op.replace(phase="replacing", done=1, total=total,
-                      message=f"{snapshot.ready(pool)} of {wanted} engines ready")
+                      message=f"{snapshot.ready(pool)} of {desired} engines ready")
 
 
 def _restart(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> Operation:
-    wish = snapshot.restarts.get(op.target)
-    number = int(op.params["number"])
-    if wish is None or wish.wanted < number:
-        return _end(op, OperationState.CANCELLED, snapshot.now, error="the wish was taken back")
-    if wish.done < number:
-        return op.replace(phase="stopping", total=2, message=f"waiting for whoever runs {op.target} to take it down")
-    missing = _not_back(op, snapshot, trainer_ranks)
+    request = snapshot.restarts.get(op.target)
+    generation = int(op.params["generation"])
+    if request is None or request.generation < generation:
+        return _end(op, OperationState.CANCELLED, snapshot.now, error="the request was withdrawn")
+    if request.observed_generation < generation:
+        return op.replace(phase="stopping", total=2, message=f"waiting for {op.target} to be stopped")
+    missing = _missing(op, snapshot, trainer_ranks)
     if missing:
         return op.replace(phase="starting", done=1, total=2, message=missing)
     return _end(op.replace(done=2, total=2), OperationState.SUCCEEDED, snapshot.now, message=f"{op.target} works again")
 
 
-def _adopt(op: Operation, snapshot: ClusterSnapshot) -> Operation:
+def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     engine_id = name_of(op.target)
-    wish = snapshot.external_engines.get(engine_id)
-    if wish is None:
-        return _end(op, OperationState.CANCELLED, snapshot.now, error="the wish was taken back")
+    registration = snapshot.external_engines.get(engine_id)
+    if registration is None:
+        return _end(op, OperationState.CANCELLED, snapshot.now, error="the registration was withdrawn")
     engine = snapshot.engines.get(engine_id)
-    ended = wish.ended or (engine.reason or engine.state if engine is not None and engine.state in (
+    ended = registration.ended or (engine.reason or engine.state if engine is not None and engine.state in (
         EngineState.DEAD, EngineState.QUARANTINED) else "")
     if ended:
         return _end(op, OperationState.FAILED, snapshot.now, error=ended)
     if engine is None or engine.state is EngineState.STARTING:
-        told = f"asking {wish.url} whether it fits" if engine else "waiting for the driver of the run"
-        return op.replace(phase="probing", total=2, message=told)
+        message = f"probing {registration.url}" if engine else "waiting for the driver of the run"
+        return op.replace(phase="probing", total=2, message=message)
     if engine.state is not EngineState.READY:
-        told = f"version {engine.applying} is applied" if engine.applying else "the newest version is fetched"
-        return op.replace(phase="syncing", done=1, total=2, message=told)
+        message = f"applying version {engine.applying}" if engine.applying else "fetching the newest version"
+        return op.replace(phase="syncing", done=1, total=2, message=message)
     return _end(op.replace(phase="ready", done=2, total=2), OperationState.SUCCEEDED, snapshot.now, engine=engine_id,
                 version=engine.version, message=f"engine {engine_id} serves version {engine.version}")
 
 
-def _not_back(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> str:
-    """What a restarted part still lacks, or nothing."""
+def _missing(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> str:
+    """What a restarted part still lacks; empty when it works again."""
     before = {str(i) for i in op.params.get("before", ())}
     match op.target.partition("/")[0]:
         case "engines":
             pool = str(op.params["pool"])
             spec, ready = snapshot.specs.get(pool), snapshot.ready(pool)
-            wanted = spec.desired if spec else 0
-            return "" if ready >= wanted and name_of(op.target) not in snapshot.engines else (
-                f"{ready} of {wanted} engines of pool {pool} ready")
+            desired = spec.desired if spec else 0
+            return "" if ready >= desired and name_of(op.target) not in snapshot.engines else (
+                f"{ready} of {desired} engines of pool {pool} ready")
         case "roles":
-            return "" if _fresh(snapshot, name_of(op.target), before) else f"no new replica of {name_of(op.target)} yet"
+            role = name_of(op.target)
+            return "" if _started_since(snapshot, role, before) else f"no new replica of {role} yet"
         case "trainer":
-            return _trainer_not_back(snapshot, before, trainer_ranks)
+            return _missing_ranks(snapshot, before, trainer_ranks)
         case _:
             if snapshot.epoch <= int(op.params["ended"]) + 1:  # the request itself began one; the new driver's is later
                 return f"the run is still in epoch {snapshot.epoch}"
-            status = snapshot.status
-            if status is None or status.phase not in _WORKING or status.updated_at <= op.created_at:
+            # The status and the operation are compared by revision: their writers' clocks may differ.
+            begun = snapshot.revision(snapshot.keys.job_status()) > snapshot.created(snapshot.keys.operation(op.id))
+            if snapshot.status is None or snapshot.status.phase not in _WORKING or not begun:
                 return "the training loop has not begun again"
-            return _trainer_not_back(snapshot, before, trainer_ranks)
+            return _missing_ranks(snapshot, before, trainer_ranks)
 
 
-def _trainer_not_back(snapshot: ClusterSnapshot, before: Collection[str], trainer_ranks: int) -> str:
-    ranks = [m for m in _fresh(snapshot, registry.TRAINER, before) if m.phase in (*_WORKING, "train")]
+def _missing_ranks(snapshot: ClusterSnapshot, before: Collection[str], trainer_ranks: int) -> str:
+    ranks = [m for m in _started_since(snapshot, registry.TRAINER, before) if m.phase in (*_WORKING, "train")]
     return "" if len(ranks) >= trainer_ranks else f"{len(ranks)} of {trainer_ranks} trainer ranks work"
 
 
-def _fresh(snapshot: ClusterSnapshot, role: str, before: Collection[str]) -> list[Member]:
+def _started_since(snapshot: ClusterSnapshot, role: str, before: Collection[str]) -> list[Member]:
+    """Members of a role but the incarnations ``before``."""
     return [m for m in snapshot.members if m.role == role and m.incarnation not in before]

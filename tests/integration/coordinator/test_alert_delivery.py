@@ -100,7 +100,7 @@ def sighted(etcd: EtcdClient, keys: Keys, name: str) -> str:
     """A DCS node that the leader has seen. Its key is then to be deleted, for it to be dead."""
     node = DcsNode(id=name, host="h", port=1, pid=1, arena_path="/x", arena_bytes=100)
     etcd.put(keys.dcs_node(name), node.encode())
-    runtime.wait_until(lambda: etcd.get(keys.roster("dcs", name)), timeout_s=10, what="the sighting")
+    runtime.wait_until(lambda: etcd.get(keys.registry_entry("dcs", name)), timeout_s=10, what="the sighting")
     return keys.dcs_node(name)
 
 
@@ -116,7 +116,7 @@ def test_twelve_deaths_of_one_moment_are_one_message_and_one_end_though_the_lead
         lease, names = etcd.grant(60), [f"n{i:02}" for i in range(12)]
         for name in names:
             etcd.put(keys.dcs_node(name), node.replace(id=name).encode(), lease=lease)
-        runtime.wait_until(lambda: etcd.count(f"{keys.roster_prefix()}dcs/") == 12, timeout_s=20,
+        runtime.wait_until(lambda: etcd.count(f"{keys.registry_prefix()}dcs/") == 12, timeout_s=20,
                              what="the sightings")
         etcd.revoke(lease)
         for path in ("chat", "pager"):
@@ -236,16 +236,16 @@ def test_the_next_leader_tells_how_long_there_was_none_unless_the_last_one_close
         return [e.data["seconds"] for e in events.recent(etcd, keys) if e.kind == "leader.absent"]
 
     there = LastSeen(role="coordinator", id="a", incarnation="1", first_seen=1.0)
-    etcd.put(keys.roster("coordinator", "a"), there.encode())
+    etcd.put(keys.registry_entry("coordinator", "a"), there.encode())
     lead("a")
     now[0] += 5.0
     lead("b")
     assert gaps() == []
-    etcd.put(keys.roster("coordinator", "b"), there.replace(id="b").encode())
+    etcd.put(keys.registry_entry("coordinator", "b"), there.replace(id="b").encode())
     now[0] += 60.0
     lead("a")
     assert gaps() == [60.0]
-    etcd.delete(keys.roster("coordinator", "a"))  # it said good-bye
+    etcd.delete(keys.registry_entry("coordinator", "a"))  # it said good-bye
     now[0] += 90.0
     lead("b")
     assert gaps() == [60.0]

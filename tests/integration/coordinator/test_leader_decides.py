@@ -1,5 +1,5 @@
-"""Operations and the failure policy on a real etcd, carried on by leaders that come and go. The compute plane's records
-are written by the tests, as its driver, engines and ranks would write them."""
+"""Operations and the failure policy on a real etcd, under leaders that come and go. The tests write the records of the
+compute plane as its driver, engines and ranks would."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Leader:
         self.notifier = Notifier(keys.job, cfg.alerts)
         self.election = Election(etcd, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s).start()
         wait_until(lambda: self.election.is_leader, timeout_s=20, what=f"leadership of {name}")
-        self.desk = OperationService(etcd, keys, self.election, cfg)
+        self.operations = OperationService(etcd, keys, self.election, cfg)
         self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier)
         self.reconciler.start()
 
@@ -109,15 +109,15 @@ def plane(etcd: EtcdClient, keys: Keys) -> Iterator[Plane]:
     made.close()
 
 
-def told(etcd: EtcdClient, keys: Keys, kind: str) -> list[Event]:
+def events_of(etcd: EtcdClient, keys: Keys, kind: str) -> list[Event]:
     return [e for e in events.recent(etcd, keys, 1000) if e.kind == kind]
 
 
-def until(desk: OperationService, op: Operation, check: Callable[[Operation], Any]) -> Operation:
+def until(operations: OperationService, op: Operation, check: Callable[[Operation], Any]) -> Operation:
     seen: list[Operation] = []
 
     def look() -> bool:
-        seen[:] = [desk.get(op.id)]
+        seen[:] = [operations.get(op.id)]
         return bool(check(seen[0]))
 
     wait_until(look, timeout_s=20, what=f"operation {op.kind} of {op.target}")
@@ -128,116 +128,116 @@ def ended(op: Operation) -> bool:
     return op.state.ended
 
 
-def test_a_scale_out_survives_a_leader_and_ends_with_the_last_engine(lead: Any, plane: Plane, etcd: EtcdClient,
+def test_scale_out_continues_under_the_next_leader(lead: Any, plane: Plane, etcd: EtcdClient,
                                                                      keys: Keys
                                                                      ) -> None:
     first = lead("a")
     plane.engine("e0")
-    op = first.desk.scale(POOL, 3, by="ann")
+    op = first.operations.scale(POOL, 3, by="ann")
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 3
     plane.engine("e1")
     plane.status(2, starting=1)
-    until(first.desk, op, lambda o: (o.phase, o.done, o.total) == ("starting", 2, 3))
+    until(first.operations, op, lambda o: (o.phase, o.done, o.total) == ("starting", 2, 3))
     first.close()
     second = lead("b")
-    assert second.desk.get(op.id).state is OperationState.RUNNING
+    assert second.operations.get(op.id).state is OperationState.RUNNING
     plane.engine("e2")
     plane.status(3)
-    done = until(second.desk, op, ended)
+    done = until(second.operations, op, ended)
     assert (done.state, done.result["ready"]) == (OperationState.SUCCEEDED, 3)
-    assert [e.data["operation"] for e in told(etcd, keys, "operation.succeeded")] == [op.id]
-    assert len(told(etcd, keys, "pool.scaled")) == 1
+    assert [e.data["operation"] for e in events_of(etcd, keys, "operation.succeeded")] == [op.id]
+    assert len(events_of(etcd, keys, "pool.scaled")) == 1
 
 
-def test_a_dry_run_says_what_would_be_done_and_changes_nothing(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
+def test_dry_run_changes_nothing(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
-    op = leader.desk.scale(POOL, 4, by="ann", dry_run=True)
+    op = leader.operations.scale(POOL, 4, by="ann", dry_run=True)
     assert "1 → 4" in op.message
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 1
-    assert etcd.count(keys.operations_prefix()) == 0 and not told(etcd, keys, "pool.scaled")
+    assert etcd.count(keys.operations_prefix()) == 0 and not events_of(etcd, keys, "pool.scaled")
 
 
-def test_a_cancelled_scale_puts_the_old_number_back_and_a_later_one_supersedes_an_earlier(
+def test_cancelled_scale_restores_the_number_and_a_later_scale_supersedes(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
     plane.engine("e0")
     plane.status(1)
-    op = leader.desk.scale(POOL, 3, by="ann")
-    over = leader.desk.cancel(op.id, by="bob")
+    op = leader.operations.scale(POOL, 3, by="ann")
+    over = leader.operations.cancel(op.id, by="bob")
     assert over.state is OperationState.CANCELLED and "bob" in over.error
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 1
-    assert leader.desk.cancel(op.id, by="bob") == over, "cancelling twice is harmless"
-    earlier, later = leader.desk.scale(POOL, 3, by="ann"), leader.desk.scale(POOL, 2, by="ann")
-    assert "superseded" in until(leader.desk, earlier, ended).error
-    assert not leader.desk.get(later.id).state.ended
+    assert leader.operations.cancel(op.id, by="bob") == over, "cancelling twice is harmless"
+    earlier, later = leader.operations.scale(POOL, 3, by="ann"), leader.operations.scale(POOL, 2, by="ann")
+    assert "superseded" in until(leader.operations, earlier, ended).error
+    assert not leader.operations.get(later.id).state.ended
 
 
-def test_a_drain_marks_the_engine_and_waits_for_its_replacement(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+def test_drain_marks_the_engine_and_waits_for_its_replacement(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
                                                                 ) -> None:
     leader = lead("a")
     plane.engine("e0")
     with pytest.raises(Problem, match="last engine"):
-        leader.desk.drain("e0", replace=False, by="ann")
-    op = leader.desk.drain("e0", by="ann")
+        leader.operations.drain("e0", replace=False, by="ann")
+    op = leader.operations.drain("e0", by="ann")
     assert Engine.decode(etcd.get(keys.engine("e0")).value).state is EngineState.DRAINING
     with pytest.raises(Problem, match="draining already"):
-        leader.desk.drain("e0", by="ann")
+        leader.operations.drain("e0", by="ann")
     with pytest.raises(Problem, match="no engine"):
-        leader.desk.drain("e9", by="ann")
-    until(leader.desk, op, lambda o: o.phase == "draining")
+        leader.operations.drain("e9", by="ann")
+    until(leader.operations, op, lambda o: o.phase == "draining")
     etcd.delete(keys.engine("e0"))
-    until(leader.desk, op, lambda o: (o.phase, o.done) == ("replacing", 1))
-    with pytest.raises(Problem, match="taken out of the router|started anew"):
-        leader.desk.cancel(op.id, by="ann")
+    until(leader.operations, op, lambda o: (o.phase, o.done) == ("replacing", 1))
+    with pytest.raises(Problem, match="removed from the router"):
+        leader.operations.cancel(op.id, by="ann")
     plane.engine("e1")
-    assert until(leader.desk, op, ended).state is OperationState.SUCCEEDED
+    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED
 
 
-def test_an_adoption_that_nobody_carries_out_is_taken_back_at_its_deadline_and_a_drain_of_it_replaces_nothing(
+def test_registration_is_withdrawn_at_its_deadline_and_its_drain_replaces_nothing(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys, cfg: Config) -> None:
     quick = cfg.model_copy(update={"engine": cfg.engine.model_copy(update={"start_timeout_s": 0.5})})
     leader, url = lead("a"), "http://10.0.0.9:30000"
-    hasty = OperationService(etcd, keys, leader.election, quick)
-    lost = until(leader.desk, hasty.adopt(url, POOL, by="ann"), ended)
+    short = OperationService(etcd, keys, leader.election, quick)
+    lost = until(leader.operations, short.register(url, POOL, by="ann"), ended)
     assert lost.state is OperationState.FAILED and "waiting for the driver" in lost.error
-    assert etcd.get(keys.adoption(url)) is None
-    op = leader.desk.adopt(url, POOL, by="ann")
+    assert etcd.get(keys.external_engine(url)) is None
+    op = leader.operations.register(url, POOL, by="ann")
     engine_id = op.target.removeprefix("engines/")
     with pytest.raises(Problem, match=engine_id):
-        leader.desk.adopt(url, POOL, by="ann")
+        leader.operations.register(url, POOL, by="ann")
     etcd.put(keys.engine(engine_id), Engine(id=engine_id, pool=POOL, state=EngineState.READY, epoch=1, url=url,
-                                             version=3, adopted=True).encode())
-    assert until(leader.desk, op, ended).result["version"] == 3
-    assert etcd.get(keys.adoption(url)) is not None, "it stays until it is drained"
-    op = leader.desk.drain(engine_id, by="ann")
-    assert etcd.get(keys.adoption(url)) is None
+                                             version=3, external=True).encode())
+    assert until(leader.operations, op, ended).result["version"] == 3
+    assert etcd.get(keys.external_engine(url)) is not None, "it stays until it is drained"
+    op = leader.operations.drain(engine_id, by="ann")
+    assert etcd.get(keys.external_engine(url)) is None
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 1
-    until(leader.desk, op, lambda o: o.phase == "draining")
+    until(leader.operations, op, lambda o: o.phase == "draining")
     etcd.delete(keys.engine(engine_id))
-    assert until(leader.desk, op, ended).state is OperationState.SUCCEEDED, "although the pool has no engine at all"
+    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED, "the pool has no engine"
 
 
-def test_a_request_that_counts_once_is_refused_when_it_was_carried_out_already(lead: Any, etcd: EtcdClient, keys: Keys
+def test_used_idempotency_claim_is_refused(lead: Any, etcd: EtcdClient, keys: Keys
                                                                                ) -> None:
     leader = lead("a")
 
-    class Once:
+    class Claim:
         compares = [Compare.absent(keys.idempotency("k"))]
 
         def ops(self, location: str) -> list[Op]:
             return [Op.put(keys.idempotency("k"), location.encode())]
 
-    op = leader.desk.scale(POOL, 2, by="ann", once=Once())
+    op = leader.operations.scale(POOL, 2, by="ann", claim=Claim())
     assert etcd.get(keys.idempotency("k")).value == f"/v1/operations/{op.id}".encode()
     with pytest.raises(Problem, match="faster"):
-        leader.desk.scale(POOL, 5, by="ann", once=Once())
+        leader.operations.scale(POOL, 5, by="ann", claim=Claim())
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 2
 
 
-def test_a_replica_that_does_not_lead_begins_and_cancels_nothing(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config
+def test_follower_begins_and_cancels_nothing(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config
                                                                  ) -> None:
     leader = lead("a")
-    op = leader.desk.scale(POOL, 2, by="ann")
+    op = leader.operations.scale(POOL, 2, by="ann")
     follower = OperationService(etcd, keys, Election(etcd, keys, "b", "http://b", 2), cfg)
     for act in (lambda: follower.scale(POOL, 5, by="x"), lambda: follower.cancel(op.id, by="x")):
         with pytest.raises((Problem, Fenced)):
@@ -245,61 +245,61 @@ def test_a_replica_that_does_not_lead_begins_and_cancels_nothing(lead: Any, etcd
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 2
 
 
-def test_a_trainer_that_beats_without_working_is_restarted_and_the_operation_waits_until_it_works(
+def test_hung_trainer_is_restarted_and_the_operation_waits_until_it_works(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
     hung = plane.member("trainer", "rank-0", "train")
-    wish = wait_until(lambda: open_requests(etcd, keys).get("trainer"), timeout_s=20, what="the wish to restart it")
-    assert wish.by == "policy" and "hung" in wish.reason
-    assert [e.subject for e in told(etcd, keys, "trainer.hung")] == ["rank-0"]
+    request = wait_until(lambda: open_requests(etcd, keys).get("trainer"), timeout_s=20, what="the restart request")
+    assert request.by == "policy" and "hung" in request.reason
+    assert [e.subject for e in events_of(etcd, keys, "trainer.hung")] == ["rank-0"]
     op = Operation.decode(etcd.range(keys.operations_prefix())[0][0].value)
     assert (op.target, op.by, op.state) == ("trainer", "policy", OperationState.RUNNING)
     hung.close()
-    acknowledge(etcd, keys, wish)
-    until(leader.desk, op, lambda o: o.phase == "starting")
+    acknowledge(etcd, keys, request)
+    until(leader.operations, op, lambda o: o.phase == "starting")
     back = plane.member("trainer", "rank-0", "rl")
 
     def over(now: Operation) -> bool:
         back.progress(2, "rl")  # it gives signs of life
         return now.state.ended
 
-    assert until(leader.desk, op, over).state is OperationState.SUCCEEDED
+    assert until(leader.operations, op, over).state is OperationState.SUCCEEDED
     assert not open_requests(etcd, keys)
 
 
-def test_a_restart_that_was_not_begun_can_be_taken_back(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
+def test_restart_can_be_cancelled_until_it_was_carried_out(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
-    op = leader.desk.restart("trainer", by="ann", reason="new driver")
+    op = leader.operations.restart("trainer", by="ann", reason="new driver")
     assert open_requests(etcd, keys)["trainer"].reason == "new driver"
-    assert leader.desk.cancel(op.id, by="ann").state is OperationState.CANCELLED
+    assert leader.operations.cancel(op.id, by="ann").state is OperationState.CANCELLED
     assert not open_requests(etcd, keys)
-    again = leader.desk.restart("trainer", by="ann")
+    again = leader.operations.restart("trainer", by="ann")
     acknowledge(etcd, keys, open_requests(etcd, keys)["trainer"])
-    with pytest.raises(Problem, match="taken out of the router|started anew"):
-        leader.desk.cancel(again.id, by="ann")
+    with pytest.raises(Problem, match="is being restarted"):
+        leader.operations.cancel(again.id, by="ann")
     with pytest.raises(Problem, match="target must be"):
-        leader.desk.restart("everything", by="ann")
+        leader.operations.restart("everything", by="ann")
     with pytest.raises(Problem, match="no role"):
-        leader.desk.restart("roles/genrm", by="ann")
+        leader.operations.restart("roles/genrm", by="ann")
 
 
-def test_a_global_restart_ends_the_epoch_and_waits_for_a_later_one(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+def test_global_restart_ends_the_epoch_and_waits_for_a_later_one(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
                                                                    ) -> None:
     leader = lead("a")
     epoch = fencing.raise_epoch(etcd, keys, "driver-1").number
-    op = leader.desk.restart("job", by="ann")
+    op = leader.operations.restart("job", by="ann")
     with pytest.raises(Fenced):
         fencing.require_epoch(etcd, keys, epoch)
     acknowledge(etcd, keys, open_requests(etcd, keys)["job"])
-    until(leader.desk, op, lambda o: o.phase == "starting")
+    until(leader.operations, op, lambda o: o.phase == "starting")
     fencing.raise_epoch(etcd, keys, "driver-2")
     plane.member("trainer", "rank-0", "rl")
-    assert leader.desk.get(op.id).state is OperationState.RUNNING
+    assert leader.operations.get(op.id).state is OperationState.RUNNING
     etcd.put(keys.job_status(), JobStatus(phase="rl", updated_at=time.time()).encode())
-    assert until(leader.desk, op, ended).state is OperationState.SUCCEEDED
+    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED
 
 
-def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_the_end_of_the_run(
+def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     """Budget 1, crash loop after 2: two deaths are a global restart, two more the end, over a change of leaders."""
     leader = lead("a")
@@ -308,11 +308,12 @@ def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_
 
     def die(n: int) -> None:
         member = plane.member("advantages", f"advantages-{n}", "idle")
-        wait_until(lambda: etcd.get(keys.roster("advantages", f"advantages-{n}")), timeout_s=20, what="its sighting")
-        etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and nobody said good-bye
+        wait_until(lambda: etcd.get(keys.registry_entry("advantages", f"advantages-{n}")), timeout_s=20,
+                   what="its registry entry")
+        etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and it did not sign off
         member.replaced.set()
-        wait_until(lambda: any(e.subject == f"advantages-{n}" for e in told(etcd, keys, "advantages.dead")),
-                   timeout_s=20, what="the death to be told")
+        wait_until(lambda: any(e.subject == f"advantages-{n}" for e in events_of(etcd, keys, "advantages.dead")),
+                   timeout_s=20, what="the event of the death")
 
     def pause() -> None:
         """Faults within ``settle_s`` are one."""
@@ -323,10 +324,10 @@ def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_
     assert not open_requests(etcd, keys)
     pause()
     die(1)
-    wish = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
-    assert "2 faults of roles/advantages" in wish.reason
-    assert len(told(etcd, keys, "run.global_restart")) == 1
-    acknowledge(etcd, keys, wish)
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
+    assert "2 faults of roles/advantages" in request.reason
+    assert len(events_of(etcd, keys, "run.global_restart")) == 1
+    acknowledge(etcd, keys, request)
     leader.close()
     lead("b")
     die(2)
@@ -335,17 +336,17 @@ def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_
     job = wait_until(lambda: (s := JobStatus.decode(etcd.get(keys.job_status()).value)).phase == "failed" and s,
                      timeout_s=20, what="the end of the run")
     assert "crash loop" in job.message and job.step == 7
-    assert len(told(etcd, keys, "run.crash_loop")) == 1
-    assert len(told(etcd, keys, "run.global_restart")) == 1, "the second one would not have helped"
+    assert len(events_of(etcd, keys, "run.crash_loop")) == 1
+    assert len(events_of(etcd, keys, "run.global_restart")) == 1, "the second one would not have helped"
     assert FaultLog.decode(etcd.get(keys.fault("job")).value).pending is RecoveryAction.NONE
 
 
-def test_a_wish_counts_once_however_often_it_is_carried_out(etcd: EtcdClient, keys: Keys) -> None:
-    etcd.put(keys.restart("trainer"), RestartRequest(target="trainer", wanted=1).encode())
-    wish = open_requests(etcd, keys)["trainer"]
-    etcd.put(keys.restart("trainer"), RestartRequest(target="trainer", wanted=2).encode())
-    acknowledge(etcd, keys, wish)
-    assert open_requests(etcd, keys)["trainer"].done == 1, "the second wish is open still"
+def test_acknowledged_request_leaves_a_later_one_open(etcd: EtcdClient, keys: Keys) -> None:
+    etcd.put(keys.restart("trainer"), RestartRequest(target="trainer", generation=1).encode())
+    request = open_requests(etcd, keys)["trainer"]
+    etcd.put(keys.restart("trainer"), RestartRequest(target="trainer", generation=2).encode())
+    acknowledge(etcd, keys, request)
+    assert open_requests(etcd, keys)["trainer"].observed_generation == 1, "the second request is still open"
     fencing.raise_epoch(etcd, keys, "driver-1")
     with pytest.raises(Fenced):
-        acknowledge(etcd, keys, wish, fencing.epoch_guard(keys, 7))
+        acknowledge(etcd, keys, request, fencing.epoch_guard(keys, 7))

@@ -49,7 +49,7 @@ def _wait_step(etcd: EtcdClient, keys: Keys, above: int) -> Member:
 
 
 def test_a_member_shows_its_progress_and_leaves_at_once_when_it_closes(etcd: EtcdClient, keys: Keys) -> None:
-    etcd.put(keys.roster("rollout", "engine-1"), b"{}")  # what the leader remembers of it
+    etcd.put(keys.registry_entry("rollout", "engine-1"), b"{}")  # what the leader remembers of it
     member = Membership(etcd, keys, "rollout", "engine-1", ttl_s=TTL_S, url="http://e", epoch=4, info={"gpu": 0})
     member.start()
     (seen,) = members(etcd, keys, "rollout")
@@ -62,7 +62,7 @@ def test_a_member_shows_its_progress_and_leaves_at_once_when_it_closes(etcd: Etc
     wait_until(lambda: members(etcd, keys)[0].beat_at > moved.beat_at, timeout_s=5, what="another beat")
     assert members(etcd, keys)[0].progress_at == moved.progress_at  # a beat is not progress
     member.close()
-    assert members(etcd, keys) == [] and etcd.get(keys.roster("rollout", "engine-1")) is None
+    assert members(etcd, keys) == [] and etcd.get(keys.registry_entry("rollout", "engine-1")) is None
 
 
 def test_a_member_registers_again_when_its_lease_is_lost(etcd: EtcdClient, keys: Keys) -> None:

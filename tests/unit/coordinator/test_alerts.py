@@ -358,12 +358,12 @@ def test_a_grave_sign_is_not_hidden_under_a_light_alert() -> None:
 
 
 def test_news_of_a_restart_is_told_unless_its_fault_is_an_alert_already() -> None:
-    wanted = rules.report(event("restart.wanted", "engines/e1", by="ada"), 5, "j")
-    assert wanted and not wanted.tell_end and folded(wanted) == ["restart.wanted/engines/e1"]
+    wanted = rules.report(event("restart.requested", "engines/e1", by="ada"), 5, "j")
+    assert wanted and not wanted.tell_end and folded(wanted) == ["restart.requested/engines/e1"]
     assert folded(wanted, known=[opened("engine.hung", "e1")]) == []
     role = replace(wanted, subject="roles/critic")
     assert folded(role, known=[opened("critic.hung", "critic-7")]) == []
-    assert folded(role, known=[opened("critic2.dead", "x")]) == ["restart.wanted/roles/critic"]
+    assert folded(role, known=[opened("critic2.dead", "x")]) == ["restart.requested/roles/critic"]
     assert folded(replace(wanted, subject="job"), known=[opened("run.global_restart", "j", revision=3)]) == []
     assert folded(Condition("trainer.hung", "trainer", "m"), replace(wanted, subject="trainer")) == [
         "trainer.hung/trainer"]

@@ -32,7 +32,7 @@ def after(rule: Rule, times: list[float], progress: int = 0, log: FaultLog | Non
     return log
 
 
-def test_every_part_has_a_rule_for_each_fault_and_says_what_goes_on() -> None:
+def test_every_part_has_a_rule_for_each_fault() -> None:
     parts = {r.part for r in POLICY}
     assert {(r.part, r.fault) for r in POLICY} == {(p, f) for p in parts for f in Fault}
     assert {registry.ENGINE, registry.TRAINER, registry.DCS, registry.COORDINATOR, "driver", "role"} == parts
@@ -40,7 +40,7 @@ def test_every_part_has_a_rule_for_each_fault_and_says_what_goes_on() -> None:
     assert policy.rule_for("genrm", Fault.DEAD).part == "role"
 
 
-def test_what_died_is_left_to_who_is_nearest_until_its_budget_is_spent() -> None:
+def test_deaths_within_the_budget_need_no_action_of_the_leader() -> None:
     log = after(TRAINER_DEAD, [0, 10, 20])
     assert policy.due(log, 20) is RecoveryAction.NONE
     log = after(TRAINER_DEAD, [30], log=log)
@@ -48,16 +48,16 @@ def test_what_died_is_left_to_who_is_nearest_until_its_budget_is_spent() -> None
     assert "4 faults" in log.reason
 
 
-def test_faults_that_are_long_ago_use_up_no_budget() -> None:
+def test_faults_outside_the_window_do_not_count() -> None:
     assert after(TRAINER_DEAD, [0, 40, 80, 120, 160, 200, 240]).pending is RecoveryAction.NONE
 
 
-def test_ranks_that_fall_together_are_one_fault() -> None:
+def test_faults_of_one_target_that_come_together_count_once() -> None:
     assert len(after(TRAINER_DEAD, [0, 0, 1, 3]).occurrences) == 1
-    assert len(after(TRAINER_DEAD, [0, 3, 6, 9, 12]).occurrences) == 3, "what never settles counts all the same"
+    assert len(after(TRAINER_DEAD, [0, 3, 6, 9, 12]).occurrences) == 3, "a target that never settles counts too"
 
 
-def test_what_hangs_is_restarted_at_once_and_then_after_longer_and_longer_pauses() -> None:
+def test_hung_part_is_restarted_with_exponential_backoff() -> None:
     log, waits = FaultLog(target="trainer"), []
     for at in (0.0, 20.0, 40.0):
         log = after(TRAINER_HUNG, [at], log=log)
@@ -69,21 +69,21 @@ def test_what_hangs_is_restarted_at_once_and_then_after_longer_and_longer_pauses
     assert waits == [0.0, 2.0, 4.0]
 
 
-def test_a_driver_that_dies_again_and_again_at_the_same_step_is_a_crash_loop() -> None:
+def test_driver_deaths_at_the_same_step_are_a_crash_loop() -> None:
     log = after(DRIVER_DEAD, [0, 10], progress=7, log=FaultLog(target=JOB))
     assert log.pending is RecoveryAction.NONE
     assert after(DRIVER_DEAD, [20], progress=7, log=log).pending is RecoveryAction.STOP
     assert after(DRIVER_DEAD, [20], progress=8, log=log).pending is RecoveryAction.NONE
 
 
-def test_steps_that_are_done_again_after_a_rewind_are_no_progress() -> None:
+def test_steps_repeated_after_a_rewind_are_no_progress() -> None:
     log = FaultLog(target=JOB)
     for at, step in ((0, 23), (10, 21), (20, 22)):
         log = after(DRIVER_DEAD, [at], progress=step, log=log)
     assert log.pending is RecoveryAction.STOP
 
 
-def test_global_restarts_of_the_policy_count_for_the_crash_loop() -> None:
+def test_global_restarts_count_for_the_crash_loop() -> None:
     log = FaultLog(target=JOB)
     for n in range(2):
         log = policy.record_restart(log, n * 50.0, 7, CFG)
@@ -91,13 +91,13 @@ def test_global_restarts_of_the_policy_count_for_the_crash_loop() -> None:
     assert policy.record_restart(log, 100.0, 7, CFG).pending is RecoveryAction.STOP
 
 
-def test_a_budget_is_whole_again_after_the_global_restart_that_it_led_to() -> None:
+def test_global_restart_resets_the_budget_that_led_to_it() -> None:
     log = policy.cleared(after(TRAINER_DEAD, [0, 10, 20, 30]))
     assert (log.pending, log.occurrences) == (RecoveryAction.NONE, [])
 
 
 @pytest.mark.parametrize(("phase", "step", "more"), [("sft", 3000, "rl"), ("rl", 5, "rl")])
-def test_progress_grows_from_the_warm_up_into_rl(phase: str, step: int, more: str) -> None:
+def test_progress_grows_from_sft_into_rl(phase: str, step: int, more: str) -> None:
     later = JobStatus(phase=more, step=step + 1)
     assert policy.progress_of(JobStatus(phase=phase, step=step)) < policy.progress_of(later)
     assert policy.progress_of(JobStatus(phase="sft", step=3000)) < policy.progress_of(JobStatus(phase="rl", step=0))
@@ -105,7 +105,7 @@ def test_progress_grows_from_the_warm_up_into_rl(phase: str, step: int, more: st
 
 @settings(max_examples=SEEDS)
 @given(seed=st.integers(0, 2**32))
-def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int) -> None:
+def test_run_without_progress_is_stopped_and_one_with_progress_never(seed: int) -> None:
     """A trainer that fails at random times, with leaders that carry out late; only the log survives a leader."""
     rng = random.Random(seed)
     moving = rng.random() < 0.5
@@ -132,7 +132,7 @@ def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int
         assert restarts == CFG.stop_after
 
 
-def test_the_manual_has_the_policy_as_it_is() -> None:
+def test_manual_shows_the_policy() -> None:
     manual = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
     table = [f"| {r.part} | {r.fault} | {r.does} | {r.meanwhile} |" for r in POLICY]
     assert "\n".join(table) in manual
