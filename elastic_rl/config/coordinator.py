@@ -25,7 +25,12 @@ class CoordinatorConfig(Section):
     hang_ceiling_s: Seconds = 600.0
     """... and not later; the only limit of a phase that was not seen three times yet. Longer than any bounded wait."""
     reconcile_interval_s: Seconds = 0.5
-    """Longest pause between two looks at desired against actual."""
+    """Longest pause between two reconcile passes of the leader; a change of what it decides by starts one at once."""
+    reconcile_deadline_s: Seconds = 30.0
+    """Seconds without a successful reconcile pass after which the leader reports that it is not ready, and resigns so
+    that another replica can try. After it has resigned for this reason it waits twice as long the next time, up to 15
+    minutes, until a pass succeeds. Longer than etcd.retry_budget_s, so that an outage of etcd is not blamed on the
+    leader."""
     events_keep: Positive = 2000
     """Events kept in etcd; older ones are trimmed by the leader."""
     steps_keep: Annotated[int, Field(ge=100)] = 2000

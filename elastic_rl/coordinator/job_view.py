@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from elastic_rl.coordinator.election.election import leading
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus, Leader
 
@@ -26,9 +27,11 @@ class JobView(BaseModel):
 def view(keys: Keys, replica: str, status: KeyValue | None, epoch: KeyValue | None,
          candidates: Sequence[KeyValue]) -> JobView:
     first = leading(candidates)
-    return JobView(job=keys.job, status=JobStatus.decode(status.value) if status else None,
-                   epoch=Epoch.decode(epoch.value).number if epoch else 0,
-                   leader=Leader.decode(first.value) if first else None, replica=replica)
+    # What this release cannot read is shown as missing.
+    current = decode(epoch, Epoch, {}) if epoch else None
+    return JobView(job=keys.job, status=decode(status, JobStatus, {}) if status else None,
+                   epoch=current.number if current else 0, leader=decode(first, Leader, {}) if first else None,
+                   replica=replica)
 
 
 def read(etcd: EtcdClient, keys: Keys, replica: str) -> JobView:

@@ -12,6 +12,7 @@ from elastic_rl.coordinator.problems import Problem, no_leader, not_found
 from elastic_rl.errors import OutcomeUnknown
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec, PoolStatus
 
@@ -70,16 +71,18 @@ def check_revision(spec: KeyValue, if_revision: int | None) -> None:
 
 
 def view(spec: KeyValue, status: KeyValue | None) -> PoolView:
-    wanted = PoolSpec.decode(spec.value)
-    actual = PoolStatus.decode(status.value).model_dump(exclude={"name"}) if status else {}
-    return PoolView(name=wanted.name, desired=wanted.desired, revision=spec.mod_revision, etag=etag(spec.mod_revision),
-                    **actual)
+    desired = PoolSpec.decode(spec.value)
+    actual = decode(status, PoolStatus, {}) if status else None
+    counts = actual.model_dump(exclude={"name"}) if actual else {}
+    return PoolView(name=desired.name, desired=desired.desired, revision=spec.mod_revision,
+                    etag=etag(spec.mod_revision), **counts)
 
 
 def views(keys: Keys, kvs: Iterable[KeyValue]) -> list[PoolView]:
-    """The pools that these keys belong to, in key order; a pool without a spec is left out."""
+    """The pools that these keys belong to, in key order; a pool without a spec that can be read is left out."""
     found = {kv.key: kv for kv in kvs}
-    names = [k.removeprefix(keys.pools_prefix()).removesuffix("/spec") for k in found if k.endswith("/spec")]
+    specs = decode_all((kv for k, kv in found.items() if k.endswith("/spec")), PoolSpec, {})
+    names = [kv.key.removeprefix(keys.pools_prefix()).removesuffix("/spec") for _, kv in specs]
     return [view(found[keys.pool_spec(n)], found.get(keys.pool_status(n))) for n in names]
 
 

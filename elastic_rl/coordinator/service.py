@@ -30,6 +30,7 @@ from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.forwarding import Forwarder
 from elastic_rl.coordinator.api.server import Server, advertised, bind, make_server
 from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.membership.registry import COORDINATOR
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.reconciler import Reconciler
@@ -95,7 +96,8 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
         cleanup.callback(api_etcd.close)
         notifier = Notifier(cfg.job, cfg.alerts)
         cleanup.callback(notifier.close)
-        election = Election(etcd, keys, replica, url, cfg.coordinator.lease_ttl_s)
+        election = Election(etcd, keys, replica, url, cfg.coordinator.lease_ttl_s,
+                            LeaderHealth(cfg.coordinator.reconcile_deadline_s))
         member = Membership(etcd, keys, COORDINATOR, replica, ttl_s=cfg.coordinator.lease_ttl_s, url=url).start()
         cleanup.callback(member.close)
         election.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -19,12 +19,12 @@ from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
 from elastic_rl.coordinator.records import FaultLog, LastSeen
 from elastic_rl.coordinator.targets import JOB
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
+from elastic_rl.etcd.decoding import RangeDecoder, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
     DcsNode,
     Engine,
     EngineState,
-    Epoch,
     ExternalEngine,
     JobStatus,
     Member,
@@ -87,6 +87,8 @@ class ClusterSnapshot:
     etcd_health: Health = Health()
     revisions: Mapping[str, KeyRevisions] = field(default_factory=dict)
     """By key, of every key that was read."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Why the record cannot be read, by key, of records that are left out of the rest."""
 
     @property
     def keys(self) -> Keys:
@@ -130,23 +132,8 @@ class ClusterSnapshot:
 def newest_number(etcd: EtcdClient, prefix: str) -> int:
     """The highest of the numbers that end the keys under a prefix; 0 for none. Raises EtcdUnavailable."""
     newest = etcd.page(prefix, limit=1, newest_first=True).kvs
-    return int(newest[0].key.removeprefix(prefix)) if newest else 0
-
-
-class _DecodedRange:
-    """Records of one range, each revision of which is decoded once."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[int, Any]] = {}
-
-    def update(self, kvs: Sequence[KeyValue], kind: type[R]) -> list[R]:
-        known: dict[str, tuple[int, Any]] = {}
-        for kv in kvs:
-            before = self._known.get(kv.key)
-            record = before[1] if before and before[0] == kv.mod_revision else kind.decode(kv.value)
-            known[kv.key] = (kv.mod_revision, record)
-        self._known = known  # keys that are gone are forgotten
-        return [record for _, record in known.values()]
+    name = newest[0].key.removeprefix(prefix) if newest else ""
+    return int(name) if name.isdecimal() else 0
 
 
 class SnapshotReader:
@@ -156,46 +143,58 @@ class SnapshotReader:
                  probe: EtcdProbe | None = None) -> None:
         self._etcd, self._keys, self._clock, self._probe = etcd, keys, clock, probe
         self._durable_streams = sorted(cfg.dcs.durable_streams) if cfg.dcs.durable_url else []
-        self._decoded: dict[str, _DecodedRange] = {}
+        self._decoders: dict[type[Record], RangeDecoder[Any]] = {
+            Operation: RangeDecoder(Operation, lambda r: keys.operation(r.id)),
+            LastSeen: RangeDecoder(LastSeen, lambda r: keys.registry_entry(r.role, r.id)),
+            Member: RangeDecoder(Member, lambda r: keys.member(r.role, r.id)),
+            DcsNode: RangeDecoder(DcsNode, lambda r: keys.dcs_node(r.id)),
+            Engine: RangeDecoder(Engine, lambda r: keys.engine(r.id)),
+            ExternalEngine: RangeDecoder(ExternalEngine, lambda r: keys.external_engine(r.url)),
+            PoolSpec: RangeDecoder(PoolSpec, lambda r: keys.pool_spec(r.name)),
+            PoolStatus: RangeDecoder(PoolStatus, lambda r: keys.pool_status(r.name)),
+            FaultLog: RangeDecoder(FaultLog, lambda r: keys.fault(r.target)),
+            RestartRequest: RangeDecoder(RestartRequest, lambda r: keys.restart(r.target)),
+            Version: RangeDecoder(Version, lambda r: keys.stream_head(r.stream)),
+            JobStatus: RangeDecoder(JobStatus),
+        }
         self._lags: tuple[dict[str, int], dict[str, dict[int, float]]] = {}, {}
         self._lags_at = float("-inf")
 
     def read(self) -> ClusterSnapshot:
-        """Raises EtcdUnavailable."""
-        keys, revisions = self._keys, dict[str, KeyRevisions]()
+        """Raises EtcdUnavailable. Records that cannot be read are left out, and named in ``unreadable``."""
+        reading = _Reading(self._etcd, self._decoders)
+        keys = self._keys
         # Operations are read before what they are about: the requests that were written with them are then seen too.
-        operations = self._range(keys.operations_prefix(), Operation, revisions)
+        operations = reading.range(keys.operations_prefix(), Operation)
         # The registry is read before the members: a member that closes in between is missing in the later reading, and
         # the compare on its (deleted) registry key then fails instead of making a death of it.
-        registry = self._range(keys.registry_prefix(), LastSeen, revisions)
-        member_keys, members_revision = self._etcd.range(keys.members_prefix())
-        members = self._decode("members", member_keys, Member, revisions)
-        nodes = self._range(keys.dcs_nodes_prefix(), DcsNode, revisions)
-        engines = {e.id: e for e in self._range(keys.engines_prefix(), Engine, revisions)}
-        specs, statuses = self._pools(revisions)
-        status = self._one(keys.job_status(), JobStatus, revisions)
-        epoch = self._one(keys.epoch(), Epoch, revisions)
-        heads: dict[str, Version] = {s: head for s in Stream
-                                     if (head := self._one(keys.stream_head(s), Version, revisions))}
-        faults = self._range(keys.faults_prefix(), FaultLog, revisions)
-        restarts = self._range(keys.restarts_prefix(), RestartRequest, revisions)
-        external = self._range(keys.external_engines_prefix(), ExternalEngine, revisions)
+        registry = reading.range(keys.registry_prefix(), LastSeen)
+        members = reading.range(keys.members_prefix(), Member)
+        members_revision = reading.revision
+        nodes = reading.range(keys.dcs_nodes_prefix(), DcsNode)
+        engines = {e.id: e for e in reading.range(keys.engines_prefix(), Engine)}
+        pools = self._etcd.range(keys.pools_prefix())[0]
+        specs = reading.decode([kv for kv in pools if kv.key.endswith("/spec")], PoolSpec)
+        statuses = reading.decode([kv for kv in pools if kv.key.endswith("/status")], PoolStatus)
+        status = reading.keys([keys.job_status()], JobStatus)
+        epoch = self._etcd.get(keys.epoch())
+        heads: dict[str, Version] = {
+            v.stream: v for v in reading.keys([keys.stream_head(s) for s in Stream], Version)}
+        faults = reading.range(keys.faults_prefix(), FaultLog)
+        restarts = reading.range(keys.restarts_prefix(), RestartRequest)
+        external = reading.range(keys.external_engines_prefix(), ExternalEngine)
         durable, committed = self._read_lags(engines, heads)
+        if epoch is not None:
+            reading.note(epoch)
         return ClusterSnapshot(
-            job=keys.job, now=self._clock(), status=status, epoch=epoch.number if epoch else 0, members=members,
-            members_revision=members_revision, registry={s.name: s for s in registry},
-            nodes={n.id: n for n in nodes}, engines=engines,
-            external_engines={e.engine: e for e in external}, specs=specs, statuses=statuses,
-            operations={o.id: o for o in operations}, restarts={r.target: r for r in restarts},
-            faults={f.target: f for f in faults}, heads=heads, committed=committed, durable=durable,
-            etcd_health=self._probe.health() if self._probe else Health(), revisions=revisions)
-
-    def _pools(self, revisions: dict[str, KeyRevisions]) -> tuple[dict[str, PoolSpec], dict[str, PoolStatus]]:
-        """Specs and statuses by the pool's name; they lie side by side."""
-        kvs = self._etcd.range(self._keys.pools_prefix())[0]
-        specs = self._decode("specs", [kv for kv in kvs if kv.key.endswith("/spec")], PoolSpec, revisions)
-        statuses = self._decode("statuses", [kv for kv in kvs if kv.key.endswith("/status")], PoolStatus, revisions)
-        return {s.name: s for s in specs}, {s.name: s for s in statuses}
+            job=keys.job, now=self._clock(), status=status[0] if status else None,
+            epoch=epoch.version if epoch else 0, members=members, members_revision=members_revision,
+            registry={s.name: s for s in registry}, nodes={n.id: n for n in nodes}, engines=engines,
+            external_engines={e.engine: e for e in external}, specs={s.name: s for s in specs},
+            statuses={s.name: s for s in statuses}, operations={o.id: o for o in operations},
+            restarts={r.target: r for r in restarts}, faults={f.target: f for f in faults}, heads=heads,
+            committed=committed, durable=durable, etcd_health=self._probe.health() if self._probe else Health(),
+            revisions=reading.revisions, unreadable=reading.unreadable)
 
     def _read_lags(self, engines: Mapping[str, Engine], heads: Mapping[str, Version]
                    ) -> tuple[dict[str, int], dict[str, dict[int, float]]]:
@@ -210,19 +209,35 @@ class SnapshotReader:
                      ] if stream == Stream.POLICY else []
             if not have or stream not in heads or heads[stream].number <= min(have):
                 continue  # nothing lags, and a listing of all versions is not for each reading
-            versions = (Version.decode(kv.value) for kv in self._etcd.range(
-                self._keys.versions_prefix(stream), limit=_VERSIONS, newest_first=True)[0])
-            committed[stream] = {v.number: v.committed_at for v in versions if v.state is VersionState.COMMITTED}
+            kvs, _ = self._etcd.range(self._keys.versions_prefix(stream), limit=_VERSIONS, newest_first=True)
+            committed[stream] = {v.number: v.committed_at for v, _ in decode_all(kvs, Version, {})
+                                 if v.state is VersionState.COMMITTED}
         self._lags, self._lags_at = (durable, committed), time.monotonic()
         return self._lags
 
-    def _range(self, prefix: str, kind: type[R], revisions: dict[str, KeyRevisions]) -> list[R]:
-        return self._decode(prefix, self._etcd.range(prefix)[0], kind, revisions)
 
-    def _one(self, key: str, kind: type[R], revisions: dict[str, KeyRevisions]) -> R | None:
-        found = self._etcd.get(key)
-        return next(iter(self._decode(key, [found] if found else [], kind, revisions)), None)
+class _Reading:
+    """One reading of etcd in the making."""
 
-    def _decode(self, name: str, kvs: Sequence[KeyValue], kind: type[R], revisions: dict[str, KeyRevisions]) -> list[R]:
-        revisions.update((kv.key, KeyRevisions(kv.create_revision, kv.mod_revision)) for kv in kvs)
-        return self._decoded.setdefault(name, _DecodedRange()).update(kvs, kind)
+    def __init__(self, etcd: EtcdClient, decoders: Mapping[type[Record], RangeDecoder[Any]]) -> None:
+        self._etcd, self._decoders = etcd, decoders
+        self.revision = 0
+        """Of etcd, at the last range."""
+        self.revisions: dict[str, KeyRevisions] = {}
+        self.unreadable: dict[str, str] = {}
+
+    def range(self, prefix: str, kind: type[R]) -> list[R]:
+        kvs, self.revision = self._etcd.range(prefix)
+        return self.decode(kvs, kind)
+
+    def keys(self, keys: Iterable[str], kind: type[R]) -> list[R]:
+        return self.decode([kv for key in keys if (kv := self._etcd.get(key)) is not None], kind)
+
+    def decode(self, kvs: Sequence[KeyValue], kind: type[R]) -> list[R]:
+        for kv in kvs:
+            self.note(kv)
+        found: list[R] = self._decoders[kind].decode(kvs, self.unreadable)
+        return found
+
+    def note(self, kv: KeyValue) -> None:
+        self.revisions[kv.key] = KeyRevisions(kv.create_revision, kv.mod_revision)

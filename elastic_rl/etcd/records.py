@@ -27,6 +27,23 @@ class Record(BaseModel):
         return self.model_copy(update=changes)
 
 
+class OpenEnum(StrEnum):
+    """An enum of which a newer release may know more values. Such a value is kept as it is, and equals none of ours."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        if not isinstance(value, str):
+            return None
+        unknown = str.__new__(cls, value)
+        unknown._name_ = unknown._value_ = value
+        return unknown
+
+    @property
+    def known(self) -> bool:
+        """Whether this release knows the value."""
+        return any(self is member for member in type(self))
+
+
 class Leader(Record):
     """A candidate of the election; ``url`` is its admin API."""
 
@@ -121,7 +138,7 @@ class PoolStatus(Record):
     """Ready engines that someone else runs; in none of the other numbers."""
 
 
-class EngineState(StrEnum):
+class EngineState(OpenEnum):
     STARTING = "starting"
     SYNCING = "syncing"
     """Process is up; the weights are being pulled or verified. Not routable."""
@@ -182,7 +199,7 @@ class ExternalEngine(Record):
     ended_at: float = 0.0
 
 
-class Severity(StrEnum):
+class Severity(OpenEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
@@ -221,7 +238,7 @@ def _like(pattern: str, text: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text, re.DOTALL) is not None
 
 
-class OperationKind(StrEnum):
+class OperationKind(OpenEnum):
     SCALE = "scale"
     """Bring a pool to a number of engines."""
     DRAIN = "drain"
@@ -232,7 +249,7 @@ class OperationKind(StrEnum):
     """Have a server that someone else runs serve in a pool."""
 
 
-class OperationState(StrEnum):
+class OperationState(OpenEnum):
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"

@@ -71,7 +71,7 @@ class Replicas:
         self.launch(*names)
         for name in names:
             process = self.running[name]
-            runtime.wait_until(lambda n=name: self.ready(n), timeout_s=30, what=f"replica {name}",
+            runtime.wait_until(lambda n=name: self.ready(n), timeout_s=120, what=f"replica {name}",
                                  alive=lambda p=process: p.poll() is None)
         self.leader()
 

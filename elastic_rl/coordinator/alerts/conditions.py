@@ -10,10 +10,13 @@ from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.etcd_health import Health
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import SERVING, ClusterSnapshot
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Severity
 
 _ETCD_HOLD_S = 10.0
 _ETCD_SLOW_HOLD_S = 30.0
+_UNREADABLE = 20
+"""Records that cannot be read and have an alert of their own; all further ones have one together."""
 _FULL_HOLD_S = 15.0
 _FULL_BACK = 0.05
 """A node that was full is so until this much less is used; else an alert near the limit would come and go."""
@@ -44,7 +47,7 @@ def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thres
                firing: Set[str] = frozenset()) -> dict[str, Condition]:
     """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
     found = [*_members(snapshot), *_pools(snapshot, limits), *_lags(snapshot, now, limits),
-             *_nodes(snapshot, limits, firing), *_job(snapshot, limits),
+             *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_unreadable(snapshot),
              *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction * limits.etcd_quota_bytes)]
     return {c.key: c for c in found}
 
@@ -123,6 +126,21 @@ def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     if status.phase == "finished":
         yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {status.step} steps",
                         Severity.INFO, tell_end=False)
+
+
+def unreadable_record(keys: Keys, key: str, reason: str, revision: int = 0) -> Condition:
+    """The alert about a record that cannot be read. ``revision``: of an event, 0 for a record that stays."""
+    message = f"{key} cannot be read ({reason}) and is ignored: complete the coordinators' upgrade, or delete the key"
+    return Condition("record.unreadable", key.removeprefix(keys.root), message, revision=revision)
+
+
+def _unreadable(snapshot: ClusterSnapshot) -> Iterator[Condition]:
+    found = sorted(snapshot.unreadable)
+    for key in found[:_UNREADABLE]:
+        yield unreadable_record(snapshot.keys, key, snapshot.unreadable[key])
+    if len(found) > _UNREADABLE:
+        message = f"{len(found) - _UNREADABLE} more records cannot be read and are ignored, such as {found[-1]}"
+        yield Condition("record.unreadable", "others", message)
 
 
 def etcd_conditions(health: Health, slow_s: float, largest_bytes: float) -> list[Condition]:

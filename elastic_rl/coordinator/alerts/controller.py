@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from elastic_rl.config import Config
@@ -22,6 +22,7 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, Severity, Silence
 from elastic_rl.etcd.transaction import GuardedWrite, batches
@@ -54,6 +55,8 @@ class Kept:
     alerts: dict[str, tuple[Alert, int]]
     boxes: dict[str, tuple[ReceiverQueue, int]]
     silences: list[Silence]
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Why a record cannot be read, by key, of those that are left out."""
 
     @property
     def sending(self) -> set[tuple[str, str]]:
@@ -72,13 +75,15 @@ class AlertController:
         self._thresholds = Thresholds.from_config(cfg)
 
     def update(self, snapshot: ClusterSnapshot, reports: Sequence[Condition], over: set[str],
-               cursor: Sequence[tuple[Compare, Op]] = ()) -> None:
-        """Brings the alerts up to date with the world. ``cursor``: what says that the reports were read; it is written
-        last, since an alert that was written without it is found open when its report is read again."""
+               cursor: Sequence[tuple[Compare, Op]] = (), conditions: Sequence[Condition] = ()) -> None:
+        """Brings the alerts up to date. ``cursor``: what says that the reports were read; it is written last, since an
+        alert that was written without it is found open when its report is read again. ``conditions``: what else is
+        wrong now."""
         now, kept = self._clock(), self.read()
         known = [a for a, _ in kept.alerts.values()]
+        snapshot = replace(snapshot, unreadable={**snapshot.unreadable, **kept.unreadable})
         found = rules.fold(
-            [*rules.conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
+            [*conditions, *rules.conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
              *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:
@@ -93,11 +98,12 @@ class AlertController:
 
     def read(self) -> Kept:
         """Raises EtcdUnavailable."""
-        silences = [Silence.decode(kv.value) for kv in self._range(self._keys.silences_prefix())]
-        boxes = [(ReceiverQueue.decode(kv.value), kv.mod_revision) for kv in self._range(self._keys.receivers_prefix())]
+        unreadable: dict[str, str] = {}
+        silences = [s for s, _ in decode_all(self._range(self._keys.silences_prefix()), Silence, unreadable)]
+        boxes = decode_all(self._range(self._keys.receivers_prefix()), ReceiverQueue, unreadable)
         kvs, revision = self._etcd.range(self._keys.alerts_prefix())
-        found = [(Alert.decode(kv.value), kv.mod_revision) for kv in kvs]
-        return Kept(revision, {a.id: (a, r) for a, r in found}, {b.receiver: (b, r) for b, r in boxes}, silences)
+        return Kept(revision, {a.id: (a, kv.mod_revision) for a, kv in decode_all(kvs, Alert, unreadable)},
+                    {b.receiver: (b, kv.mod_revision) for b, kv in boxes}, silences, unreadable)
 
     def audience(self, alert: Alert) -> list[str]:
         return receivers.audience(alert, self._notifier.receivers, self._cfg.alerts.tags)

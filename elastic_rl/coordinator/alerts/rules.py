@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from elastic_rl.coordinator.alerts.conditions import conditions
+from elastic_rl.coordinator.alerts.conditions import conditions, unreadable_record
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
@@ -13,7 +13,7 @@ from elastic_rl.coordinator.membership.registry import BY_LEADER
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.records import EngineState, Event, Severity
 
-__all__ = ["conditions", "ends", "fold", "released", "report"]
+__all__ = ["conditions", "ends", "fold", "released", "report", "unreadable_record"]
 
 QUIET_S = 60.0
 """A report of which nobody says when it is over ends when it was not repeated for so long."""

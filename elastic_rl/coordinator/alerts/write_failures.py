@@ -11,7 +11,6 @@ from apprise import NotifyType
 from elastic_rl.coordinator.alerts.controller import Sender
 from elastic_rl.coordinator.alerts.notifier import Notification
 
-_ID = "etcd.refuses"
 _AGAIN_S = 3600.0
 _RETRY_S = 30.0
 _SURE_S = 5.0
@@ -19,8 +18,13 @@ _SURE_S = 5.0
 
 
 class WriteFailureNotifier:
-    def __init__(self, post: Sender, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, post: Sender, clock: Callable[[], float] = time.monotonic, *, kind: str = "etcd.refuses",
+                 subject: str = "etcd", consequence: str = "Until it takes writes again nothing else is told, and the "
+                 "job cannot be changed.", resolved: str = "etcd takes writes again.") -> None:
+        """``kind`` and ``subject``: of the notification; ``consequence`` and ``resolved``: what it says of the fault
+        while it lasts, and when it is over."""
         self._post, self._clock = post, clock
+        self._id, self._subject, self._consequence, self._resolved = kind, subject, consequence, resolved
         self._since = 0.0
         self._told: dict[str, float] = {}  # when, by receiver
 
@@ -32,9 +36,9 @@ class WriteFailureNotifier:
             return
         for receiver in self._post.receivers:
             last = self._post.outcome(receiver.name)
-            again = _RETRY_S if last is not None and last.parcel == _ID and not last.ok else _AGAIN_S
+            again = _RETRY_S if last is not None and last.parcel == self._id and not last.ok else _AGAIN_S
             due = receiver.name not in self._told or now - self._told[receiver.name] >= again
-            body = f"{reason}\nUntil it takes writes again nothing else is told, and the job cannot be changed."
+            body = f"{reason}\n{self._consequence}"
             if due and self._send(receiver.name, "FIRING", body, NotifyType.FAILURE):
                 self._told[receiver.name] = now
 
@@ -42,9 +46,9 @@ class WriteFailureNotifier:
         """A look went through."""
         self._since = 0.0
         for name in list(self._told):
-            if self._send(name, "RESOLVED", "etcd takes writes again.", NotifyType.SUCCESS):
+            if self._send(name, "RESOLVED", self._resolved, NotifyType.SUCCESS):
                 del self._told[name]
 
     def _send(self, name: str, phase: str, body: str, kind: NotifyType) -> bool:
-        title = f"[{phase}] {self._post.job}: {_ID} etcd"
-        return self._post.send(name, Notification(_ID, 0, title, body, kind))
+        title = f"[{phase}] {self._post.job}: {self._id} {self._subject}"
+        return self._post.send(name, Notification(self._id, 0, title, body, kind))

@@ -14,6 +14,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.election.protocol import ElectionProtocol, Enter, Look, Step, Wait, leading
 from elastic_rl.errors import Compacted, ElasticRLError, EtcdUnavailable, Fenced, LeaseLost
 from elastic_rl.etcd.client import EtcdClient, Watch
@@ -38,9 +39,12 @@ class _Held:
 class Election:
     """This replica's part in the election, run by a background thread between ``start`` and ``stop``."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, url: str, ttl_s: int) -> None:
-        """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader."""
+    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, url: str, ttl_s: int,
+                 health: LeaderHealth | None = None) -> None:
+        """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader.
+        ``health``: of this replica's reconcile passes; a leader whose passes fail for too long resigns."""
         self.replica = replica
+        self.health = health or LeaderHealth()
         self._etcd, self._keys, self._ttl_s = etcd, keys, ttl_s
         self._me = Leader(replica=replica, url=url, pid=os.getpid())
         self._key = keys.leader(replica)
@@ -87,6 +91,9 @@ class Election:
 
     def _run(self) -> None:
         while not self._done.is_set():
+            if not self.health.may_lead():
+                self._done.wait(_REFUSED_S)
+                continue
             try:
                 self._take_part()
             except (LeaseLost, Compacted) as e:
@@ -107,11 +114,18 @@ class Election:
                     answer = self._carry(steps.send(answer), lease, watching, changes)
                     if stay.leads and not led:
                         led = True
+                        self.health.leading(True)
                         log.info("replica %s leads from revision %d on", self.replica, stay.revision)
+                    if stay.leads and (reason := self.health.reason_to_resign()):
+                        log.error("replica %s resigns: %s", self.replica, reason)
+                        self.health.resigned()
+                        self.resign()
+                        return
             except StopIteration:
                 return
             finally:
                 self._held = None
+                self.health.leading(False)
 
     def _carry(self, step: Step, lease: KeptLease, watching: contextlib.ExitStack, changes: list[Watch]) -> Any:
         """Does what the protocol asks for; the answer. ``changes``: the watch, from the first look on."""

@@ -9,6 +9,7 @@ from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Record, Severity
 
@@ -45,7 +46,7 @@ class LeaderGap:
         """To be called before the roster is brought up to date, which forgets who was there. Raises Fenced."""
         key, now, term = self._keys.leader_alive(), self._clock(), int(self._election.guard[0].operand)
         found = self._etcd.get(key)
-        before = SignOfLife.decode(found.value) if found else None
+        before = decode(found, SignOfLife, {}) if found else None
         if before is not None and before.term == term and 0 <= now - before.at < _EVERY_S:
             return
         closed = before is not None and self._etcd.get(

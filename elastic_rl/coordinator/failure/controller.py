@@ -20,6 +20,7 @@ from elastic_rl.coordinator.targets import JOB
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
@@ -67,6 +68,8 @@ class FailureController:
         except Problem as e:
             if e.status == 404:  # it ended by itself and was replaced
                 self._guarded(writes.compares, writes.ops)
+            else:
+                log.warning("%s not restarted: %s", target, e)
 
     def _global_restart(self, known: FaultLog, snapshot: ClusterSnapshot) -> None:
         cleared, writes = policy.cleared(known), WriteSet()
@@ -105,9 +108,11 @@ class FailureController:
             log.error("%s", message)
 
     def _read(self, target: str) -> tuple[FaultLog, int]:
-        """The log as it is now: faults of the same pass may have changed it since the snapshot."""
+        """The log as it is now: faults of the same pass may have changed it since the snapshot. One that cannot be read
+        is replaced."""
         found = self._etcd.get(self._keys.fault(target))
-        return (FaultLog.decode(found.value), found.mod_revision) if found else (FaultLog(target=target), 0)
+        known = decode(found, FaultLog, {}) if found else None
+        return known or FaultLog(target=target), found.mod_revision if found else 0
 
     def _update(self, snapshot: ClusterSnapshot, record: FaultLog) -> WriteSet:
         writes, key = WriteSet(), self._keys.fault(record.target)

@@ -16,6 +16,7 @@ from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import EngineState, Event, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
@@ -54,8 +55,7 @@ class MembershipController:
     def begin_term(self) -> None:
         """Reads the progress intervals that earlier leaders learned. Raises EtcdUnavailable."""
         kvs, _ = self._etcd.range(self._keys.progress_intervals_prefix())
-        stored = [ProgressIntervals.decode(kv.value) for kv in kvs]
-        self._learner = IntervalLearner({i.role: i for i in stored})
+        self._learner = IntervalLearner({i.role: i for i, _ in decode_all(kvs, ProgressIntervals, {})})
 
     def update(self, snapshot: ClusterSnapshot) -> bool:
         """Brings the registry up to date; returns whether anything was written. Raises Fenced."""
@@ -87,7 +87,7 @@ class MembershipController:
         """Another process reported a death at ``revision``, before the lease ended: it is then not reported twice."""
         key = self._keys.registry_entry(role, member_id)
         found = self._etcd.get(key)
-        entry = LastSeen.decode(found.value) if found else None
+        entry = decode(found, LastSeen, {}) if found else None
         if found and entry and not entry.dead:
             self._guarded([Compare.mod(key, "==", found.mod_revision)],
                           [Op.put(key, entry.replace(dead_at=now, dead_revision=revision, reported=True).encode())])

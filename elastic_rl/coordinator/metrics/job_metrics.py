@@ -20,6 +20,7 @@ from elastic_rl.coordinator.failure.statistics import DETECT_S, RECOVER_S, Event
 from elastic_rl.coordinator.membership.hang_detection import is_idle, stalled_s
 from elastic_rl.coordinator.snapshot import RUN_OVER, ClusterSnapshot, newest_number
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.records import EngineState, Member, StepMetrics
 from elastic_rl.telemetry.metrics import PREFIX
 
@@ -49,6 +50,7 @@ def read_counters(etcd: EtcdClient, snapshot: ClusterSnapshot) -> JobCounters:
     """Raises EtcdUnavailable."""
     keys, status = snapshot.keys, snapshot.status
     leadership, cursor = etcd.get(keys.leadership()), etcd.get(keys.event_cursor())
+    counted = decode(cursor, EventCursor, {}) if cursor else None
     last_step = etcd.get(keys.step_point(status.step)) if status else None
     leader = leading(etcd.range(keys.leader_prefix())[0])
     oldest: dict[str, Member] = {}
@@ -62,11 +64,11 @@ def read_counters(etcd: EtcdClient, snapshot: ClusterSnapshot) -> JobCounters:
         leader_terms=leadership.version if leadership else 0,
         leader_lease_s=etcd.lease_left(leader.lease) if leader else None,
         lease_s={role: etcd.lease_left(lease) for role, lease in leases.items()},
-        alerts=[Alert.decode(kv.value) for kv in etcd.range(keys.alerts_prefix())[0]],
-        last_step=StepMetrics.decode(last_step.value) if last_step else None,
+        alerts=[a for a, _ in decode_all(etcd.range(keys.alerts_prefix())[0], Alert, {})],
+        last_step=decode(last_step, StepMetrics, {}) if last_step else None,
         kept={s: etcd.count(keys.versions_prefix(s)) for s in Stream},
         durable=durable,
-        statistics=EventCursor.decode(cursor.value).statistics if cursor else FaultStatistics(),
+        statistics=counted.statistics if counted else FaultStatistics(),
         events_kept=etcd.count(keys.events_prefix()))
 
 

@@ -29,7 +29,10 @@ class OperationController:
     def update(self, snapshot: ClusterSnapshot) -> None:
         """Records the progress of the operations. Raises Fenced."""
         for op in snapshot.operations.values():
-            now = state_machine.advance(op, snapshot, self._trainer_ranks)
+            try:
+                now = state_machine.advance(op, snapshot, self._trainer_ranks)
+            except (KeyError, TypeError, ValueError) as e:  # parameters that this release does not understand
+                now = state_machine.failed(op, snapshot.now, f"its parameters cannot be read: {type(e).__name__}: {e}")
             if now == op:
                 continue
             writes, key = WriteSet(), self._keys.operation(op.id)

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.etcd.client import EtcdClient, KeyValue
+from elastic_rl.etcd.decoding import decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
 
@@ -28,9 +29,9 @@ def free_registration(etcd: EtcdClient, keys: Keys, url: str, limit: int) -> Key
     """The server's registration if it has ended; None where there is none. Raises a 409 problem for a server that is
     registered or is the pool's own already, and where ``limit`` external engines are registered."""
     kvs = etcd.range(keys.external_engines_prefix())[0]
-    registered = [ExternalEngine.decode(kv.value) for kv in kvs]
+    registered = [r for r, _ in decode_all(kvs, ExternalEngine, {})]
     taken = {r.url: r.engine for r in registered if not r.ended}
-    for engine in (Engine.decode(kv.value) for kv in etcd.range(keys.engines_prefix())[0]):
+    for engine, _ in decode_all(etcd.range(keys.engines_prefix())[0], Engine, {}):
         if engine.state not in (EngineState.DEAD, EngineState.QUARANTINED):
             taken.setdefault(engine.url, engine.id)
     if url in taken:

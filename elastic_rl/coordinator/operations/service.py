@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator import pools
@@ -18,6 +18,7 @@ from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.errors import OutcomeUnknown
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import (
@@ -28,8 +29,11 @@ from elastic_rl.etcd.records import (
     Operation,
     OperationKind,
     PoolSpec,
+    Record,
     RestartRequest,
 )
+
+R = TypeVar("R", bound=Record)
 
 _TRIES = 8
 _MAX_OPERATIONS = 1000
@@ -73,7 +77,7 @@ class OperationService:
         found = self._etcd.get(self._keys.operation(operation_id))
         if found is None:
             raise not_found("operation", operation_id)
-        return Operation.decode(found.value)
+        return _decode(found, Operation)
 
     # -- beginning ----------------------------------------------------------------------------------------------
     def scale(self, pool: str, desired: int, *, by: str, if_revision: int | None = None, dry_run: bool = False,
@@ -88,7 +92,7 @@ class OperationService:
             if found is None:
                 raise not_found("pool", pool)
             pools.check_revision(found, if_revision)
-            old = PoolSpec.decode(found.value)
+            old = _decode(found, PoolSpec)
             if old.desired == desired:
                 writes.require(Compare.mod(key, "==", found.mod_revision))  # its ETag does not change
             else:
@@ -165,7 +169,7 @@ class OperationService:
             params, timeout_s = self._restart_params(target, writes)
             key = self._keys.restart(target)
             found = self._etcd.get(key)
-            before = RestartRequest.decode(found.value) if found else RestartRequest(target=target, generation=0)
+            before = _decode(found, RestartRequest) if found else RestartRequest(target=target, generation=0)
             generation = before.generation + 1
             writes.put(key, _revision(found), before.replace(
                 generation=generation, reason=reason, by=by, at=self._clock(),
@@ -208,12 +212,12 @@ class OperationService:
         found = self._etcd.get(self._keys.engine(engine_id))
         if found is None:
             raise not_found("engine", engine_id)
-        return found, Engine.decode(found.value)
+        return found, _decode(found, Engine)
 
     def _shrink(self, pool: str, writes: WriteSet) -> None:
         key = self._keys.pool_spec(pool)
         found = self._etcd.get(key)
-        spec = PoolSpec.decode(found.value) if found else None
+        spec = _decode(found, PoolSpec) if found else None
         if spec is None or spec.desired <= 1:
             raise Problem(409, "conflict", "The pool would be empty",
                           f"it is the last engine of pool {pool}; drain it with a replacement")
@@ -227,7 +231,7 @@ class OperationService:
             found = self._etcd.get(self._keys.operation(operation_id))
             if found is None:
                 raise not_found("operation", operation_id)
-            op = Operation.decode(found.value)
+            op = _decode(found, Operation)
             if op.state.ended:
                 return op
             writes = self._withdrawal(op, by)
@@ -247,13 +251,13 @@ class OperationService:
             case OperationKind.SCALE:
                 key = self._keys.pool_spec(name_of(op.target))
                 found = self._etcd.get(key)
-                spec = PoolSpec.decode(found.value) if found else None
+                spec = _decode(found, PoolSpec) if found else None
                 if spec is not None and spec.desired == op.params["desired"]:
                     writes.put(key, _revision(found), spec.replace(desired=int(op.params["previous"])))
             case OperationKind.RESTART:
                 key = self._keys.restart(op.target)
                 found = self._etcd.get(key)
-                request = RestartRequest.decode(found.value) if found else None
+                request = _decode(found, RestartRequest) if found else None
                 if request is None or request.observed_generation >= op.params["generation"] or (
                         request.generation != op.params["generation"]):
                     raise Problem(409, "conflict", "It is too late to cancel", f"{op.target} is being restarted")
@@ -261,7 +265,7 @@ class OperationService:
                     generation=request.generation - 1, by=by, at=self._clock()))
             case OperationKind.REGISTER:
                 found = self._etcd.get(self._keys.external_engine(str(op.params["url"])))
-                if found is not None and ExternalEngine.decode(found.value).engine == name_of(op.target):
+                if found is not None and _decode(found, ExternalEngine).engine == name_of(op.target):
                     writes.delete(found.key, found.mod_revision)
             case OperationKind.DRAIN:
                 raise Problem(409, "conflict", "It is too late to cancel",
@@ -317,6 +321,15 @@ class OperationService:
 
 def _revision(found: KeyValue | None) -> int:
     return found.mod_revision if found else 0
+
+
+def _decode(found: KeyValue, kind: type[R]) -> R:
+    """Raises a 409 problem for a record that this release cannot read, and so must not replace."""
+    unreadable: dict[str, str] = {}
+    record = decode(found, kind, unreadable)
+    if record is None:
+        raise Problem(409, "conflict", "The record cannot be read", f"{found.key}: {unreadable[found.key]}")
+    return record
 
 
 def _conflict() -> Problem:

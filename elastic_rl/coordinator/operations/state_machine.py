@@ -23,7 +23,7 @@ _WORKING = ("sft", "rl", "finished")
 
 def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) -> Operation:
     """The operation as it is now; an equal one where nothing has changed."""
-    if op.state.ended:
+    if op.state is not OperationState.RUNNING:
         return op
     match op.kind:
         case OperationKind.SCALE:
@@ -34,6 +34,8 @@ def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) ->
             now = _restart(op, snapshot, trainer_ranks)
         case OperationKind.REGISTER:
             now = _register(op, snapshot)
+        case _:  # of a newer release, whose leader advances it
+            return op
     if not now.state.ended and snapshot.now >= op.deadline_at:
         waited = op.deadline_at - op.created_at
         now = _end(now, OperationState.FAILED, snapshot.now,
@@ -44,6 +46,10 @@ def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) ->
 def cancelled(op: Operation, now: float, reason: str) -> Operation:
     """The operation, cancelled. What undoes its request belongs into the same transaction."""
     return _end(op, OperationState.CANCELLED, now, error=reason).replace(updated_at=now)
+
+
+def failed(op: Operation, now: float, reason: str) -> Operation:
+    return _end(op, OperationState.FAILED, now, error=reason).replace(updated_at=now)
 
 
 def _end(op: Operation, state: OperationState, now: float, *, error: str = "", message: str = "",

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.leader import Leader
 
 from elastic_rl.config import Config, parse
-from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
-from elastic_rl.coordinator.reconciler import Reconciler
 from elastic_rl.coordinator.records import FaultLog, RecoveryAction
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import Fenced
@@ -37,23 +36,6 @@ from elastic_rl.runtime import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 POOL = "rollout"
-
-
-class Leader:
-    """The deciding part of a replica, in this process."""
-
-    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, name: str) -> None:
-        self.notifier = Notifier(keys.job, cfg.alerts)
-        self.election = Election(etcd, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s).start()
-        wait_until(lambda: self.election.is_leader, timeout_s=20, what=f"leadership of {name}")
-        self.operations = OperationService(etcd, keys, self.election, cfg)
-        self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier)
-        self.reconciler.start()
-
-    def close(self) -> None:
-        self.reconciler.stop()
-        self.election.stop()
-        self.notifier.close()
 
 
 @pytest.fixture
