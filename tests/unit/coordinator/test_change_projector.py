@@ -145,7 +145,7 @@ def test_the_trimming_of_logs_and_what_is_no_state_are_not_told() -> None:
 
 def test_a_record_that_cannot_be_read_is_passed_over() -> None:
     etcd_servers, scene = Etcd(), ChangeProjector(KEYS, "a")
-    assert told(scene, etcd_servers.put(KEYS.job_status(), b"not json")) is None
+    assert shown(told(scene, etcd_servers.put(KEYS.job_status(), b"not json")))["status"] is None
     ok = told(scene, etcd_servers.put(KEYS.job_status(), JobStatus(phase="rl", step=3).encode()))
     assert shown(ok)["status"]["step"] == 3
 
