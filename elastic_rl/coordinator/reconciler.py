@@ -24,6 +24,7 @@ from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.alerts.write_failures import WriteFailureNotifier
+from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_gap import LeaderGap
 from elastic_rl.coordinator.etcd_health import EtcdProbe
@@ -41,23 +42,20 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Leader
+from elastic_rl.etcd.records import Leader, Severity
 from elastic_rl.telemetry import metrics, traces
 
 log = logging.getLogger(__name__)
 
-_SWEEP_EVERY_S = 2.0
 _MIN_PAUSE_S = 0.05
 """Between two passes: a burst of triggers is one pass."""
 _LOG_EVERY_S = 60.0
 _FAILING_HOLD_S = 5.0
 """A stage that fails for so long gives an alert."""
+_SWEEP_HOLD_S = 30.0
 
 _PASS_S = metrics.histogram("reconcile_seconds", "Duration of a reconcile pass of the leader")
 _FAILED = metrics.counter("reconcile_failures", "Reconcile passes that failed", ("error",))
-
-Sweep = Callable[[Sequence[Compare]], list[str]]
-
 
 class PassFailed(ElasticRLError):
     """Stages of a reconcile pass failed; the log has the tracebacks."""
@@ -69,11 +67,10 @@ class Reconciler:
     """Runs passes in a thread while this replica leads: one after each interval, and one when ``wake`` is called."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, notifier: Notifier, *,
-                 sweep: Sweep | None = None, clock: Callable[[], float] = time.time) -> None:
+                 sweep: DcsSweep | None = None, clock: Callable[[], float] = time.time) -> None:
         self._etcd, self._keys, self._cfg, self._election = etcd, keys, cfg, election
         self._sweep, self._clock = sweep, clock
         self._wake, self._stopping = threading.Event(), threading.Event()
-        self._sweep_at = float("-inf")
         operations = OperationService(etcd, keys, election, cfg, clock=clock)
         self._operations = OperationController(keys, cfg.trainer.ranks, self._guarded)
         self._failures = FailureController(etcd, keys, cfg.failure_policy, operations, self._guarded)
@@ -185,10 +182,6 @@ class Reconciler:
             self._retention.trim()
         with self._stage("alerts"):
             self._update_alerts(snapshot, batch)
-        if self._sweep is not None and time.monotonic() >= self._sweep_at:
-            self._sweep_at = time.monotonic() + _SWEEP_EVERY_S
-            for line in self._sweep(self._election.guard):
-                log.info("garbage collector: %s", line)
         if batch.full:
             self.wake()
         if self._stage_errors:
@@ -237,6 +230,10 @@ class Reconciler:
         conditions = [Condition("reconcile.failing", stage, f"the {stage} stage of the leader's reconcile pass fails: "
                                 f"{error}; the log of {self._election.replica} has the traceback",
                                 hold_s=_FAILING_HOLD_S) for stage, error in self._stage_errors.items()]
+        if self._sweep is not None and (problem := self._sweep.problem()):
+            message = f"old versions are not released, and lost copies are not made again: {problem}"
+            conditions.append(Condition("dcs.maintenance_failing", "dcs", message, Severity.WARNING,
+                                        hold_s=_SWEEP_HOLD_S))
         self._alerts.update(snapshot, batch.reports, batch.over, batch.cursor, conditions)
         self._alerts.deliver()
 

@@ -29,6 +29,7 @@ from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.forwarding import Forwarder
 from elastic_rl.coordinator.api.server import Server, advertised, bind, make_server
+from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.membership.registry import COORDINATOR
@@ -104,8 +105,11 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
         cleanup.callback(election.stop)
         maintenance = Maintenance(etcd, keys, cfg)
         cleanup.callback(maintenance.close)
-        reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=maintenance.sweep)
+        sweep = DcsSweep(maintenance.sweep, election)
+        cleanup.callback(sweep.close)
+        reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=sweep)
         trigger = WatchTrigger(etcd, keys, reconciler.wake)
+        sweep.start()
         reconciler.start()
         cleanup.callback(reconciler.stop)
         trigger.start()

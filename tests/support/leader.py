@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts.notifier import Notifier
+from elastic_rl.coordinator.dcs_sweep import DcsSweep, Sweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.operations.service import OperationService
@@ -16,23 +15,29 @@ from elastic_rl.runtime import wait_until
 
 
 class Leader:
-    """``await_leadership``: False for a replica that starts while another one leads. ``more``: of the Reconciler."""
+    """``await_leadership``: False for a replica that starts while another one leads. ``sweep``: the maintenance that it
+    runs every tenth of a second."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, name: str, *, await_leadership: bool = True,
-                 **more: Any) -> None:
+                 sweep: Sweep | None = None) -> None:
         self.notifier = Notifier(keys.job, cfg.alerts)
         self.health = LeaderHealth(cfg.coordinator.reconcile_deadline_s)
         self.election = Election(etcd, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s, self.health).start()
         self.operations = OperationService(etcd, keys, self.election, cfg)
-        self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier, **more)
+        self.sweep = DcsSweep(sweep, self.election, every_s=0.1) if sweep else None
+        self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier, sweep=self.sweep)
         if await_leadership:
             self.await_leadership()
         self.reconciler.start()
+        if self.sweep:
+            self.sweep.start()
 
     def await_leadership(self, timeout_s: float = 20.0) -> None:
         wait_until(lambda: self.election.is_leader, timeout_s=timeout_s, what=f"leadership of {self.election.replica}")
 
     def close(self) -> None:
+        if self.sweep:
+            self.sweep.close()
         self.reconciler.stop()
         self.election.stop()
         self.notifier.close()
