@@ -30,6 +30,7 @@ from elastic_rl.coordinator.election.leader_gap import LeaderGap
 from elastic_rl.coordinator.etcd_health import EtcdProbe
 from elastic_rl.coordinator.event_reader import EventBatch, EventReader
 from elastic_rl.coordinator.failure.controller import FailureController
+from elastic_rl.coordinator.leader_clock import LeaderClock
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.controller import MembershipController
 from elastic_rl.coordinator.operations.controller import OperationController
@@ -67,7 +68,8 @@ class Reconciler:
     """Runs passes in a thread while this replica leads: one after each interval, and one when ``wake`` is called."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, notifier: Notifier, *,
-                 sweep: DcsSweep | None = None, clock: Callable[[], float] = time.time) -> None:
+                 sweep: DcsSweep | None = None, clock: Callable[[], float] = time.time,
+                 monotonic: Callable[[], float] = time.monotonic) -> None:
         self._etcd, self._keys, self._cfg, self._election = etcd, keys, cfg, election
         self._sweep, self._clock = sweep, clock
         self._wake, self._stopping = threading.Event(), threading.Event()
@@ -81,7 +83,8 @@ class Reconciler:
             consequence="The leader decides nothing and sends no other alert; see its log.",
             resolved="Its reconcile passes succeed again.")
         self._events, self._term = EventReader(etcd, keys), 0
-        self._reader = SnapshotReader(etcd, keys, cfg, clock, self._probe)
+        self._leader_clock = LeaderClock(etcd, keys, self._guarded, monotonic)
+        self._reader = SnapshotReader(etcd, keys, cfg, clock, self._leader_clock.now, self._probe)
         self._alerts = AlertController(etcd, keys, cfg, notifier, self._guarded, leads=lambda: election.is_leader,
                                        clock=clock)
         self._gap = LeaderGap(etcd, keys, election, cfg.alerts.leaderless_s, self._guarded, clock)
@@ -165,6 +168,7 @@ class Reconciler:
         self._stage_errors = {}
         self._begin_term()
         self._gap.look()
+        self._leader_clock.persist()
         batch = self._events.read()
         with self._stage("reported_deaths"):
             self._record_reported_deaths(batch)
@@ -175,6 +179,7 @@ class Reconciler:
                 snapshot = self._reader.read()
         with self._stage("failure_policy"):
             self._failures.act(snapshot)
+            self._failures.collect_garbage(snapshot)
         with self._stage("operations"):
             self._operations.update(snapshot)
             self._operations.trim(snapshot)
@@ -206,6 +211,7 @@ class Reconciler:
         if self._term == mine.create_revision:
             return
         self._membership.begin_term()
+        self._leader_clock.begin_term()
         found = self._etcd.get(self._keys.leadership())
         before = decode(found, Leadership, {}) if found else None
         if before is None or before.term != mine.create_revision:
@@ -224,7 +230,8 @@ class Reconciler:
     def _record_reported_deaths(self, batch: EventBatch) -> None:
         for event, revision in batch.events:
             if event.kind in ("engine.dead", "engine.replaced") and event.data.get("by") != registry.BY_LEADER:
-                self._membership.mark_reported(registry.ENGINE, event.subject, self._clock(), revision)
+                self._membership.mark_reported(registry.ENGINE, event.subject, str(event.data.get("incarnation", "")),
+                                               self._clock(), revision)
 
     def _update_alerts(self, snapshot: ClusterSnapshot, batch: EventBatch) -> None:
         conditions = [Condition("reconcile.failing", stage, f"the {stage} stage of the leader's reconcile pass fails: "

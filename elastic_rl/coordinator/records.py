@@ -68,7 +68,7 @@ class RecoveryAction(StrEnum):
 
 
 class FaultOccurrence(Record):
-    """A fault that was counted: when (unix seconds), and how far the run had come."""
+    """A fault that was counted: when, in seconds of the leader clock, and how far the run had come."""
 
     at: float
     progress: int
@@ -82,4 +82,7 @@ class FaultLog(Record):
     """The oldest first."""
     pending: RecoveryAction = RecoveryAction.NONE
     due_at: float = 0.0
+    """When the pending action is due, in seconds of the leader clock."""
     reason: str = ""
+    operation: str = ""
+    """Id of the operation that the policy began last; empty once its end was taken into account."""

@@ -59,7 +59,11 @@ class ClusterSnapshot:
 
     job: str
     now: float = 0.0
-    """Unix seconds of the reading, by the reader's clock."""
+    """Unix seconds of the reading, by the reader's clock. For people: what is due goes by ``leader_time``."""
+    leader_time: float = 0.0
+    """Seconds of the leader clock; 0 on a replica that does not lead."""
+    begin_revision: int = 0
+    """Revision of etcd when the reading began: of what changed since, other parts may be missing."""
     status: JobStatus | None = None
     epoch: int = 0
     members: Sequence[Member] = ()
@@ -140,8 +144,9 @@ class SnapshotReader:
     """Takes snapshots. Used by one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, clock: Callable[[], float] = time.time,
-                 probe: EtcdProbe | None = None) -> None:
-        self._etcd, self._keys, self._clock, self._probe = etcd, keys, clock, probe
+                 leader_clock: Callable[[], float] = lambda: 0.0, probe: EtcdProbe | None = None) -> None:
+        self._etcd, self._keys, self._clock, self._leader_clock = etcd, keys, clock, leader_clock
+        self._probe = probe
         self._durable_streams = sorted(cfg.dcs.durable_streams) if cfg.dcs.durable_url else []
         self._decoders: dict[type[Record], RangeDecoder[Any]] = {
             Operation: RangeDecoder(Operation, lambda r: keys.operation(r.id)),
@@ -166,6 +171,7 @@ class SnapshotReader:
         keys = self._keys
         # Operations are read before what they are about: the requests that were written with them are then seen too.
         operations = reading.range(keys.operations_prefix(), Operation)
+        begin_revision = reading.revision
         # The registry is read before the members: a member that closes in between is missing in the later reading, and
         # the compare on its (deleted) registry key then fails instead of making a death of it.
         registry = reading.range(keys.registry_prefix(), LastSeen)
@@ -187,7 +193,8 @@ class SnapshotReader:
         if epoch is not None:
             reading.note(epoch)
         return ClusterSnapshot(
-            job=keys.job, now=self._clock(), status=status[0] if status else None,
+            job=keys.job, now=self._clock(), leader_time=self._leader_clock(), begin_revision=begin_revision,
+            status=status[0] if status else None,
             epoch=epoch.version if epoch else 0, members=members, members_revision=members_revision,
             registry={s.name: s for s in registry}, nodes={n.id: n for n in nodes}, engines=engines,
             external_engines={e.engine: e for e in external}, specs={s.name: s for s in specs},

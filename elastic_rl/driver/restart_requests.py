@@ -10,17 +10,13 @@ from elastic_rl.etcd.records import RestartRequest
 def open_requests(etcd: EtcdClient, keys: Keys) -> dict[str, RestartRequest]:
     """Requests that were not carried out yet, by target."""
     found = [RestartRequest.decode(kv.value) for kv in etcd.range(keys.restarts_prefix())[0]]
-    return {request.target: request for request in found if request.observed_generation < request.generation}
+    return {request.target: request for request in found if request.open}
 
 
 def acknowledge(etcd: EtcdClient, keys: Keys, request: RestartRequest, *guards: Compare) -> None:
     """Records that a request was carried out; a later one for the same target stays open. Raises Fenced when a guard
     does not hold."""
     def mark(raw: bytes | None) -> bytes | None:
-        now = RestartRequest.decode(raw) if raw else None
-        if now is None:
-            return None
-        observed = max(now.observed_generation, min(request.generation, now.generation))
-        return now.replace(observed_generation=observed).encode()
+        return RestartRequest.decode(raw).observed(request.generation).encode() if raw else None
 
     etcd.update(keys.restart(request.target), mark, guards=guards)

@@ -138,6 +138,10 @@ class Keys:
         """The last leader's sign of life, by which the next one sees how long there was none."""
         return f"{self.root}leader_alive"
 
+    def leader_clock(self) -> str:
+        """For how long the job has had a leader, as last written."""
+        return f"{self.root}leader_clock"
+
     def registry_prefix(self) -> str:
         """The member registry. A member that has an entry here and no key under ``members`` has died; one that closes
         cleanly deletes both keys in one transaction."""

@@ -280,8 +280,12 @@ class Operation(Record):
     """Name of the token that asked for it, or policy."""
     created_at: float = 0.0
     updated_at: float = 0.0
+    timeout_s: float = 0.0
+    """It fails when it is not done after so many seconds; time without a leader does not count."""
     deadline_at: float = 0.0
-    """When it fails, if it is not done by then."""
+    """When it fails if it is not done by then and there is a leader all the time."""
+    leader_deadline_s: float = 0.0
+    """The same by the leader clock, which decides; set by the leader's first pass."""
     ended_at: float = 0.0
     result: dict[str, Any] = {}
     error: str = ""
@@ -296,13 +300,21 @@ class RestartRequest(Record):
     generation: int
     """Number of the newest request; each one is one higher, and none is ever used again."""
     observed_generation: int = 0
-    """Number of the newest request that was carried out or withdrawn; the request is open while it is lower than
-    ``generation``."""
+    """Number of the newest request that was carried out or withdrawn."""
     reason: str = ""
     by: str = ""
     at: float = 0.0
     epoch: int = 0
     """Of a restart of the job: the epoch that the newest request ended."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a request is still to be carried out."""
+        return self.observed_generation < self.generation
+
+    def observed(self, generation: int) -> Self:
+        """The record once the requests up to ``generation`` were carried out or withdrawn; later ones stay open."""
+        return self.replace(observed_generation=max(self.observed_generation, min(generation, self.generation)))
 
 
 class VersionState(StrEnum):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.dcs_sweep import DcsSweep, Sweep
@@ -16,16 +19,18 @@ from elastic_rl.runtime import wait_until
 
 class Leader:
     """``await_leadership``: False for a replica that starts while another one leads. ``sweep``: the maintenance that it
-    runs every tenth of a second."""
+    runs every tenth of a second. ``skew_s``: by how much its wall clock is ahead."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, name: str, *, await_leadership: bool = True,
-                 sweep: Sweep | None = None) -> None:
+                 sweep: Sweep | None = None, skew_s: float = 0.0,
+                 monotonic: Callable[[], float] = time.monotonic) -> None:
         self.notifier = Notifier(keys.job, cfg.alerts)
         self.health = LeaderHealth(cfg.coordinator.reconcile_deadline_s)
         self.election = Election(etcd, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s, self.health).start()
-        self.operations = OperationService(etcd, keys, self.election, cfg)
+        self.operations = OperationService(etcd, keys, self.election, cfg, clock=lambda: time.time() + skew_s)
         self.sweep = DcsSweep(sweep, self.election, every_s=0.1) if sweep else None
-        self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier, sweep=self.sweep)
+        self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier, sweep=self.sweep,
+                                     clock=lambda: time.time() + skew_s, monotonic=monotonic)
         if await_leadership:
             self.await_leadership()
         self.reconciler.start()

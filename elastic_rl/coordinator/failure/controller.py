@@ -16,13 +16,13 @@ from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.coordinator.targets import JOB
+from elastic_rl.coordinator.targets import JOB, engine_target, name_of
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events, fencing
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus, Severity
+from elastic_rl.etcd.records import JobStatus, OperationState, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
 
 log = logging.getLogger(__name__)
@@ -47,12 +47,14 @@ class FailureController:
         known, revision = self._read(target)
         reason = f"{member.role} {member.id} is {fault}"
         writes.put(self._keys.fault(target), revision, policy.record_fault(
-            known, rule, reason, snapshot.now, policy.progress_of(snapshot.status), self._cfg))
+            known, rule, reason, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
 
     def act(self, snapshot: ClusterSnapshot) -> None:
         """Takes the actions that are due. Raises Fenced and EtcdUnavailable; then the next pass takes them."""
         for target, known in snapshot.faults.items():
-            match policy.due(known, snapshot.now):
+            if known.operation and self._follow(known, snapshot):
+                continue  # the next pass acts on what it wrote
+            match policy.due(known, snapshot.leader_time):
                 case RecoveryAction.RESTART:
                     self._restart(target, known, snapshot)
                 case RecoveryAction.GLOBAL_RESTART:
@@ -60,13 +62,39 @@ class FailureController:
                 case RecoveryAction.STOP:
                     self._stop(known, snapshot)
 
+    def collect_garbage(self, snapshot: ClusterSnapshot) -> None:
+        """Deletes the fault logs and restart requests of engines that are gone, which nothing else would."""
+        running = {op.target for op in snapshot.operations.values() if not op.state.ended}
+        for target in {*snapshot.faults, *snapshot.restarts}:
+            known = snapshot.faults.get(target)
+            if (not target.startswith(engine_target("")) or name_of(target) in snapshot.engines or target in running
+                    or (known is not None and known.operation)):
+                continue
+            for key in (self._keys.fault(target), self._keys.restart(target)):
+                if 0 < snapshot.revision(key) <= snapshot.begin_revision:  # later ones may have an operation by now
+                    self._guarded([snapshot.unchanged(key)], [Op.delete(key)])
+
+    def _follow(self, known: FaultLog, snapshot: ClusterSnapshot) -> bool:
+        """Takes the end of the operation into account that the policy began; whether there was one."""
+        op = snapshot.operations.get(known.operation)
+        if op is not None and not op.state.ended:
+            return False
+        after = known.replace(operation="")
+        if op is not None and op.state is OperationState.FAILED:
+            after = policy.restart_failed(known, op.error, snapshot.leader_time, self._cfg, carried_out=op.done > 0)
+        writes = self._update(snapshot, after)
+        self._guarded(writes.compares, writes.ops)
+        return True
+
     def _restart(self, target: str, known: FaultLog, snapshot: ClusterSnapshot) -> None:
-        writes = self._update(snapshot, policy.cleared(known))
+        cleared = policy.cleared(known)
         try:
-            self._operations.restart(target, reason=known.reason, by=BY, also=writes)
+            self._operations.restart(target, reason=known.reason, by=BY,
+                                     also=lambda op: self._update(snapshot, cleared.replace(operation=op.id)))
             log.warning("restarting %s: %s", target, known.reason)
         except Problem as e:
             if e.status == 404:  # it ended by itself and was replaced
+                writes = self._update(snapshot, cleared)
                 self._guarded(writes.compares, writes.ops)
             else:
                 log.warning("%s not restarted: %s", target, e)
@@ -77,7 +105,7 @@ class FailureController:
         if known.target != JOB:
             of_job = snapshot.faults.get(JOB, FaultLog(target=JOB))
             writes.merge(self._update(snapshot, cleared))
-        after = policy.record_restart(of_job, snapshot.now, policy.progress_of(snapshot.status), self._cfg)
+        after = policy.record_restart(of_job, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg)
         writes.merge(self._update(snapshot, after))
         if after.pending is RecoveryAction.STOP:  # one more restart would not help either
             self._guarded(writes.compares, writes.ops)
@@ -85,7 +113,7 @@ class FailureController:
         writes.add(events.put_op(self._keys, events.build(
             "run.global_restart", self._keys.job, f"global restart: {known.reason}", severity=Severity.ERROR, by=BY)))
         try:
-            self._operations.restart(JOB, reason=known.reason, by=BY, also=writes)
+            self._operations.restart(JOB, reason=known.reason, by=BY, also=lambda op: writes)
             log.error("global restart: %s", known.reason)
         except Problem as e:
             log.warning("global restart not started: %s", e)

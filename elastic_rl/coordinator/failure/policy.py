@@ -2,9 +2,12 @@
 
 Most faults are recovered by the part next to them: the driver replaces engines, torch elastic re-forms the trainer
 group, Ray Serve replaces role replicas, ``train`` restarts the driver. The leader restarts what hangs, and counts. When
-one part has more faults than its budget within the window, recovery in place does not help, and the whole compute plane
-is restarted. Several global restarts without a step of progress in between are a crash loop: the run stops, everything
-is kept, and an alert fires.
+one part has more faults than its budget within the window, or its restart is not carried out, recovery in place does
+not help, and the whole compute plane is restarted. Several global restarts without a step of progress in between are a
+crash loop: the run stops, everything is kept, and an alert fires.
+
+Times are seconds of the leader clock (``leader_clock``), so that budgets and backoffs hold over a change of leaders
+whose wall clocks differ.
 """
 
 from __future__ import annotations
@@ -123,10 +126,25 @@ def is_crash_loop(occurrences: list[FaultOccurrence], cfg: FailurePolicyConfig) 
     return len(last) >= cfg.stop_after and max(o.progress for o in last) <= last[0].progress
 
 
+def restart_failed(log: FaultLog, error: str, now: float, cfg: FailurePolicyConfig, *, carried_out: bool) -> FaultLog:
+    """The log after a restart that the policy began failed. ``carried_out``: whether the part was stopped for it.
+
+    Where it was, the driver keeps trying to bring it back. Where it was not, the driver does not act: then the whole
+    compute plane is restarted. A restart of the job is not repeated: its request stays open until it is carried out,
+    and what runs then recovers by its own rules.
+    """
+    log = log.replace(operation="")
+    if carried_out or log.target == JOB:
+        return log
+    reason = f"the restart of {log.target} was not carried out: {error}"
+    return _request(log, RecoveryAction.GLOBAL_RESTART, reason, now, cfg)
+
+
 def cleared(log: FaultLog) -> FaultLog:
-    """The log once the pending action was taken. A global restart resets the budget that led to it."""
-    return log.replace(pending=RecoveryAction.NONE, due_at=0.0,
-                       occurrences=[] if log.pending is RecoveryAction.GLOBAL_RESTART else log.occurrences)
+    """The log once the pending action was taken. A global restart resets the budget that led to it, and supersedes a
+    restart in place."""
+    cleared = log.replace(pending=RecoveryAction.NONE, due_at=0.0)
+    return cleared.replace(occurrences=[], operation="") if log.pending is RecoveryAction.GLOBAL_RESTART else cleared
 
 
 def due(log: FaultLog, now: float) -> RecoveryAction:

@@ -83,12 +83,14 @@ class MembershipController:
                           [Op.put(key, quarantined.encode()), events.put_op(self._keys, event)])
         return bool(found)
 
-    def mark_reported(self, role: str, member_id: str, now: float, revision: int) -> None:
-        """Another process reported a death at ``revision``, before the lease ended: it is then not reported twice."""
+    def mark_reported(self, role: str, member_id: str, incarnation: str, now: float, revision: int) -> None:
+        """Another process reported the death of an incarnation at ``revision``, before its lease ended: it is then not
+        reported twice. A report about another incarnation than the one that is registered is late, and changes nothing.
+        """
         key = self._keys.registry_entry(role, member_id)
         found = self._etcd.get(key)
         entry = decode(found, LastSeen, {}) if found else None
-        if found and entry and not entry.dead:
+        if found and entry and not entry.dead and entry.incarnation == incarnation:
             self._guarded([Compare.mod(key, "==", found.mod_revision)],
                           [Op.put(key, entry.replace(dead_at=now, dead_revision=revision, reported=True).encode())])
 
@@ -168,6 +170,8 @@ class MembershipController:
         """Ends the record of a dead engine; its driver then replaces it."""
         engine = snapshot.engines.get(dead.id) if dead.role == registry.ENGINE else None
         if engine is None or engine.state is EngineState.DEAD:
+            return
+        if engine.incarnation and engine.incarnation != dead.incarnation:  # another runner has taken the id over
             return
         key = self._keys.engine(engine.id)
         writes.put(key, snapshot.revision(key), engine.replace(

@@ -6,7 +6,7 @@ import logging
 
 from elastic_rl.coordinator.operations import state_machine
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.coordinator.targets import name_of
+from elastic_rl.coordinator.targets import JOB, name_of
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Op
@@ -28,6 +28,7 @@ class OperationController:
 
     def update(self, snapshot: ClusterSnapshot) -> None:
         """Records the progress of the operations. Raises Fenced."""
+        self._acknowledge_job_restart(snapshot)
         for op in snapshot.operations.values():
             try:
                 now = state_machine.advance(op, snapshot, self._trainer_ranks)
@@ -48,13 +49,30 @@ class OperationController:
         for batch in batches(ended[:max(0, len(ended) - _KEPT)]):
             self._guarded([], [Op.delete(self._keys.operation(i)) for i in batch])
 
+    def _acknowledge_job_restart(self, snapshot: ClusterSnapshot) -> None:
+        """Closes the request to restart the job once a driver has started after it, which is the restart: a supervisor
+        that died before it acknowledged the request must not carry it out again. The request ended one epoch and began
+        the next; a driver begins one of its own."""
+        request, key = snapshot.restarts.get(JOB), self._keys.restart(JOB)
+        if request is not None and request.open and snapshot.epoch > request.epoch + 1:
+            observed = request.observed(request.generation)
+            self._guarded([snapshot.unchanged(key)], [Op.put(key, observed.encode())])
+
     def _end(self, op: Operation, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
         writes.add(events.put_op(self._keys, _ended_event(op)))
-        registration = snapshot.external_engines.get(name_of(op.target))
-        if op.kind is OperationKind.REGISTER and op.state is not OperationState.SUCCEEDED and registration is not None:
-            # A server that joined after the operation had failed would be a surprise.
+        if op.state is OperationState.SUCCEEDED:
+            return
+        # A request that was carried out after its operation had failed would be a surprise.
+        registration, request = snapshot.external_engines.get(name_of(op.target)), snapshot.restarts.get(op.target)
+        if op.kind is OperationKind.REGISTER and registration is not None:
             key = self._keys.external_engine(registration.url)
             writes.delete(key, snapshot.revision(key))
+        elif op.kind is OperationKind.RESTART and op.target != JOB and request is not None:
+            # That of the job stays open: its epoch is over, and nothing runs before it is carried out.
+            withdrawn = request.observed(int(op.params["generation"]))
+            if withdrawn != request:
+                key = self._keys.restart(op.target)
+                writes.put(key, snapshot.revision(key), withdrawn)
 
 
 def _ended_event(op: Operation) -> Event:

@@ -157,15 +157,14 @@ class OperationService:
         return self._begin(draft, dry_run, claim)
 
     def restart(self, target: str, *, reason: str = "", by: str, dry_run: bool = False,
-                claim: IdempotencyClaim | None = None, also: WriteSet | None = None) -> Operation:
+                claim: IdempotencyClaim | None = None,
+                also: Callable[[Operation], WriteSet] | None = None) -> Operation:
         """Restarts ``engines/ID``, ``roles/NAME``, ``trainer`` or ``job`` (the whole compute plane). ``also``: what
-        else the transaction holds. Raises problems: 404 for an engine or role that is not there; 422 for another
-        target."""
+        else the operation's transaction holds. Raises problems: 404 for an engine or role that is not there; 422 for
+        another target."""
 
         def draft() -> Draft:
             writes = WriteSet()
-            if also is not None:
-                writes.merge(also)
             params, timeout_s = self._restart_params(target, writes)
             key = self._keys.restart(target)
             found = self._etcd.get(key)
@@ -176,6 +175,8 @@ class OperationService:
                 epoch=int(params.get("ended", before.epoch))))
             op = self._operation(OperationKind.RESTART, target, by, timeout_s, generation=generation, reason=reason,
                                  **params)
+            if also is not None:
+                writes.merge(also(op))
             because = f": {reason}" if reason else ""
             return op, writes, self._event(op, target, f"restart of {target} requested by {by}{because}", reason=reason)
 
@@ -234,7 +235,7 @@ class OperationService:
             op = _decode(found, Operation)
             if op.state.ended:
                 return op
-            writes = self._withdrawal(op, by)
+            writes = self._withdrawal(op)
             ended = state_machine.cancelled(op, self._clock(), f"cancelled by {by}")
             if dry_run:
                 return ended
@@ -245,7 +246,7 @@ class OperationService:
                 return ended
         raise _conflict()
 
-    def _withdrawal(self, op: Operation, by: str) -> WriteSet:
+    def _withdrawal(self, op: Operation) -> WriteSet:
         writes = WriteSet()
         match op.kind:
             case OperationKind.SCALE:
@@ -258,11 +259,13 @@ class OperationService:
                 key = self._keys.restart(op.target)
                 found = self._etcd.get(key)
                 request = _decode(found, RestartRequest) if found else None
-                if request is None or request.observed_generation >= op.params["generation"] or (
-                        request.generation != op.params["generation"]):
+                generation = int(op.params["generation"])
+                if op.target == JOB:
+                    raise Problem(409, "conflict", "It is too late to cancel", "the epoch of the run is over already")
+                if request is None or request.observed_generation >= generation or request.generation != generation:
                     raise Problem(409, "conflict", "It is too late to cancel", f"{op.target} is being restarted")
-                writes.put(key, _revision(found), request.replace(
-                    generation=request.generation - 1, by=by, at=self._clock()))
+                if request.observed_generation == generation - 1:  # else an earlier request is still to be carried out
+                    writes.put(key, _revision(found), request.observed(generation))
             case OperationKind.REGISTER:
                 found = self._etcd.get(self._keys.external_engine(str(op.params["url"])))
                 if found is not None and _decode(found, ExternalEngine).engine == name_of(op.target):
@@ -276,7 +279,8 @@ class OperationService:
     def _operation(self, kind: OperationKind, target: str, by: str, timeout_s: float, **params: object) -> Operation:
         now = self._clock()
         return Operation(id=f"op-{int(now * 1000):013d}-{secrets.token_hex(3)}", kind=kind, target=target, by=by,
-                         params=params, created_at=now, updated_at=now, deadline_at=now + timeout_s)
+                         params=params, created_at=now, updated_at=now, timeout_s=timeout_s,
+                         deadline_at=now + timeout_s)
 
     def _event(self, op: Operation, subject: str, message: str, **data: Any) -> Event:
         return events.build(_EVENT_KINDS[op.kind], subject, message, operation=op.id, by=op.by,

@@ -23,23 +23,21 @@ _WORKING = ("sft", "rl", "finished")
 
 def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) -> Operation:
     """The operation as it is now; an equal one where nothing has changed."""
-    if op.state is not OperationState.RUNNING:
+    if op.state is not OperationState.RUNNING or not op.kind.known:  # an unknown kind is a newer release's
         return op
+    now = op if op.leader_deadline_s else op.replace(leader_deadline_s=snapshot.leader_time + op.timeout_s)
     match op.kind:
         case OperationKind.SCALE:
-            now = _scale(op, snapshot)
+            now = _scale(now, snapshot)
         case OperationKind.DRAIN:
-            now = _drain(op, snapshot)
+            now = _drain(now, snapshot)
         case OperationKind.RESTART:
-            now = _restart(op, snapshot, trainer_ranks)
+            now = _restart(now, snapshot, trainer_ranks)
         case OperationKind.REGISTER:
-            now = _register(op, snapshot)
-        case _:  # of a newer release, whose leader advances it
-            return op
-    if not now.state.ended and snapshot.now >= op.deadline_at:
-        waited = op.deadline_at - op.created_at
-        now = _end(now, OperationState.FAILED, snapshot.now,
-                   error=f"not done after {waited:.0f} s, in phase {now.phase!r}: {now.message or 'no progress'}")
+            now = _register(now, snapshot)
+    if not now.state.ended and snapshot.leader_time >= now.leader_deadline_s:
+        now = _end(now, OperationState.FAILED, snapshot.now, error=f"not done after {op.timeout_s:.0f} s, in phase "
+                   f"{now.phase!r}: {now.message or 'no progress'}")
     return now if now == op else now.replace(updated_at=snapshot.now)
 
 

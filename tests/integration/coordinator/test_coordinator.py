@@ -246,14 +246,15 @@ def test_members_that_close_are_not_missed_and_an_engine_that_dies_is_told_once(
     lease.close()
     runtime.wait_until(lambda: told(etcd, keys, "engine.dead"), timeout_s=5, what="the death's event")
     assert Engine.decode(etcd.get(keys.engine("e1")).value).state is EngineState.DEAD
-    events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING)
+    events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING,
+                incarnation="i")
     runtime.wait_until(lambda: len(httpx.get(f"{replicas.urls['a']}/v1/alerts").json()["items"]) == 1, timeout_s=5,
                          what="the alert")
     assert len(told(etcd, keys, "engine.dead")) == 1 and not told(etcd, keys, "actor.dead")
     # A runner that reports its server's death and then closes is told once as well.
     runner = Membership(etcd, keys, "engine", "e2", ttl_s=2).start()
     runtime.wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=5, what="the sighting")
-    events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR)
+    events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR, incarnation=runner.incarnation)
     runner.close()
     runtime.wait_until(lambda: {a["subject"] for a in httpx.get(f"{replicas.urls['a']}/v1/alerts").json()["items"]}
                          == {"e1", "e2"}, timeout_s=5, what="its alert")

@@ -12,9 +12,11 @@ from support.leader import Leader
 
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.failure.statistics import EventCursor
+from elastic_rl.coordinator.leader_clock import LeaderTime
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
-from elastic_rl.coordinator.records import FaultLog, RecoveryAction
+from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
@@ -31,6 +33,7 @@ from elastic_rl.etcd.records import (
     PoolSpec,
     PoolStatus,
     RestartRequest,
+    Severity,
 )
 from elastic_rl.runtime import wait_until
 
@@ -47,11 +50,11 @@ def cfg(keys: Keys) -> Config:
 
 
 @pytest.fixture
-def lead(etcd: EtcdClient, keys: Keys, cfg: Config) -> Iterator[Callable[[str], Leader]]:
+def lead(etcd: EtcdClient, keys: Keys, cfg: Config) -> Iterator[Callable[..., Leader]]:
     made: list[Leader] = []
 
-    def make(name: str) -> Leader:
-        made.append(Leader(etcd, keys, cfg, name))
+    def make(name: str, **more: Any) -> Leader:
+        made.append(Leader(etcd, keys, more.pop("config", cfg), name, **more))
         return made[-1]
 
     etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=1).encode())
@@ -272,6 +275,8 @@ def test_global_restart_ends_the_epoch_and_waits_for_a_later_one(lead: Any, plan
     op = leader.operations.restart("job", by="ann")
     with pytest.raises(Fenced):
         fencing.require_epoch(etcd, keys, epoch)
+    with pytest.raises(Problem, match="epoch of the run is over"):
+        leader.operations.cancel(op.id, by="ann")
     acknowledge(etcd, keys, open_requests(etcd, keys)["job"])
     until(leader.operations, op, lambda o: o.phase == "starting")
     fencing.raise_epoch(etcd, keys, "driver-2")
@@ -298,9 +303,9 @@ def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run
                    timeout_s=20, what="the event of the death")
 
     def pause() -> None:
-        """Faults within ``settle_s`` are one."""
-        marked = FaultLog.decode(etcd.get(keys.fault("roles/advantages")).value).occurrences[-1].at
-        wait_until(lambda: time.time() > marked + 0.2, timeout_s=5, what="the faults to be apart")
+        """Faults within ``settle_s`` count once."""
+        seen = time.monotonic()
+        wait_until(lambda: time.monotonic() > seen + 0.2, timeout_s=5, what="the faults to be apart")
 
     die(0)
     assert not open_requests(etcd, keys)
@@ -321,6 +326,157 @@ def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run
     assert len(events_of(etcd, keys, "run.crash_loop")) == 1
     assert len(events_of(etcd, keys, "run.global_restart")) == 1, "the second one would not have helped"
     assert FaultLog.decode(etcd.get(keys.fault("job")).value).pending is RecoveryAction.NONE
+
+
+@pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
+def test_skewed_clock_of_the_next_leader_neither_ends_an_operation_nor_keeps_it(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys, cfg: Config, skew_s: float) -> None:
+    short = cfg.model_copy(update={"engine": cfg.engine.model_copy(update={"start_timeout_s": 2.0,
+                                                                           "drain_timeout_s": 2.0})})
+    plane.engine("e0")
+    first = lead("a")
+    long_op = first.operations.scale(POOL, 3, by="ann")
+    short_op = OperationService(etcd, keys, first.election, short).drain("e0", by="ann")
+    until(first.operations, short_op, lambda o: o.phase == "draining")
+    first.close()
+    second = lead("b", skew_s=skew_s)
+    failed = until(second.operations, short_op, ended)
+    assert failed.state is OperationState.FAILED and "not done after 4 s" in failed.error
+    assert second.operations.get(long_op.id).state is OperationState.RUNNING
+
+
+def test_backoff_goes_by_the_leader_clock_whatever_wall_clocks_say(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+                                                                   ) -> None:
+    log = FaultLog(target="trainer", pending=RecoveryAction.RESTART, due_at=60.0, reason="r")
+    etcd.put(keys.fault("trainer"), log.encode())
+
+    def await_pass(leader: Leader) -> None:
+        """Until a whole pass has seen an operation that was begun now."""
+        op = leader.operations.scale(POOL, 2, by="ann")
+        until(leader.operations, op, lambda o: o.phase != "accepted")
+        leader.operations.cancel(op.id, by="ann")
+
+    def await_leader_time(seconds: float) -> None:
+        def reached() -> bool:
+            found = etcd.get(keys.leader_clock())
+            return found is not None and LeaderTime.decode(found.value).seconds == seconds
+
+        wait_until(reached, timeout_s=20, what="the leader clock")
+
+    plane.engine("e0")
+    first_clock, second_clock = [500.0], [9.0]
+    first = lead("a", monotonic=lambda: first_clock[0])
+    await_leader_time(0.0)
+    first_clock[0] += 50.0
+    await_leader_time(50.0)
+    await_pass(first)
+    assert "trainer" not in open_requests(etcd, keys)
+    first.close()
+    second = lead("b", skew_s=3600.0, monotonic=lambda: second_clock[0])
+    await_pass(second)
+    assert "trainer" not in open_requests(etcd, keys), "10 s of the backoff are left"
+    second_clock[0] += 10.5
+    wait_until(lambda: "trainer" in open_requests(etcd, keys), timeout_s=20, what="the restart request")
+
+
+def test_failed_restart_withdraws_its_request(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.coordinator.operations.service._TRAINER_GRACE_S", 0.0)
+    trainer = cfg.trainer.model_copy(update={"start_timeout_s": 0.5})
+    leader = lead("a")
+    short = OperationService(etcd, keys, leader.election, cfg.model_copy(update={"trainer": trainer}))
+    lost = until(leader.operations, short.restart("trainer", by="ann"), ended)
+    assert lost.state is OperationState.FAILED and "to be stopped" in lost.error
+    request = RestartRequest.decode(etcd.get(keys.restart("trainer")).value)
+    assert not request.open and request.generation == 1, "no driver carries it out later"
+    again = leader.operations.restart("trainer", by="ann")
+    assert open_requests(etcd, keys)["trainer"].generation == 2
+    assert leader.operations.get(again.id).state is OperationState.RUNNING
+
+
+def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys, cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.coordinator.operations.service._TRAINER_GRACE_S", 0.0)
+    trainer = cfg.trainer.model_copy(update={"start_timeout_s": 0.5})
+    fencing.raise_epoch(etcd, keys, "driver-1")
+    etcd.put(keys.fault("trainer"), FaultLog(target="trainer", pending=RecoveryAction.RESTART, reason="r").encode())
+    engine = cfg.engine.model_copy(update={"start_timeout_s": 0.5})
+    leader = lead("a", config=cfg.model_copy(update={"trainer": trainer, "engine": engine}))
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
+    assert "was not carried out" in request.reason and request.by == "policy"
+    assert "trainer" not in open_requests(etcd, keys)
+    operations = [Operation.decode(kv.value) for kv in etcd.range(keys.operations_prefix())[0]]
+    job = next(op for op in operations if op.target == "job")
+    assert until(leader.operations, job, ended).state is OperationState.FAILED
+    assert open_requests(etcd, keys)["job"].open, "nothing of the run works before it is carried out"
+
+
+def test_fault_logs_and_requests_of_engines_that_are_gone_are_deleted(lead: Any, plane: Plane, etcd: EtcdClient,
+                                                                      keys: Keys) -> None:
+    for name in ("e0", "e1"):
+        etcd.put(keys.fault(f"engines/{name}"), FaultLog(target=f"engines/{name}").encode())
+        etcd.put(keys.restart(f"engines/{name}"), RestartRequest(target=f"engines/{name}", generation=1).encode())
+    etcd.put(keys.fault("trainer"), FaultLog(target="trainer").encode())
+    plane.engine("e0")
+    lead("a")
+    wait_until(lambda: etcd.get(keys.fault("engines/e1")) is None and etcd.get(keys.restart("engines/e1")) is None,
+               timeout_s=20, what="the end of what is left of e1")
+    assert all(map(etcd.get, (keys.fault("engines/e0"), keys.restart("engines/e0"), keys.fault("trainer"))))
+
+
+def test_driver_that_starts_after_a_restart_of_the_job_is_that_restart(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
+    """The supervisor that started it died before it acknowledged the request."""
+    leader = lead("a")
+    fencing.raise_epoch(etcd, keys, "driver-1")
+    op = leader.operations.restart("job", by="ann")
+    until(leader.operations, op, lambda o: o.phase == "stopping")
+    assert open_requests(etcd, keys)["job"].open
+    fencing.raise_epoch(etcd, keys, "driver-2")
+    until(leader.operations, op, lambda o: o.phase == "starting")
+    assert not open_requests(etcd, keys), "the next supervisor does not restart the driver once more"
+    leader.operations.restart("job", by="ann")
+    assert open_requests(etcd, keys)["job"].generation == 2, "a later request is another one"
+
+
+def test_late_report_about_an_earlier_incarnation_changes_nothing(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+                                                                  ) -> None:
+    leader = lead("a")
+    member = plane.member("engine", "e1", "follow")
+    etcd.put(keys.engine("e1"), Engine(id="e1", pool=POOL, state=EngineState.READY, epoch=1,
+                                       incarnation=member.incarnation).encode())
+
+    def entry() -> LastSeen | None:
+        found = etcd.get(keys.registry_entry("engine", "e1"))
+        return LastSeen.decode(found.value) if found else None
+
+    def counted() -> int:
+        found = etcd.get(keys.event_cursor())
+        return EventCursor.decode(found.value).statistics.events.get("engine.dead", 0) if found else 0
+
+    wait_until(entry, timeout_s=20, what="the registry entry")
+    events.emit(etcd, keys, "engine.dead", "e1", "its server died", severity=Severity.ERROR, incarnation="earlier")
+    wait_until(lambda: counted() == 1, timeout_s=20, what="the leader to have read the event")
+    assert entry() is not None and not entry().dead
+    events.emit(etcd, keys, "engine.dead", "e1", "its server died", severity=Severity.ERROR,
+                incarnation=member.incarnation)
+    wait_until(lambda: entry() and entry().reported, timeout_s=20, what="the death of the registered incarnation")
+    assert leader.health.problem() == ""
+
+
+def test_death_of_an_earlier_runner_leaves_the_record_of_the_next_one_alone(lead: Any, plane: Plane, etcd: EtcdClient,
+                                                                            keys: Keys) -> None:
+    lead("a")
+    for name, incarnation in (("e1", "of the next runner"), ("e2", "")):
+        member = plane.member("engine", name, "follow")
+        wait_until(lambda n=name: etcd.get(keys.registry_entry("engine", n)), timeout_s=20, what="the registry entry")
+        etcd.put(keys.engine(name), Engine(id=name, pool=POOL, state=EngineState.READY, epoch=1,
+                                           incarnation=incarnation or member.incarnation).encode())
+        etcd.delete(keys.member("engine", name))  # its lease has ended, and it did not sign off
+        member.replaced.set()
+        wait_until(lambda n=name: [e for e in events_of(etcd, keys, "engine.dead") if e.subject == n], timeout_s=20,
+                   what="the event of the death")
+    states = {n: Engine.decode(etcd.get(keys.engine(n)).value).state for n in ("e1", "e2")}
+    assert states == {"e1": EngineState.READY, "e2": EngineState.DEAD}
 
 
 def test_acknowledged_request_leaves_a_later_one_open(etcd: EtcdClient, keys: Keys) -> None:

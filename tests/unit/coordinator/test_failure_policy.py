@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,24 @@ def test_hung_part_is_restarted_with_exponential_backoff() -> None:
         assert policy.due(log, log.due_at) is RecoveryAction.RESTART
         log = policy.cleared(log)
     assert waits == [0.0, 2.0, 4.0]
+
+
+def test_restart_that_is_not_carried_out_leads_to_a_global_restart() -> None:
+    log = policy.cleared(after(TRAINER_HUNG, [0.0])).replace(operation="op-1")
+    stuck = policy.restart_failed(log, "waiting for trainer to be stopped", 60.0, CFG, carried_out=False)
+    assert (stuck.pending, stuck.operation) == (RecoveryAction.GLOBAL_RESTART, "")
+    assert policy.due(stuck, 60.0) is RecoveryAction.GLOBAL_RESTART and "not carried out" in stuck.reason
+    slow = policy.restart_failed(log, "0 of 2 ranks work", 60.0, CFG, carried_out=True)
+    assert (slow.pending, slow.operation) == (RecoveryAction.NONE, "")
+    job = FaultLog(target=JOB, operation="op-2")
+    assert policy.restart_failed(job, "e", 60.0, CFG, carried_out=False).pending is RecoveryAction.NONE
+
+
+def test_weaker_action_does_not_replace_a_pending_one() -> None:
+    log = after(TRAINER_DEAD, [0, 10, 20, 30])
+    assert log.pending is RecoveryAction.GLOBAL_RESTART
+    later = policy.record_fault(log, replace(TRAINER_HUNG, counts=False), "r", 200.0, 0, CFG)
+    assert later.pending is RecoveryAction.GLOBAL_RESTART
 
 
 def test_driver_deaths_at_the_same_step_are_a_crash_loop() -> None:
