@@ -48,7 +48,7 @@ from elastic_rl.telemetry import metrics, traces
 
 log = logging.getLogger(__name__)
 
-_MIN_PAUSE_S = 0.05
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Between two passes: a burst of triggers is one pass."""
 _LOG_EVERY_S = 60.0
 _FAILING_HOLD_S = 5.0
@@ -114,8 +114,10 @@ class Reconciler:
                 self._wake.wait(self._cfg.coordinator.reconcile_interval_s)
                 self._wake.clear()
                 if not self._stopping.is_set() and self._election.is_leader:
+                    began = time.monotonic()
                     self._run_pass()
-                    self._stopping.wait(_MIN_PAUSE_S)
+                    # In a large cluster something changes all the time: a pass may take half of a core, and no more.
+                    self._stopping.wait(min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, time.monotonic() - began)))
         finally:
             if not self._stopping.is_set():
                 # Only an error in this loop itself ends it: without it the replica can never lead again.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
@@ -46,11 +46,14 @@ _LAGS_EVERY_S = 1.0
 _VERSIONS = 256
 
 
-class KeyRevisions(NamedTuple):
-    """Revisions at which a key was created and last changed."""
+class Revisions(Protocol):
+    """Revisions at which a key was created and last changed, as a ``KeyValue`` has them."""
 
-    create: int
-    mod: int
+    @property
+    def create_revision(self) -> int: ...
+
+    @property
+    def mod_revision(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class ClusterSnapshot:
     durable: Mapping[str, int] = field(default_factory=dict)
     """Newest durable version, 0 for none, of each stream that is copied to the durable store."""
     etcd_health: Health = Health()
-    revisions: Mapping[str, KeyRevisions] = field(default_factory=dict)
+    revisions: Mapping[str, Revisions] = field(default_factory=dict)
     """By key, of every key that was read."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
     """Why the record cannot be read, by key, of records that are left out of the rest."""
@@ -101,12 +104,12 @@ class ClusterSnapshot:
     def revision(self, key: str) -> int:
         """Revision of the key's last change; 0 for a key that was not there."""
         found = self.revisions.get(key)
-        return found.mod if found else 0
+        return found.mod_revision if found else 0
 
     def created(self, key: str) -> int:
         """Revision at which the key was created; 0 for a key that was not there."""
         found = self.revisions.get(key)
-        return found.create if found else 0
+        return found.create_revision if found else 0
 
     def unchanged(self, key: str) -> Compare:
         """The condition that a key is still as it was read, absent included."""
@@ -191,7 +194,7 @@ class SnapshotReader:
         external = reading.range(keys.external_engines_prefix(), ExternalEngine)
         durable, committed = self._read_lags(engines, heads)
         if epoch is not None:
-            reading.note(epoch)
+            reading.revisions[epoch.key] = epoch
         return ClusterSnapshot(
             job=keys.job, now=self._clock(), leader_time=self._leader_clock(), begin_revision=begin_revision,
             status=status[0] if status else None,
@@ -230,7 +233,7 @@ class _Reading:
         self._etcd, self._decoders = etcd, decoders
         self.revision = 0
         """Of etcd, at the last range."""
-        self.revisions: dict[str, KeyRevisions] = {}
+        self.revisions: dict[str, Revisions] = {}
         self.unreadable: dict[str, str] = {}
 
     def range(self, prefix: str, kind: type[R]) -> list[R]:
@@ -241,10 +244,6 @@ class _Reading:
         return self.decode([kv for key in keys if (kv := self._etcd.get(key)) is not None], kind)
 
     def decode(self, kvs: Sequence[KeyValue], kind: type[R]) -> list[R]:
-        for kv in kvs:
-            self.note(kv)
+        self.revisions.update((kv.key, kv) for kv in kvs)
         found: list[R] = self._decoders[kind].decode(kvs, self.unreadable)
         return found
-
-    def note(self, kv: KeyValue) -> None:
-        self.revisions[kv.key] = KeyRevisions(kv.create_revision, kv.mod_revision)

@@ -4,12 +4,13 @@ with its event, with what the failure policy records of it and, for an engine th
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.membership import hang_detection, registry
 from elastic_rl.coordinator.membership.hang_detection import HangLimits, IntervalLearner
-from elastic_rl.coordinator.membership.registry import BY_LEADER, Change, LiveMember, MemberChange
+from elastic_rl.coordinator.membership.registry import BY_LEADER, Change, Heartbeat, LiveMember, MemberChange
 from elastic_rl.coordinator.membership.weight_outliers import outliers
 from elastic_rl.coordinator.records import LastSeen, ProgressIntervals
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
@@ -19,13 +20,18 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import EngineState, Event, Severity
-from elastic_rl.etcd.transaction import GuardedWrite
+from elastic_rl.etcd.transaction import GuardedWrite, batches
 
 log = logging.getLogger(__name__)
 
 _EVENTS = {Change.DIED: ("dead", "died"), Change.HUNG: ("hung", "sends heartbeats but makes no progress"),
            Change.RESUMED: ("resumed", "makes progress again")}
 """Kind of the event and the verb of its message."""
+_QUIET = (Change.SEEN, Change.FORGOTTEN)
+"""Changes without an event. Thousands come at once when a run starts or ends, and share transactions."""
+_QUIET_BATCH = 40
+_MAX_QUIET, _MAX_LOUD = 4000, 400
+"""Changes that one pass writes; the next pass writes the others. A pass must end well within its deadline."""
 _REPORT_RECOVERY = (registry.ENGINE, registry.TRAINER)
 """Roles whose own events say that a replacement works."""
 
@@ -36,21 +42,15 @@ class FaultRecorder(Protocol):
     def __call__(self, member: LastSeen, change: Change, snapshot: ClusterSnapshot, writes: WriteSet) -> None: ...
 
 
-class _Heartbeat(NamedTuple):
-    """The last heartbeat that this leader saw of a member."""
-
-    at: float
-    """Unix seconds, by the member's clock."""
-    revision: int
-
-
 class MembershipController:
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, record_fault: FaultRecorder,
                  guarded: GuardedWrite) -> None:
         self._etcd, self._keys, self._cfg = etcd, keys, cfg
         self._record_fault, self._guarded = record_fault, guarded
         self._limits, self._learner = HangLimits.from_config(cfg.coordinator), IntervalLearner({})
-        self._heartbeats: dict[tuple[str, str, str], _Heartbeat] = {}
+        self._heartbeats: dict[tuple[str, str, str], Heartbeat] = {}
+        self._known: dict[tuple[str, str], tuple[int, LiveMember]] = {}
+        """The live members of the last pass, with their mod revisions: most have not changed by the next one."""
 
     def begin_term(self) -> None:
         """Reads the progress intervals that earlier leaders learned. Raises EtcdUnavailable."""
@@ -60,12 +60,15 @@ class MembershipController:
     def update(self, snapshot: ClusterSnapshot) -> bool:
         """Brings the registry up to date; returns whether anything was written. Raises Fenced."""
         self._learn(snapshot)
+        live = self._live(snapshot)
         changes = registry.compare(
-            snapshot.registry, self._live(snapshot), now=snapshot.now, revision=snapshot.members_revision,
-            last_heartbeats={who: h.revision for who, h in self._heartbeats.items()}, epoch=snapshot.epoch,
-            run_over=snapshot.run_over, ended_epoch=snapshot.ended_epoch,
-            coordinators=self._cfg.coordinator.replicas)
-        for change in changes:
+            snapshot.registry, live, now=snapshot.now, revision=snapshot.members_revision,
+            last_heartbeats=self._heartbeats, epoch=snapshot.epoch, run_over=snapshot.run_over,
+            ended_epoch=snapshot.ended_epoch, coordinators=self._cfg.coordinator.replicas)
+        quiet = [c for c in changes if c.change in _QUIET][:_MAX_QUIET]
+        for batch in batches(quiet, _QUIET_BATCH):
+            self._write_together(snapshot, batch)
+        for change in [c for c in changes if c.change not in _QUIET][:_MAX_LOUD]:
             self._write(snapshot, change)
         return bool(changes)
 
@@ -96,28 +99,46 @@ class MembershipController:
 
     # -- reading ------------------------------------------------------------------------------------------------
     def _learn(self, snapshot: ClusterSnapshot) -> None:
-        entries = {(s.role, s.id, s.incarnation) for s in snapshot.registry.values()}
-        self._heartbeats = {who: h for who, h in self._heartbeats.items() if who in entries}
-        for m in snapshot.members:
-            if m.beat_at:
-                key = self._keys.member(m.role, m.id)
-                self._heartbeats[m.role, m.id, m.incarnation] = _Heartbeat(m.beat_at, snapshot.revision(key))
+        if len(self._heartbeats) > 2 * len(snapshot.registry):
+            entries = {(s.role, s.id, s.incarnation) for s in snapshot.registry.values()}
+            self._heartbeats = {who: h for who, h in self._heartbeats.items() if who in entries}
         for intervals in self._learner.observe(snapshot.members):
             self._guarded([], [Op.put(self._keys.progress_intervals(intervals.role), intervals.encode())])
 
     def _live(self, snapshot: ClusterSnapshot) -> dict[tuple[str, str], LiveMember]:
-        live = []
-        for node in snapshot.nodes.values():
-            key = self._keys.dcs_node(node.id)
-            live.append(registry.live_node(node, key, snapshot.revisions[key].create))
+        before, self._known = self._known, {}
         for m in snapshot.members:
             key = self._keys.member(m.role, m.id)
-            hung = hang_detection.is_hung(m, self._learner.intervals, self._limits)
-            live.append(registry.live_member(m, key, snapshot.revisions[key].create, hung=hung))
-        return {m.name: m for m in live}
+            revision = snapshot.revision(key)
+            known = before.get((m.role, m.id))
+            if known is None or known[0] != revision:
+                hung = hang_detection.is_hung(m, self._learner.intervals, self._limits)
+                known = (revision, registry.live_member(m, key, snapshot.created(key), hung=hung))
+                if m.beat_at:
+                    self._heartbeats[m.role, m.id, m.incarnation] = Heartbeat(m.beat_at, revision)
+            self._known[m.role, m.id] = known
+        live = {name: member for name, (_, member) in self._known.items()}
+        for node in snapshot.nodes.values():
+            key = self._keys.dcs_node(node.id)
+            live[registry.DCS, node.id] = registry.live_node(node, key, snapshot.created(key))
+        return live
 
     # -- writing ------------------------------------------------------------------------------------------------
+    def _write_together(self, snapshot: ClusterSnapshot, changes: Sequence[MemberChange]) -> None:
+        """Writes changes without events in one transaction, or one by one if one of them is out of date."""
+        together = WriteSet()
+        for change in changes:
+            together.merge(self._draft(snapshot, change))
+        if not self._guarded(together.compares, together.ops):
+            for change in changes:
+                self._write(snapshot, change)
+
     def _write(self, snapshot: ClusterSnapshot, change: MemberChange) -> None:
+        writes = self._draft(snapshot, change)
+        if self._guarded(writes.compares, writes.ops) and change.change in (Change.DIED, Change.HUNG):
+            log.warning("%s %s %s", *change.entry.name, _EVENTS[change.change][1])
+
+    def _draft(self, snapshot: ClusterSnapshot, change: MemberChange) -> WriteSet:
         entry, live, writes = change.entry, change.live, WriteSet()
         key = self._keys.registry_entry(*entry.name)
         # A member that closed, or registered, since it was read must not get the fate of the one that was read.
@@ -139,8 +160,7 @@ class MembershipController:
                     self._end_engine(snapshot, entry, writes)
             case Change.RESUMED:
                 writes.add(events.put_op(self._keys, self._fault_event(snapshot, change)))
-        if self._guarded(writes.compares, writes.ops) and change.change in (Change.DIED, Change.HUNG):
-            log.warning("%s %s %s", *entry.name, _EVENTS[change.change][1])
+        return writes
 
     def _member_key(self, entry: LastSeen) -> str:
         return (self._keys.dcs_node(entry.id) if entry.role == registry.DCS

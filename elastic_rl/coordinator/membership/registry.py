@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.records import DcsNode, Member
@@ -49,6 +50,14 @@ class LiveMember:
         return self.role, self.id
 
 
+class Heartbeat(NamedTuple):
+    """The last heartbeat that this leader saw of a member."""
+
+    at: float
+    """Unix seconds, by the member's clock."""
+    revision: int
+
+
 class Change(StrEnum):
     SEEN = "seen"
     """A member is new."""
@@ -82,20 +91,20 @@ def live_node(node: DcsNode, key: str, create_revision: int) -> LiveMember:
 
 
 def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[str, str], LiveMember], *, now: float,
-            revision: int, last_heartbeats: Mapping[tuple[str, str, str], int], epoch: int, run_over: bool,
+            revision: int, last_heartbeats: Mapping[tuple[str, str, str], Heartbeat], epoch: int, run_over: bool,
             coordinators: int, ended_epoch: int = 0) -> list[MemberChange]:
     """Compares the registry with who is registered.
 
-    ``now``: unix seconds, only for people. ``revision``: of etcd, at which ``live`` was read. ``last_heartbeats``:
-    revision of the last heartbeat that this leader saw, by role, id and incarnation. ``epoch``: the run's; members of
+    ``now``: unix seconds, only for people. ``revision``: of etcd, at which ``live`` was read. ``last_heartbeats``: by
+    role, id and incarnation. ``epoch``: the run's; members of
     an older one were ended on purpose. ``run_over``: the job finished or failed, so the compute plane ends on purpose.
     ``coordinators``: configured replicas; with that many alive a dead one is replaced. ``ended_epoch``: epochs up to
     this one were ended by a global restart, drivers included.
     """
 
     def dead(entry: LastSeen) -> LastSeen:
-        since = last_heartbeats.get((entry.role, entry.id, entry.incarnation), revision)
-        return entry.replace(dead_at=now, dead_revision=since)
+        last = last_heartbeats.get((entry.role, entry.id, entry.incarnation))
+        return entry.replace(dead_at=now, dead_revision=last.revision if last else revision)
 
     changes = []
     for name, member in live.items():

@@ -16,6 +16,8 @@ from elastic_rl.etcd.transaction import GuardedWrite, batches
 
 log = logging.getLogger(__name__)
 
+_MAX_WRITES = 400
+"""Operations that one pass writes; the next pass writes the others."""
 _KEPT = 200
 """Operations that have ended and are kept, for people."""
 _SEVERITIES = {OperationState.SUCCEEDED: Severity.INFO, OperationState.FAILED: Severity.ERROR,
@@ -29,13 +31,15 @@ class OperationController:
     def update(self, snapshot: ClusterSnapshot) -> None:
         """Records the progress of the operations. Raises Fenced."""
         self._acknowledge_job_restart(snapshot)
+        written = 0
         for op in snapshot.operations.values():
             try:
                 now = state_machine.advance(op, snapshot, self._trainer_ranks)
             except (KeyError, TypeError, ValueError) as e:  # parameters that this release does not understand
                 now = state_machine.failed(op, snapshot.now, f"its parameters cannot be read: {type(e).__name__}: {e}")
-            if now == op:
+            if now == op or written >= _MAX_WRITES:
                 continue
+            written += 1
             writes, key = WriteSet(), self._keys.operation(op.id)
             writes.put(key, snapshot.revision(key), now)
             if now.state.ended:

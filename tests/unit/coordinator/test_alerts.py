@@ -15,8 +15,8 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Notice
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.etcd_health import Health
 from elastic_rl.coordinator.records import LastSeen
-from elastic_rl.coordinator.snapshot import ClusterSnapshot, KeyRevisions
-from elastic_rl.etcd.client import MemberStatus
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.etcd.client import KeyValue, MemberStatus
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
     DcsNode,
@@ -240,7 +240,7 @@ def empty_snapshot(engines: Sequence[Engine] = (), registry: Sequence[LastSeen] 
     """A snapshot without a pool. ``revisions``: of the last change, by key."""
     return ClusterSnapshot(
         "j", engines={e.id: e for e in engines}, registry={s.name: s for s in registry}, nodes={n.id: n for n in nodes},
-        revisions={key: KeyRevisions(1, mod) for key, mod in (revisions or {}).items()}, **changes)
+        revisions={key: KeyValue(key, b"", 1, mod, 1, 0) for key, mod in (revisions or {}).items()}, **changes)
 
 
 def snapshot(**changes) -> ClusterSnapshot:

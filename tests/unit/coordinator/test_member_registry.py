@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.membership.registry import Change, LiveMember
+from elastic_rl.coordinator.membership.registry import Change, Heartbeat, LiveMember
 from elastic_rl.coordinator.records import LastSeen
 
 Incarnation = tuple[str, str, str]
@@ -22,7 +22,7 @@ class Leader:
         self.now, self.revision = 0.0, 0
         self.registry: dict[tuple[str, str], LastSeen] = {}
         self.registered: dict[Incarnation, int] = {}
-        self.heartbeats: dict[Incarnation, int] = {}
+        self.heartbeats: dict[Incarnation, Heartbeat] = {}
         self.reported: list[tuple[Change, str]] = []
         self.sees_heartbeats = sees_heartbeats
 
@@ -37,7 +37,7 @@ class Leader:
         self.now += 1.0
         self.revision += 1
         if self.sees_heartbeats:
-            self.heartbeats |= {(m.role, m.id, m.incarnation): self.revision for m in live}
+            self.heartbeats |= {(m.role, m.id, m.incarnation): Heartbeat(self.now, self.revision) for m in live}
         changes = registry.compare(
             self.registry, {m.name: m for m in live}, now=self.now, revision=self.revision,
             last_heartbeats=self.heartbeats, epoch=epoch, run_over=run_over, coordinators=2, ended_epoch=ended_epoch)

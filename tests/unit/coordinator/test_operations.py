@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator.operations.state_machine import advance, cancelled
-from elastic_rl.coordinator.snapshot import ClusterSnapshot, KeyRevisions
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
     Engine,
@@ -132,7 +133,8 @@ def test_global_restart_waits_for_a_later_epoch_the_loop_and_the_trainer() -> No
         keys = Keys("j")
         return advance(op, ClusterSnapshot(
             "j", now=21.0, restarts=done, members=[rank], status=status, epoch=epoch, revisions={
-                keys.operation(op.id): KeyRevisions(30, 40), keys.job_status(): KeyRevisions(2, written_at)})).state
+                keys.operation(op.id): KeyValue("", b"", 30, 40, 1, 0),
+                keys.job_status(): KeyValue("", b"", 2, written_at, 1, 0)})).state
 
     assert state(epoch=3, written_at=50) is OperationState.RUNNING
     assert state(epoch=4, written_at=29) is OperationState.RUNNING, "the status of the old epoch"
