@@ -21,7 +21,7 @@ from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.failure.policy import progress_of
-from elastic_rl.coordinator.operations.state_machine import JOB
+from elastic_rl.coordinator.targets import JOB
 from elastic_rl.data.ledger import Ledger
 from elastic_rl.dcs.catalog.catalog import list_versions
 from elastic_rl.driver.restart_requests import acknowledge, open_requests

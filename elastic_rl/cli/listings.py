@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Go on looking, until Ctrl-C.")]
 
-_POOL = ("name", "desired", "ready", "starting", "draining", "adopted")
+_POOL = ("name", "desired", "ready", "starting", "draining", "external")
 _ENGINE = ("id", "state", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
-_ENGINE_WIDE = ("pool", "host", "url", "pid", "adopted", "applying", "epoch", "started_at")
+_ENGINE_WIDE = ("pool", "host", "url", "pid", "external", "applying", "epoch", "started_at")
 _MEMBER = ("role", "id", "pid", "step", "progress_at", "phase")
 _MEMBER_WIDE = ("host", "url", "epoch", "beat_at")
 OPERATION = ("id", "kind", "target", "state", "phase", "done", "created_at", "message")

@@ -30,6 +30,11 @@ class CoordinatorConfig(Section):
     reconcile_interval_s: Seconds = 0.5
     """Longest pause, in seconds, between two passes in which the leader compares the desired with the actual state. A
     change in etcd starts a pass at once."""
+    reconcile_deadline_s: Seconds = 30.0
+    """Seconds without a successful reconcile pass after which the leader reports that it is not ready, and resigns so
+    that another replica can try. After it has resigned for this reason it waits twice as long the next time, up to 15
+    minutes, until a pass succeeds. Longer than etcd.retry_budget_s, so that an outage of etcd is not blamed on the
+    leader."""
     max_events: Positive = 2000
     """Number of events kept in etcd; the leader deletes the oldest beyond it."""
     max_step_metrics: Annotated[int, Field(ge=100)] = 2000

@@ -76,6 +76,10 @@ class Config(Section):
             raise ValueError("coordinator.tls_cert and coordinator.tls_key belong together: set both or none")
         if self.coordinator.tls_ca and not self.coordinator.tls_cert:
             raise ValueError("coordinator.tls_ca needs coordinator.tls_cert and coordinator.tls_key")
+        coordinator = self.coordinator
+        if coordinator.reconcile_deadline_s <= max(self.etcd.retry_budget_s, coordinator.reconcile_interval_s):
+            raise ValueError("coordinator.reconcile_deadline_s must be longer than etcd.retry_budget_s and "
+                             "coordinator.reconcile_interval_s")
         ports = self.coordinator.ports
         if ports and len(ports) != self.coordinator.replicas:
             raise ValueError(f"coordinator.ports has {len(ports)} ports for {self.coordinator.replicas} replicas")

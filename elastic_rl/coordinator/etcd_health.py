@@ -8,18 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.etcd.client import EtcdClient, MemberStatus
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Severity
 
 log = logging.getLogger(__name__)
 
 _EVERY_S = 5.0
 _MAX_AGE_S = 60.0
-_HOLD_S = 10.0
-_SLOW_HOLD_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -28,37 +24,6 @@ class Health:
 
     members: Sequence[MemberStatus] = ()
     read_s: float = 0.0
-
-
-def conditions(health: Health, slow_s: float, full_fraction: float, assumed_quota: int) -> list[Condition]:
-    """What is wrong with etcd, as seen by a replica that still reaches a majority. Pure.
-
-    ``full_fraction``: part of its quota that a member's database may fill; ``assumed_quota``: bytes, for a member whose
-    quota is unknown.
-    """
-    found, n = [], len(health.members)
-    silent = [m for m in health.members if m.error]
-    margin = n - len(silent) - (n // 2 + 1)
-    for member in silent:
-        left = "no further member may fail" if margin <= 0 else f"{margin} more may fail"
-        # One fault, one alert: the number of further failures that etcd survives is part of the member's own.
-        message = f"etcd member {member.endpoint} does not answer; {left}"
-        found.append(Condition("etcd.degraded", member.endpoint, message,
-                               Severity.ERROR if margin <= 0 else Severity.WARNING, hold_s=_HOLD_S))
-    for member in health.members:
-        for alarm in member.alarms:
-            message = f"etcd member {member.endpoint} has an alarm: {alarm}"
-            found.append(Condition("etcd.alarm", member.endpoint, message))
-    largest = max(health.members, key=lambda m: m.db_bytes / (m.quota_bytes or assumed_quota), default=None)
-    if largest is not None and largest.db_bytes > full_fraction * (quota := largest.quota_bytes or assumed_quota):
-        found.append(Condition(
-            "etcd.full", "etcd", f"the database of etcd member {largest.endpoint} has {largest.db_bytes >> 20} of "
-            f"{quota >> 20} MiB, {largest.db_in_use_bytes >> 20} of them in use: defragment it if most of that is "
-            "free, else raise --quota-backend-bytes", Severity.WARNING))
-    if health.read_s > slow_s:
-        found.append(Condition("etcd.slow", "etcd", f"a read of etcd takes {health.read_s:.2f} s: check its disk and "
-                               "network", Severity.WARNING, hold_s=_SLOW_HOLD_S))
-    return found
 
 
 class EtcdProbe:

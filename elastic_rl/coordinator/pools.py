@@ -1,4 +1,4 @@
-"""Pools: how many engines the operator wants, and how many there are."""
+"""Pools: how many engines the operator wants, and how many exist."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from elastic_rl.coordinator.problems import Problem, no_leader, not_found
 from elastic_rl.errors import OutcomeUnknown
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec, PoolStatus
 
@@ -24,7 +25,7 @@ class PoolView(BaseModel):
     ready: int = 0
     starting: int = 0
     draining: int = 0
-    adopted: int = 0
+    external: int = 0
     revision: int
     etag: str
 
@@ -36,7 +37,7 @@ def etag(revision: int) -> str:
 def parse_if_match(header: str | None) -> int | None:
     """Revision named by an If-Match header, or None for ``*``.
 
-    Raises a 428 problem without the header, and 412 for a tag that was never given out.
+    Raises a 428 problem without the header, and 412 for what is no ETag of a pool.
     """
     if header is None or not header.strip():
         raise Problem(428, "precondition-required", "If-Match is required",
@@ -51,9 +52,9 @@ def parse_if_match(header: str | None) -> int | None:
 
 
 def check_desired(desired: int, max_engines: int) -> int:
-    """Raises a 422 problem unless ``desired`` is a number of engines that makes sense."""
+    """Raises a 422 problem unless ``desired`` is within 1 and ``max_engines``."""
     if not 1 <= desired <= max_engines:
-        why = "a run without engines makes no samples" if desired == 0 else "it is set by coordinator.max_engines"
+        why = "a run without engines generates no samples" if desired == 0 else "the setting coordinator.max_engines"
         raise Problem(422, "invalid", "The request is not valid",
                       f"desired must be between 1 and {max_engines}, not {desired}"
                       + ("" if desired < 0 else f" ({why})"),
@@ -62,7 +63,7 @@ def check_desired(desired: int, max_engines: int) -> int:
 
 
 def check_revision(spec: KeyValue, if_revision: int | None) -> None:
-    """Raises a 412 problem unless the pool's spec is the one of ``if_revision`` still; None accepts any."""
+    """Raises a 412 problem unless the pool's spec was last changed at ``if_revision``; None accepts any."""
     if if_revision is not None and spec.mod_revision != if_revision:
         raise Problem(412, "precondition-failed", "The pool has changed",
                       f"its ETag is {etag(spec.mod_revision)} now, not {etag(if_revision)}",
@@ -70,30 +71,28 @@ def check_revision(spec: KeyValue, if_revision: int | None) -> None:
 
 
 def view(spec: KeyValue, status: KeyValue | None) -> PoolView:
-    wanted = PoolSpec.decode(spec.value)
-    actual = PoolStatus.decode(status.value).model_dump(exclude={"name"}) if status else {}
-    return PoolView(name=wanted.name, desired=wanted.desired, revision=spec.mod_revision, etag=etag(spec.mod_revision),
-                    **actual)
+    desired = PoolSpec.decode(spec.value)
+    actual = decode(status, PoolStatus, {}) if status else None
+    counts = actual.model_dump(exclude={"name"}) if actual else {}
+    return PoolView(name=desired.name, desired=desired.desired, revision=spec.mod_revision,
+                    etag=etag(spec.mod_revision), **counts)
 
 
 def views(keys: Keys, kvs: Iterable[KeyValue]) -> list[PoolView]:
-    """The pools of which these are the keys, in key order; one without a spec is none."""
+    """The pools that these keys belong to, in key order; a pool without a spec that can be read is left out."""
     found = {kv.key: kv for kv in kvs}
-    names = [k.removeprefix(keys.pools_prefix()).removesuffix("/spec") for k in found if k.endswith("/spec")]
+    specs = decode_all((kv for k, kv in found.items() if k.endswith("/spec")), PoolSpec, {})
+    names = [kv.key.removeprefix(keys.pools_prefix()).removesuffix("/spec") for _, kv in specs]
     return [view(found[keys.pool_spec(n)], found.get(keys.pool_status(n))) for n in names]
 
 
-def all_pools(etcd: EtcdClient, keys: Keys) -> list[PoolView]:
-    return sorted(views(keys, etcd.range(keys.pools_prefix())[0]), key=lambda pool: pool.name)
-
-
 def page(etcd: EtcdClient, keys: Keys, limit: int, after: str = "") -> tuple[list[PoolView], bool]:
-    """At most ``limit`` pools behind the one named ``after``, in key order, and whether there are more."""
+    """At most ``limit`` pools after the one named ``after``, in key order, and whether there are more."""
     prefix = keys.pools_prefix()
-    # A pool has two keys, so these hold one pool more than is asked for, where there is one.
+    # A pool has two keys, so these hold one pool more than requested, if there is one.
     found = etcd.page(prefix, limit=2 * limit + 2, after=f"{prefix}{after}/\x7f" if after else "")
-    there = views(keys, found.kvs)
-    return there[:limit], len(there) > limit or found.more
+    shown = views(keys, found.kvs)
+    return shown[:limit], len(shown) > limit or found.more
 
 
 def get_pool(etcd: EtcdClient, keys: Keys, name: str) -> PoolView:
@@ -106,11 +105,11 @@ def get_pool(etcd: EtcdClient, keys: Keys, name: str) -> PoolView:
 
 def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, desired: int, *, by: str,
                 if_revision: int | None = None, dry_run: bool = False) -> PoolView:
-    """Changes what the operator wants, together with its event, in one transaction that only the leader's guard lets
-    through. ``if_revision``: the spec's revision that the change was made from. ``dry_run``: only says what would be.
+    """Changes the desired number together with its event, in one transaction under the leader's fencing token.
+    ``if_revision``: the spec's revision that the change was made from. ``dry_run``: returns the pool as it would be.
 
     Raises problems: 404; 412 when the pool has changed; 503 when this replica lost the leadership meanwhile; 504 when
-    the answer was lost.
+    the outcome is unknown.
     """
     key = keys.pool_spec(name)
     for _ in range(8):
@@ -138,4 +137,5 @@ def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, des
             return view(replace(spec, value=new.encode(), mod_revision=applied_at), status)
         if not election.is_leader or not etcd.txn(guard, []).succeeded:
             raise no_leader(f"{election.replica} no longer leads")
-    raise Problem(409, "conflict", "Somebody else changes the pool all the time", "try again")
+    raise Problem(409, "conflict", "Concurrent modification",
+                  "another writer keeps changing the pool; try again")

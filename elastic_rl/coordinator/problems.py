@@ -44,6 +44,7 @@ class Kind(StrEnum):
     NO_LEADER = "no-leader"
     STORE_UNAVAILABLE = "store-unavailable"
     STOPPING = "stopping"
+    NOT_RECONCILING = "not-reconciling"
     TOKEN_TABLE = "token-table"
     OVERLOADED = "overloaded"
     TOO_MANY_STREAMS = "too-many-streams"

@@ -1,93 +1,99 @@
-"""The leader's loop: compares what is with what was seen and wanted, writes down what follows, and sends alerts.
+"""The leader's loop: compares the actual with the desired state of the job, writes what follows, and sends alerts.
 
-Level-triggered: each look reads etcd by range, so a leader that takes over continues where the last one stopped. What
-it writes goes through transactions under its fencing token, and a record changes together with its event, so that each
-fault gives one event whatever dies in between. Nothing that matters is only in memory.
+Level-triggered: each pass takes a snapshot of etcd, so a leader that takes over continues where the last one stopped.
+Its writes are transactions under its fencing token, and a record changes together with its event, so that each fault
+gives one event, whatever dies in between. Nothing that matters is only in memory.
+
+A pass has stages that do not depend on one another. A stage that fails is skipped, with an alert, and the others run. A
+pass with a failed stage is not successful, and a leader without a successful pass for too long resigns
+(``election.leader_health``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-
-from pydantic import ValidationError
+from collections.abc import Callable, Iterator, Sequence
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.alerts import rules, state_machine
 from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import Notifier
+from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.alerts.write_failures import WriteFailureNotifier
-from elastic_rl.coordinator.api import idempotency
+from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_gap import LeaderGap
 from elastic_rl.coordinator.etcd_health import EtcdProbe
+from elastic_rl.coordinator.event_reader import EventBatch, EventReader
 from elastic_rl.coordinator.failure.controller import FailureController
-from elastic_rl.coordinator.failure.statistics import EventCursor, count
+from elastic_rl.coordinator.leader_clock import LeaderClock
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.controller import MembershipController
 from elastic_rl.coordinator.operations.controller import OperationController
 from elastic_rl.coordinator.operations.service import OperationService
-from elastic_rl.coordinator.operations.state_machine import View
+from elastic_rl.coordinator.records import Leadership
+from elastic_rl.coordinator.retention import Retention
 from elastic_rl.coordinator.snapshot import ClusterSnapshot, SnapshotReader
-from elastic_rl.coordinator.step_metrics import downsample
-from elastic_rl.errors import ElasticRLError, EtcdDenied, EtcdFull, EtcdRefused, Fenced
+from elastic_rl.errors import ElasticRLError, EtcdDenied, EtcdFull, EtcdRefused, EtcdUnavailable, Fenced
 from elastic_rl.etcd import events
-from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Event, Leader, Record
-from elastic_rl.etcd.transaction import MAX_OPS, batches
+from elastic_rl.etcd.records import Leader, Severity
 from elastic_rl.telemetry import metrics, traces
 
 log = logging.getLogger(__name__)
 
-_TRIM_EVERY_S = 15.0
-_FORGET_EVERY_S = 600.0
-_SWEEP_EVERY_S = 2.0
-"""etcd takes at most 128 operations in a transaction; the client adds its own."""
-_NEWEST = 64
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
+"""Between two passes: a burst of triggers is one pass."""
+_LOG_EVERY_S = 60.0
+_FAILING_HOLD_S = 5.0
+"""A stage that fails for so long gives an alert."""
+_SWEEP_HOLD_S = 30.0
 
-_LOOK_S = metrics.histogram("reconcile_seconds", "Duration of one look of the leader")
-_FAILED = metrics.counter("reconcile_failures", "Looks that ended with an error", ("error",))
+_PASS_S = metrics.histogram("reconcile_seconds", "Duration of a reconcile pass of the leader")
+_FAILED = metrics.counter("reconcile_failures", "Reconcile passes that failed", ("error",))
 
-Sweep = Callable[[Sequence[Compare]], list[str]]
+class PassFailed(ElasticRLError):
+    """Stages of a reconcile pass failed; the log has the tracebacks."""
 
-
-class Leadership(Record):
-    """The leadership that was announced last. ``term`` is the create revision of the leader's candidate key."""
-
-    replica: str
-    url: str
-    pid: int
-    term: int
-    since: float
+    retryable = True
 
 
 class Reconciler:
-    """Runs ``look`` in a thread: after each interval, and at once when ``wake`` is called."""
+    """Runs passes in a thread while this replica leads: one after each interval, and one when ``wake`` is called."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, election: Election, notifier: Notifier, *,
-                 sweep: Sweep | None = None, clock: Callable[[], float] = time.time) -> None:
+                 sweep: DcsSweep | None = None, clock: Callable[[], float] = time.time,
+                 monotonic: Callable[[], float] = time.monotonic) -> None:
         self._etcd, self._keys, self._cfg, self._election = etcd, keys, cfg, election
         self._sweep, self._clock = sweep, clock
         self._wake, self._stopping = threading.Event(), threading.Event()
-        self._due: dict[str, float] = {}
-        desk = OperationService(etcd, keys, election, cfg, clock=clock)
-        self._operations = OperationController(keys, self._guarded)
-        self._failures = FailureController(etcd, keys, cfg.failure_policy, desk, self._guarded)
-        self._roster = MembershipController(etcd, keys, cfg, self._failures, self._guarded)
-        self._reader, self._term = SnapshotReader(etcd, keys, cfg, clock), 0
+        operations = OperationService(etcd, keys, election, cfg, clock=clock)
+        self._operations = OperationController(keys, cfg.trainer.ranks, self._guarded)
+        self._failures = FailureController(etcd, keys, cfg.failure_policy, operations, self._guarded)
+        self._membership = MembershipController(etcd, keys, cfg, self._failures.record_fault, self._guarded)
         self._probe, self._write_failures = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
-        self._alerting = AlertController(etcd, keys, cfg, notifier, self._guarded, leads=lambda: election.is_leader,
-                                  clock=clock, probe=self._probe)
-        self._absence = LeaderGap(etcd, keys, election, cfg.alerts.leader_gap_s, self._guarded, clock)
+        self._pass_failures = WriteFailureNotifier(
+            notifier, kind="reconcile.failing", subject=election.replica,
+            consequence="The leader decides nothing and sends no other alert; see its log.",
+            resolved="Its reconcile passes succeed again.")
+        self._events, self._term = EventReader(etcd, keys), 0
+        self._leader_clock = LeaderClock(etcd, keys, self._guarded, monotonic)
+        self._reader = SnapshotReader(etcd, keys, cfg, clock, self._leader_clock.now, self._probe)
+        self._alerts = AlertController(etcd, keys, cfg, notifier, self._guarded, leads=lambda: election.is_leader,
+                                       clock=clock)
+        self._gap = LeaderGap(etcd, keys, election, cfg.alerts.leader_gap_s, self._guarded, clock)
+        self._retention = Retention(etcd, keys, cfg.coordinator, self._guarded, clock)
+        self._stage_errors: dict[str, str] = {}
+        """Error of each stage that failed in the last pass."""
+        self._logged: dict[str, float] = {}
         notifier.on_result(self.wake)
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
-        self.last_look = 0.0
-        """Unix seconds of the last look that ended well."""
 
     def start(self) -> None:
         self._thread.start()
@@ -101,67 +107,149 @@ class Reconciler:
         self._thread.join(timeout_s)
         self._probe.close()
 
+    # -- the loop -----------------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
-            self._look_on()
+            while not self._stopping.is_set():
+                self._wake.wait(self._cfg.coordinator.reconcile_interval_s)
+                self._wake.clear()
+                if not self._stopping.is_set() and self._election.is_leader:
+                    began = time.monotonic()
+                    self._run_pass()
+                    # In a large cluster something changes all the time: a pass may take half of a core, and no more.
+                    self._stopping.wait(min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, time.monotonic() - began)))
         finally:
             if not self._stopping.is_set():
-                # A leader that no longer looks is worse than none: it stops, with the traceback in its log.
+                # Only an error in this loop itself ends it: without it the replica can never lead again.
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _look_on(self) -> None:
-        while not self._stopping.is_set():
-            self._wake.wait(self._cfg.coordinator.reconcile_interval_s)
-            self._wake.clear()
-            if self._stopping.is_set() or not self._election.is_leader:
-                continue
-            try:
-                with _LOOK_S.time(), traces.span("coordinator.reconcile"):
-                    self.look()
-                self.last_look = self._clock()
-                self._write_failures.succeeded()
-            except (EtcdDenied, EtcdFull, EtcdRefused) as e:
-                _FAILED.labels(type(e).__name__).inc()
-                log.error("look ended early: %s", e)
-                self._write_failures.failed(str(e))
-            except ElasticRLError as e:  # the next look reads everything anew
-                _FAILED.labels(type(e).__name__).inc()
-                log.warning("look ended early: %s: %s", type(e).__name__, e)
-            except ValidationError as e:  # a record that this release cannot read; a look without it would be wrong
-                _FAILED.labels(type(e).__name__).inc()
-                log.error("a record in the store is malformed: %s", e)
-            self._stopping.wait(0.05)  # a burst of wake-ups is one look
+    def _run_pass(self) -> None:
+        """One pass, whatever it raises; the next one reads everything again."""
+        health = self._election.health
+        health.pass_began()
+        try:
+            with _PASS_S.time(), traces.span("coordinator.reconcile"):
+                self.reconcile_once()
+        except Fenced as e:  # another replica leads: nothing has failed
+            health.pass_failed(str(e))
+            log.info("pass ended: %s", e)
+        except (EtcdDenied, EtcdFull, EtcdRefused) as e:
+            self._failed(e, stays=isinstance(e, EtcdFull))
+            self._write_failures.failed(str(e))
+        except EtcdUnavailable as e:
+            self._failed(e)
+        except PassFailed as e:
+            self._failed(e)
+            if "alerts" in self._stage_errors:
+                self._pass_failures.failed(str(e))
+        except Exception as e:  # a bug must not end the replica: the others would meet it next
+            self._failed(e, bug=True)
+            self._pass_failures.failed(f"{type(e).__name__}: {e}")
+        else:
+            health.pass_succeeded()
+            self._write_failures.succeeded()
+            self._pass_failures.succeeded()
 
-    def look(self) -> None:
-        """One look. Raises Fenced when the leadership is over, EtcdUnavailable when etcd does not answer."""
-        self._announce()
-        self._absence.update()
-        reports, over = self._read_events()
-        look = self._reader.read()
-        wrote = self._roster.update(look)
-        if self._roster.expel_outliers(look) or wrote:
-            look = self._reader.read()
-        self._failures.act(look.faults, look.now, look.world.status)
-        self._follow_operations(look)
-        self._alerting.update(look.world, reports, over, self._cursor_write())
-        self._alerting.deliver()
-        if self._is_due("trim", _TRIM_EVERY_S):
-            self._trim()
-        if self._is_due("forget", _FORGET_EVERY_S):
-            idempotency.trim(self._etcd, self._keys, self._clock(), self._guarded)
-        if self._sweep is not None and self._is_due("sweep", _SWEEP_EVERY_S):
-            for line in self._sweep(self._election.guard):
-                log.info("janitor: %s", line)
+    def _failed(self, error: Exception, *, stays: bool = False, bug: bool = False) -> None:
+        _FAILED.labels(type(error).__name__).inc()
+        self._log_failure("the reconcile pass", error, bug=bug)
+        self._election.health.pass_failed(f"{type(error).__name__}: {error}", stays=stays)
 
-    # -- reading ------------------------------------------------------------------------------------------------
-    def _range(self, prefix: str) -> list[KeyValue]:
-        return self._etcd.range(prefix)[0]
+    def _log_failure(self, what: str, error: Exception, *, bug: bool) -> None:
+        """Logs an error, the same one at most once a minute: passes follow one another in fractions of a second.
+        ``bug``: with its traceback."""
+        now, described = time.monotonic(), f"{what} failed: {type(error).__name__}: {error}"
+        if now - self._logged.get(described, float("-inf")) >= _LOG_EVERY_S:
+            self._logged = {text: at for text, at in self._logged.items() if now - at < _LOG_EVERY_S} | {described: now}
+            log.log(logging.ERROR if bug else logging.WARNING, "%s", described, exc_info=error if bug else None)
 
-    # -- writing ------------------------------------------------------------------------------------------------
+    # -- one pass -----------------------------------------------------------------------------------------------
+    def reconcile_once(self) -> None:
+        """One pass. Raises Fenced when the leadership is over, EtcdUnavailable when etcd does not answer, PassFailed
+        when stages failed."""
+        self._stage_errors = {}
+        self._begin_term()
+        self._gap.update()
+        self._leader_clock.persist()
+        batch = self._events.read()
+        with self._stage("reported_deaths"):
+            self._record_reported_deaths(batch)
+        snapshot = self._reader.read()
+        with self._stage("membership"):
+            wrote = self._membership.update(snapshot)
+            if self._membership.quarantine_outliers(snapshot) or wrote:
+                snapshot = self._reader.read()
+        with self._stage("failure_policy"):
+            self._failures.act(snapshot)
+            self._failures.collect_garbage(snapshot)
+        with self._stage("operations"):
+            self._operations.update(snapshot)
+            self._operations.trim(snapshot)
+        with self._stage("retention"):
+            self._retention.trim()
+        with self._stage("alerts"):
+            self._update_alerts(snapshot, batch)
+        if batch.full:
+            self.wake()
+        if self._stage_errors:
+            raise PassFailed("; ".join(f"{stage}: {error}" for stage, error in self._stage_errors.items()))
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Runs a stage of the pass; an error of its own does not stop the others."""
+        try:
+            yield
+        except (Fenced, EtcdUnavailable):  # no other stage could do better
+            raise
+        except Exception as e:
+            self._log_failure(f"stage {name} of the reconcile pass", e, bug=True)
+            self._stage_errors[name] = f"{type(e).__name__}: {e}"
+
+    def _begin_term(self) -> None:
+        """Announces this leadership once: a record and the event leader.elected in one transaction."""
+        mine = self._etcd.get(self._keys.leader(self._election.replica))
+        if mine is None:
+            raise Fenced(f"{self._election.replica} has no candidate key")
+        if self._term == mine.create_revision:
+            return
+        self._membership.begin_term()
+        self._leader_clock.begin_term()
+        found = self._etcd.get(self._keys.leadership())
+        before = decode(found, Leadership, {}) if found else None
+        if before is None or before.term != mine.create_revision:
+            leader = Leader.decode(mine.value)
+            record = Leadership(replica=leader.replica, url=leader.url, pid=leader.pid, term=mine.create_revision,
+                                since=self._clock())
+            after = f" after {before.replica}" if before else ""
+            event = events.build("leader.elected", leader.replica, f"{leader.replica} leads{after}", term=record.term,
+                                 previous=before.replica if before else "", by=registry.BY_LEADER)
+            if not self._guarded([Compare.mod(self._keys.leadership(), "==", found.mod_revision if found else 0)],
+                                 [Op.put(self._keys.leadership(), record.encode()),
+                                  events.put_op(self._keys, event)]):
+                return  # the next pass announces it
+        self._term = mine.create_revision
+
+    def _record_reported_deaths(self, batch: EventBatch) -> None:
+        for event, revision in batch.events:
+            if event.kind in ("engine.dead", "engine.replaced") and event.data.get("by") != registry.BY_LEADER:
+                self._membership.mark_reported(registry.ENGINE, event.subject, str(event.data.get("incarnation", "")),
+                                               self._clock(), revision)
+
+    def _update_alerts(self, snapshot: ClusterSnapshot, batch: EventBatch) -> None:
+        conditions = [Condition("reconcile.failing", stage, f"the {stage} stage of the leader's reconcile pass fails: "
+                                f"{error}; the log of {self._election.replica} has the traceback",
+                                hold_s=_FAILING_HOLD_S) for stage, error in self._stage_errors.items()]
+        if self._sweep is not None and (problem := self._sweep.problem()):
+            message = f"old versions are not released, and lost copies are not made again: {problem}"
+            conditions.append(Condition("dcs.maintenance_failing", "dcs", message, Severity.WARNING,
+                                        hold_s=_SWEEP_HOLD_S))
+        self._alerts.update(snapshot, batch.reports, batch.over, batch.cursor, conditions)
+        self._alerts.deliver()
+
     def _guarded(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
-        """One transaction under the fencing token. False: a record changed meanwhile, and the next look sees how.
+        """One transaction under the fencing token. False: a record changed meanwhile, and the next pass sees how.
 
-        Raises Fenced when the token is no longer good.
+        Raises Fenced when the token no longer holds.
         """
         guard = list(self._election.guard)
         if self._etcd.txn([*guard, *compares], list(then)).succeeded:
@@ -169,88 +257,3 @@ class Reconciler:
         if not self._etcd.txn(guard, []).succeeded:
             raise Fenced(f"{self._election.replica} no longer leads")
         return False
-
-    def _announce(self) -> None:
-        """Makes this leadership known once: a record and the event leader.elected in one transaction."""
-        mine = self._etcd.get(self._keys.leader(self._election.replica))
-        if mine is None:
-            raise Fenced(f"{self._election.replica} has no candidate key")
-        found = self._etcd.get(self._keys.leadership())
-        before = Leadership.decode(found.value) if found else None
-        if self._term != mine.create_revision:
-            self._term = mine.create_revision
-            self._reader.begin()
-        if before and before.term == mine.create_revision:
-            return
-        leader = Leader.decode(mine.value)
-        record = Leadership(replica=leader.replica, url=leader.url, pid=leader.pid, term=mine.create_revision,
-                            since=self._clock())
-        after = f" after {before.replica}" if before else ""
-        event = events.build("leader.elected", leader.replica, f"{leader.replica} leads{after}", term=record.term,
-                             previous=before.replica if before else "", by=rules.BY_LEADER)
-        self._guarded([_unchanged(self._keys.leadership(), found.mod_revision if found else 0)],
-                      [Op.put(self._keys.leadership(), record.encode()), events.put_op(self._keys, event)])
-
-    def _follow_operations(self, look: ClusterSnapshot) -> None:
-        self._operations.follow(look.operations, View(
-            now=look.now, specs=look.world.specs, statuses=look.world.statuses,
-            engines={i: e for i, (e, _) in look.engines.items()}, restarts=look.restarts, members=look.members,
-            adoptions=look.adoptions, job=look.world.status, epoch=look.epoch, trainer_ranks=self._cfg.trainer.ranks))
-        self._operations.trim(look.operations)
-
-    def _read_events(self) -> tuple[list[state_machine.Condition], set[str]]:
-        """Events since the cursor: the alerts they ask for, and keys of those they end. The cursor moves together with
-        the alerts, in ``AlertController.update``; a death that somebody reported is marked, so that it is told once."""
-        found = self._etcd.get(self._keys.event_cursor())
-        cursor = EventCursor.decode(found.value) if found else EventCursor(revision=0)
-        self._cursor = (cursor.revision, found.mod_revision if found else 0)
-        newest, _ = self._etcd.range(self._keys.events_prefix(), limit=_NEWEST, newest_first=True)
-        if len(newest) == _NEWEST and min(kv.mod_revision for kv in newest) > self._cursor[0]:
-            newest = self._range(self._keys.events_prefix())
-        fresh = sorted((kv for kv in newest if kv.mod_revision > self._cursor[0]), key=lambda kv: kv.mod_revision)
-        self._cursor_next = fresh[-1].mod_revision if fresh else self._cursor[0]
-        self._tally = count(cursor.tally, (Event.decode(kv.value) for kv in fresh))
-        reports, over = [], set()
-        for kv in fresh:
-            event = Event.decode(kv.value)
-            if event.kind in ("engine.dead", "engine.replaced") and event.data.get("by") != rules.BY_LEADER:
-                self._roster.mark_reported(registry.ENGINE, event.subject, self._clock())
-            if (condition := rules.report(event, kv.mod_revision, self._keys.job)) is not None:
-                reports.append(condition)
-                over.discard(condition.key)
-            if (key := rules.resolved_key(event, self._keys.job)) is not None:
-                over.add(key)
-        return reports, over
-
-    def _cursor_write(self) -> list[tuple[Compare, Op]]:
-        if self._cursor_next == self._cursor[0]:
-            return []
-        return [(_unchanged(self._keys.event_cursor(), self._cursor[1]),
-                 Op.put(self._keys.event_cursor(),
-                        EventCursor(revision=self._cursor_next, tally=self._tally).encode()))]
-
-    def _trim(self) -> None:
-        kept = self._cfg.coordinator.max_events
-        prefix = self._keys.events_prefix()
-        while (over := self._etcd.count(prefix) - kept) > 0:  # their keys sort by time: the first are the oldest
-            oldest, _ = self._etcd.range(prefix, limit=min(over, MAX_OPS))
-            self._guarded([], [Op.delete(kv.key) for kv in oldest])
-        self._thin_curve()
-
-    def _thin_curve(self) -> None:
-        prefix, limit = self._keys.steps_prefix(), self._cfg.coordinator.max_step_metrics
-        if self._etcd.count(prefix) > limit:
-            gone = downsample([int(kv.key.removeprefix(prefix)) for kv in self._range(prefix)], limit)
-            for batch in batches([Op.delete(self._keys.step_metrics(n)) for n in gone]):
-                self._guarded([], batch)
-
-    def _is_due(self, what: str, every_s: float) -> bool:
-        now = time.monotonic()
-        if now < self._due.get(what, 0.0):
-            return False
-        self._due[what] = now + every_s
-        return True
-
-
-def _unchanged(key: str, revision: int) -> Compare:
-    return Compare.mod(key, "==", revision) if revision else Compare.absent(key)

@@ -1,7 +1,7 @@
 """``python -m elastic_rl.coordinator.service --config FILE --etcd HOST:PORT[,…] --replica ID --port P``: one replica.
 
-Ends with 0 after SIGTERM or SIGINT (it resigns first, so that another replica leads at once), 2 when the machine or the
-configuration is unfit (a port is taken), 3 when etcd did not answer, or let us in, at the start.
+Exit codes: 0 after SIGTERM or SIGINT (it resigns first, so that another replica leads at once), 2 when the preflight
+checks or the configuration failed (a port is taken), 3 when etcd was unavailable or refused access at the start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.forwarding import Forwarder
 from elastic_rl.coordinator.api.server import Server, advertised, bind, make_server
+from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.etcd_maintenance import EtcdMaintenance
 from elastic_rl.coordinator.membership.registry import COORDINATOR
 from elastic_rl.coordinator.operations.service import OperationService
@@ -46,20 +48,18 @@ from elastic_rl.telemetry.log_files import LogRotation
 
 log = logging.getLogger(__name__)
 
-EXIT_UNFIT = 2
-EXIT_NO_STORE = 3
+EXIT_PREFLIGHT = 2
+EXIT_NO_ETCD = 3
 _API_RETRY_BUDGET_S = 2.0
 _FORWARD_TIMEOUT_S = 5.0
-
-
-_TURN_S = 0.0005
-"""How long one thread may compute before another gets its turn. Requests are short and the leader's look is long: with
-Python's default of 5 ms a request that needs several turns waits for most of a look."""
+_SWITCH_INTERVAL_S = 0.0005
+"""Python's thread switch interval. Requests are short and the leader's reconcile pass is long: with the default of 5 ms
+a request that needs several switches waits for most of a pass."""
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    sys.setswitchinterval(_TURN_S)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     logs.setup(args.replica)
     try:
         cfg = config.load(args.config)
@@ -68,10 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(serve(cfg, args.etcd.split(","), args.replica, args.port))
     except (PreflightFailed, ConfigError) as e:
         log.error("%s", e)
-        return EXIT_UNFIT
+        return EXIT_PREFLIGHT
     except EtcdUnavailable as e:
         log.error("%s", e)
-        return EXIT_NO_STORE
+        return EXIT_NO_ETCD
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -84,7 +84,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> int:
-    """Runs one replica until a signal stops it. Raises PreflightFailed, ConfigError or EtcdUnavailable at the start."""
+    """Runs one replica until SIGTERM or SIGINT. Raises PreflightFailed, ConfigError or EtcdUnavailable at the start."""
     listener = bind(cfg.coordinator.host, port)
     url = advertised(cfg.coordinator, listener.getsockname()[1], endpoints)
     keys, stopping = Keys(cfg.job), threading.Event()
@@ -94,33 +94,37 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
         tokens = TokenTable(cfg.cluster_dir / "tokens.json", must_exist=auth.tokens_required(cfg.coordinator))
         etcd = EtcdClient.from_config(cfg.etcd, endpoints)
         cleanup.callback(etcd.close)
-        etcd.get(keys.epoch())  # raises EtcdUnavailable now, with every endpoint, and not somewhere in a thread
-        api_store = EtcdClient.from_config(cfg.etcd, endpoints,
+        etcd.get(keys.epoch())  # raises EtcdUnavailable here, with every endpoint, and not later in a thread
+        api_etcd = EtcdClient.from_config(cfg.etcd, endpoints,
                                            retry_budget_s=min(_API_RETRY_BUDGET_S, cfg.etcd.retry_budget_s))
-        cleanup.callback(api_store.close)
+        cleanup.callback(api_etcd.close)
         notifier = Notifier(cfg.job, cfg.alerts)
         cleanup.callback(notifier.close)
-        election = Election(etcd, keys, replica, url, cfg.coordinator.lease_ttl_s)
+        election = Election(etcd, keys, replica, url, cfg.coordinator.lease_ttl_s,
+                            LeaderHealth(cfg.coordinator.reconcile_deadline_s))
         member = Membership(etcd, keys, COORDINATOR, replica, ttl_s=cfg.coordinator.lease_ttl_s, url=url).start()
         cleanup.callback(member.close)
         election.start()
         cleanup.callback(election.stop)
         etcd_maintenance = EtcdMaintenance(etcd, cfg.etcd, is_leader=lambda: election.is_leader).start()
         cleanup.callback(etcd_maintenance.close)
-        upkeep = Maintenance(etcd, keys, cfg)
-        cleanup.callback(upkeep.close)
-        reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=upkeep.sweep)
-        waker = WatchTrigger(etcd, keys, reconciler.wake)
+        maintenance = Maintenance(etcd, keys, cfg)
+        cleanup.callback(maintenance.close)
+        sweep = DcsSweep(maintenance.sweep, election)
+        cleanup.callback(sweep.close)
+        reconciler = Reconciler(etcd, keys, cfg, election, notifier, sweep=sweep)
+        trigger = WatchTrigger(etcd, keys, reconciler.wake)
+        sweep.start()
         reconciler.start()
         cleanup.callback(reconciler.stop)
-        waker.start()
-        cleanup.callback(waker.stop)
+        trigger.start()
+        cleanup.callback(trigger.stop)
         forwarder = Forwarder(replica, timeout_s=_FORWARD_TIMEOUT_S, tls_ca=cfg.coordinator.tls_ca)
         cleanup.callback(forwarder.close)
-        desk = OperationService(api_store, keys, election, cfg)
-        feed = ChangeStream(api_store, keys, replica, most=cfg.coordinator.max_streams)
-        told = [receiver.name for receiver in notifier.receivers]
-        context = Context(cfg, keys, api_store, election, tokens, stopping, forwarder, desk, feed, told)
+        operations = OperationService(api_etcd, keys, election, cfg)
+        changes = ChangeStream(api_etcd, keys, replica, most=cfg.coordinator.max_streams)
+        receivers = [receiver.name for receiver in notifier.receivers]
+        context = Context(cfg, keys, api_etcd, election, tokens, stopping, forwarder, operations, changes, receivers)
         server = _server(make_app(context), cfg)
         log.info("replica %s (pid %d) serves %s for job %s", replica, os.getpid(), url, cfg.job)
         freeze_heap()
@@ -138,21 +142,21 @@ def _server(app: ASGIApp, cfg: Config) -> Server:
 
 
 async def _listen(server: Server, listener: socket.socket, stopping: threading.Event, election: Election) -> None:
-    told = asyncio.Event()
+    requested = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, requested.set)
 
-    async def stop_when_told() -> None:
-        await told.wait()
+    async def stop_on_request() -> None:
+        await requested.wait()
         stopping.set()
         try:
             await asyncio.to_thread(election.stop)
         except EtcdUnavailable as e:
-            log.warning("could not resign, the lease will end: %s", e)
+            log.warning("cannot resign, leadership ends with the lease: %s", e)
         server.should_exit = True
 
-    stopper = asyncio.create_task(stop_when_told())
+    stopper = asyncio.create_task(stop_on_request())
     try:
         await server.serve(sockets=[listener])
     finally:

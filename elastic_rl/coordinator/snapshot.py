@@ -1,29 +1,30 @@
-"""One reading of the store, as the leader's loop decides by it.
+"""One consistent shape for what etcd says about a job: ``ClusterSnapshot``. Membership, failure policy, operations,
+alerts and metrics all decide by it.
 
 What has not changed since the last reading is not decoded again: a job of a thousand members is read several times a
-second. Nothing else is remembered; each look asks etcd for everything.
+second. Nothing else is remembered; each reading asks etcd for everything.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 from elastic_rl.config import Config, Stream
-from elastic_rl.coordinator.alerts import facts
-from elastic_rl.coordinator.failure.policy import FaultLog
-from elastic_rl.coordinator.membership import hang_detection, registry
-from elastic_rl.coordinator.membership.hang_detection import Learner, Limits, Pace
-from elastic_rl.coordinator.membership.registry import LastSeen, LiveMember
-from elastic_rl.coordinator.operations.state_machine import JOB
-from elastic_rl.etcd.client import EtcdClient, KeyValue
+from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
+from elastic_rl.coordinator.records import FaultLog, LastSeen
+from elastic_rl.coordinator.targets import JOB
+from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
+from elastic_rl.etcd.decoding import RangeDecoder, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
     DcsNode,
     Engine,
-    Epoch,
+    EngineState,
     ExternalEngine,
     JobStatus,
     Member,
@@ -32,112 +33,217 @@ from elastic_rl.etcd.records import (
     PoolStatus,
     Record,
     RestartRequest,
+    Version,
+    VersionState,
 )
 
 R = TypeVar("R", bound=Record)
 
+SERVING = (EngineState.READY, EngineState.SYNCING)
+"""States in which an engine that has a version may serve it."""
+RUN_OVER = ("finished", "failed")
+_LAGS_EVERY_S = 1.0
+_VERSIONS = 256
+
+
+class Revisions(Protocol):
+    """Revisions at which a key was created and last changed, as a ``KeyValue`` has them."""
+
+    @property
+    def create_revision(self) -> int: ...
+
+    @property
+    def mod_revision(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """What the store said. Pairs hold a record and its mod revision."""
+    """What etcd said about a job at one reading. Every mapping is by the name that the record itself has."""
 
-    now: float
-    world: facts.World
-    roster: dict[tuple[str, str], tuple[LastSeen, int]]
-    living: dict[tuple[str, str], LiveMember]
-    engines: dict[str, tuple[Engine, int]]
-    epoch: int
-    members: list[Member]
-    faults: dict[str, tuple[FaultLog, int]]
-    restarts: dict[str, RestartRequest]
-    operations: dict[str, tuple[Operation, int]]
-    adoptions: dict[str, tuple[ExternalEngine, int]]
+    job: str
+    now: float = 0.0
+    """Unix seconds of the reading, by the reader's clock. For people: what is due goes by ``leader_time``."""
+    leader_time: float = 0.0
+    """Seconds of the leader clock; 0 on a replica that does not lead."""
+    begin_revision: int = 0
+    """Revision of etcd when the reading began: of what changed since, other parts may be missing."""
+    status: JobStatus | None = None
+    epoch: int = 0
+    members: Sequence[Member] = ()
+    members_revision: int = 0
+    """Revision of etcd at which the members were read."""
+    registry: Mapping[tuple[str, str], LastSeen] = field(default_factory=dict)
+    """The member registry, by role and id: every member that a leader has seen and not forgotten."""
+    nodes: Mapping[str, DcsNode] = field(default_factory=dict)
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+    external_engines: Mapping[str, ExternalEngine] = field(default_factory=dict)
+    """By the id of the engine."""
+    specs: Mapping[str, PoolSpec] = field(default_factory=dict)
+    statuses: Mapping[str, PoolStatus] = field(default_factory=dict)
+    operations: Mapping[str, Operation] = field(default_factory=dict)
+    restarts: Mapping[str, RestartRequest] = field(default_factory=dict)
+    """By target."""
+    faults: Mapping[str, FaultLog] = field(default_factory=dict)
+    """By target."""
+    heads: Mapping[str, Version] = field(default_factory=dict)
+    """By stream."""
+    committed: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """Unix seconds of the commit, by stream and version, of streams in which an engine or the durable store lags."""
+    durable: Mapping[str, int] = field(default_factory=dict)
+    """Newest durable version, 0 for none, of each stream that is copied to the durable store."""
+    etcd_health: Health = Health()
+    revisions: Mapping[str, Revisions] = field(default_factory=dict)
+    """By key, of every key that was read."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Why the record cannot be read, by key, of records that are left out of the rest."""
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.job)
+
+    def revision(self, key: str) -> int:
+        """Revision of the key's last change; 0 for a key that was not there."""
+        found = self.revisions.get(key)
+        return found.mod_revision if found else 0
+
+    def created(self, key: str) -> int:
+        """Revision at which the key was created; 0 for a key that was not there."""
+        found = self.revisions.get(key)
+        return found.create_revision if found else 0
+
+    def unchanged(self, key: str) -> Compare:
+        """The condition that a key is still as it was read, absent included."""
+        return Compare.mod(key, "==", self.revision(key))
+
+    @property
+    def run_over(self) -> bool:
+        return self.status is not None and self.status.phase in RUN_OVER
 
     @property
     def ended_epoch(self) -> int:
         """Epochs up to this one were ended by a global restart."""
         return self.restarts[JOB].epoch if JOB in self.restarts else 0
 
+    def ready(self, pool: str) -> int:
+        """Ready engines of the pool's own; external ones are extra."""
+        return self._own_engines[pool, EngineState.READY]
 
-class _Decoded:
-    """Records of one range, decoded once for each of their revisions."""
+    def draining(self, pool: str) -> int:
+        return self._own_engines[pool, EngineState.DRAINING]
 
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[int, Any]] = {}
+    @cached_property
+    def _own_engines(self) -> Counter[tuple[str, EngineState]]:
+        return Counter((e.pool, e.state) for e in self.engines.values() if not e.external)
 
-    def of(self, kvs: list[KeyValue], kind: type[R]) -> list[tuple[R, KeyValue]]:
-        known: dict[str, tuple[int, Any]] = {}
-        for kv in kvs:
-            before = self._known.get(kv.key)
-            record = before[1] if before and before[0] == kv.mod_revision else kind.decode(kv.value)
-            known[kv.key] = (kv.mod_revision, record)
-        self._known = known  # what has gone is forgotten
-        return [(known[kv.key][1], kv) for kv in kvs]
+
+def newest_number(etcd: EtcdClient, prefix: str) -> int:
+    """The highest of the numbers that end the keys under a prefix; 0 for none. Raises EtcdUnavailable."""
+    newest = etcd.page(prefix, limit=1, newest_first=True).kvs
+    name = newest[0].key.removeprefix(prefix) if newest else ""
+    return int(name) if name.isdecimal() else 0
 
 
 class SnapshotReader:
-    """Makes looks, and learns from each how long members usually are silent. ``begin`` starts a term of leadership."""
+    """Takes snapshots. Used by one thread."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, clock: Callable[[], float] = time.time) -> None:
-        self._etcd, self._keys, self._cfg, self._clock = etcd, keys, cfg, clock
-        self._limits, self._learner = Limits.of(cfg.coordinator), Learner({})
-        self._decoded: dict[str, _Decoded] = {}
-
-    def begin(self) -> None:
-        """Takes up what was learned so far: others may have led meanwhile."""
-        kept = [Pace.decode(kv.value) for kv in self._etcd.range(self._keys.paces_prefix())[0]]
-        self._learner = Learner({pace.role: pace for pace in kept})
+    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, clock: Callable[[], float] = time.time,
+                 leader_clock: Callable[[], float] = lambda: 0.0, probe: EtcdProbe | None = None) -> None:
+        self._etcd, self._keys, self._clock, self._leader_clock = etcd, keys, clock, leader_clock
+        self._probe = probe
+        self._durable_streams = sorted(cfg.dcs.durable_streams) if cfg.dcs.durable_url else []
+        self._decoders: dict[type[Record], RangeDecoder[Any]] = {
+            Operation: RangeDecoder(Operation, lambda r: keys.operation(r.id)),
+            LastSeen: RangeDecoder(LastSeen, lambda r: keys.registry_entry(r.role, r.id)),
+            Member: RangeDecoder(Member, lambda r: keys.member(r.role, r.id)),
+            DcsNode: RangeDecoder(DcsNode, lambda r: keys.dcs_node(r.id)),
+            Engine: RangeDecoder(Engine, lambda r: keys.engine(r.id)),
+            ExternalEngine: RangeDecoder(ExternalEngine, lambda r: keys.external_engine(r.url)),
+            PoolSpec: RangeDecoder(PoolSpec, lambda r: keys.pool_spec(r.name)),
+            PoolStatus: RangeDecoder(PoolStatus, lambda r: keys.pool_status(r.name)),
+            FaultLog: RangeDecoder(FaultLog, lambda r: keys.fault(r.target)),
+            RestartRequest: RangeDecoder(RestartRequest, lambda r: keys.restart(r.target)),
+            Version: RangeDecoder(Version, lambda r: keys.stream_head(r.stream)),
+            JobStatus: RangeDecoder(JobStatus),
+        }
+        self._lags: tuple[dict[str, int], dict[str, dict[int, float]]] = {}, {}
+        self._lags_at = float("-inf")
 
     def read(self) -> ClusterSnapshot:
-        """Raises EtcdUnavailable."""
-        keys, etcd = self._keys, self._etcd
-        # Operations are read before what they are about: their wishes, written with them, are then seen too.
-        operations = self._pairs(keys.operations_prefix(), Operation)
-        # The roster is read before the members: a member that closes in between is missing in the newer reading, and
-        # the compare on its (deleted) roster key then fails instead of making a death of it.
-        sightings = self._pairs(keys.roster_prefix(), LastSeen)
-        members = self._records(keys.members_prefix(), Member)
-        self._learn([m for m, _ in members])
-        living = [registry.of_member(m, kv.key, kv.create_revision,
-                                   hung=hang_detection.hung(m, self._learner.paces, self._limits)) for m, kv in members]
-        nodes = [registry.of_node(node, kv.key, kv.create_revision)
-                 for node, kv in self._records(keys.dcs_nodes_prefix(), DcsNode)]
-        engines = self._pairs(keys.engines_prefix(), Engine)
-        specs, statuses = self._pools()
-        job, epoch = etcd.get(keys.job_status()), etcd.get(keys.epoch())
-        heads: dict[str, int] = {s: kv.mod_revision for s in Stream if (kv := etcd.get(keys.stream_head(s)))}
-        faults = self._pairs(keys.faults_prefix(), FaultLog)
-        wishes = self._records(keys.restarts_prefix(), RestartRequest)
-        adoptions = self._pairs(keys.adoptions_prefix(), ExternalEngine)
-        world = facts.World(
-            job=keys.job, engines=[e for e, _ in engines], specs=specs, statuses=statuses,
-            status=JobStatus.decode(job.value) if job else None, roster=[s for s, _ in sightings], heads=heads,
-            pool_hold_s=self._cfg.engine.start_timeout_s)
+        """Raises EtcdUnavailable. Records that cannot be read are left out, and named in ``unreadable``."""
+        reading = _Reading(self._etcd, self._decoders)
+        keys = self._keys
+        # Operations are read before what they are about: the requests that were written with them are then seen too.
+        operations = reading.range(keys.operations_prefix(), Operation)
+        begin_revision = reading.revision
+        # The registry is read before the members: a member that closes in between is missing in the later reading, and
+        # the compare on its (deleted) registry key then fails instead of making a death of it.
+        registry = reading.range(keys.registry_prefix(), LastSeen)
+        members = reading.range(keys.members_prefix(), Member)
+        members_revision = reading.revision
+        nodes = reading.range(keys.dcs_nodes_prefix(), DcsNode)
+        engines = {e.id: e for e in reading.range(keys.engines_prefix(), Engine)}
+        pools = self._etcd.range(keys.pools_prefix())[0]
+        specs = reading.decode([kv for kv in pools if kv.key.endswith("/spec")], PoolSpec)
+        statuses = reading.decode([kv for kv in pools if kv.key.endswith("/status")], PoolStatus)
+        status = reading.keys([keys.job_status()], JobStatus)
+        epoch = self._etcd.get(keys.epoch())
+        heads: dict[str, Version] = {
+            v.stream: v for v in reading.keys([keys.stream_head(s) for s in Stream], Version)}
+        faults = reading.range(keys.faults_prefix(), FaultLog)
+        restarts = reading.range(keys.restarts_prefix(), RestartRequest)
+        external = reading.range(keys.external_engines_prefix(), ExternalEngine)
+        durable, committed = self._read_lags(engines, heads)
+        if epoch is not None:
+            reading.revisions[epoch.key] = epoch
         return ClusterSnapshot(
-            now=self._clock(), world=world, roster={s.name: (s, revision) for s, revision in sightings},
-            living={m.name: m for m in (*nodes, *living)}, engines={e.id: (e, revision) for e, revision in engines},
-            epoch=Epoch.decode(epoch.value).number if epoch else 0, members=[m for m, _ in members],
-            faults={f.target: (f, revision) for f, revision in faults}, restarts={w.target: w for w, _ in wishes},
-            operations={o.id: (o, revision) for o, revision in operations},
-            adoptions={a.engine: (a, revision) for a, revision in adoptions})
+            job=keys.job, now=self._clock(), leader_time=self._leader_clock(), begin_revision=begin_revision,
+            status=status[0] if status else None,
+            epoch=epoch.version if epoch else 0, members=members, members_revision=members_revision,
+            registry={s.name: s for s in registry}, nodes={n.id: n for n in nodes}, engines=engines,
+            external_engines={e.engine: e for e in external}, specs={s.name: s for s in specs},
+            statuses={s.name: s for s in statuses}, operations={o.id: o for o in operations},
+            restarts={r.target: r for r in restarts}, faults={f.target: f for f in faults}, heads=heads,
+            committed=committed, durable=durable, etcd_health=self._probe.health() if self._probe else Health(),
+            revisions=reading.revisions, unreadable=reading.unreadable)
 
-    def _pools(self) -> tuple[dict[str, PoolSpec], dict[str, PoolStatus]]:
-        """Specs and statuses by the pool's name; they lie side by side."""
-        kvs = self._etcd.range(self._keys.pools_prefix())[0]
-        specs = self._memo("specs").of([kv for kv in kvs if kv.key.endswith("/spec")], PoolSpec)
-        statuses = self._memo("statuses").of([kv for kv in kvs if kv.key.endswith("/status")], PoolStatus)
-        return {s.name: s for s, _ in specs}, {s.name: s for s, _ in statuses}
+    def _read_lags(self, engines: Mapping[str, Engine], heads: Mapping[str, Version]
+                   ) -> tuple[dict[str, int], dict[str, dict[int, float]]]:
+        """``durable`` and ``committed`` of the snapshot, at most once a second."""
+        if time.monotonic() - self._lags_at < _LAGS_EVERY_S:
+            return self._lags
+        durable = {s: newest_number(self._etcd, self._keys.durable_prefix(s)) for s in self._durable_streams}
+        committed = {}
+        for stream in sorted({Stream.POLICY, *durable}):
+            have = [durable[stream]] if stream in durable else []
+            have += [e.version for e in engines.values() if e.version and e.state in SERVING
+                     ] if stream == Stream.POLICY else []
+            if not have or stream not in heads or heads[stream].number <= min(have):
+                continue  # nothing lags, and a listing of all versions is not for each reading
+            kvs, _ = self._etcd.range(self._keys.versions_prefix(stream), limit=_VERSIONS, newest_first=True)
+            committed[stream] = {v.number: v.committed_at for v, _ in decode_all(kvs, Version, {})
+                                 if v.state is VersionState.COMMITTED}
+        self._lags, self._lags_at = (durable, committed), time.monotonic()
+        return self._lags
 
-    def _records(self, prefix: str, kind: type[R]) -> list[tuple[R, KeyValue]]:
-        return self._memo(prefix).of(self._etcd.range(prefix)[0], kind)
 
-    def _pairs(self, prefix: str, kind: type[R]) -> list[tuple[R, int]]:
-        return [(record, kv.mod_revision) for record, kv in self._records(prefix, kind)]
+class _Reading:
+    """One reading of etcd in the making."""
 
-    def _memo(self, name: str) -> _Decoded:
-        return self._decoded.setdefault(name, _Decoded())
+    def __init__(self, etcd: EtcdClient, decoders: Mapping[type[Record], RangeDecoder[Any]]) -> None:
+        self._etcd, self._decoders = etcd, decoders
+        self.revision = 0
+        """Of etcd, at the last range."""
+        self.revisions: dict[str, Revisions] = {}
+        self.unreadable: dict[str, str] = {}
 
-    def _learn(self, members: list[Member]) -> None:
-        """What is worth it is kept, unguarded: it is no decision, only experience."""
-        for pace in self._learner.see({(m.role, m.id): m for m in members}):
-            self._etcd.put(self._keys.pace(pace.role), pace.encode())
+    def range(self, prefix: str, kind: type[R]) -> list[R]:
+        kvs, self.revision = self._etcd.range(prefix)
+        return self.decode(kvs, kind)
+
+    def keys(self, keys: Iterable[str], kind: type[R]) -> list[R]:
+        return self.decode([kv for key in keys if (kv := self._etcd.get(key)) is not None], kind)
+
+    def decode(self, kvs: Sequence[KeyValue], kind: type[R]) -> list[R]:
+        self.revisions.update((kv.key, kv) for kv in kvs)
+        found: list[R] = self._decoders[kind].decode(kvs, self.unreadable)
+        return found

@@ -1,4 +1,4 @@
-"""Which points of the run's curve are kept when there are too many. Pure."""
+"""Downsampling of step metrics: which points are deleted when there are too many. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def downsample(steps: Sequence[int], limit: int) -> list[int]:
-    """Steps whose points go so that at most ``limit`` stay. ``steps``: those that have a point, in rising order.
+    """Steps whose points are to be deleted so that at most ``limit`` remain. ``steps``: those with a point, ascending.
 
-    The newest half of ``limit`` and the first point stay. Of the older ones stay the multiples of a power of two, the
-    smallest that is enough: a later call keeps a part of what an earlier one kept, and the old points lie evenly
-    however often it is called.
+    The newest half of ``limit`` and the first point remain. Of the older ones the multiples of a power of two remain,
+    the smallest that suffices: a later call keeps a subset of what an earlier one kept, and the old points are evenly
+    spaced however often it is called. Raises ValueError for a limit below 2.
     """
     if limit < 2:
-        raise ValueError(f"a curve of at most {limit} points is none")
+        raise ValueError(f"limit must be at least 2, not {limit}")
     if len(steps) <= limit:
         return []
     newest = limit // 2

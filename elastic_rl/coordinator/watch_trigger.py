@@ -1,4 +1,4 @@
-"""Wakes the reconciler when something changed that it decides about, so that it does not wait for its interval."""
+"""Triggers a reconcile pass when a key changes that the leader decides by, ahead of the next interval."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAUSE_S = 1.0
 
 
 class WatchTrigger:
-    """A thread that watches the job's keys. It only makes things quicker: what it misses, the next interval finds."""
+    """A thread that watches the job's keys. It only saves time: what it misses, the next pass finds."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, wake: Callable[[], None]) -> None:
         self._etcd, self._keys, self._wake = etcd, keys, wake
@@ -25,7 +25,7 @@ class WatchTrigger:
                           keys.pools_prefix(), keys.leader_prefix(), keys.operations_prefix(),
                           keys.restarts_prefix())
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="waker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watch-trigger", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -35,7 +35,7 @@ class WatchTrigger:
         self._thread.join(_POLL_S + _PAUSE_S)
 
     def matters(self, change: WatchEvent) -> bool:
-        """Heartbeats change members all the time; only coming and going counts for them."""
+        """Whether a change triggers a pass. Of members only those that come and go do: heartbeats are too frequent."""
         key = change.kv.key
         if key == self._keys.job_status():
             return True

@@ -15,7 +15,7 @@ import ray
 from ray import serve
 
 from elastic_rl import runtime
-from elastic_rl.coordinator.operations.state_machine import JOB, TRAINER, role_target
+from elastic_rl.coordinator.targets import JOB, TRAINER, role_target
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.trainer_group import TrainerGroup

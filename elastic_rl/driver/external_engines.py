@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_rl.coordinator.membership.registry import ENGINE
-from elastic_rl.coordinator.operations.state_machine import engine_target
+from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.placement import PlacedActor
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
@@ -80,7 +80,7 @@ class AdoptedEngines:
     def _wishes(self) -> dict[str, ExternalEngine]:
         """Those that stand, by engine."""
         found: dict[str, ExternalEngine] = {}
-        for kv in self._etcd.range(self._keys.adoptions_prefix())[0]:
+        for kv in self._etcd.range(self._keys.external_engines_prefix())[0]:
             wish = ExternalEngine.decode(kv.value)
             if wish.pool == self._pool and not wish.ended:
                 found[wish.engine] = wish
@@ -148,7 +148,7 @@ class AdoptedEngines:
             now = ExternalEngine.decode(raw) if raw else None
             return now.replace(ended=why, ended_at=time.time()).encode() if now and now.engine == wish.engine else raw
 
-        self._etcd.update(self._keys.adoption(wish.url), change,
+        self._etcd.update(self._keys.external_engine(wish.url), change,
                            guards=[fencing.epoch_guard(self._keys, self._ctx.epoch)])
         log.warning("adopted engine %s ended: %s", wish.engine, why)
         events.emit(self._etcd, self._keys, "engine.removed", wish.engine, severity=Severity.WARNING,

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_rl.coordinator.membership.registry import ENGINE
-from elastic_rl.coordinator.operations.state_machine import engine_target
+from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import AdoptedEngines
 from elastic_rl.driver.placement import PlacedActor, gpus_per_engine
 from elastic_rl.driver.plan import Running, StartBudget, plan
@@ -174,7 +174,7 @@ class EnginePool:
     def _write_status(self, running: list[Running], adopted: int) -> None:
         count = {s: sum(1 for r in running if r.state is s) for s in EngineState}
         status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
-                            starting=count[EngineState.STARTING] + count[EngineState.SYNCING], adopted=adopted)
+                            starting=count[EngineState.STARTING] + count[EngineState.SYNCING], external=adopted)
         if status != self._status:
             self._write(Op.put(self.keys.pool_status(self.name), status.encode()))
             self._status = status

@@ -1,4 +1,4 @@
-"""Restarts that the leader or an operator wants, as whoever runs the part sees them."""
+"""Open restart requests of the leader or an operator, as the process that runs the part sees them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from elastic_rl.etcd.records import RestartRequest
 
 
 def open_requests(etcd: EtcdClient, keys: Keys) -> dict[str, RestartRequest]:
-    """Wishes that were not carried out yet, by target."""
+    """Requests that were not carried out yet, by target."""
     found = [RestartRequest.decode(kv.value) for kv in etcd.range(keys.restarts_prefix())[0]]
-    return {wish.target: wish for wish in found if wish.done < wish.wanted}
+    return {request.target: request for request in found if request.open}
 
 
-def acknowledge(etcd: EtcdClient, keys: Keys, wish: RestartRequest, *guards: Compare) -> None:
-    """Notes that a wish was carried out; a later one for the same target stays open, one that was taken back is left as
-    it is. Raises Fenced when a guard does not hold."""
+def acknowledge(etcd: EtcdClient, keys: Keys, request: RestartRequest, *guards: Compare) -> None:
+    """Records that a request was carried out; a later one for the same target stays open. Raises Fenced when a guard
+    does not hold."""
     def mark(raw: bytes | None) -> bytes | None:
-        now = RestartRequest.decode(raw) if raw else None
-        return now.replace(done=max(now.done, min(wish.wanted, now.wanted))).encode() if now else None
+        return RestartRequest.decode(raw).observed(request.generation).encode() if raw else None
 
-    etcd.update(keys.restart(wish.target), mark, guards=guards)
+    etcd.update(keys.restart(request.target), mark, guards=guards)

@@ -185,7 +185,7 @@ class EngineRunner:
         if first:
             events.emit(self._etcd, self._ctx.keys, "engine.ready", self._id,
                         f"engine {self._id} serves version {wanted.number}", version=wanted.number,
-                        adopted=self._adopted, start_s=round(time.time() - self._started_at, 3))
+                        external=self._adopted, start_s=round(time.time() - self._started_at, 3))
         return True
 
     @contextlib.contextmanager
@@ -331,5 +331,5 @@ class EngineRunner:
                       applying=life.applying, started_at=self._started_at, updated_at=time.time(),
                       pull_apply_s=self._pull_apply_s, pause_s=self._pause_s, layout=server.layout,
                       checksum=self._checksum, running=self._load[0], waiting=self._load[1],
-                      adopted=self._adopted, reason=life.reason).encode()
+                      external=self._adopted, reason=life.reason).encode()
 

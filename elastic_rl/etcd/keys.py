@@ -67,13 +67,13 @@ class Keys:
     def engine(self, engine_id: str) -> str:
         return self.engines_prefix() + engine_id
 
-    def adoptions_prefix(self) -> str:
-        """Servers that others run and that shall take part."""
-        return f"{self.root}adoptions/"
+    def external_engines_prefix(self) -> str:
+        """Registered servers that someone else runs."""
+        return f"{self.root}external_engines/"
 
-    def adoption(self, url: str) -> str:
-        """One key a server, so that none takes part twice."""
-        return self.adoptions_prefix() + quote(url, safe="")
+    def external_engine(self, url: str) -> str:
+        """One key for each server, so that none is registered twice."""
+        return self.external_engines_prefix() + quote(url, safe="")
 
     def operations_prefix(self) -> str:
         return f"{self.root}operations/"
@@ -92,22 +92,22 @@ class Keys:
         return f"{self.root}restarts/"
 
     def restart(self, target: str) -> str:
-        """The wish that ``target`` (engines/ID, roles/NAME, trainer, job) is started anew."""
+        """The restart request for ``target`` (engines/ID, roles/NAME, trainer, job)."""
         return self.restarts_prefix() + target
 
     def faults_prefix(self) -> str:
-        """What the failure policy remembers of each part: when it failed, and how far the run was then."""
+        """The failure policy's log of each target: its faults, and the pending action."""
         return f"{self.root}faults/"
 
     def fault(self, target: str) -> str:
         return self.faults_prefix() + target
 
-    def paces_prefix(self) -> str:
+    def progress_intervals_prefix(self) -> str:
         """How long each role usually takes between two signs of progress."""
-        return f"{self.root}paces/"
+        return f"{self.root}progress_intervals/"
 
-    def pace(self, role: str) -> str:
-        return self.paces_prefix() + role
+    def progress_intervals(self, role: str) -> str:
+        return self.progress_intervals_prefix() + role
 
     def silences_prefix(self) -> str:
         return f"{self.root}silences/"
@@ -138,13 +138,17 @@ class Keys:
         """The leader's last heartbeat, from which the next leader knows how long there was none."""
         return f"{self.root}leader_heartbeat"
 
-    def roster_prefix(self) -> str:
-        """Members that the leader has seen. A member that is here and no longer under ``members`` has died; one that
-        closes cleanly deletes both keys in one transaction."""
-        return f"{self.root}roster/"
+    def leader_clock(self) -> str:
+        """For how long the job has had a leader, as last written."""
+        return f"{self.root}leader_clock"
 
-    def roster(self, role: str, member_id: str) -> str:
-        return f"{self.roster_prefix()}{role}/{member_id}"
+    def registry_prefix(self) -> str:
+        """The member registry. A member that has an entry here and no key under ``members`` has died; one that closes
+        cleanly deletes both keys in one transaction."""
+        return f"{self.root}registry/"
+
+    def registry_entry(self, role: str, member_id: str) -> str:
+        return f"{self.registry_prefix()}{role}/{member_id}"
 
     def leadership(self) -> str:
         """The leader that was announced last, so that each term is announced once."""

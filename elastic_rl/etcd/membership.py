@@ -92,9 +92,9 @@ class Membership:
             return
         try:
             if not self.replaced.is_set():
-                roster = self._keys.roster(self._member.role, self._member.id)
+                entry = self._keys.registry_entry(self._member.role, self._member.id)
                 self._etcd.txn([Compare.mod(self._key, "==", self._revision)],
-                               [Op.delete(self._key), Op.delete(roster)])
+                               [Op.delete(self._key), Op.delete(entry)])
         except EtcdUnavailable as e:
             log.warning("member %s cannot deregister: %s", self._key, e)
         self._lease.close()
@@ -175,7 +175,7 @@ def deregister(etcd: EtcdClient, keys: Keys, ended: Iterable[Member]) -> None:
             if found is None or Member.decode(found.value).incarnation != member.incarnation:
                 break
             if etcd.txn([Compare.mod(key, "==", found.mod_revision)],
-                        [Op.delete(key), Op.delete(keys.roster(member.role, member.id))]).succeeded:
+                        [Op.delete(key), Op.delete(keys.registry_entry(member.role, member.id))]).succeeded:
                 break
 
 

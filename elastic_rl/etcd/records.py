@@ -27,6 +27,23 @@ class Record(BaseModel):
         return self.model_copy(update=changes)
 
 
+class OpenEnum(StrEnum):
+    """An enum of which a newer release may know more values. Such a value is kept as it is, and equals none of ours."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        if not isinstance(value, str):
+            return None
+        unknown = str.__new__(cls, value)
+        unknown._name_ = unknown._value_ = value
+        return unknown
+
+    @property
+    def known(self) -> bool:
+        """Whether this release knows the value."""
+        return any(self is member for member in type(self))
+
+
 class Leader(Record):
     """A candidate of the election; ``url`` is that of its admin API."""
 
@@ -117,11 +134,11 @@ class PoolStatus(Record):
     ready: int
     starting: int
     draining: int
-    adopted: int = 0
-    """Engines that others run and that are ready; in none of the other numbers."""
+    external: int = 0
+    """Ready engines that someone else runs; in none of the other numbers."""
 
 
-class EngineState(StrEnum):
+class EngineState(OpenEnum):
     STARTING = "starting"
     SYNCING = "syncing"
     """Process is up; the weights are being pulled or verified. Not routable."""
@@ -138,6 +155,8 @@ class Engine(Record):
     pool: str
     state: EngineState
     epoch: int
+    incarnation: str = ""
+    """Of the member that runs the engine and writes this record; random, and new with each start."""
     url: str = ""
     pid: int = 0
     """Process id of the SGLang server."""
@@ -160,14 +179,14 @@ class Engine(Record):
     """Requests that it is processing; updated every few seconds."""
     waiting: int = 0
     """Requests that are queued in it."""
-    adopted: bool = False
-    """Its server is run by somebody else: it is extra, is never ended, and is not replaced."""
+    external: bool = False
+    """Someone else runs its server: it is extra, is never ended, and is not replaced."""
     reason: str = ""
 
 
 class ExternalEngine(Record):
-    """A wish that a server that somebody else runs takes part in a pool. It stays until the engine is drained or has
-    ended, so that the next driver takes the server in again."""
+    """The registration of a server that someone else runs. It stays until the engine is drained or has ended, so that
+    the next driver attaches to the server again."""
 
     engine: str
     """Id that the engine has in the pool."""
@@ -176,11 +195,11 @@ class ExternalEngine(Record):
     by: str = ""
     at: float = 0.0
     ended: str = ""
-    """Why it takes part no longer, for those who waited for it."""
+    """Why it left the pool; empty while it is registered."""
     ended_at: float = 0.0
 
 
-class Severity(StrEnum):
+class Severity(OpenEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
@@ -219,18 +238,18 @@ def _like(pattern: str, text: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text, re.DOTALL) is not None
 
 
-class OperationKind(StrEnum):
+class OperationKind(OpenEnum):
     SCALE = "scale"
     """Bring a pool to a number of engines."""
     DRAIN = "drain"
     """Let an engine finish its requests and leave; with or without a replacement."""
     RESTART = "restart"
-    """Start an engine, the trainer, a role or the whole compute plane anew."""
-    ADOPT = "adopt"
-    """Have an engine that somebody else runs take part in a pool."""
+    """Restart an engine, the trainer, a role or the whole compute plane."""
+    REGISTER = "register"
+    """Have a server that someone else runs serve in a pool."""
 
 
-class OperationState(StrEnum):
+class OperationState(OpenEnum):
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -261,28 +280,41 @@ class Operation(Record):
     """Name of the token that requested it, or policy."""
     created_at: float = 0.0
     updated_at: float = 0.0
+    timeout_s: float = 0.0
+    """It fails when it is not done after so many seconds; time without a leader does not count."""
     deadline_at: float = 0.0
-    """It fails if it is not done by then."""
+    """Unix seconds at which it fails if it is not done by then and there is a leader all the time."""
+    leader_deadline_s: float = 0.0
+    """The same by the leader clock, which decides; set by the leader's first pass."""
     ended_at: float = 0.0
     result: dict[str, Any] = {}
     error: str = ""
 
 
 class RestartRequest(Record):
-    """A wish that a part of the compute plane is started anew. Whoever runs the part compares ``wanted`` with what it
-    has done, so a wish is carried out once, whoever dies in between."""
+    """A request to restart a part of the compute plane. The process that runs the part carries it out and then sets
+    ``observed_generation``, so that each request is carried out once, whichever process dies in between."""
 
     target: str
     """engines/ID, roles/NAME, trainer or job."""
-    wanted: int
-    """Number of the newest wish; each one is one higher."""
-    done: int = 0
-    """Number of the wish that was carried out last."""
+    generation: int
+    """Number of the newest request; each one is one higher, and none is ever used again."""
+    observed_generation: int = 0
+    """Number of the newest request that was carried out or withdrawn."""
     reason: str = ""
     by: str = ""
     at: float = 0.0
     epoch: int = 0
-    """Of the job: the epoch that the newest wish ended."""
+    """Of a restart of the job: the epoch that the newest request ended."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a request is still to be carried out."""
+        return self.observed_generation < self.generation
+
+    def observed(self, generation: int) -> Self:
+        """The record once the requests up to ``generation`` were carried out or withdrawn; later ones stay open."""
+        return self.replace(observed_generation=max(self.observed_generation, min(generation, self.generation)))
 
 
 class VersionState(StrEnum):

@@ -104,7 +104,7 @@ class EngineKilled:
 
     def inject(self) -> tuple[str, str]:
         wait_until(lambda: len(self.scene.ready()) >= self.wanted, timeout_s=_INJECT_S, what="a pool of ready engines")
-        engine = next(e for e in self.scene.engines() if e.state is EngineState.READY and not e.adopted)
+        engine = next(e for e in self.scene.engines() if e.state is EngineState.READY and not e.external)
         self.victim = engine.id
         return engine.id, _kill(engine.pid)
 

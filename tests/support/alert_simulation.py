@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from elastic_rl.config import AlertConfig, Config
 from elastic_rl.coordinator.alerts.controller import AlertController
-from elastic_rl.coordinator.alerts.facts import World
 from elastic_rl.coordinator.alerts.notifier import NOT_LEADING, Notification
 from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, NotificationGroup, ReceiverQueue
 from elastic_rl.coordinator.alerts.receivers import Receiver
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
-from elastic_rl.coordinator.membership.registry import LastSeen
+from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import Compare, KeyValue, Op
 from elastic_rl.etcd.keys import Keys
@@ -270,7 +270,7 @@ class AlertSimulation:
         dead = [LastSeen(role="dcs", id=f.subject, incarnation="i", host=f"h{f.subject[-1]}", first_seen=1, dead_at=2)
                 for f in self.faults if f.present and not f.reported]
         try:
-            leader.controller.update(World("j", roster=dead), reports, over, write)
+            leader.controller.update(ClusterSnapshot("j", registry={s.name: s for s in dead}), reports, over, write)
             leader.controller.deliver()
         except Fenced:
             assert not self.leads(leader)

@@ -52,7 +52,7 @@ class ApiCluster:
     def wishes(self) -> dict[str, bytes]:
         """What changes of the API write, and the leader does not by itself."""
         keys = self.keys
-        prefixes = (keys.pools_prefix(), keys.engines_prefix(), keys.restarts_prefix(), keys.adoptions_prefix(),
+        prefixes = (keys.pools_prefix(), keys.engines_prefix(), keys.restarts_prefix(), keys.external_engines_prefix(),
                     keys.idempotency_prefix())
         found = {kv.key: kv.value for prefix in prefixes for kv in self.etcd.range(prefix)[0]}
         return found | {"operations": str(self.etcd.count(keys.operations_prefix())).encode()}

@@ -11,7 +11,7 @@ import time
 
 from elastic_rl.bench.control.testbed import TTL_S, Replicas, Testbed
 from elastic_rl.bench.measurement import Row
-from elastic_rl.coordinator.reconciler import Leadership
+from elastic_rl.coordinator.records import Leadership
 from elastic_rl.errors import DeadlineExceeded
 
 _HOW = {"kill": (signal.SIGKILL, "kill -9 of the leader → the next one has written", TTL_S + 1.0),

@@ -67,7 +67,7 @@ class Replicas:
 
     def leader(self) -> str:
         """Name of the replica whose leadership is announced and that is alive; waits for one."""
-        from elastic_rl.coordinator.reconciler import Leadership
+        from elastic_rl.coordinator.records import Leadership
 
         def look() -> str:
             found = self.etcd.get(self.keys.leadership())

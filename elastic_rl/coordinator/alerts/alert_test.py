@@ -18,7 +18,7 @@ from elastic_rl.coordinator.alerts import receivers, state_machine
 from elastic_rl.coordinator.alerts.receiver_queue import ReceiverQueue
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase, notified_entry
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.operations.service import Once
+from elastic_rl.coordinator.operations.service import IdempotencyClaim
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
@@ -59,9 +59,10 @@ class TestResult(BaseModel):
         return all(r.status is DeliveryStatus.DELIVERED for r in self.receivers)
 
 
-def begin(etcd: EtcdClient, keys: Keys, election: Election, *, by: str = "operator", once: Once | None = None) -> str:
+def begin(etcd: EtcdClient, keys: Keys, election: Election, *, by: str = "operator",
+          claim: IdempotencyClaim | None = None) -> str:
     """Starts a test and returns its id. Needs the leadership. Raises problems: 409 when too many tests are in progress
-    or when ``once`` shows that the same request was made before; 503 without leadership."""
+    or when the ``claim`` was used already; 503 without leadership."""
     if not election.is_leader:
         raise no_leader(f"{election.replica} does not lead")
     prefix = f"{keys.alerts_prefix()}{state_machine.TEST}/"
@@ -70,8 +71,8 @@ def begin(etcd: EtcdClient, keys: Keys, election: Election, *, by: str = "operat
                       f"at most {_MAX_TESTS}; try again in a few minutes")
     test = state_machine.make_test_alert(time.time(), secrets.token_hex(6), by)
     guard, ops = election.guard, [Op.put(keys.alert(f"{test.key}/{test.id}"), test.encode())]
-    compares = [*guard, *once.compares] if once else guard
-    if not etcd.txn(compares, [*ops, *once.ops(f"/v1/alerts/tests/{test.id}")] if once else ops).succeeded:
+    compares = [*guard, *claim.compares] if claim else guard
+    if not etcd.txn(compares, [*ops, *claim.ops(f"/v1/alerts/tests/{test.id}")] if claim else ops).succeeded:
         if not etcd.txn(guard, []).succeeded:
             raise no_leader(f"{election.replica} no longer leads")
         raise Problem(409, "conflict", "The same request is being carried out",

@@ -2,31 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 
-from elastic_rl.config import Stream
-from elastic_rl.coordinator import etcd_health
-from elastic_rl.coordinator.alerts.facts import SERVING, World, behind_s
+from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.alerts.state_machine import Condition
+from elastic_rl.coordinator.etcd_health import Health
 from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.snapshot import SERVING, ClusterSnapshot
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Severity
 
+_ETCD_HOLD_S = 10.0
+_ETCD_SLOW_HOLD_S = 30.0
+_UNREADABLE = 20
+"""Records that cannot be read and have an alert of their own; all further ones have one together."""
 _FULL_HOLD_S = 15.0
 _FULL_HYSTERESIS = 0.05
 """An alert about a full node ends this fraction below the limit, so that it does not flap."""
 
 
-def conditions(world: World, now: float, firing: Set[str] = frozenset()) -> dict[str, Condition]:
+@dataclass(frozen=True)
+class Thresholds:
+    """From when on something is an alert."""
+
+    engine_lag_versions: int = 8
+    engine_lag_s: float = 120.0
+    durable_lag_s: float = 900.0
+    full_fraction: float = 0.9
+    etcd_slow_s: float = 0.5
+    etcd_quota_bytes: int = 2 << 30
+    max_staleness: int = 0
+    pool_hold_s: float = 180.0
+    """A pool may be short for so long: an engine needs that to start."""
+
+    @classmethod
+    def from_config(cls, cfg: Config) -> Thresholds:
+        a = cfg.alerts
+        return cls(a.engine_lag_versions, a.engine_lag_s, a.durable_lag_s, a.full_fraction, a.etcd_slow_s,
+                   cfg.etcd.quota_bytes, cfg.train.max_staleness, cfg.engine.start_timeout_s)
+
+
+def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thresholds(),
+               firing: Set[str] = frozenset()) -> dict[str, Condition]:
     """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
-    limits = world.facts.limits
-    found = [*_members(world), *_pools(world), *_lags(world, now), *_nodes(world, firing), *_job(world),
-             *etcd_health.conditions(world.facts.etcd_health, limits.etcd_slow_s, limits.full_fraction,
-                                     limits.etcd_quota_bytes)]
+    found = [*_members(snapshot), *_pools(snapshot, limits), *_lags(snapshot, now, limits),
+             *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_unreadable(snapshot),
+             *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction, limits.etcd_quota_bytes)]
     return {c.key: c for c in found}
 
 
-def _members(world: World) -> Iterator[Condition]:
-    for s in world.roster:
+def behind_s(now: float, number: int, committed: Mapping[int, float]) -> float:
+    """Seconds for which a later version than ``number`` has been there; 0 when there is none."""
+    later = [n for n in committed if n > number]
+    return max(0.0, now - committed[min(later)]) if later else 0.0
+
+
+def _members(snapshot: ClusterSnapshot) -> Iterator[Condition]:
+    for s in snapshot.registry.values():
         # The ranks of a trainer fail together, whichever was hit first: one fault, one alert.
         subject = registry.TRAINER if s.role == registry.TRAINER else s.id
         who = f"{s.role} {s.id} (pid {s.pid} on {s.host})"
@@ -36,28 +69,28 @@ def _members(world: World) -> Iterator[Condition]:
             yield Condition(f"{s.role}.hung", subject, f"{who} sends heartbeats but makes no progress", cause=s.host)
 
 
-def _pools(world: World) -> Iterator[Condition]:
-    for name, status in world.statuses.items():
-        spec = world.specs.get(name)
-        if spec and not world.run_over and status.ready < spec.desired:
+def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
+    for name, status in snapshot.statuses.items():
+        spec = snapshot.specs.get(name)
+        if spec and not snapshot.run_over and status.ready < spec.desired:
             yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines",
-                            Severity.WARNING, hold_s=world.pool_hold_s)
+                            Severity.WARNING, hold_s=limits.pool_hold_s)
 
 
-def _lags(world: World, now: float) -> Iterator[Condition]:
-    limits, policy = world.facts.limits, world.facts.committed.get(Stream.POLICY, {})
+def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator[Condition]:
+    policy = snapshot.committed.get(Stream.POLICY, {})
     head = max(policy, default=0)
-    for engine in world.engines:
+    for engine in snapshot.engines.values():
         # An engine without a version is starting; pool.short covers that.
-        if engine.version == 0 or engine.state not in SERVING or world.run_over:
+        if engine.version == 0 or engine.state not in SERVING or snapshot.run_over:
             continue
         versions, seconds = head - engine.version, behind_s(now, engine.version, policy)
         if versions >= limits.engine_lag_versions or seconds > limits.engine_lag_s:
             message = (f"engine {engine.id} serves version {engine.version}, {versions} behind the head; a newer one "
                        f"has been available for {seconds:.0f} s")
             yield Condition("engine.lagging", engine.id, message, Severity.WARNING, cause=engine.host)
-    for stream, number in world.facts.durable.items():
-        seconds = behind_s(now, number, world.facts.committed.get(stream, {}))
+    for stream, number in snapshot.durable.items():
+        seconds = behind_s(now, number, snapshot.committed.get(stream, {}))
         if seconds > limits.durable_lag_s:
             message = (f"the newest durable version of {stream} is {number or 'none'}; a newer one has "
                        f"waited to be copied for {seconds:.0f} s")
@@ -71,9 +104,9 @@ def fullness(node: DcsNode) -> float:
     return node.used_bytes / node.arena_bytes if node.arena_bytes else 0.0
 
 
-def _nodes(world: World, firing: Set[str]) -> Iterator[Condition]:
-    for node in world.facts.nodes:
-        limit = world.facts.limits.full_fraction - (_FULL_HYSTERESIS if f"dcs.full/{node.id}" in firing else 0.0)
+def _nodes(snapshot: ClusterSnapshot, limits: Thresholds, firing: Set[str]) -> Iterator[Condition]:
+    for node in snapshot.nodes.values():
+        limit = limits.full_fraction - (_FULL_HYSTERESIS if f"dcs.full/{node.id}" in firing else 0.0)
         if (full := fullness(node)) > limit:
             what = "disk" if node.disk_bytes else "arena"
             yield Condition("dcs.full", node.id, f"the {what} of node {node.id} is {full:.0%} full: set a larger "
@@ -81,15 +114,61 @@ def _nodes(world: World, firing: Set[str]) -> Iterator[Condition]:
                             Severity.WARNING, hold_s=_FULL_HOLD_S, cause=node.host)
 
 
-def _job(world: World) -> Iterator[Condition]:
-    status, bound = world.status, world.facts.limits.max_staleness
+def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
+    status, bound = snapshot.status, limits.max_staleness
     if status is None:
         return
     if status.phase == "rl" and status.staleness > bound:
         message = f"step {status.step} was trained on samples {status.staleness} versions old; the bound is {bound}"
-        yield Condition("staleness.exceeded", world.job, message)
+        yield Condition("staleness.exceeded", snapshot.job, message)
     if status.phase == "failed":
-        yield Condition("job.failed", world.job, status.message or f"job {world.job} has failed")
+        yield Condition("job.failed", snapshot.job, status.message or f"job {snapshot.job} has failed")
     if status.phase == "finished":
-        yield Condition("job.finished", world.job, f"job {world.job} has finished after {status.step} steps",
+        yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {status.step} steps",
                         Severity.INFO, notify_resolved=False)
+
+
+def unreadable_record(keys: Keys, key: str, reason: str, revision: int = 0) -> Condition:
+    """The alert about a record that cannot be read. ``revision``: of an event, 0 for a record that stays."""
+    message = f"{key} cannot be read ({reason}) and is ignored: complete the coordinators' upgrade, or delete the key"
+    return Condition("record.unreadable", key.removeprefix(keys.root), message, revision=revision)
+
+
+def _unreadable(snapshot: ClusterSnapshot) -> Iterator[Condition]:
+    found = sorted(snapshot.unreadable)
+    for key in found[:_UNREADABLE]:
+        yield unreadable_record(snapshot.keys, key, snapshot.unreadable[key])
+    if len(found) > _UNREADABLE:
+        message = f"{len(found) - _UNREADABLE} more records cannot be read and are ignored, such as {found[-1]}"
+        yield Condition("record.unreadable", "others", message)
+
+
+def etcd_conditions(health: Health, slow_s: float, full_fraction: float, assumed_quota: int) -> list[Condition]:
+    """What is wrong with etcd, as seen by a replica that still reaches a majority. Pure.
+
+    ``full_fraction``: part of its quota that a member's database may fill; ``assumed_quota``: bytes, for a member whose
+    quota is unknown.
+    """
+    found, n = [], len(health.members)
+    silent = [m for m in health.members if m.error]
+    margin = n - len(silent) - (n // 2 + 1)
+    for member in silent:
+        left = "no further member may fail" if margin <= 0 else f"{margin} more may fail"
+        # One fault, one alert: the number of further failures that etcd survives is part of the member's own.
+        message = f"etcd member {member.endpoint} does not answer; {left}"
+        found.append(Condition("etcd.degraded", member.endpoint, message,
+                               Severity.ERROR if margin <= 0 else Severity.WARNING, hold_s=_ETCD_HOLD_S))
+    for member in health.members:
+        for alarm in member.alarms:
+            message = f"etcd member {member.endpoint} has an alarm: {alarm}"
+            found.append(Condition("etcd.alarm", member.endpoint, message))
+    largest = max(health.members, key=lambda m: m.db_bytes / (m.quota_bytes or assumed_quota), default=None)
+    if largest is not None and largest.db_bytes > full_fraction * (quota := largest.quota_bytes or assumed_quota):
+        found.append(Condition(
+            "etcd.full", "etcd", f"the database of etcd member {largest.endpoint} has {largest.db_bytes >> 20} of "
+            f"{quota >> 20} MiB, {largest.db_in_use_bytes >> 20} of them in use: defragment it if most of that is "
+            "free, else raise --quota-backend-bytes", Severity.WARNING))
+    if health.read_s > slow_s:
+        found.append(Condition("etcd.slow", "etcd", f"a read of etcd takes {health.read_s:.2f} s: check its disk and "
+                               "network", Severity.WARNING, hold_s=_ETCD_SLOW_HOLD_S))
+    return found

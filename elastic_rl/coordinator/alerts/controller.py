@@ -8,28 +8,26 @@ between any two of these loses nothing; the next one sends the same notification
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.alerts import facts, notifier, receiver_queue, receivers, rules, state_machine
-from elastic_rl.coordinator.alerts.facts import Facts, World
+from elastic_rl.coordinator.alerts import notifier, receiver_queue, receivers, rules, state_machine
+from elastic_rl.coordinator.alerts.conditions import Thresholds
 from elastic_rl.coordinator.alerts.notifier import Notification
 from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, Limits, ReceiverQueue
 from elastic_rl.coordinator.alerts.receivers import Receiver
 from elastic_rl.coordinator.alerts.state_machine import Alert, Changes, Condition
-from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, Severity, Silence
 from elastic_rl.etcd.transaction import GuardedWrite, batches
 
 log = logging.getLogger(__name__)
-
-_FACTS_EVERY_S = 1.0
 
 
 class Sender(Protocol):
@@ -59,6 +57,8 @@ class StoredAlerts:
     queues: dict[str, tuple[ReceiverQueue, int]]
     """By receiver."""
     silences: list[Silence]
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Why a record cannot be read, by key, of those that are left out."""
 
     @property
     def sending(self) -> set[tuple[str, str]]:
@@ -71,43 +71,43 @@ class AlertController:
     """All of it runs in the leader's loop; only the probe of etcd and the sender have threads of their own."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, sender: Sender, guarded: GuardedWrite, *,
-                 leads: Callable[[], bool], clock: Callable[[], float], probe: EtcdProbe | None = None) -> None:
+                 leads: Callable[[], bool], clock: Callable[[], float]) -> None:
         self._etcd, self._keys, self._cfg, self._sender = etcd, keys, cfg, sender
-        self._guarded, self._leads, self._clock, self._probe = guarded, leads, clock, probe
+        self._guarded, self._leads, self._clock = guarded, leads, clock
         self._limits = Limits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
-        self._facts, self._facts_at = Facts(), float("-inf")
+        self._thresholds = Thresholds.from_config(cfg)
 
-    def update(self, world: World, reports: Sequence[Condition], over: set[str],
-               cursor: Sequence[tuple[Compare, Op]] = ()) -> None:
-        """Brings the alerts up to date with the world. ``reports``: conditions from new events. ``over``: keys of
-        alerts that new events declared over. ``cursor``: the writes that record these events as read; they come last,
-        since an alert that was written without them is found open when its report is read again."""
+    def update(self, snapshot: ClusterSnapshot, reports: Sequence[Condition], over: set[str],
+               cursor: Sequence[tuple[Compare, Op]] = (), conditions: Sequence[Condition] = ()) -> None:
+        """Brings the alerts up to date. ``reports``: conditions from new events. ``over``: keys of alerts that new
+        events declared over. ``cursor``: the writes that record these events as read; they come last, since an alert
+        that was written without them is found open when its report is read again. ``conditions``: what else is wrong
+        now."""
         now, stored = self._clock(), self.read()
-        world = replace(world, facts=self._read_facts(world))
         known = [a for a, _ in stored.alerts.values()]
+        snapshot = replace(snapshot, unreadable={**snapshot.unreadable, **stored.unreadable})
         found = rules.merge_by_fault(
-            [*rules.conditions(world, now, {a.key for a in known if a.open}).values(),
-             *rules.with_causes(reports, world)], known)
+            [*conditions, *rules.conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
+             *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:
             if not condition.revision:
                 holding.setdefault(condition.key, condition)
         changes = state_machine.advance(
             now, stored.revision, known, holding, [c for c in found if c.revision],
-            lambda alert: rules.released(alert, world, now), self.audience,
+            lambda alert: rules.released(alert, snapshot, now), self.audience,
             declared_over=lambda alert: rules.declared_over(alert, over), silences=stored.silences,
             sending=stored.sending)
         self._write(stored, changes, [*cursor, *self._ended_silences(now, stored), *self._undelivered(changes)])
 
     def read(self) -> StoredAlerts:
         """Raises EtcdUnavailable."""
-        silences = [Silence.decode(kv.value) for kv in self._range(self._keys.silences_prefix())]
-        queues = [(ReceiverQueue.decode(kv.value), kv.mod_revision)
-                  for kv in self._range(self._keys.receivers_prefix())]
+        unreadable: dict[str, str] = {}
+        silences = [s for s, _ in decode_all(self._range(self._keys.silences_prefix()), Silence, unreadable)]
+        queues = decode_all(self._range(self._keys.receivers_prefix()), ReceiverQueue, unreadable)
         kvs, revision = self._etcd.range(self._keys.alerts_prefix())
-        found = [(Alert.decode(kv.value), kv.mod_revision) for kv in kvs]
-        return StoredAlerts(revision, {a.id: (a, r) for a, r in found}, {q.receiver: (q, r) for q, r in queues},
-                            silences)
+        return StoredAlerts(revision, {a.id: (a, kv.mod_revision) for a, kv in decode_all(kvs, Alert, unreadable)},
+                            {q.receiver: (q, kv.mod_revision) for q, kv in queues}, silences, unreadable)
 
     def audience(self, alert: Alert) -> list[str]:
         return receivers.audience(alert, self._sender.receivers, self._cfg.alerts.severity_tags)
@@ -138,13 +138,6 @@ class AlertController:
     # -- storing ------------------------------------------------------------------------------------------------
     def _range(self, prefix: str) -> list[KeyValue]:
         return self._etcd.range(prefix)[0]
-
-    def _read_facts(self, world: World) -> Facts:
-        if time.monotonic() - self._facts_at >= _FACTS_EVERY_S:
-            etcd_health = self._probe.health() if self._probe else Health()
-            self._facts = facts.read_facts(self._etcd, self._keys, self._cfg, world.engines, etcd_health)
-            self._facts_at = time.monotonic()
-        return self._facts
 
     def _write(self, stored: StoredAlerts, changes: Changes, last: Sequence[tuple[Compare, Op]]) -> None:
         writes: list[tuple[Compare, Op]] = []

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from elastic_rl.coordinator.alerts.conditions import conditions
-from elastic_rl.coordinator.alerts.facts import RUN_OVER, World
+from elastic_rl.coordinator.alerts.conditions import conditions, unreadable_record
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.membership.registry import BY_LEADER
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.records import EngineState, Event, Severity
 
-__all__ = ["BY_LEADER", "RUN_OVER", "World", "conditions", "merge_by_fault", "released", "report", "resolved_key"]
+__all__ = ["conditions", "merge_by_fault", "released", "report", "resolved_key", "unreadable_record"]
 
-BY_LEADER = "leader"
-"""``data["by"]`` of events that the leader wrote from the member registry, whose conditions open the alert already."""
 QUIET_S = 60.0
 """A report whose end nothing announces is over when it was not repeated for this long."""
 SETTLE_S = 3.0
@@ -24,7 +23,7 @@ SETTLE_S = 3.0
 _ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
 _TRAINER = ("trainer.failed", "trainer.agent_ended", "trainer.dead")
 _WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "staleness.")
-_ONE_TIME = ("restart.wanted", "router.restarted", leader_gap.KIND)
+_ONE_TIME = ("restart.requested", "router.restarted", leader_gap.KIND)
 _ENDED_BY = {"trainer.recovered": f"trainer.dead/{registry.TRAINER}",
              "engine.fetch_recovered": "engine.cannot_fetch/{}",
              "dcs.durable_recovered": "dcs.durable_failed/{}"}
@@ -74,7 +73,7 @@ def fault_of(kind: str, subject: str) -> str:
     so falls behind."""
     part, _, what = kind.partition(".")
     match kind:
-        case "restart.wanted":
+        case "restart.requested":
             group, _, name = subject.partition("/")
             return _RUN if subject == "job" else {"engines": f"engine/{name}", "roles": f"{name}/"}.get(group, subject)
         case "run.global_restart":
@@ -117,9 +116,10 @@ def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[C
     return out
 
 
-def with_causes(reports: Iterable[Condition], world: World) -> list[Condition]:
+def with_causes(reports: Iterable[Condition], snapshot: ClusterSnapshot) -> list[Condition]:
     """The reports, those about an engine with its host as their cause."""
-    return [replace(c, cause=engine.host) if c.kind.startswith("engine.") and (engine := world.engine(c.subject)) else c
+    return [replace(c, cause=engine.host) if c.kind.startswith("engine.") and (
+                engine := snapshot.engines.get(c.subject)) else c
             for c in reports]
 
 
@@ -133,31 +133,33 @@ def declared_over(alert: Alert, over: Set[str]) -> bool:
         k == twin and fault_of(k, s) == fault for k, _, s in (key.partition("/") for key in over))
 
 
-def released(alert: Alert, world: World, now: float) -> bool:
+def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
     """Whether the state of the job says that what an alert reported is over."""
     if not alert.notify_resolved:
         return True
     match alert.kind:
         case "engine.dead" | "engine.hung":
-            whole = all(world.ready(n) >= world.specs[n].desired for n in world.statuses if n in world.specs)
-            stale = any(e.id == alert.subject and e.state is EngineState.READY and e.updated_at < alert.last_at
-                        for e in world.engines)
-            return world.run_over or (whole and not stale and now - alert.last_at >= SETTLE_S)
+            pools = [snapshot.specs[n] for n in snapshot.statuses if n in snapshot.specs]
+            whole = all(snapshot.ready(spec.name) >= spec.desired for spec in pools)
+            e = snapshot.engines.get(alert.subject)
+            stale = e is not None and e.state is EngineState.READY and e.updated_at < alert.last_at
+            return snapshot.run_over or (whole and not stale and now - alert.last_at >= SETTLE_S)
         case "trainer.dead" | "trainer.hung":
-            return world.run_over or any(s.role == registry.TRAINER and s.id == "rank-0" and not s.dead
-                                         and s.first_seen > alert.last_at for s in world.roster)
+            return snapshot.run_over or any(s.role == registry.TRAINER and s.id == "rank-0" and not s.dead
+                                         and s.first_seen > alert.last_at for s in snapshot.registry.values())
         case "driver.dead" | "driver.hung" | "run.global_restart":
-            facts = world.facts
-            return world.run_over or (alert.revision < facts.epoch_revision < facts.status_revision
-                                      and world.status is not None and world.status.phase in ("sft", "rl"))
+            epoch, status = (snapshot.revision(key) for key in (snapshot.keys.epoch(), snapshot.keys.job_status()))
+            return snapshot.run_over or (alert.revision < epoch < status
+                                      and snapshot.status is not None and snapshot.status.phase in ("sft", "rl"))
         case "engine.cannot_fetch" | "engine.lagging":
-            return world.run_over or world.engine(alert.subject) is None
+            return snapshot.run_over or alert.subject not in snapshot.engines
         case "dcs.durable_failed" | "durable.behind":
-            return world.run_over
+            return snapshot.run_over
         case "publish.failed":
-            moved = world.heads.get(alert.subject, max(world.heads.values(), default=0))
-            return moved > alert.revision or world.run_over
+            streams = [alert.subject] if alert.subject in snapshot.heads else list(snapshot.heads)
+            moved = max((snapshot.revision(snapshot.keys.stream_head(s)) for s in streams), default=0)
+            return moved > alert.revision or snapshot.run_over
         case "job.failed" | "run.crash_loop":
-            return world.status is None or world.status.phase != "failed"
+            return snapshot.status is None or snapshot.status.phase != "failed"
         case _:
             return now - alert.last_at >= QUIET_S

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.operations.service import Once
+from elastic_rl.coordinator.operations.service import IdempotencyClaim
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
 from elastic_rl.errors import OutcomeUnknown
 from elastic_rl.etcd import events
@@ -21,7 +21,7 @@ _TEXT = 500
 
 
 def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration_s: float, kind: str = "*",
-                   subject: str = "*", by: str = "", comment: str = "", once: Once | None = None,
+                   subject: str = "*", by: str = "", comment: str = "", claim: IdempotencyClaim | None = None,
                    dry_run: bool = False) -> Silence:
     """Silences the alerts whose kind and subject match, for ``duration_s`` seconds. Needs the leadership.
 
@@ -40,8 +40,8 @@ def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration
     message = f"alerts {kind} of {subject} are silenced for {duration_s:.0f} s" + (f" by {by}" if by else "")
     event = events.build("alerts.silenced", silence.id, message, by=by, until=silence.until)
     compares, ops = [Compare.absent(key)], [Op.put(key, silence.encode())]
-    if once is not None:
-        compares, ops = [*compares, *once.compares], [*ops, *once.ops(f"/v1/silences/{silence.id}")]
+    if claim is not None:
+        compares, ops = [*compares, *claim.compares], [*ops, *claim.ops(f"/v1/silences/{silence.id}")]
     if not _commit(etcd, keys, election, compares, ops, event):
         raise Problem(409, "conflict", "The same request is being carried out",
                       "a request with this Idempotency-Key was faster; send it again to get its answer")

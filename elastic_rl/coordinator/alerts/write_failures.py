@@ -11,7 +11,6 @@ from apprise import NotifyType
 from elastic_rl.coordinator.alerts.controller import Sender
 from elastic_rl.coordinator.alerts.notifier import Notification
 
-_ID = "etcd.refuses"
 _REPEAT_S = 3600.0
 _RETRY_S = 30.0
 _HOLD_S = 5.0
@@ -19,8 +18,13 @@ _HOLD_S = 5.0
 
 
 class WriteFailureNotifier:
-    def __init__(self, sender: Sender, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, sender: Sender, clock: Callable[[], float] = time.monotonic, *, kind: str = "etcd.refuses",
+                 subject: str = "etcd", consequence: str = "Until it accepts writes, no other alert is sent and the "
+                 "job cannot be changed.", resolved: str = "etcd accepts writes again.") -> None:
+        """``kind`` and ``subject``: of the notification; ``consequence`` and ``resolved``: what it says of the fault
+        while it lasts, and when it is over."""
         self._sender, self._clock = sender, clock
+        self._id, self._subject, self._consequence, self._resolved = kind, subject, consequence, resolved
         self._since = 0.0
         self._notified_at: dict[str, float] = {}  # by receiver
 
@@ -32,9 +36,9 @@ class WriteFailureNotifier:
             return
         for receiver in self._sender.receivers:
             last = self._sender.last_result(receiver.name)
-            repeat_s = _RETRY_S if last is not None and last.group_id == _ID and not last.ok else _REPEAT_S
+            repeat_s = _RETRY_S if last is not None and last.group_id == self._id and not last.ok else _REPEAT_S
             notified_at = self._notified_at.get(receiver.name)
-            body = f"{reason}\nUntil it accepts writes, no other alert is sent and the job cannot be changed."
+            body = f"{reason}\n{self._consequence}"
             if (notified_at is None or now - notified_at >= repeat_s) and self._send(
                     receiver.name, "FIRING", body, NotifyType.FAILURE):
                 self._notified_at[receiver.name] = now
@@ -43,9 +47,9 @@ class WriteFailureNotifier:
         """A pass of the leader wrote to etcd."""
         self._since = 0.0
         for name in list(self._notified_at):
-            if self._send(name, "RESOLVED", "etcd accepts writes again.", NotifyType.SUCCESS):
+            if self._send(name, "RESOLVED", self._resolved, NotifyType.SUCCESS):
                 del self._notified_at[name]
 
     def _send(self, name: str, phase: str, body: str, kind: NotifyType) -> bool:
-        title = f"[{phase}] {self._sender.job}: {_ID} etcd"
-        return self._sender.send(name, Notification(_ID, 0, title, body, kind))
+        title = f"[{phase}] {self._sender.job}: {self._id} {self._subject}"
+        return self._sender.send(name, Notification(self._id, 0, title, body, kind))

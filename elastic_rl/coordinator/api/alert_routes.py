@@ -39,7 +39,7 @@ def silence(request: Request, ctx: Ctx, body: Annotated[SilenceOf, Body()], dry_
     """Alerts whose kind and subject match are not told for a while; ``*`` stands for anything."""
     def change(once: Claim | None) -> Made:
         made = silences.create_silence(ctx.etcd, ctx.keys, ctx.election, duration_s=body.duration_s, kind=body.kind,
-                                       subject=body.subject, comment=body.comment, by=asker(request), once=once,
+                                       subject=body.subject, comment=body.comment, by=asker(request), claim=once,
                                        dry_run=dry_run)
         return Made(SILENCES + made.id, made.model_dump_json())
 
@@ -62,7 +62,7 @@ def test_alerts(request: Request, ctx: Ctx, dry_run: DryRun = False, idempotency
     def change(once: Claim | None) -> Made:
         if dry_run:
             return Made("", alert_test.planned(ctx.receivers).model_dump_json())
-        test_id = alert_test.begin(ctx.etcd, ctx.keys, ctx.election, by=asker(request), once=once)
+        test_id = alert_test.begin(ctx.etcd, ctx.keys, ctx.election, by=asker(request), claim=once)
         return Made(TESTS + test_id, _result(ctx, test_id))
 
     return carry_out(request, ctx, None, idempotency_key, change, dry_run=dry_run)

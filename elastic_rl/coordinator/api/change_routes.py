@@ -48,28 +48,28 @@ def scale_pool(request: Request, ctx: Ctx, name: Name, body: Annotated[Scale, Bo
     """Whatever the pool is now, unless ``If-Match`` is given. Engines that are too many finish their requests first."""
     revision = pools.parse_if_match(if_match) if (if_match or "").strip() else None
     return carry_out(request, ctx, body, idempotency_key, lambda once: _made(ctx.desk.scale(
-        name, body.desired, by=asker(request), if_revision=revision, dry_run=dry_run, once=once)), dry_run=dry_run)
+        name, body.desired, by=asker(request), if_revision=revision, dry_run=dry_run, claim=once)), dry_run=dry_run)
 
 
 def drain_engine(request: Request, ctx: Ctx, engine_id: Name, body: Annotated[Drain, Body()] = Drain(),
                  dry_run: DryRun = False, idempotency_key: Key = None) -> Response:
     """It gets no new requests, finishes those in flight, and leaves."""
     return carry_out(request, ctx, body, idempotency_key, lambda once: _made(ctx.desk.drain(
-        engine_id, replace=body.replace, by=asker(request), dry_run=dry_run, once=once)), dry_run=dry_run)
+        engine_id, replace=body.replace, by=asker(request), dry_run=dry_run, claim=once)), dry_run=dry_run)
 
 
 def adopt_engine(request: Request, ctx: Ctx, body: Annotated[Adopt, Body()], dry_run: DryRun = False,
                  idempotency_key: Key = None) -> Response:
     """It gets the newest version and, once that is verified, requests. Its server is never ended."""
-    return carry_out(request, ctx, body, idempotency_key, lambda once: _made(ctx.desk.adopt(
-        body.url, body.pool, by=asker(request), dry_run=dry_run, once=once)), dry_run=dry_run)
+    return carry_out(request, ctx, body, idempotency_key, lambda once: _made(ctx.desk.register(
+        body.url, body.pool, by=asker(request), dry_run=dry_run, claim=once)), dry_run=dry_run)
 
 
 def restart(request: Request, ctx: Ctx, body: Annotated[RestartOf, Body()], dry_run: DryRun = False,
             idempotency_key: Key = None) -> Response:
     """An engine, a role, the trainer, or the job (the whole compute plane, which resumes from what is committed)."""
     return carry_out(request, ctx, body, idempotency_key, lambda once: _made(ctx.desk.restart(
-        body.target, reason=body.reason, by=asker(request), dry_run=dry_run, once=once)), dry_run=dry_run)
+        body.target, reason=body.reason, by=asker(request), dry_run=dry_run, claim=once)), dry_run=dry_run)
 
 
 def cancel(request: Request, ctx: Ctx, operation_id: Name, dry_run: DryRun = False) -> Response:

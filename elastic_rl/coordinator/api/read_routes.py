@@ -66,16 +66,18 @@ async def healthz(ctx: Ctx) -> Health:
 
 
 def readyz(ctx: Ctx) -> Readiness:
-    """503 while etcd does not answer or the replica stops."""
+    """503 while etcd does not answer, the replica stops, or it leads and its reconcile passes fail."""
     if ctx.stopping.is_set():
         raise Problem(503, Kind.STOPPING, "The replica is stopping")
+    if problem := ctx.election.health.problem():
+        raise Problem(503, Kind.NOT_RECONCILING, "The leader's reconcile passes fail", problem)
     leader = ctx.election.current()
     return Readiness(status="ready", replica=ctx.election.replica, leader=leader.replica if leader else None)
 
 
 def prometheus(ctx: Ctx) -> Response:
     """In the text format. While etcd is away the job's numbers are those of the last scrape."""
-    return Response(scrape.scrape(ctx.etcd, ctx.keys, ctx.election), media_type=registry.CONTENT_TYPE)
+    return Response(scrape.scrape(ctx.etcd, ctx.keys, ctx.cfg, ctx.election), media_type=registry.CONTENT_TYPE)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -110,6 +112,9 @@ def list_operations(ctx: Ctx, state: Annotated[OperationState | None, Query(desc
                     limit: Limit = 100, after: After = "") -> Response:
     """The newest first; with ``state`` a page may be short and still have a ``next``."""
     prefix = ctx.keys.operations_prefix()
+    if state is not None and not state.known:
+        raise Problem(422, Kind.INVALID, "The request is not valid",
+                      f"state must be one of {', '.join(OperationState)}")
     if state is None:
         return pages.stored(ctx.etcd, prefix, limit, after, newest_first=True)
     found = ctx.etcd.page(prefix, limit=_SCANNED, before=prefix + pages.place(after) if after else "",

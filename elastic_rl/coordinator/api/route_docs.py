@@ -31,6 +31,8 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
     Kind.OVERLOADED: (503, "The replica works on coordinator.max_requests requests; try again."),
     Kind.TOO_MANY_STREAMS: (503, "coordinator.max_streams streams are open; ask another replica."),
     Kind.STOPPING: (503, "The replica is about to end."),
+    Kind.NOT_RECONCILING: (503, "Only from `/readyz`: this replica leads, and no reconcile pass has succeeded for "
+                                "`coordinator.reconcile_deadline_s`."),
     Kind.OUTCOME_UNKNOWN: (504, "The answer was lost and the change may have happened; send it again with the same "
                                 "Idempotency-Key, or look."),
     Kind.INTERNAL: (500, "A bug; the replica's log has the traceback."),
@@ -136,7 +138,8 @@ def _operation(name: str, summary: str, errors: Sequence[Kind]) -> Route:
 
 _ONE = (*_READS, Kind.NOT_FOUND)
 HEALTH = Route("health", "Whether the process answers", "probes", (), {"status": "ok", "replica": "coordinator-0"})
-READY = Route("readiness", "Whether requests can be served", "probes", (Kind.STORE_UNAVAILABLE, Kind.STOPPING),
+READY = Route("readiness", "Whether requests can be served", "probes",
+              (Kind.STORE_UNAVAILABLE, Kind.STOPPING, Kind.NOT_RECONCILING),
               {"status": "ready", "replica": "coordinator-0", "leader": "coordinator-1"})
 METRICS = Route("metrics", "Metrics for Prometheus", "probes", (Kind.UNAUTHORIZED, Kind.UNKNOWN_TOKEN, Kind.TOKEN_TABLE,
                                                                Kind.OVERLOADED), media_type="text/plain")

@@ -86,7 +86,7 @@ export function describe(o) {
   const name = o.target.slice(o.target.indexOf("/") + 1);
   if (o.kind === "scale") return `Scale ${name} to ${o.params?.desired ?? "?"}`;
   if (o.kind === "drain") return `Drain ${name}`;
-  if (o.kind === "adopt") return `Adopt engine ${name}`;
+  if (o.kind === "register") return `Register engine ${name}`;
   if (o.target === "job") return "Restart the whole compute plane";
   if (o.target === "trainer") return "Restart the trainer";
   return `Restart ${o.target.startsWith("roles/") ? "role " : "engine "}${name}`;

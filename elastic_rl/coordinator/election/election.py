@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_rl.coordinator.election.leader_health import LeaderHealth
 from elastic_rl.coordinator.election.protocol import (
     Campaign,
     ElectionProtocol,
@@ -45,9 +46,12 @@ class _Candidacy:
 class Election:
     """This replica's part in the election, run by a background thread between ``start`` and ``stop``."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, url: str, ttl_s: int) -> None:
-        """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader."""
+    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, url: str, ttl_s: int,
+                 health: LeaderHealth | None = None) -> None:
+        """``replica`` names one process at a time; ``ttl_s`` bounds how long a dead leader is still the leader.
+        ``health``: of this replica's reconcile passes; a leader whose passes fail for too long resigns."""
         self.replica = replica
+        self.health = health or LeaderHealth()
         self.writer = FencedWriter(etcd, keys, lambda: self.guard, f"the term of replica {replica}")
         """Writes under this replica's fencing token."""
         self._etcd, self._keys, self._ttl_s = etcd, keys, ttl_s
@@ -101,6 +105,9 @@ class Election:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            if not self.health.may_lead():
+                self._stopping.wait(_ERROR_PAUSE_S)
+                continue
             try:
                 self._run_candidacy()
             except LeaseLost as e:
@@ -121,11 +128,18 @@ class Election:
                     answer = self._execute(steps.send(answer), lease, watch)
                     if protocol.leads and not led:
                         led = True
+                        self.health.leading(True)
                         log.info("replica %s leads from revision %d on", self.replica, protocol.revision)
+                    if protocol.leads and (reason := self.health.reason_to_resign()):
+                        log.error("replica %s resigns: %s", self.replica, reason)
+                        self.health.resigned()
+                        self.resign()
+                        return
             except StopIteration:
                 return
             finally:
                 self._candidacy = None
+                self.health.leading(False)
 
     def _execute(self, step: Step, lease: KeptLease, watch: _CandidateWatch) -> Any:
         """Executes a step of the protocol and returns its answer."""

@@ -9,6 +9,7 @@ from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Record, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
@@ -49,10 +50,11 @@ class LeaderGap:
         registry is updated, which forgets who was there. Raises Fenced, EtcdUnavailable."""
         key, now, term = self._keys.leader_heartbeat(), self._clock(), self._election.term
         found = self._etcd.get(key)
-        last = LeaderHeartbeat.decode(found.value) if found else None
+        last = decode(found, LeaderHeartbeat, {}) if found else None
         if last is not None and last.term == term and 0 <= now - last.at < _HEARTBEAT_EVERY_S:
             return
-        stopped = last is not None and self._etcd.get(self._keys.roster(registry.COORDINATOR, last.replica)) is None
+        stopped = last is not None and self._etcd.get(
+            self._keys.registry_entry(registry.COORDINATOR, last.replica)) is None
         ops = [Op.put(key, LeaderHeartbeat(replica=self._election.replica, term=term, at=now).encode())]
         if last is not None and (gap := gap_s(last, term, now, self._bound_s, stopped=stopped)):
             event = events.build(KIND, "leader", f"there was no leader for about {gap:.0f} s after {last.replica}; "

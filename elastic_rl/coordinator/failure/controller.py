@@ -1,117 +1,148 @@
-"""The leader's part of the failure policy: notes faults in the transaction that makes them known, and does what is due.
+"""The leader's part of the failure policy: records faults in the transaction that makes them known, and takes the
+actions that are due.
 
-All of it is in etcd: a leader that takes over finds what was noted, what is pending, and since when.
+All of it is in etcd: a leader that takes over finds what was recorded, what is pending, and since when.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.coordinator.failure import policy
-from elastic_rl.coordinator.failure.policy import Action, Fault, FaultLog
-from elastic_rl.coordinator.membership.registry import LastSeen
+from elastic_rl.coordinator.failure.policy import Fault
+from elastic_rl.coordinator.membership.registry import Change
 from elastic_rl.coordinator.operations.service import OperationService
-from elastic_rl.coordinator.operations.state_machine import JOB
 from elastic_rl.coordinator.problems import Problem
+from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.coordinator.targets import JOB, engine_target, name_of
+from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events, fencing
-from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus, Severity
+from elastic_rl.etcd.records import JobStatus, OperationState, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
 
 log = logging.getLogger(__name__)
 
 BY = "policy"
-Writes = tuple[list[Compare], list[Op]]
-
-
-class _Also:
-    """Conditions and writes that go into an operation's first transaction."""
-
-    def __init__(self, compares: list[Compare], ops: list[Op]) -> None:
-        self.compares, self._ops = compares, ops
-
-    def ops(self, location: str) -> list[Op]:
-        return self._ops
+"""Who asked for an operation of the failure policy."""
+_FAULTS = {Change.DIED: Fault.DEAD, Change.HUNG: Fault.HUNG}
 
 
 class FailureController:
-    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: FailurePolicyConfig, desk: OperationService,
+    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: FailurePolicyConfig, operations: OperationService,
                  guarded: GuardedWrite) -> None:
-        self._etcd, self._keys, self._cfg, self._desk, self._guarded = etcd, keys, cfg, desk, guarded
+        self._etcd, self._keys, self._cfg, self._operations, self._guarded = etcd, keys, cfg, operations, guarded
 
-    def note(self, who: LastSeen, fault: Fault, now: float, job: JobStatus | None) -> Writes:
-        """What a fault's transaction has to hold besides the fault itself; empty where the policy leaves it alone."""
-        rule = policy.rule_for(who.role, fault)
-        if rule.action is Action.LEAVE and not rule.counts:
-            return [], []
-        target = policy.target_of(who.role, who.id)
+    def record_fault(self, member: LastSeen, change: Change, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
+        """Adds a fault to the log of its target, where the policy counts it or acts on it."""
+        fault = _FAULTS[change]
+        rule = policy.rule_for(member.role, fault)
+        if rule.action is RecoveryAction.NONE and not rule.counts:
+            return
+        target = policy.target_of(member.role, member.id)
         known, revision = self._read(target)
-        after = policy.record_fault(known, rule, f"{who.role} {who.id} is {fault}", now, policy.progress_of(job),
-                                    self._cfg)
-        return self._put(after, revision)
+        reason = f"{member.role} {member.id} is {fault}"
+        writes.put(self._keys.fault(target), revision, policy.record_fault(
+            known, rule, reason, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
 
-    def act(self, logs: Mapping[str, tuple[FaultLog, int]], now: float, job: JobStatus | None) -> None:
-        """Does what is due. Raises Fenced and EtcdUnavailable; then the next look does it."""
-        for target, (known, revision) in logs.items():
-            match policy.due(known, now):
-                case Action.RESTART:
-                    self._restart(target, known, revision)
-                case Action.GLOBAL_RESTART:
-                    self._global_restart(known, revision, now, job)
-                case Action.STOP:
-                    self._stop(known, revision, now, job)
+    def act(self, snapshot: ClusterSnapshot) -> None:
+        """Takes the actions that are due. Raises Fenced and EtcdUnavailable; then the next pass takes them."""
+        for target, known in snapshot.faults.items():
+            if known.operation and self._follow(known, snapshot):
+                continue  # the next pass acts on what it wrote
+            match policy.due(known, snapshot.leader_time):
+                case RecoveryAction.RESTART:
+                    self._restart(target, known, snapshot)
+                case RecoveryAction.GLOBAL_RESTART:
+                    self._global_restart(known, snapshot)
+                case RecoveryAction.STOP:
+                    self._stop(known, snapshot)
 
-    def _restart(self, target: str, known: FaultLog, revision: int) -> None:
-        compares, ops = self._put(policy.acknowledged(known), revision)
+    def collect_garbage(self, snapshot: ClusterSnapshot) -> None:
+        """Deletes the fault logs and restart requests of engines that are gone, which nothing else would."""
+        running = {op.target for op in snapshot.operations.values() if not op.state.ended}
+        for target in {*snapshot.faults, *snapshot.restarts}:
+            known = snapshot.faults.get(target)
+            if (not target.startswith(engine_target("")) or name_of(target) in snapshot.engines or target in running
+                    or (known is not None and known.operation)):
+                continue
+            for key in (self._keys.fault(target), self._keys.restart(target)):
+                if 0 < snapshot.revision(key) <= snapshot.begin_revision:  # later ones may have an operation by now
+                    self._guarded([snapshot.unchanged(key)], [Op.delete(key)])
+
+    def _follow(self, known: FaultLog, snapshot: ClusterSnapshot) -> bool:
+        """Takes the end of the operation into account that the policy began; whether there was one."""
+        op = snapshot.operations.get(known.operation)
+        if op is not None and not op.state.ended:
+            return False
+        after = known.replace(operation="")
+        if op is not None and op.state is OperationState.FAILED:
+            after = policy.restart_failed(known, op.error, snapshot.leader_time, self._cfg, carried_out=op.done > 0)
+        writes = self._update(snapshot, after)
+        self._guarded(writes.compares, writes.ops)
+        return True
+
+    def _restart(self, target: str, known: FaultLog, snapshot: ClusterSnapshot) -> None:
+        cleared = policy.cleared(known)
         try:
-            self._desk.restart(target, reason=known.reason, by=BY, once=_Also(compares, ops))
+            self._operations.restart(target, reason=known.reason, by=BY,
+                                     also=lambda op: self._update(snapshot, cleared.replace(operation=op.id)))
             log.warning("restarting %s: %s", target, known.reason)
         except Problem as e:
-            if e.status == 404:  # it went by itself: whoever runs it has replaced it
-                self._guarded(compares, ops)
+            if e.status == 404:  # it ended by itself and was replaced
+                writes = self._update(snapshot, cleared)
+                self._guarded(writes.compares, writes.ops)
+            else:
+                log.warning("%s not restarted: %s", target, e)
 
-    def _global_restart(self, known: FaultLog, revision: int, now: float, job: JobStatus | None) -> None:
-        cleared = policy.acknowledged(known)
-        (of_job, at), (compares, ops) = (
-            ((cleared, revision), ([], [])) if known.target == JOB else (self._read(JOB), self._put(cleared, revision)))
-        after = policy.restarted(of_job, now, policy.progress_of(job), self._cfg)
-        more = self._put(after, at)
-        compares, ops = [*compares, *more[0]], [*ops, *more[1]]
-        if after.pending is Action.STOP:  # one more would not help either
-            self._guarded(compares, ops)
+    def _global_restart(self, known: FaultLog, snapshot: ClusterSnapshot) -> None:
+        cleared, writes = policy.cleared(known), WriteSet()
+        of_job = cleared
+        if known.target != JOB:
+            of_job = snapshot.faults.get(JOB, FaultLog(target=JOB))
+            writes.merge(self._update(snapshot, cleared))
+        after = policy.record_restart(of_job, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg)
+        writes.merge(self._update(snapshot, after))
+        if after.pending is RecoveryAction.STOP:  # one more restart would not help either
+            self._guarded(writes.compares, writes.ops)
             return
-        event = events.build("run.global_restart", self._keys.job, f"global restart: {known.reason}",
-                             severity=Severity.ERROR, by=BY)
+        writes.add(events.put_op(self._keys, events.build(
+            "run.global_restart", self._keys.job, f"global restart: {known.reason}", severity=Severity.ERROR, by=BY)))
         try:
-            self._desk.restart(JOB, reason=known.reason, by=BY,
-                               once=_Also(compares, [*ops, events.put_op(self._keys, event)]))
+            self._operations.restart(JOB, reason=known.reason, by=BY, also=lambda op: writes)
             log.error("global restart: %s", known.reason)
         except Problem as e:
-            log.warning("global restart not begun: %s", e)
+            log.warning("global restart not started: %s", e)
 
-    def _stop(self, known: FaultLog, revision: int, now: float, job: JobStatus | None) -> None:
+    def _stop(self, known: FaultLog, snapshot: ClusterSnapshot) -> None:
         """Ends the run where it is: its epoch is over, so nothing writes any more, and every version is kept."""
-        found = self._etcd.get(self._keys.job_status())
-        status = JobStatus.decode(found.value) if found else JobStatus(phase="failed")
+        status = snapshot.status or JobStatus(phase="failed")
         at = f"{status.phase} step {status.step}"
-        message = (f"crash loop: {len(known.marks)} restarts without progress at {at}; the last: {known.reason}. "
-                   "Everything is kept; see `elastic-rl events`, mend the cause, and train again")
+        message = (f"crash loop: {len(known.occurrences)} restarts without progress at {at}; the last: {known.reason}. "
+                   "Everything is kept; see `elastic-rl events`, fix the cause, and train again")
+        writes = self._update(snapshot, policy.cleared(known).replace(occurrences=[]))
         guard, end = fencing.next_epoch(self._keys, fencing.current_epoch(self._etcd, self._keys), holder="crash loop")
-        compares, ops = self._put(policy.acknowledged(known).replace(marks=[]), revision)
-        event = events.build("run.crash_loop", self._keys.job, message, severity=Severity.ERROR, by=BY)
-        stopped = status.replace(phase="failed", message=message, updated_at=now)
-        if self._guarded(
-                [*compares, guard, Compare.mod(self._keys.job_status(), "==", found.mod_revision if found else 0)],
-                [*ops, end, Op.put(self._keys.job_status(), stopped.encode()), events.put_op(self._keys, event)]):
+        writes.require(guard)
+        key = self._keys.job_status()
+        writes.put(key, snapshot.revision(key), status.replace(phase="failed", message=message,
+                                                               updated_at=snapshot.now))
+        writes.add(end, events.put_op(self._keys, events.build(
+            "run.crash_loop", self._keys.job, message, severity=Severity.ERROR, by=BY)))
+        if self._guarded(writes.compares, writes.ops):
             log.error("%s", message)
 
     def _read(self, target: str) -> tuple[FaultLog, int]:
+        """The log as it is now: faults of the same pass may have changed it since the snapshot. One that cannot be read
+        is replaced."""
         found = self._etcd.get(self._keys.fault(target))
-        return (FaultLog.decode(found.value), found.mod_revision) if found else (FaultLog(target=target), 0)
+        known = decode(found, FaultLog, {}) if found else None
+        return known or FaultLog(target=target), found.mod_revision if found else 0
 
-    def _put(self, record: FaultLog, revision: int) -> Writes:
-        key = self._keys.fault(record.target)
-        return [Compare.mod(key, "==", revision)], [Op.put(key, record.encode())]
+    def _update(self, snapshot: ClusterSnapshot, record: FaultLog) -> WriteSet:
+        writes, key = WriteSet(), self._keys.fault(record.target)
+        writes.put(key, snapshot.revision(key), record)
+        return writes

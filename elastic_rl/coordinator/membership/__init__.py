@@ -1,1 +1,1 @@
-"""Who takes part in a job: the registry of members that were seen, dead and hung members, weight outliers."""
+"""Members of a job: the registry of those that were seen, dead and hung members, weight outliers."""

@@ -1,147 +1,207 @@
-"""The leader's part of membership: writes down who came, died, hangs, works again or was replaced, each together with
-its event, with what the failure policy notes of it and, for an engine that died, with the end of its record."""
+"""The leader's part of membership: writes down which members came, died, hang, resumed or were replaced, each together
+with its event, with what the failure policy records of it and, for an engine that died, with the end of its record."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Protocol
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.alerts import rules
-from elastic_rl.coordinator.failure.controller import FailureController, Writes
-from elastic_rl.coordinator.failure.policy import Fault
-from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.membership.registry import Change, LastSeen
+from elastic_rl.coordinator.membership import hang_detection, registry
+from elastic_rl.coordinator.membership.hang_detection import HangLimits, IntervalLearner
+from elastic_rl.coordinator.membership.registry import BY_LEADER, Change, Heartbeat, LiveMember, MemberChange
 from elastic_rl.coordinator.membership.weight_outliers import outliers
+from elastic_rl.coordinator.records import LastSeen, ProgressIntervals
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import EngineState, Event, Severity
-from elastic_rl.etcd.transaction import GuardedWrite
+from elastic_rl.etcd.transaction import GuardedWrite, batches
 
 log = logging.getLogger(__name__)
 
-_FAULTS = {Change.DIED: Fault.DEAD, Change.HUNG: Fault.HUNG}
-_TOLD = {Change.DIED: ("dead", "died"), Change.HUNG: ("hung", "beats but does not work"),
-         Change.RESUMED: ("resumed", "works again")}
-"""Kind of the event and words of its message."""
-_TELL_THEMSELVES = (registry.ENGINE, registry.TRAINER)
+_EVENTS = {Change.DIED: ("dead", "died"), Change.HUNG: ("hung", "sends heartbeats but makes no progress"),
+           Change.RESUMED: ("resumed", "makes progress again")}
+"""Kind of the event and the verb of its message."""
+_QUIET = (Change.SEEN, Change.FORGOTTEN)
+"""Changes without an event. Thousands come at once when a run starts or ends, and share transactions."""
+_QUIET_BATCH = 40
+_MAX_QUIET, _MAX_LOUD = 4000, 400
+"""Changes that one pass writes; the next pass writes the others. A pass must end well within its deadline."""
+_REPORT_RECOVERY = (registry.ENGINE, registry.TRAINER)
 """Roles whose own events say that a replacement works."""
 
 
+class FaultRecorder(Protocol):
+    """Adds what the failure policy has to remember of a fault to the transaction that makes the fault known."""
+
+    def __call__(self, member: LastSeen, change: Change, snapshot: ClusterSnapshot, writes: WriteSet) -> None: ...
+
+
 class MembershipController:
-    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, failures: FailureController,
+    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, record_fault: FaultRecorder,
                  guarded: GuardedWrite) -> None:
         self._etcd, self._keys, self._cfg = etcd, keys, cfg
-        self._failures, self._guarded = failures, guarded
-        self._beats: dict[tuple[str, str, str], float] = {}  # heartbeats that this leader saw; only to measure by
+        self._record_fault, self._guarded = record_fault, guarded
+        self._limits, self._learner = HangLimits.from_config(cfg.coordinator), IntervalLearner({})
+        self._heartbeats: dict[tuple[str, str, str], Heartbeat] = {}
+        self._known: dict[tuple[str, str], tuple[int, LiveMember]] = {}
+        """The live members of the last pass, with their mod revisions: most have not changed by the next one."""
 
-    def update(self, look: ClusterSnapshot) -> bool:
-        """Brings the roster up to date; whether there was anything to write. Raises Fenced."""
-        self._note_beats(look)
-        steps = registry.step(look.now, {name: s for name, (s, _) in look.roster.items()}, look.living,
-                            epoch=look.epoch, run_over=look.world.run_over, ended_epoch=look.ended_epoch,
-                            coordinators=self._cfg.coordinator.replicas)
-        for step in steps:
-            self._write(look, step)
-        return bool(steps)
+    def begin_term(self) -> None:
+        """Reads the progress intervals that earlier leaders learned. Raises EtcdUnavailable."""
+        kvs, _ = self._etcd.range(self._keys.progress_intervals_prefix())
+        self._learner = IntervalLearner({i.role: i for i, _ in decode_all(kvs, ProgressIntervals, {})})
 
-    def expel_outliers(self, look: ClusterSnapshot) -> bool:
-        """Takes engines out whose weights differ from those of the others; their runners obey the record. Whether there
-        was one."""
-        found = outliers(look.world.engines)
+    def update(self, snapshot: ClusterSnapshot) -> bool:
+        """Brings the registry up to date; returns whether anything was written. Raises Fenced."""
+        self._learn(snapshot)
+        live = self._live(snapshot)
+        changes = registry.compare(
+            snapshot.registry, live, now=snapshot.now, revision=snapshot.members_revision,
+            last_heartbeats=self._heartbeats, epoch=snapshot.epoch, run_over=snapshot.run_over,
+            ended_epoch=snapshot.ended_epoch, coordinators=self._cfg.coordinator.replicas)
+        quiet = [c for c in changes if c.change in _QUIET][:_MAX_QUIET]
+        for batch in batches(quiet, _QUIET_BATCH):
+            self._write_together(snapshot, batch)
+        for change in [c for c in changes if c.change not in _QUIET][:_MAX_LOUD]:
+            self._write(snapshot, change)
+        return bool(changes)
+
+    def quarantine_outliers(self, snapshot: ClusterSnapshot) -> bool:
+        """Quarantines engines whose weights differ from those of the others; their runners obey the record. Returns
+        whether there was one. Raises Fenced."""
+        found = outliers(snapshot.engines.values())
         for engine in found:
             reason = f"its weights of version {engine.version} differ from those of the other engines"
-            gone = engine.replace(state=EngineState.QUARANTINED, reason=reason, updated_at=look.now)
+            quarantined = engine.replace(state=EngineState.QUARANTINED, reason=reason, updated_at=snapshot.now)
             event = events.build("engine.quarantined", engine.id, f"engine {engine.id}: {reason}",
-                                 severity=Severity.ERROR, by=rules.BY_LEADER, version=engine.version)
+                                 severity=Severity.ERROR, by=BY_LEADER, version=engine.version)
             key = self._keys.engine(engine.id)
-            self._guarded([Compare.mod(key, "==", look.engines[engine.id][1])],
-                          [Op.put(key, gone.encode()), events.put_op(self._keys, event)])
+            self._guarded([snapshot.unchanged(key)],
+                          [Op.put(key, quarantined.encode()), events.put_op(self._keys, event)])
         return bool(found)
 
-    def mark_reported(self, role: str, member_id: str, now: float) -> None:
-        """Somebody else's event told of a death before the lease ended: the death is then told no second time."""
-        key = self._keys.roster(role, member_id)
+    def mark_reported(self, role: str, member_id: str, incarnation: str, now: float, revision: int) -> None:
+        """Another process reported the death of an incarnation at ``revision``, before its lease ended: it is then not
+        reported twice. A report about another incarnation than the one that is registered is late, and changes nothing.
+        """
+        key = self._keys.registry_entry(role, member_id)
         found = self._etcd.get(key)
-        known = LastSeen.decode(found.value) if found else None
-        if found and known and not known.dead:
+        entry = decode(found, LastSeen, {}) if found else None
+        if found and entry and not entry.dead and entry.incarnation == incarnation:
             self._guarded([Compare.mod(key, "==", found.mod_revision)],
-                          [Op.put(key, known.replace(dead_at=now, reported=True).encode())])
+                          [Op.put(key, entry.replace(dead_at=now, dead_revision=revision, reported=True).encode())])
 
-    def _note_beats(self, look: ClusterSnapshot) -> None:
-        seen = {(s.role, s.id, s.incarnation) for s, _ in look.roster.values()}
-        self._beats = {who: at for who, at in self._beats.items() if who in seen}
-        self._beats |= {(m.role, m.id, m.incarnation): m.beat_at for m in look.members if m.beat_at}
+    # -- reading ------------------------------------------------------------------------------------------------
+    def _learn(self, snapshot: ClusterSnapshot) -> None:
+        if len(self._heartbeats) > 2 * len(snapshot.registry):
+            entries = {(s.role, s.id, s.incarnation) for s in snapshot.registry.values()}
+            self._heartbeats = {who: h for who, h in self._heartbeats.items() if who in entries}
+        for intervals in self._learner.observe(snapshot.members):
+            self._guarded([], [Op.put(self._keys.progress_intervals(intervals.role), intervals.encode())])
 
-    def _write(self, look: ClusterSnapshot, step: registry.Step) -> None:
-        who = step.sighting
-        key = self._keys.roster(*who.name)
-        compares = [Compare.mod(key, "==", look.roster[who.name][1] if who.name in look.roster else 0)]
-        ops = [Op.put(key, who.encode())]
-        match step.change:
-            case Change.FORGET | Change.REPLACED:
-                ops = [Op.delete(key)]
-                if step.living is not None:
-                    ops.append(Op.delete(step.living.key))
-                if step.change is Change.REPLACED and who.role not in _TELL_THEMSELVES:
-                    ops.append(events.put_op(self._keys, _recovered(who)))
-            case Change.SEEN | Change.RETURNED:
-                assert step.living is not None
-                # A member that closed since it was read must not come back into the roster.
-                compares.append(Compare.create(step.living.key, "==", step.living.create_revision))
-                if step.change is Change.RETURNED:
-                    ops.append(events.put_op(self._keys, _returned(who)))
-            case Change.DIED | Change.HUNG | Change.RESUMED:
-                told = self._told(look, step)
-                compares += told[0]
-                ops += told[1]
-        if self._guarded(compares, ops) and step.change in _FAULTS:
-            log.warning("%s %s is %s", *who.name, step.change)
+    def _live(self, snapshot: ClusterSnapshot) -> dict[tuple[str, str], LiveMember]:
+        before, self._known = self._known, {}
+        for m in snapshot.members:
+            key = self._keys.member(m.role, m.id)
+            revision = snapshot.revision(key)
+            known = before.get((m.role, m.id))
+            if known is None or known[0] != revision:
+                hung = hang_detection.is_hung(m, self._learner.intervals, self._limits)
+                known = (revision, registry.live_member(m, key, snapshot.created(key), hung=hung))
+                if m.beat_at:
+                    self._heartbeats[m.role, m.id, m.incarnation] = Heartbeat(m.beat_at, revision)
+            self._known[m.role, m.id] = known
+        live = {name: member for name, (_, member) in self._known.items()}
+        for node in snapshot.nodes.values():
+            key = self._keys.dcs_node(node.id)
+            live[registry.DCS, node.id] = registry.live_node(node, key, snapshot.created(key))
+        return live
 
-    def _told(self, look: ClusterSnapshot, step: registry.Step) -> Writes:
-        """What goes with a fault or its end."""
-        who = step.sighting
-        kind, words = _TOLD[step.change]
-        doing = f" in {step.living.doing}" if step.living and step.change is Change.HUNG else ""
-        event = events.build(f"{who.role}.{kind}", who.id, f"{who.role} {who.id} (pid {who.pid} on {who.host}) {words}"
-                             f"{doing}", severity=Severity.INFO if step.change is Change.RESUMED else Severity.ERROR,
-                             by=rules.BY_LEADER, pid=who.pid, incarnation=who.incarnation,
-                             **self._noticed(look, step))
-        compares: list[Compare] = []
-        ops = [events.put_op(self._keys, event)]
-        if step.change in _FAULTS:
-            noted = self._failures.note(who, _FAULTS[step.change], look.now, look.world.status)
-            compares, ops = [*compares, *noted[0]], [*ops, *noted[1]]
-        if step.change is Change.DIED:
-            ended = self._ended_engine(look, who)
-            compares, ops = [*compares, *ended[0]], [*ops, *ended[1]]
-        return compares, ops
+    # -- writing ------------------------------------------------------------------------------------------------
+    def _write_together(self, snapshot: ClusterSnapshot, changes: Sequence[MemberChange]) -> None:
+        """Writes changes without events in one transaction, or one by one if one of them is out of date."""
+        together = WriteSet()
+        for change in changes:
+            together.merge(self._draft(snapshot, change))
+        if not self._guarded(together.compares, together.ops):
+            for change in changes:
+                self._write(snapshot, change)
 
-    def _noticed(self, look: ClusterSnapshot, step: registry.Step) -> dict[str, float]:
-        """Seconds since a part's last sign of life, for the measurement of faults; nothing where it is not known."""
-        who = step.sighting
-        if step.change is Change.HUNG:
-            last = next((m.progress_at for m in look.members if (m.role, m.id) == who.name), None)
+    def _write(self, snapshot: ClusterSnapshot, change: MemberChange) -> None:
+        writes = self._draft(snapshot, change)
+        if self._guarded(writes.compares, writes.ops) and change.change in (Change.DIED, Change.HUNG):
+            log.warning("%s %s %s", *change.entry.name, _EVENTS[change.change][1])
+
+    def _draft(self, snapshot: ClusterSnapshot, change: MemberChange) -> WriteSet:
+        entry, live, writes = change.entry, change.live, WriteSet()
+        key = self._keys.registry_entry(*entry.name)
+        # A member that closed, or registered, since it was read must not get the fate of the one that was read.
+        writes.require(Compare.create(live.key, "==", live.create_revision) if live is not None else
+                       Compare.absent(self._member_key(entry)))
+        if change.change in (Change.FORGOTTEN, Change.REPLACED):
+            writes.delete(key, snapshot.revision(key))
         else:
-            last = self._beats.get((who.role, who.id, who.incarnation)) if step.change is Change.DIED else None
-        return {"detect_s": round(max(0.0, look.now - last), 3)} if last else {}
+            writes.put(key, snapshot.revision(key), entry)
+        match change.change:
+            case Change.REPLACED if entry.role not in _REPORT_RECOVERY:
+                writes.add(events.put_op(self._keys, _recovered(entry)))
+            case Change.RETURNED:
+                writes.add(events.put_op(self._keys, _returned(entry)))
+            case Change.DIED | Change.HUNG:
+                writes.add(events.put_op(self._keys, self._fault_event(snapshot, change)))
+                self._record_fault(entry, change.change, snapshot, writes)
+                if change.change is Change.DIED:
+                    self._end_engine(snapshot, entry, writes)
+            case Change.RESUMED:
+                writes.add(events.put_op(self._keys, self._fault_event(snapshot, change)))
+        return writes
 
-    def _ended_engine(self, look: ClusterSnapshot, dead: LastSeen) -> Writes:
-        """The end of a dead engine's record; its driver then replaces it."""
-        engine, revision = look.engines.get(dead.id, (None, 0)) if dead.role == registry.ENGINE else (None, 0)
+    def _member_key(self, entry: LastSeen) -> str:
+        return (self._keys.dcs_node(entry.id) if entry.role == registry.DCS
+                else self._keys.member(entry.role, entry.id))
+
+    def _fault_event(self, snapshot: ClusterSnapshot, change: MemberChange) -> Event:
+        entry = change.entry
+        kind, verb = _EVENTS[change.change]
+        who = f"{entry.role} {entry.id} (pid {entry.pid} on {entry.host})"
+        doing = f" in {change.live.doing}" if change.live and change.change is Change.HUNG else ""
+        return events.build(
+            f"{entry.role}.{kind}", entry.id, f"{who} {verb}{doing}",
+            severity=Severity.INFO if change.change is Change.RESUMED else Severity.ERROR, by=BY_LEADER, pid=entry.pid,
+            incarnation=entry.incarnation, **self._detection_time(snapshot, change))
+
+    def _detection_time(self, snapshot: ClusterSnapshot, change: MemberChange) -> dict[str, float]:
+        """Seconds since the member's last heartbeat or progress; empty where that is not known."""
+        entry, last = change.entry, 0.0
+        if change.change is Change.HUNG:
+            last = next((m.progress_at for m in snapshot.members if (m.role, m.id) == entry.name), 0.0)
+        elif change.change is Change.DIED:
+            heartbeat = self._heartbeats.get((entry.role, entry.id, entry.incarnation))
+            last = heartbeat.at if heartbeat else 0.0
+        return {"detect_s": round(max(0.0, snapshot.now - last), 3)} if last else {}
+
+    def _end_engine(self, snapshot: ClusterSnapshot, dead: LastSeen, writes: WriteSet) -> None:
+        """Ends the record of a dead engine; its driver then replaces it."""
+        engine = snapshot.engines.get(dead.id) if dead.role == registry.ENGINE else None
         if engine is None or engine.state is EngineState.DEAD:
-            return [], []
+            return
+        if engine.incarnation and engine.incarnation != dead.incarnation:  # another runner has taken the id over
+            return
         key = self._keys.engine(engine.id)
-        gone = engine.replace(state=EngineState.DEAD, reason="its process died", updated_at=look.now)
-        return [Compare.mod(key, "==", revision)], [Op.put(key, gone.encode())]
+        writes.put(key, snapshot.revision(key), engine.replace(
+            state=EngineState.DEAD, reason="its process died", updated_at=snapshot.now))
 
 
 def _recovered(s: LastSeen) -> Event:
-    return events.build(f"{s.role}.recovered", s.id, f"another {s.role} does the work of {s.id}",
-                        by=rules.BY_LEADER)
+    return events.build(f"{s.role}.recovered", s.id, f"another {s.role} has taken over from {s.id}", by=BY_LEADER)
 
 
 def _returned(s: LastSeen) -> Event:
     return events.build(f"{s.role}.returned", s.id, f"{s.role} {s.id} is back (pid {s.pid} on {s.host})",
-                        by=rules.BY_LEADER, pid=s.pid, incarnation=s.incarnation)
+                        by=BY_LEADER, pid=s.pid, incarnation=s.incarnation)

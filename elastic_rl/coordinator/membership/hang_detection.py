@@ -1,106 +1,102 @@
-"""Hung or only slow? How long a member may be silent is learned from how long its role usually is. Pure.
+"""Hung or only slow? The limit for a member's time without progress is learned from its role's history. Pure.
 
-A member beats from a thread of its own and gives a sign of life from the thread that works. Both times come from the
-member's own clock, so the silence ``beat_at - progress_at`` is true on any leader, whatever its clock says. A process
-that is stopped as a whole does not beat: its lease ends, and it is dead, not hung.
+A member sends heartbeats from a thread of its own and records progress from the thread that works. Both times come from
+the member's own clock, so ``beat_at - progress_at`` is right on any leader, whatever its clock says. A process that is
+stopped as a whole sends no heartbeats: its lease ends, and it is dead, not hung.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic_rl.config import CoordinatorConfig
-from elastic_rl.etcd.records import Member, Record
+from elastic_rl.coordinator.records import ProgressIntervals
+from elastic_rl.etcd.records import Member
 
-AT_REST = frozenset({"", "closed", "idle", "finished", "failed"})
-"""Phases without a duty to give signs: not begun yet, at an end, or waiting to be asked. Phases that begin with
-``waiting`` are at rest too."""
+IDLE_PHASES = frozenset({"", "closed", "idle", "finished", "failed"})
+"""Phases in which no progress is expected: not started, ended, or waiting for a request. So are those that begin with
+``waiting``."""
 _KNOWN_AFTER = 3
-"""Signs of a phase after which its pace counts as known; before, only the ceiling holds."""
-_FORGET = 0.98
-"""Share of the longest silence that is kept at each sign, so that one slow step is not remembered for ever."""
-
-
-class Pace(Record):
-    """How long a role is silent in each of its phases. Kept in etcd, so that a new leader need not learn it again."""
-
-    role: str
-    usual_s: dict[str, float] = {}
-    """Phase → longest silence seen, fading."""
-    signs: dict[str, int] = {}
-    """Phase → signs seen, counted up to where the pace is known."""
+"""Intervals of a phase after which its limit is learned; before, only the ceiling holds."""
+_FADE = 0.98
+"""Fraction of the longest interval that is kept at each new one, so that one slow step is forgotten."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bounds of what is learned. ``factor``: how many times the usual silence is still no hang."""
+class HangLimits:
+    """Bounds of what is learned. ``factor``: multiple of the longest usual interval that is still no hang."""
 
     factor: float
     floor_s: float
     ceiling_s: float
 
     @classmethod
-    def of(cls, cfg: CoordinatorConfig) -> Limits:
+    def from_config(cls, cfg: CoordinatorConfig) -> HangLimits:
         return cls(cfg.hang_factor, cfg.hang_min_s, cfg.hang_max_s)
 
 
-def at_rest(phase: str) -> bool:
-    return phase in AT_REST or phase.startswith("waiting")
+def is_idle(phase: str) -> bool:
+    return phase in IDLE_PHASES or phase.startswith("waiting")
 
 
-def learn(pace: Pace, phase: str, silence_s: float) -> Pace:
-    """The pace after a member was silent for so long in a phase and then gave a sign."""
-    usual = max(silence_s, pace.usual_s.get(phase, 0.0) * _FORGET)
-    return pace.replace(usual_s={**pace.usual_s, phase: round(usual, 3)},
-                    signs={**pace.signs, phase: min(_KNOWN_AFTER, pace.signs.get(phase, 0) + 1)})
+def learn(intervals: ProgressIntervals, phase: str, interval_s: float) -> ProgressIntervals:
+    """The intervals with one more in a phase."""
+    longest = max(interval_s, intervals.longest_s.get(phase, 0.0) * _FADE)
+    return intervals.replace(
+        longest_s={**intervals.longest_s, phase: round(longest, 3)},
+        samples={**intervals.samples, phase: min(_KNOWN_AFTER, intervals.samples.get(phase, 0) + 1)})
 
 
-def limit_s(pace: Pace | None, phase: str, limits: Limits) -> float:
-    """Seconds of silence from which on a member in this phase counts as hung."""
-    if pace is None or pace.signs.get(phase, 0) < _KNOWN_AFTER:
+def limit_s(intervals: ProgressIntervals | None, phase: str, limits: HangLimits) -> float:
+    """Seconds without progress beyond which a member in this phase counts as hung."""
+    if intervals is None or intervals.samples.get(phase, 0) < _KNOWN_AFTER:
         return limits.ceiling_s
-    return min(limits.ceiling_s, max(limits.floor_s, limits.factor * pace.usual_s[phase]))
+    return min(limits.ceiling_s, max(limits.floor_s, limits.factor * intervals.longest_s[phase]))
 
 
-def silence_s(member: Member) -> float:
-    """How long the working thread had given no sign at the last beat."""
+def stalled_s(member: Member) -> float:
+    """Seconds without progress at the member's last heartbeat."""
     return max(0.0, member.beat_at - member.progress_at)
 
 
-def hung(member: Member, paces: Mapping[str, Pace], limits: Limits) -> bool:
-    """Whether the member beats but does not work."""
-    return not at_rest(member.phase) and silence_s(member) > limit_s(paces.get(member.role), member.phase, limits)
+def is_hung(member: Member, intervals: Mapping[str, ProgressIntervals], limits: HangLimits) -> bool:
+    """Whether the member sends heartbeats but makes no progress. ``intervals``: by role."""
+    return not is_idle(member.phase) and stalled_s(member) > limit_s(intervals.get(member.role), member.phase, limits)
 
 
-class Learner:
-    """Turns successive sights of members into paces, from those that are kept in etcd on.
+class IntervalLearner:
+    """Learns each role's progress intervals from successive snapshots of its members.
 
-    What it remembers between sights is of use but never needed: a new leader's first sight of a member teaches nothing.
+    What it remembers between snapshots is useful but never needed: a leader's first snapshot of a member teaches
+    nothing.
     """
 
-    def __init__(self, kept: Mapping[str, Pace]) -> None:
-        self.paces = dict(kept)
-        self._kept = dict(kept)
+    def __init__(self, stored: Mapping[str, ProgressIntervals]) -> None:
+        """``stored``: what etcd holds, by role."""
+        self.intervals = dict(stored)
+        self._stored = dict(stored)
         self._last: dict[tuple[str, str], Member] = {}
 
-    def see(self, seen: Mapping[tuple[str, str], Member]) -> list[Pace]:
-        """Learns from the members as they are now. Returns the paces that are worth keeping anew: a phase became known,
-        or has changed by a tenth. They count as kept from then on."""
-        for name, member in seen.items():
+    def observe(self, members: Iterable[Member]) -> list[ProgressIntervals]:
+        """Learns from the members as they are now. Returns what is worth storing again, which counts as stored from
+        then on: a phase became known, or its interval has changed by a tenth."""
+        now = {(m.role, m.id): m for m in members}
+        for name, member in now.items():
             before = self._last.get(name)
             if before is None or before.incarnation != member.incarnation or before.progress_at >= member.progress_at:
                 continue
-            if not at_rest(before.phase):
-                pace = self.paces.get(member.role) or Pace(role=member.role)
-                self.paces[member.role] = learn(pace, before.phase, member.progress_at - before.progress_at)
-        self._last = dict(seen)
-        news = [pace for role, pace in self.paces.items() if _differs(pace, self._kept.get(role))]
-        self._kept |= {pace.role: pace for pace in news}
-        return news
+            if not is_idle(before.phase):
+                intervals = self.intervals.get(member.role) or ProgressIntervals(role=member.role)
+                self.intervals[member.role] = learn(intervals, before.phase, member.progress_at - before.progress_at)
+        self._last = now
+        changed = [i for role, i in self.intervals.items() if _differs(i, self._stored.get(role))]
+        self._stored |= {i.role: i for i in changed}
+        return changed
 
 
-def _differs(new: Pace, old: Pace | None) -> bool:
+def _differs(new: ProgressIntervals, old: ProgressIntervals | None) -> bool:
     return old is None or any(
-        signs != old.signs.get(phase) or abs(new.usual_s[phase] - old.usual_s[phase]) > 0.1 * old.usual_s[phase]
-        for phase, signs in new.signs.items())
+        samples != old.samples.get(phase)
+        or abs(new.longest_s[phase] - old.longest_s[phase]) > 0.1 * old.longest_s[phase]
+        for phase, samples in new.samples.items())

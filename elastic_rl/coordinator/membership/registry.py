@@ -1,56 +1,37 @@
-"""Who was seen, so that who died is noticed: by this leader or, when the leader died too, by the next one.
+"""The member registry: which members were seen, so that a death is noticed, by this leader or by its successor.
 
-Each member that the leader sees gets a record here, outside any lease. A member that is in the roster and no longer
-registered has died. A clean close deletes the member's key and its roster key in one transaction, so that it is never
-taken for a death. Pure.
+Each member that the leader sees gets an entry here, outside any lease. A member with an entry that is no longer
+registered has died. A clean close deletes the member's key and its entry in one transaction, so that it is never taken
+for a death. Pure.
+
+What came before what is decided by etcd's revisions, never by clocks: the entry may be another leader's.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
-from elastic_rl.etcd.records import DcsNode, Member, Record
+from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.etcd.records import DcsNode, Member
 
 DCS = "dcs"
 COORDINATOR = "coordinator"
 TRAINER = "trainer"
 ENGINE = "engine"
-CLOSED = "closed"
-"""Phase of a member that says good-bye."""
+DRIVER = "driver"
+BY_LEADER = "leader"
+"""``data["by"]`` of events that the leader made from the registry, whose alert the registry opens already."""
 DURABLE = (COORDINATOR, DCS)
-"""Roles of the durable plane: a member has an identity that returns. Elsewhere a replacement may have another name."""
-
-
-class LastSeen(Record):
-    """What the leader last knew of a member. ``first_seen`` and ``dead_at`` are unix seconds."""
-
-    role: str
-    id: str
-    incarnation: str
-    epoch: int = 0
-    pid: int = 0
-    host: str = ""
-    first_seen: float
-    dead_at: float = 0.0
-    hung_at: float = 0.0
-    """Unix seconds at which it was found to beat without working; 0 while it works."""
-    reported: bool = False
-    """Somebody else's event told of the death before the lease ended."""
-
-    @property
-    def name(self) -> tuple[str, str]:
-        return self.role, self.id
-
-    @property
-    def dead(self) -> bool:
-        return self.dead_at > 0
+"""Roles of the durable plane: a member restarts under its own id. Elsewhere a replacement may have another one."""
 
 
 @dataclass(frozen=True)
 class LiveMember:
-    """A registered member, and the create revision of its key: another one means that it registered anew."""
+    """A registered member. Another ``create_revision`` of its key means that it registered again."""
 
     role: str
     id: str
@@ -60,7 +41,6 @@ class LiveMember:
     host: str
     key: str
     create_revision: int
-    closed: bool = False
     hung: bool = False
     doing: str = ""
     """Step and phase, for people."""
@@ -70,104 +50,119 @@ class LiveMember:
         return self.role, self.id
 
 
+class Heartbeat(NamedTuple):
+    """The last heartbeat that this leader saw of a member."""
+
+    at: float
+    """Unix seconds, by the member's clock."""
+    revision: int
+
+
 class Change(StrEnum):
     SEEN = "seen"
     """A member is new."""
     DIED = "died"
     RETURNED = "returned"
     HUNG = "hung"
-    """It beats and does not work."""
+    """It sends heartbeats and makes no progress."""
     RESUMED = "resumed"
-    """It was hung and works again."""
+    """It was hung and makes progress again."""
     REPLACED = "replaced"
-    """It had died, and another one does its work now."""
-    FORGET = "forget"
-    """Its death is no news: it said good-bye, or its run is over."""
+    """It had died, and another member does its work now."""
+    FORGOTTEN = "forgotten"
+    """Its end is expected: its epoch or its run is over."""
 
 
 @dataclass(frozen=True)
-class Step:
+class MemberChange:
     change: Change
-    sighting: LastSeen
-    """The record as it shall be (for REPLACED and FORGET: as it is)."""
-    living: LiveMember | None = None
+    entry: LastSeen
+    """The entry as it is to be written (REPLACED and FORGOTTEN: as it is, to be deleted)."""
+    live: LiveMember | None = None
 
 
-def of_member(member: Member, key: str, create_revision: int, *, hung: bool = False) -> LiveMember:
+def live_member(member: Member, key: str, create_revision: int, *, hung: bool = False) -> LiveMember:
     return LiveMember(member.role, member.id, member.incarnation or str(member.pid), member.epoch, member.pid,
-                      member.host,
-                  key, create_revision, closed=member.phase == CLOSED, hung=hung,
-                  doing=f"step {member.step}, {member.phase}")
+                      member.host, key, create_revision, hung=hung, doing=f"step {member.step}, {member.phase}")
 
 
-def of_node(node: DcsNode, key: str, create_revision: int) -> LiveMember:
+def live_node(node: DcsNode, key: str, create_revision: int) -> LiveMember:
     return LiveMember(DCS, node.id, f"{node.pid}:{node.port}", 0, node.pid, node.host, key, create_revision)
 
 
-def step(now: float, roster: Mapping[tuple[str, str], LastSeen], living: Mapping[tuple[str, str], LiveMember], *,
-         epoch: int, run_over: bool, coordinators: int, ended_epoch: int = 0) -> list[Step]:
-    """Compares the roster with who is registered.
+def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[str, str], LiveMember], *, now: float,
+            revision: int, last_heartbeats: Mapping[tuple[str, str, str], Heartbeat], epoch: int, run_over: bool,
+            coordinators: int, ended_epoch: int = 0) -> list[MemberChange]:
+    """Compares the registry with who is registered.
 
-    ``epoch``: the run's; members of an older one were ended on purpose. ``run_over``: the job finished or failed, so
-    the compute plane goes away on purpose. ``coordinators``: replicas that are wanted; with that many alive a dead one
-    is no longer missed. ``ended_epoch``: epochs up to this one were ended by a global restart, drivers and all.
+    ``now``: unix seconds, only for people. ``revision``: of etcd, at which ``live`` was read. ``last_heartbeats``: by
+    role, id and incarnation. ``epoch``: the run's; members of
+    an older one were ended on purpose. ``run_over``: the job finished or failed, so the compute plane ends on purpose.
+    ``coordinators``: configured replicas; with that many alive a dead one is replaced. ``ended_epoch``: epochs up to
+    this one were ended by a global restart, drivers included.
     """
-    steps = []
-    for name, member in living.items():
-        known = roster.get(name)
-        if member.closed:
-            if known is not None:
-                steps.append(Step(Change.FORGET, known, member))
-        elif known is None:
-            steps.append(Step(Change.SEEN, _seen(now, member), member))
-        elif known.dead:
-            # A reported death of the same incarnation: its process still says good-bye, it is no return.
-            if not (known.reported and known.incarnation == member.incarnation):
-                steps.append(Step(Change.RETURNED, _seen(now, member), member))
-        elif known.incarnation != member.incarnation:
-            steps.append(Step(Change.DIED, known.replace(dead_at=now), member))
-        elif member.hung and not known.hung_at:
-            steps.append(Step(Change.HUNG, known.replace(hung_at=now), member))
-        elif known.hung_at and not member.hung:
-            steps.append(Step(Change.RESUMED, known.replace(hung_at=0.0), member))
-    alive = {name: s for name, s in roster.items() if not s.dead and name in living}
-    for name, known in roster.items():
-        if name in living:
+
+    def dead(entry: LastSeen) -> LastSeen:
+        last = last_heartbeats.get((entry.role, entry.id, entry.incarnation))
+        return entry.replace(dead_at=now, dead_revision=last.revision if last else revision)
+
+    changes = []
+    for name, member in live.items():
+        entry = registry.get(name)
+        if entry is None:
+            changes.append(MemberChange(Change.SEEN, _seen(now, member), member))
+        elif entry.dead:
+            # A reported death of the same incarnation: its process has not signed off yet; it is no return.
+            if not (entry.reported and entry.incarnation == member.incarnation):
+                changes.append(MemberChange(Change.RETURNED, _seen(now, member), member))
+        elif entry.incarnation != member.incarnation:
+            changes.append(MemberChange(Change.DIED, dead(entry), member))
+        elif member.hung and not entry.hung_at:
+            changes.append(MemberChange(Change.HUNG, entry.replace(hung_at=now), member))
+        elif entry.hung_at and not member.hung:
+            changes.append(MemberChange(Change.RESUMED, entry.replace(hung_at=0.0), member))
+    peers = _Peers(live.values())
+    for name, entry in registry.items():
+        if name in live:
             continue
-        if _expected(known, epoch=epoch, run_over=run_over, ended_epoch=ended_epoch):
-            steps.append(Step(Change.FORGET, known))
-        elif known.dead and _replaced(known, alive, coordinators):
-            steps.append(Step(Change.REPLACED, known))
-        elif not known.dead:
-            steps.append(Step(Change.DIED, known.replace(dead_at=now)))
-    return steps
+        if _end_expected(entry, epoch=epoch, run_over=run_over, ended_epoch=ended_epoch):
+            changes.append(MemberChange(Change.FORGOTTEN, entry))
+        elif entry.dead and peers.replace(entry, coordinators):
+            changes.append(MemberChange(Change.REPLACED, entry))
+        elif not entry.dead:
+            changes.append(MemberChange(Change.DIED, dead(entry)))
+    return changes
 
 
 def _seen(now: float, m: LiveMember) -> LastSeen:
     return LastSeen(role=m.role, id=m.id, incarnation=m.incarnation, epoch=m.epoch, pid=m.pid, host=m.host,
-                    first_seen=now)
+                    first_seen=now, registered_revision=m.create_revision)
 
 
-def _expected(known: LastSeen, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:
-    if known.role in DURABLE:
+def _end_expected(entry: LastSeen, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:
+    if entry.role in DURABLE:
         return False
-    # The driver of an old epoch is replaced *because* it died, so its death stays news, unless it was ended on purpose.
-    over = ended_epoch + 1 if known.role == "driver" else epoch
-    return run_over or 0 < known.epoch < over
+    # The driver of an old epoch is replaced *because* it died: its death counts, unless it was ended on purpose.
+    over = ended_epoch + 1 if entry.role == DRIVER else epoch
+    return run_over or 0 < entry.epoch < over
 
 
-def _replaced(known: LastSeen, alive: Mapping[tuple[str, str], LastSeen], coordinators: int) -> bool:
-    peers = [s for s in alive.values() if s.role == known.role]
-    if known.role == DCS:
-        return False
-    if known.role == COORDINATOR:
-        return len(peers) >= coordinators
-    if known.role == TRAINER:
-        # The group forms anew as a whole, perhaps smaller; its rank 0 tells that it did.
-        peers = [s for s in peers if s.id == "rank-0"]
-    return any(s.first_seen > known.dead_at for s in peers)
+class _Peers:
+    """Live members, summed up by role."""
 
+    def __init__(self, live: Iterable[LiveMember]) -> None:
+        self._count: Counter[str] = Counter()
+        self._newest: dict[str, int] = {}
+        for m in live:
+            self._count[m.role] += 1
+            # The trainer group forms again as a whole, perhaps smaller; its rank 0 stands for it.
+            if m.role != TRAINER or m.id == "rank-0":
+                self._newest[m.role] = max(m.create_revision, self._newest.get(m.role, 0))
 
-def missing(roster: Iterable[LastSeen]) -> list[LastSeen]:
-    """Members that are dead and not replaced."""
-    return [s for s in roster if s.dead]
+    def replace(self, entry: LastSeen, coordinators: int) -> bool:
+        """Whether another member does the work of a dead one."""
+        if entry.role == DCS:
+            return False
+        if entry.role == COORDINATOR:
+            return self._count[COORDINATOR] >= coordinators
+        return self._newest.get(entry.role, 0) > entry.dead_revision

@@ -1,7 +1,7 @@
-"""Engines whose weights are not what the others have, though version and layout are the same. Pure.
+"""Engines whose weights differ from those of the others, though version and layout are the same. Pure.
 
-Each engine checks what it loads by itself; this check is between engines, for what one cannot see in itself: memory
-that changed after it was verified, a loader that does not do the same everywhere.
+Each engine verifies what it loads. This check compares engines, for what an engine cannot see in itself: memory that
+changed after it was verified, a loader that works differently on one host.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from elastic_rl.etcd.records import Engine, EngineState
 
 
 def outliers(engines: Iterable[Engine]) -> list[Engine]:
-    """Ready engines that differ from more than half of their like. Two that differ from each other are none: nobody
-    can say which is right."""
+    """Ready engines whose checksum differs from that of a majority of the engines of their version and layout. Of two
+    engines that differ from each other neither is one: there is no majority."""
     alike = defaultdict(list)
     for engine in engines:
         if engine.checksum and engine.state is EngineState.READY and not engine.applying:

@@ -1,7 +1,7 @@
-"""The job's metrics: a reading of the store, and the metric families that follow from it.
+"""The job's metrics: the metric families that follow from a snapshot.
 
-Read at each scrape, so that every replica shows the same job, whoever leads. What counts up comes from what etcd counts
-(the version of a key) or from the leader's tally, so it survives every replica.
+Read at each scrape, so that every replica shows the same job, whoever leads. Counters come from what etcd counts (the
+version of a key) or from the leader's fault statistics, so they survive every replica.
 """
 
 from __future__ import annotations
@@ -17,92 +17,65 @@ from elastic_rl.config import Stream
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.election.election import leading
 from elastic_rl.coordinator.failure.statistics import DETECT_S, RECOVER_S, EventCursor, FaultStatistics, Histogram
-from elastic_rl.coordinator.membership.hang_detection import at_rest, silence_s
-from elastic_rl.coordinator.pools import PoolView, all_pools
+from elastic_rl.coordinator.membership.hang_detection import is_idle, stalled_s
+from elastic_rl.coordinator.snapshot import RUN_OVER, ClusterSnapshot, newest_number
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import (
-    DcsNode,
-    Engine,
-    EngineState,
-    Epoch,
-    JobStatus,
-    Member,
-    Operation,
-    StepMetrics,
-    Version,
-)
+from elastic_rl.etcd.decoding import decode, decode_all
+from elastic_rl.etcd.records import EngineState, Member, StepMetrics
 from elastic_rl.telemetry.metrics import PREFIX
 
-_OVER = ("finished", "failed")
 _SERVES = (EngineState.READY, EngineState.SYNCING, EngineState.DRAINING)
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the store says at one moment. ``now``: unix seconds."""
+class JobCounters:
+    """What etcd says at one scrape, beyond the snapshot."""
 
-    job: str
-    now: float
-    epoch: int = 0
-    elections: int = 0
-    """Leaders that there have been."""
+    leader_terms: int = 0
+    """Leaders so far."""
     leader_lease_s: int | None = None
     lease_s: Mapping[str, int] = field(default_factory=dict)
-    """Role → seconds that the lease of the member with the oldest heartbeat has left."""
-    members: Sequence[Member] = ()
-    engines: Sequence[Engine] = ()
-    pools: Sequence[PoolView] = ()
+    """Role → seconds left of the lease of the member with the oldest heartbeat."""
     alerts: Sequence[Alert] = ()
-    operations: Sequence[Operation] = ()
-    nodes: Sequence[DcsNode] = ()
-    status: JobStatus | None = None
-    point: StepMetrics | None = None
-    """Of the last step."""
-    heads: Mapping[str, Version] = field(default_factory=dict)
+    last_step: StepMetrics | None = None
     kept: Mapping[str, int] = field(default_factory=dict)
     """Stream → versions with a record."""
     durable: Mapping[str, int] = field(default_factory=dict)
-    """Stream → newest version in the durable store."""
-    tally: FaultStatistics = FaultStatistics()
+    """Stream → newest version in the durable store, where there is one."""
+    statistics: FaultStatistics = FaultStatistics()
     events_kept: int = 0
 
 
-def read(etcd: EtcdClient, keys: Keys, now: float) -> Reading:
+def read_counters(etcd: EtcdClient, snapshot: ClusterSnapshot) -> JobCounters:
     """Raises EtcdUnavailable."""
-    def all_of(prefix: str) -> list[bytes]:
-        return [kv.value for kv in etcd.range(prefix)[0]]
-
-    epoch, job, leadership = etcd.get(keys.epoch()), etcd.get(keys.job_status()), etcd.get(keys.leadership())
-    status = JobStatus.decode(job.value) if job else None
-    point = etcd.get(keys.step_metrics(status.step)) if status else None
-    cursor = etcd.get(keys.event_cursor())
+    keys, status = snapshot.keys, snapshot.status
+    leadership, cursor = etcd.get(keys.leadership()), etcd.get(keys.event_cursor())
+    counted = decode(cursor, EventCursor, {}) if cursor else None
+    last_step = etcd.get(keys.step_metrics(status.step)) if status else None
     leader = leading(etcd.range(keys.leader_prefix())[0])
-    found = [(Member.decode(kv.value), kv.lease) for kv in etcd.range(keys.members_prefix())[0]]
-    oldest = {m.role: lease for m, lease in sorted(found, key=lambda f: -f[0].beat_at)}
-    heads: dict[str, Version] = {s: Version.decode(kv.value) for s in Stream if (kv := etcd.get(keys.stream_head(s)))}
-    durable = {s: [int(kv.key.removeprefix(keys.durable_prefix(s))) for kv in etcd.range(keys.durable_prefix(s))[0]]
-               for s in Stream}
-    return Reading(
-        job=keys.job, now=now, epoch=Epoch.decode(epoch.value).number if epoch else 0,
+    oldest: dict[str, Member] = {}
+    for m in snapshot.members:
+        if m.role not in oldest or m.beat_at < oldest[m.role].beat_at:
+            oldest[m.role] = m
+    leases = {role: kv.lease for role, m in oldest.items() if (kv := etcd.get(keys.member(role, m.id)))}
+    durable: dict[str, int] = {s: newest for s in Stream if (newest := newest_number(etcd, keys.durable_prefix(s)))}
+    return JobCounters(
         # etcd counts the writes of a key, and this one is written once by each new leader.
-        elections=leadership.version if leadership else 0,
+        leader_terms=leadership.version if leadership else 0,
         leader_lease_s=etcd.lease_left(leader.lease) if leader else None,
-        lease_s={role: etcd.lease_left(lease) for role, lease in oldest.items()}, members=[m for m, _ in found],
-        engines=[Engine.decode(raw) for raw in all_of(keys.engines_prefix())], pools=all_pools(etcd, keys),
-        alerts=[Alert.decode(raw) for raw in all_of(keys.alerts_prefix())],
-        operations=[Operation.decode(raw) for raw in all_of(keys.operations_prefix())],
-        nodes=[DcsNode.decode(raw) for raw in all_of(keys.dcs_nodes_prefix())],
-        status=status, point=StepMetrics.decode(point.value) if point else None, heads=heads,
+        lease_s={role: etcd.lease_left(lease) for role, lease in leases.items()},
+        alerts=[a for a, _ in decode_all(etcd.range(keys.alerts_prefix())[0], Alert, {})],
+        last_step=decode(last_step, StepMetrics, {}) if last_step else None,
         kept={s: etcd.count(keys.versions_prefix(s)) for s in Stream},
-        durable={s: max(numbers) for s, numbers in durable.items() if numbers},
-        tally=EventCursor.decode(cursor.value).tally if cursor else FaultStatistics(),
+        durable=durable,
+        statistics=counted.statistics if counted else FaultStatistics(),
         events_kept=etcd.count(keys.events_prefix()))
 
 
-def families(r: Reading) -> list[Metric]:
-    """Every metric of the job. One whose value is not known has no sample, so that nobody takes it for 0. Pure."""
-    return [*_control(r), *_members(r), *_faults(r), *_run(r), *_pools(r), *_engines(r), *_versions(r), *_nodes(r)]
+def families(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
+    """Every metric of the job. One whose value is not known has no sample, so that it is not taken for 0. Pure."""
+    return [*_control(s, c), *_members(s, c), *_faults(c.statistics), *_run(s, c.last_step), *_pools(s), *_engines(s),
+            *_versions(s, c), *_nodes(s)]
 
 
 Rows = Mapping[str, float | None] | Mapping[tuple[str, str], float | None]
@@ -129,142 +102,144 @@ def _counter(name: str, help_text: str, label: str, counts: Mapping[str, int]) -
     return family
 
 
-def _histogram(name: str, help_text: str, spreads: Mapping[str, Histogram], bounds: Iterable[float]) -> Metric:
+def _histogram(name: str, help_text: str, histograms: Mapping[str, Histogram], bounds: Iterable[float]) -> Metric:
     family = HistogramMetricFamily(PREFIX + name, help_text, labels=["part"])
     edges = [*(f"{b:g}" for b in bounds), "+Inf"]
-    for part, spread in spreads.items():
-        family.add_metric([part], list(zip(edges, accumulate(spread.counts), strict=True)), spread.total_s)
+    for part, histogram in histograms.items():
+        family.add_metric([part], list(zip(edges, accumulate(histogram.counts), strict=True)), histogram.total_s)
     return family
 
 
-def _control(r: Reading) -> list[Metric]:
-    elections = CounterMetricFamily(PREFIX + "leader_elections", "Leaders that there have been", value=r.elections)
-    firing = Counter(a.kind for a in r.alerts if a.phase == "firing")
-    active = Counter(str(o.kind) for o in r.operations if not o.state.ended)
+def _control(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
+    elections = CounterMetricFamily(PREFIX + "leader_elections", "Leader elections so far", value=c.leader_terms)
+    firing = Counter(a.kind for a in c.alerts if a.phase == "firing")
+    active = Counter(str(o.kind) for o in s.operations.values() if not o.state.ended)
     return [
-        _gauge("job_info", "Always 1; which job this is", "name", {r.job: 1}), elections,
-        _one("epoch", "Fencing epoch of the run", r.epoch),
+        _gauge("job_info", "Always 1; the name of the job", "name", {s.job: 1}), elections,
+        _one("epoch", "Fencing epoch of the run", s.epoch),
         _one("leader_lease_left_seconds", "Time that the leader's lease has left if it is not renewed",
-             r.leader_lease_s),
+             c.leader_lease_s),
         _gauge("alerts_firing", "Alerts that are firing", "kind", firing),
-        _gauge("operations_active", "Operations that are not over", "kind", active),
-        _one("events_kept", "Events in the store", r.events_kept)]
+        _gauge("operations_active", "Operations that run", "kind", active),
+        _one("events_kept", "Events in etcd", c.events_kept)]
 
 
-def _members(r: Reading) -> list[Metric]:
+def _members(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
     beats: dict[str, float] = {}
-    silences: dict[str, float] = {}
-    for m in r.members:
-        beats[m.role] = max(beats.get(m.role, 0.0), r.now - m.beat_at)
-        if not at_rest(m.phase):
-            silences[m.role] = max(silences.get(m.role, 0.0), silence_s(m))
-    waiting = [float(m.info["in_flight"]) for m in r.members if "in_flight" in m.info]
+    progress_ages: dict[str, float] = {}
+    for m in s.members:
+        beats[m.role] = max(beats.get(m.role, 0.0), s.now - m.beat_at)
+        if not is_idle(m.phase):
+            progress_ages[m.role] = max(progress_ages.get(m.role, 0.0), stalled_s(m))
+    in_flight = [float(m.info["in_flight"]) for m in s.members if "in_flight" in m.info]
     return [
-        _gauge("members", "Registered processes", "role", Counter(m.role for m in r.members)),
+        _gauge("members", "Registered processes", "role", Counter(m.role for m in s.members)),
         _gauge("member_heartbeat_age_seconds", "Age of the oldest last heartbeat among a role's members", "role",
                beats),
-        _gauge("member_silence_seconds", "Longest time that the working thread of a role's member gave no sign", "role",
-               silences),
+        _gauge("member_progress_age_seconds", "Longest time without progress among a role's members", "role",
+               progress_ages),
         _gauge("member_lease_left_seconds",
                "Time that the lease of a role's member with the oldest heartbeat has left if it is not renewed",
-               "role", r.lease_s),
-        _one("rollout_groups_in_flight", "Prompt groups that the rollout role waits for", sum(waiting)
-             if waiting else None)]
+               "role", c.lease_s),
+        _one("rollout_groups_in_flight", "Prompt groups that the rollout role waits for", sum(in_flight)
+             if in_flight else None)]
 
 
-def _faults(r: Reading) -> list[Metric]:
-    t = r.tally
+def _faults(t: FaultStatistics) -> list[Metric]:
     return [
         _counter("events", "Events by kind", "kind", t.events),
         _counter("faults", "Faults by the part that failed", "part", t.faults),
-        _counter("restarts", "Times that a part was started anew", "part", t.restarts),
-        _gauge("faults_open", "Faults that are not mended yet", "part",
+        _counter("restarts", "Restarts by part", "part", t.restarts),
+        _gauge("faults_open", "Faults without a recovery so far", "part",
                Counter(fault.partition("/")[0] for fault in t.open)),
         _histogram("fault_detection_seconds", "From the last sign of life of a part to the event of its fault",
                    t.detect, DETECT_S),
-        _histogram("fault_recovery_seconds", "From the event of a fault to the one that the part works again",
+        _histogram("fault_recovery_seconds", "From the event of a fault to the event that the part works again",
                    t.recover, RECOVER_S)]
 
 
-def _run(r: Reading) -> list[Metric]:
-    s, p = r.status, r.point
+def _run(snapshot: ClusterSnapshot, p: StepMetrics | None) -> list[Metric]:
+    s = snapshot.status
     ratio = None
     if s is not None and s.started_at > 0:
-        wall_s = (s.updated_at if s.phase in _OVER else r.now) - s.started_at
+        wall_s = (s.updated_at if s.phase in RUN_OVER else snapshot.now) - s.started_at
         ratio = min(1.0, s.productive_s / wall_s) if wall_s > 0 else None
     phases = {k: v for k, v in p.seconds.items() if k not in ("total", "publish_stall")} if p else {}
     return [
         _gauge("job_phase", "1 for the phase that the job is in", "phase", {s.phase: 1} if s else {}),
-        _one("job_step", "Optimiser steps of RL that are done", s.step if s else None),
-        _one("job_steps", "Optimiser steps that the run shall do", s.steps if s else None),
+        _one("job_step", "Completed RL steps", s.step if s else None),
+        _one("job_steps", "RL steps that the run is to do", s.steps if s else None),
         _one("job_updated_timestamp_seconds", "When the job's status was last written", s.updated_at if s else None),
         _one("job_reward", "Mean reward of the last step", s.reward if s else None),
         _one("job_eval_accuracy", "Last eval accuracy, 0 to 1", s.eval_accuracy if s else None),
-        _one("job_staleness_versions", "Versions the oldest sample of the last step lay behind",
+        _one("job_staleness_versions", "Staleness of the oldest sample of the last step, in versions",
              s.staleness if s else None),
         _one("policy_version", "Newest policy version that the trainer began to publish",
              s.policy_version if s else None),
-        _one("job_effective_time_ratio", "Share of the time since the job began that went into steps that counted",
+        _one("job_effective_time_ratio", "Fraction of the time since the start of the job spent in steps that counted",
              ratio),
         _one("step_seconds", "Wall time of the last step", p.seconds.get("total") if p else None),
         _gauge("step_phase_seconds", "Wall time of the phases of the last step", "phase", phases),
-        _one("step_publish_stall_seconds", "Time of the last step that the training waited for the publish",
+        _one("step_publish_stall_seconds", "Time of the last step in which training waited for the publish",
              p.seconds.get("publish_stall") if p else None),
         _one("step_samples", "Samples that the last step was trained on", p.samples if p else None),
         _one("step_tokens", "Tokens that the last step was trained on, prompts included", p.tokens if p else None)]
 
 
-def _pools(r: Reading) -> list[Metric]:
-    actual = {(p.name, state): float(getattr(p, state)) for p in r.pools for state in ("ready", "starting", "draining")}
+def _pools(s: ClusterSnapshot) -> list[Metric]:
+    actual = {(name, state): float(getattr(s.statuses.get(name), state, 0)) for name in s.specs
+              for state in ("ready", "starting", "draining")}
     return [
-        _gauge("pool_desired", "Engines that the operator wants", "pool", {p.name: p.desired for p in r.pools}),
-        _gauge("pool_engines", "Engines of a pool by what they do", "pool state", actual)]
+        _gauge("pool_desired", "Desired engines of a pool", "pool",
+               {name: spec.desired for name, spec in s.specs.items()}),
+        _gauge("pool_engines", "Engines of a pool by state", "pool state", actual)]
 
 
-def _engines(r: Reading) -> list[Metric]:
-    states = Counter(e.state for e in r.engines)
-    head = r.heads[Stream.POLICY].number if Stream.POLICY in r.heads else 0
-    serving = [e for e in r.engines if e.state in _SERVES and e.version]
+def _engines(s: ClusterSnapshot) -> list[Metric]:
+    states = Counter(e.state for e in s.engines.values())
+    head = s.heads[Stream.POLICY].number if Stream.POLICY in s.heads else 0
+    serving = [e for e in s.engines.values() if e.state in _SERVES and e.version]
     return [
-        _gauge("engines", "Engines by state", "state", {s.value: states[s] for s in EngineState}),
+        _gauge("engines", "Engines by state", "state", {state.value: states[state] for state in EngineState}),
         _gauge("engine_version", "Policy version verified in an engine", "engine", {e.id: e.version for e in serving}),
-        _gauge("engine_version_lag", "Versions that an engine lies behind the newest committed one", "engine",
+        _gauge("engine_version_lag", "Versions by which an engine lags behind the newest committed one", "engine",
                {e.id: max(0, head - e.version) for e in serving}),
         _gauge("engine_update_seconds", "Last update of an engine, from seeing the version to its verification",
                "engine", {e.id: e.pull_apply_s for e in serving}),
-        _gauge("engine_pull_seconds", "Part of the last update in which the engine went on serving", "engine",
+        _gauge("engine_pull_seconds", "Part of the last update in which the engine kept serving", "engine",
                {e.id: max(0.0, e.pull_apply_s - e.pause_s) for e in serving}),
-        _gauge("engine_pause_seconds", "Part of the last update in which the engine made no token", "engine",
+        _gauge("engine_pause_seconds", "Part of the last update in which the engine generated no tokens", "engine",
                {e.id: e.pause_s for e in serving}),
-        _gauge("engine_requests_running", "Requests that an engine works on", "engine",
+        _gauge("engine_requests_running", "Requests that an engine is processing", "engine",
                {e.id: e.running for e in serving}),
-        _gauge("engine_requests_waiting", "Requests that wait in an engine", "engine",
+        _gauge("engine_requests_waiting", "Requests queued in an engine", "engine",
                {e.id: e.waiting for e in serving})]
 
 
-def _versions(r: Reading) -> list[Metric]:
+def _versions(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
     return [
         _gauge("version_head", "Newest committed version of a stream", "stream",
-               {s: v.number for s, v in r.heads.items()}),
+               {stream: v.number for stream, v in s.heads.items()}),
         _gauge("version_age_seconds", "Time since the newest version of a stream was committed", "stream",
-               {s: max(0.0, r.now - v.committed_at) for s, v in r.heads.items()}),
+               {stream: max(0.0, s.now - v.committed_at) for stream, v in s.heads.items()}),
         _gauge("version_bytes", "Size of the newest version of a stream", "stream",
-               {s: v.nbytes for s, v in r.heads.items()}),
-        _gauge("versions_kept", "Versions of a stream that have a record", "stream", r.kept),
-        _gauge("durable_lag_versions", "Versions that the durable store lies behind, where there is one", "stream",
-               {s: max(0, r.heads[s].number - n) for s, n in r.durable.items() if s in r.heads})]
+               {stream: v.nbytes for stream, v in s.heads.items()}),
+        _gauge("versions_kept", "Versions of a stream that have a record", "stream", c.kept),
+        _gauge("durable_lag_versions", "Versions by which the durable store lags behind, where there is one", "stream",
+               {stream: max(0, s.heads[stream].number - n) for stream, n in c.durable.items()
+                if stream in s.heads})]
 
 
-def _nodes(r: Reading) -> list[Metric]:
+def _nodes(s: ClusterSnapshot) -> list[Metric]:
     columns: dict[str, dict[str, float]] = defaultdict(dict)
-    for n in r.nodes:
+    for n in s.nodes.values():
         for name, value in (("arena_bytes", n.arena_bytes), ("arena_used_bytes", n.used_bytes),
                             ("disk_bytes", n.disk_bytes), ("disk_used_bytes", n.disk_used_bytes),
                             ("chunks", n.chunks), ("unsaved_chunks", n.unsaved)):
             columns[name][n.id] = value
     help_texts = {
         "arena_bytes": "Shared-memory arena of a node of the checkpoint service",
-        "arena_used_bytes": "Of the arena, what is used", "disk_bytes": "Disk that a node may fill",
-        "disk_used_bytes": "Of the disk, what is used", "chunks": "Chunks that a node has",
-        "unsaved_chunks": "Chunks of a node that are still to be copied to its disk"}
+        "arena_used_bytes": "Used part of the arena", "disk_bytes": "Disk space that a node may use",
+        "disk_used_bytes": "Used part of the disk space", "chunks": "Chunks on a node",
+        "unsaved_chunks": "Chunks of a node that are not on its disk yet"}
     return [_gauge(f"dcs_{name}", text, "node", columns[name]) for name, text in help_texts.items()]

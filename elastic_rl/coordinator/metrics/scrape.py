@@ -1,4 +1,4 @@
-"""What a replica answers to a scrape: its own numbers, etcd's, and those of the job."""
+"""The answer to a Prometheus scrape: the metrics of this replica, of etcd and of the job."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import time
 from prometheus_client import generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from elastic_rl.config import Config
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.metrics import job_metrics
+from elastic_rl.coordinator.snapshot import SnapshotReader
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient, MemberStatus
 from elastic_rl.etcd.keys import Keys
@@ -23,7 +25,7 @@ _SCRAPE_S = metrics.gauge("scrape_store_seconds", "Time that reading the store t
 
 
 class _Page:
-    """Families that were made for one scrape."""
+    """Metric families of one scrape."""
 
     def __init__(self, found: list[Metric]) -> None:
         self._found = found
@@ -32,13 +34,14 @@ class _Page:
         return self._found
 
 
-def scrape(etcd: EtcdClient, keys: Keys, election: Election) -> bytes:
-    """Reads the store and returns every metric in the Prometheus text format. Without a store ``elastic_rl_store_up``
-    is 0 and the numbers of the job are not there: an old number would look like a fresh one."""
+def scrape(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election) -> bytes:
+    """Reads etcd and returns every metric in the Prometheus text format. Without etcd ``elastic_rl_store_up`` is 0 and
+    the job's metrics are missing: an old value would look like a fresh one."""
     began = time.monotonic()
     found = _etcd(etcd.statuses())
     try:
-        found += job_metrics.families(job_metrics.read(etcd, keys, time.time()))
+        snapshot = SnapshotReader(etcd, keys, cfg).read()
+        found += job_metrics.families(snapshot, job_metrics.read_counters(etcd, snapshot))
         _STORE_UP.set(1)
     except EtcdUnavailable:
         _STORE_UP.set(0)

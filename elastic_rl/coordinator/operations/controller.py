@@ -1,66 +1,85 @@
-"""The leader's part of operations: writes down how far each is, ends it, and forgets those that ended long ago."""
+"""The leader's part of operations: records the progress of each, ends it, and deletes those that ended long ago."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from elastic_rl.coordinator.operations import state_machine
-from elastic_rl.coordinator.operations.state_machine import View
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.coordinator.targets import JOB, name_of
+from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events
-from elastic_rl.etcd.client import Compare, Op
+from elastic_rl.etcd.client import Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Operation, OperationKind, OperationState, Severity
-from elastic_rl.etcd.transaction import GuardedWrite
+from elastic_rl.etcd.records import Event, Operation, OperationKind, OperationState, Severity
+from elastic_rl.etcd.transaction import GuardedWrite, batches
 
 log = logging.getLogger(__name__)
 
+_MAX_WRITES = 400
+"""Operations that one pass writes; the next pass writes the others."""
 _KEPT = 200
-"""Operations that have ended and are kept, for people who look what was done."""
-_AT_ONCE = 50
-_ENDS = {OperationState.SUCCEEDED: Severity.INFO, OperationState.FAILED: Severity.ERROR,
-         OperationState.CANCELLED: Severity.INFO}
+"""Operations that have ended and are kept, for people."""
+_SEVERITIES = {OperationState.SUCCEEDED: Severity.INFO, OperationState.FAILED: Severity.ERROR,
+               OperationState.CANCELLED: Severity.INFO}
 
 
 class OperationController:
-    def __init__(self, keys: Keys, guarded: GuardedWrite) -> None:
-        self._keys, self._guarded = keys, guarded
+    def __init__(self, keys: Keys, trainer_ranks: int, guarded: GuardedWrite) -> None:
+        self._keys, self._trainer_ranks, self._guarded = keys, trainer_ranks, guarded
 
-    def follow(self, known: Mapping[str, tuple[Operation, int]], view: View) -> None:
-        """One look at the operations that go on. ``known``: by id, with their mod revisions. Raises Fenced."""
-        for op, revision in known.values():
-            now = state_machine.settle(op, view)
-            if now == op:
+    def update(self, snapshot: ClusterSnapshot) -> None:
+        """Records the progress of the operations. Raises Fenced."""
+        self._acknowledge_job_restart(snapshot)
+        written = 0
+        for op in snapshot.operations.values():
+            try:
+                now = state_machine.advance(op, snapshot, self._trainer_ranks)
+            except (KeyError, TypeError, ValueError) as e:  # parameters that this release does not understand
+                now = state_machine.failed(op, snapshot.now, f"its parameters cannot be read: {type(e).__name__}: {e}")
+            if now == op or written >= _MAX_WRITES:
                 continue
-            ops, compares = [Op.put(self._keys.operation(op.id), now.encode())], list[Compare]()
+            written += 1
+            writes, key = WriteSet(), self._keys.operation(op.id)
+            writes.put(key, snapshot.revision(key), now)
             if now.state.ended:
-                ops += self._end_ops(now)
-                compares, more = self._take_back(now, view)
-                ops += more
+                self._end(now, snapshot, writes)
+            if self._guarded(writes.compares, writes.ops) and now.state.ended:
                 log.info("operation %s (%s of %s) %s %s", op.id, op.kind, op.target, now.state, now.error)
-            self._guarded([Compare.mod(self._keys.operation(op.id), "==", revision), *compares], ops)
 
-    def trim(self, known: Mapping[str, tuple[Operation, int]]) -> None:
-        """Deletes the oldest of those that have ended, beyond what is kept."""
-        ended = sorted(op.id for op, _ in known.values() if op.state.ended)
-        for start in range(0, max(0, len(ended) - _KEPT), _AT_ONCE):
-            batch = ended[start:min(start + _AT_ONCE, len(ended) - _KEPT)]
+    def trim(self, snapshot: ClusterSnapshot) -> None:
+        """Deletes the oldest of those that have ended, beyond what is kept. Raises Fenced."""
+        ended = sorted(op.id for op in snapshot.operations.values() if op.state.ended)
+        for batch in batches(ended[:max(0, len(ended) - _KEPT)]):
             self._guarded([], [Op.delete(self._keys.operation(i)) for i in batch])
 
-    def _take_back(self, op: Operation, view: View) -> tuple[list[Compare], list[Op]]:
-        """What ends the wish of an adoption that failed; one that came true later would surprise."""
-        wish, revision = view.adoptions.get(state_machine.name_of(op.target), (None, 0))
-        if op.kind is not OperationKind.ADOPT or op.state is OperationState.SUCCEEDED or wish is None:
-            return [], []
-        key = self._keys.adoption(wish.url)
-        return [Compare.mod(key, "==", revision)], [Op.delete(key)]
+    def _acknowledge_job_restart(self, snapshot: ClusterSnapshot) -> None:
+        """Closes the request to restart the job once a driver has started after it, which is the restart: a supervisor
+        that died before it acknowledged the request must not carry it out again. The request ended one epoch and began
+        the next; a driver begins one of its own."""
+        request, key = snapshot.restarts.get(JOB), self._keys.restart(JOB)
+        if request is not None and request.open and snapshot.epoch > request.epoch + 1:
+            observed = request.observed(request.generation)
+            self._guarded([snapshot.unchanged(key)], [Op.put(key, observed.encode())])
 
-    def _end_ops(self, op: Operation) -> list[Op]:
-        message = f"{op.kind} of {op.target} {op.state}: {op.error or op.message}"
-        event = events.build(f"operation.{op.state}", op.target, message, severity=_ENDS[op.state], operation=op.id,
-                             by=op.by)
-        ops = [events.put_op(self._keys, event)]
-        if op.kind is OperationKind.RESTART and op.target.startswith("engines/"):
-            # Its engine has another name now: neither wish nor faults will be looked at again.
-            ops += [Op.delete(self._keys.restart(op.target)), Op.delete(self._keys.fault(op.target))]
-        return ops
+    def _end(self, op: Operation, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
+        writes.add(events.put_op(self._keys, _ended_event(op)))
+        if op.state is OperationState.SUCCEEDED:
+            return
+        # A request that was carried out after its operation had failed would be a surprise.
+        registration, request = snapshot.external_engines.get(name_of(op.target)), snapshot.restarts.get(op.target)
+        if op.kind is OperationKind.REGISTER and registration is not None:
+            key = self._keys.external_engine(registration.url)
+            writes.delete(key, snapshot.revision(key))
+        elif op.kind is OperationKind.RESTART and op.target != JOB and request is not None:
+            # That of the job stays open: its epoch is over, and nothing runs before it is carried out.
+            withdrawn = request.observed(int(op.params["generation"]))
+            if withdrawn != request:
+                key = self._keys.restart(op.target)
+                writes.put(key, snapshot.revision(key), withdrawn)
+
+
+def _ended_event(op: Operation) -> Event:
+    message = f"{op.kind} of {op.target} {op.state}: {op.error or op.message}"
+    return events.build(f"operation.{op.state}", op.target, message, severity=_SEVERITIES[op.state], operation=op.id,
+                        by=op.by)

@@ -1,21 +1,24 @@
-"""Where operations begin and are cancelled: each in one transaction with the wish that it stands for, under the
-leader's fencing token. From there on the leader's loop follows them (``operations.settle``)."""
+"""Begins and cancels operations: each in one transaction with the request that it stands for, under the leader's
+fencing token. From then on the leader's loop follows them (``state_machine.advance``)."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator import pools
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.operations import external_engines, state_machine
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
+from elastic_rl.coordinator.targets import JOB, TRAINER, engine_target, name_of, pool_target
+from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.errors import OutcomeUnknown
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import (
@@ -30,13 +33,22 @@ from elastic_rl.etcd.records import (
     RestartRequest,
 )
 
+R = TypeVar("R", bound=Record)
+
 _TRIES = 8
-_TURN = {OperationKind.SCALE: "pool.scaled", OperationKind.DRAIN: "engine.draining",
-         OperationKind.RESTART: "restart.wanted", OperationKind.ADOPT: "engine.adopting"}
+_MAX_OPERATIONS = 1000
+"""Operations in etcd beyond which none is begun. The leader keeps 200 that have ended; the others run."""
+_ENGINE_GRACE_S = 30.0
+"""Time for an engine to end, on top of what its replacement may take to start."""
+_ROLE_RESTART_S = 120.0
+_TRAINER_GRACE_S = 60.0
+_EVENT_KINDS = {OperationKind.SCALE: "pool.scaled", OperationKind.DRAIN: "engine.draining",
+                OperationKind.RESTART: "restart.requested", OperationKind.REGISTER: "engine.registering"}
+_TARGETS = "engines/ID, roles/NAME, trainer or job"
 
 
-class Once(Protocol):
-    """What makes a request count once: conditions and writes of the transaction that carries it out."""
+class IdempotencyClaim(Protocol):
+    """Conditions and writes that make a request count once; they go into the transaction that carries it out."""
 
     @property
     def compares(self) -> list[Compare]: ...
@@ -44,26 +56,17 @@ class Once(Protocol):
     def ops(self, location: str) -> list[Op]: ...
 
 
-class _Wish:
-    """Conditions and writes of an operation's beginning."""
-
-    def __init__(self) -> None:
-        self.compares: list[Compare] = []
-        self.ops: list[Op] = []
-
-    def put(self, key: str, found: KeyValue | None, record: Record) -> None:
-        """Writes a record if its key is still as it was read."""
-        self.compares.append(Compare.mod(key, "==", found.mod_revision if found else 0))
-        self.ops.append(Op.put(key, record.encode()))
-
-    def delete(self, found: KeyValue) -> None:
-        """Deletes a key if it is still as it was read."""
-        self.compares.append(Compare.mod(found.key, "==", found.mod_revision))
-        self.ops.append(Op.delete(found.key))
+Draft = tuple[Operation, WriteSet, Event]
+"""An operation that is about to begin, what its transaction holds besides it, and its event."""
 
 
 class OperationService:
-    """Begins and cancels operations. Every method but ``get`` needs the leadership: it raises a 503 problem without."""
+    """Begins and cancels operations. Every method but ``get`` needs the leadership, and raises a 503 problem without.
+
+    ``dry_run`` returns the operation that would begin, and writes nothing. Beginning one raises problems also: 409 when
+    records keep changing, when the ``claim`` was used already or when too many operations run; 504 when the answer of
+    etcd was lost.
+    """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, election: Election, cfg: Config, *,
                  clock: Callable[[], float] = time.time) -> None:
@@ -74,222 +77,237 @@ class OperationService:
         found = self._etcd.get(self._keys.operation(operation_id))
         if found is None:
             raise not_found("operation", operation_id)
-        return Operation.decode(found.value)
+        return _decode(found, Operation)
 
     # -- beginning ----------------------------------------------------------------------------------------------
     def scale(self, pool: str, desired: int, *, by: str, if_revision: int | None = None, dry_run: bool = False,
-              once: Once | None = None) -> Operation:
-        """Brings a pool to ``desired`` engines. Raises problems: 404; 422 for a number that makes no sense; 412 when
-        the pool is not the one of ``if_revision`` any more; and those of every beginning (409, 503, 504)."""
+              claim: IdempotencyClaim | None = None) -> Operation:
+        """Scales a pool to ``desired`` engines. Raises problems: 404; 422 for a number out of range; 412 when the pool
+        was changed since ``if_revision``."""
         pools.check_desired(desired, self._cfg.coordinator.max_engines)
 
-        def wish() -> tuple[Operation, _Wish, Event]:
-            key, made = self._keys.pool_spec(pool), _Wish()
+        def draft() -> Draft:
+            key, writes = self._keys.pool_spec(pool), WriteSet()
             found = self._etcd.get(key)
             if found is None:
                 raise not_found("pool", pool)
             pools.check_revision(found, if_revision)
-            old = PoolSpec.decode(found.value)
+            old = _decode(found, PoolSpec)
             if old.desired == desired:
-                made.compares.append(Compare.mod(key, "==", found.mod_revision))  # its ETag stays as it is
+                writes.require(Compare.mod(key, "==", found.mod_revision))  # its ETag does not change
             else:
-                made.put(key, found, old.replace(desired=desired))
+                writes.put(key, found.mod_revision, old.replace(desired=desired))
             engine = self._cfg.engine
-            op = self._operation(OperationKind.SCALE, state_machine.pool_target(pool), by,
+            op = self._operation(OperationKind.SCALE, pool_target(pool), by,
                                  engine.start_timeout_s + engine.drain_timeout_s, desired=desired,
                                  previous=old.desired)
-            return op.replace(total=desired), made, self._event(
+            return op.replace(total=desired), writes, self._event(
                 op, pool, f"{pool}: {old.desired} → {desired} engines, by {by}", previous=old.desired, desired=desired)
 
-        return self._begin(wish, dry_run, once)
+        return self._begin(draft, dry_run, claim)
 
     def drain(self, engine_id: str, *, replace: bool = True, by: str, dry_run: bool = False,
-              once: Once | None = None) -> Operation:
-        """Lets an engine finish its requests and leave. Without ``replace`` the pool is wanted one smaller from then
-        on; an adopted engine is never replaced, and its server goes on. Raises problems: 404; 409 for an engine that is
-        leaving or has ended, or that is its pool's last."""
+              claim: IdempotencyClaim | None = None) -> Operation:
+        """Has an engine finish its requests and leave. Without ``replace`` the pool's desired number is lowered by one;
+        an external engine is deregistered and never replaced, and its server runs on. Raises problems: 404; 409 for an
+        engine that is leaving or has ended, or that is its pool's last."""
 
-        def wish() -> tuple[Operation, _Wish, Event]:
-            made = _Wish()
+        def draft() -> Draft:
+            writes = WriteSet()
             found, engine = self._engine(engine_id)
             if engine.state not in (EngineState.STARTING, EngineState.SYNCING, EngineState.READY):
                 raise Problem(409, "conflict", "The engine cannot be drained",
                               f"engine {engine_id} is {engine.state} already")
-            made.put(found.key, found, engine.replace(state=EngineState.DRAINING, updated_at=self._clock()))
-            if engine.adopted:
-                if (wish := external_engines.wish_of(self._etcd, self._keys, engine)) is not None:
-                    made.delete(wish)
+            writes.put(found.key, found.mod_revision,
+                       engine.replace(state=EngineState.DRAINING, updated_at=self._clock()))
+            if engine.external:
+                registration = external_engines.registration_of(self._etcd, self._keys, engine)
+                if registration is not None:
+                    writes.delete(registration.key, registration.mod_revision)
             elif not replace:
-                self._shrink(made, engine.pool)
-            cfg, replaced = self._cfg.engine, replace and not engine.adopted
-            op = self._operation(OperationKind.DRAIN, state_machine.engine_target(engine_id), by, cfg.drain_timeout_s +
-                                 (cfg.start_timeout_s if replaced else 30.0), pool=engine.pool, replace=replaced)
-            return op, made, self._event(op, engine_id, f"engine {engine_id} leaves pool {engine.pool}, by {by}" +
-                                         ("" if replaced else "; it is not replaced"))
+                self._shrink(engine.pool, writes)
+            cfg, replaced = self._cfg.engine, replace and not engine.external
+            op = self._operation(OperationKind.DRAIN, engine_target(engine_id), by, cfg.drain_timeout_s +
+                                 (cfg.start_timeout_s if replaced else _ENGINE_GRACE_S), pool=engine.pool,
+                                 replace=replaced)
+            return op, writes, self._event(op, engine_id, f"engine {engine_id} leaves pool {engine.pool}, by {by}" +
+                                           ("" if replaced else "; it is not replaced"))
 
-        return self._begin(wish, dry_run, once)
+        return self._begin(draft, dry_run, claim)
 
-    def adopt(self, url: str, pool: str, *, by: str, dry_run: bool = False, once: Once | None = None) -> Operation:
-        """Has a server that somebody else runs take part in a pool, beyond the number that is wanted of it. Raises
-        problems: 422 for what is no URL of a server; 404 for the pool; 409 for a server that takes part already."""
-        url = external_engines.check_url(url)
+    def register(self, url: str, pool: str, *, by: str, dry_run: bool = False,
+                 claim: IdempotencyClaim | None = None) -> Operation:
+        """Registers a server that someone else runs as an engine of a pool, beyond the pool's desired number. Raises
+        problems: 422 for what is no URL of a server; 404 for the pool; 409 for a server that is registered already."""
+        url = external_engines.normalized_url(url)
 
-        def wish() -> tuple[Operation, _Wish, Event]:
-            made = _Wish()
+        def draft() -> Draft:
+            writes = WriteSet()
             if self._etcd.get(self._keys.pool_spec(pool)) is None:
                 raise not_found("pool", pool)
-            found = external_engines.vacant(self._etcd, self._keys, url, self._cfg.coordinator.max_engines)
-            engine_id = f"{pool}-adopted-{secrets.token_hex(3)}"
-            made.put(self._keys.adoption(url), found,
-                     ExternalEngine(engine=engine_id, pool=pool, url=url, by=by, at=self._clock()))
-            op = self._operation(OperationKind.ADOPT, state_machine.engine_target(engine_id), by,
+            found = external_engines.free_registration(self._etcd, self._keys, url, self._cfg.coordinator.max_engines)
+            engine_id = f"{pool}-external-{secrets.token_hex(3)}"
+            writes.put(self._keys.external_engine(url), _revision(found),
+                       ExternalEngine(engine=engine_id, pool=pool, url=url, by=by, at=self._clock()))
+            op = self._operation(OperationKind.REGISTER, engine_target(engine_id), by,
                                  self._cfg.engine.start_timeout_s, pool=pool, url=url)
-            return op.replace(total=2), made, self._event(
+            return op.replace(total=2), writes, self._event(
                 op, engine_id, f"{url} joins pool {pool} as engine {engine_id}, by {by}", url=url)
 
-        return self._begin(wish, dry_run, once)
+        return self._begin(draft, dry_run, claim)
 
     def restart(self, target: str, *, reason: str = "", by: str, dry_run: bool = False,
-                once: Once | None = None) -> Operation:
-        """Starts ``engines/ID``, ``roles/NAME``, ``trainer`` or ``job`` (the whole compute plane) anew. Raises
-        problems: 404 for an engine or role that is not there; 422 for another target."""
+                claim: IdempotencyClaim | None = None,
+                also: Callable[[Operation], WriteSet] | None = None) -> Operation:
+        """Restarts ``engines/ID``, ``roles/NAME``, ``trainer`` or ``job`` (the whole compute plane). ``also``: what
+        else the operation's transaction holds. Raises problems: 404 for an engine or role that is not there; 422 for
+        another target."""
 
-        def wish() -> tuple[Operation, _Wish, Event]:
-            made = _Wish()
-            facts, timeout_s = self._facts(target, made)
+        def draft() -> Draft:
+            writes = WriteSet()
+            params, timeout_s = self._restart_params(target, writes)
             key = self._keys.restart(target)
             found = self._etcd.get(key)
-            before = RestartRequest.decode(found.value) if found else RestartRequest(target=target, wanted=0)
-            number = before.wanted + 1
-            made.put(key, found, before.replace(wanted=number, reason=reason, by=by, at=self._clock(),
-                                            epoch=int(facts.get("ended", before.epoch))))
-            op = self._operation(OperationKind.RESTART, target, by, timeout_s, number=number, reason=reason, **facts)
+            before = _decode(found, RestartRequest) if found else RestartRequest(target=target, generation=0)
+            generation = before.generation + 1
+            writes.put(key, _revision(found), before.replace(
+                generation=generation, reason=reason, by=by, at=self._clock(),
+                epoch=int(params.get("ended", before.epoch))))
+            op = self._operation(OperationKind.RESTART, target, by, timeout_s, generation=generation, reason=reason,
+                                 **params)
+            if also is not None:
+                writes.merge(also(op))
             because = f": {reason}" if reason else ""
-            return op, made, self._event(op, target, f"{target} is to start anew, by {by}{because}", reason=reason)
+            return op, writes, self._event(op, target, f"restart of {target} requested by {by}{because}", reason=reason)
 
-        return self._begin(wish, dry_run, once)
+        return self._begin(draft, dry_run, claim)
 
-    def _facts(self, target: str, made: _Wish) -> tuple[dict[str, Any], float]:
-        """What tells later that a restarted part is back, and the longest time for it. To start the job anew ends its
-        epoch in the same transaction: from then on nothing of the old one can write."""
+    def _restart_params(self, target: str, writes: WriteSet) -> tuple[dict[str, Any], float]:
+        """What the operation needs to see that the part is back, and the longest time for it. A restart of the job ends
+        its epoch in the same transaction: from then on nothing of the old one can write."""
         kind, _, name = target.partition("/")
         engine, trainer = self._cfg.engine, self._cfg.trainer
-        incarnations = {m.incarnation: m.role for m in members(self._etcd, self._keys)}
         if kind == "engines" and name:
-            return {"pool": self._engine(name)[1].pool}, engine.start_timeout_s + 30.0
+            return {"pool": self._engine(name)[1].pool}, engine.start_timeout_s + _ENGINE_GRACE_S
         if kind == "roles" and name:
-            before = [i for i, role in incarnations.items() if role == name]
-            if not before:
+            replicas = self._incarnations(name)
+            if not replicas:
                 raise not_found("role", name)
-            return {"before": before}, 120.0
-        ranks = [i for i, role in incarnations.items() if role == state_machine.TRAINER]
-        if target == state_machine.TRAINER:
-            return {"before": ranks}, trainer.start_timeout_s + 60.0
-        if target == state_machine.JOB:
+            return {"before": replicas}, _ROLE_RESTART_S
+        if target == TRAINER:
+            return {"before": self._incarnations(TRAINER)}, trainer.start_timeout_s + _TRAINER_GRACE_S
+        if target == JOB:
             epoch = fencing.current_epoch(self._etcd, self._keys)
             guard, put = fencing.next_epoch(self._keys, epoch, holder="global restart")
-            made.compares.append(guard)
-            made.ops.append(put)
-            return ({"before": ranks, "ended": epoch},
-                    trainer.start_timeout_s + engine.start_timeout_s + 60.0)
-        raise Problem(422, "invalid", "The request is not valid",
-                      f"target must be engines/ID, roles/NAME, trainer or job, not {target!r}",
-                      errors=[{"pointer": "/target", "detail": "engines/ID, roles/NAME, trainer or job"}])
+            writes.require(guard)
+            writes.add(put)
+            return ({"before": self._incarnations(TRAINER), "ended": epoch},
+                    trainer.start_timeout_s + engine.start_timeout_s + _TRAINER_GRACE_S)
+        raise Problem(422, "invalid", "The request is not valid", f"target must be {_TARGETS}, not {target!r}",
+                      errors=[{"pointer": "/target", "detail": _TARGETS}])
+
+    def _incarnations(self, role: str) -> list[str]:
+        return [m.incarnation for m in members(self._etcd, self._keys, role)]
 
     def _engine(self, engine_id: str) -> tuple[KeyValue, Engine]:
         found = self._etcd.get(self._keys.engine(engine_id))
         if found is None:
             raise not_found("engine", engine_id)
-        return found, Engine.decode(found.value)
+        return found, _decode(found, Engine)
 
-    def _shrink(self, made: _Wish, pool: str) -> None:
+    def _shrink(self, pool: str, writes: WriteSet) -> None:
         key = self._keys.pool_spec(pool)
         found = self._etcd.get(key)
-        spec = PoolSpec.decode(found.value) if found else None
+        spec = _decode(found, PoolSpec) if found else None
         if spec is None or spec.desired <= 1:
             raise Problem(409, "conflict", "The pool would be empty",
                           f"it is the last engine of pool {pool}; drain it with a replacement")
-        made.put(key, found, spec.replace(desired=spec.desired - 1))
+        writes.put(key, _revision(found), spec.replace(desired=spec.desired - 1))
 
     # -- cancelling ---------------------------------------------------------------------------------------------
     def cancel(self, operation_id: str, *, by: str, dry_run: bool = False) -> Operation:
-        """Takes an operation's wish back. One that has ended is returned as it is. Raises problems: 404; 409 for one
-        that cannot be taken back any more (an engine that drains; a restart that has begun)."""
+        """Withdraws an operation's request. One that has ended is returned as it is. Raises problems: 404; 409 for one
+        that cannot be withdrawn any more (an engine that drains; a restart that was carried out)."""
         for _ in range(_TRIES):
             found = self._etcd.get(self._keys.operation(operation_id))
             if found is None:
                 raise not_found("operation", operation_id)
-            op = Operation.decode(found.value)
+            op = _decode(found, Operation)
             if op.state.ended:
                 return op
-            made = self._undo(op, by)
-            over = state_machine.cancelled(op, self._clock(), f"cancelled by {by}")
+            writes = self._withdrawal(op)
+            ended = state_machine.cancelled(op, self._clock(), f"cancelled by {by}")
             if dry_run:
-                return over
-            made.put(found.key, found, over)
+                return ended
+            writes.put(found.key, found.mod_revision, ended)
             event = events.build("operation.cancelled", op.target, f"{op.kind} of {op.target} cancelled by {by}",
                                  operation=op.id, by=by)
-            if self._commit(made, event, None, ""):
-                return over
-        raise _busy()
+            if self._commit(writes, event, None, ""):
+                return ended
+        raise _conflict()
 
-    def _undo(self, op: Operation, by: str) -> _Wish:
-        made = _Wish()
+    def _withdrawal(self, op: Operation) -> WriteSet:
+        writes = WriteSet()
         match op.kind:
             case OperationKind.SCALE:
-                found = self._etcd.get(self._keys.pool_spec(state_machine.name_of(op.target)))
-                spec = PoolSpec.decode(found.value) if found else None
+                key = self._keys.pool_spec(name_of(op.target))
+                found = self._etcd.get(key)
+                spec = _decode(found, PoolSpec) if found else None
                 if spec is not None and spec.desired == op.params["desired"]:
-                    made.put(self._keys.pool_spec(spec.name), found, spec.replace(desired=int(op.params["previous"])))
+                    writes.put(key, _revision(found), spec.replace(desired=int(op.params["previous"])))
             case OperationKind.RESTART:
                 key = self._keys.restart(op.target)
                 found = self._etcd.get(key)
-                wish = RestartRequest.decode(found.value) if found else None
-                if wish is None or wish.done >= op.params["number"] or wish.wanted != op.params["number"]:
-                    raise Problem(409, "conflict", "It is too late to cancel", f"{op.target} is being started anew")
-                made.put(key, found, wish.replace(wanted=wish.wanted - 1, by=by, at=self._clock()))
-            case OperationKind.ADOPT:
-                found = self._etcd.get(self._keys.adoption(str(op.params["url"])))
-                if found is not None and ExternalEngine.decode(found.value).engine == state_machine.name_of(op.target):
-                    made.delete(found)
+                request = _decode(found, RestartRequest) if found else None
+                generation = int(op.params["generation"])
+                if op.target == JOB:
+                    raise Problem(409, "conflict", "It is too late to cancel", "the epoch of the run is over already")
+                if request is None or request.observed_generation >= generation or request.generation != generation:
+                    raise Problem(409, "conflict", "It is too late to cancel", f"{op.target} is being restarted")
+                if request.observed_generation == generation - 1:  # else an earlier request is still to be carried out
+                    writes.put(key, _revision(found), request.observed(generation))
+            case OperationKind.REGISTER:
+                found = self._etcd.get(self._keys.external_engine(str(op.params["url"])))
+                if found is not None and _decode(found, ExternalEngine).engine == name_of(op.target):
+                    writes.delete(found.key, found.mod_revision)
             case OperationKind.DRAIN:
                 raise Problem(409, "conflict", "It is too late to cancel",
-                              "an engine that drains has been taken out of the router; scale the pool instead")
-        return made
+                              "an engine that drains has been removed from the router; scale the pool instead")
+        return writes
 
     # -- transactions -------------------------------------------------------------------------------------------
     def _operation(self, kind: OperationKind, target: str, by: str, timeout_s: float, **params: object) -> Operation:
         now = self._clock()
         return Operation(id=f"op-{int(now * 1000):013d}-{secrets.token_hex(3)}", kind=kind, target=target, by=by,
-                         params=params, created_at=now, updated_at=now, deadline_at=now + timeout_s)
+                         params=params, created_at=now, updated_at=now, timeout_s=timeout_s,
+                         deadline_at=now + timeout_s)
 
     def _event(self, op: Operation, subject: str, message: str, **data: Any) -> Event:
-        return events.build(_TURN[op.kind], subject, message, operation=op.id, by=op.by,
+        return events.build(_EVENT_KINDS[op.kind], subject, message, operation=op.id, by=op.by,
                             replica=self._election.replica, **data)
 
-    def _begin(self, wish: Callable[[], tuple[Operation, _Wish, Event]], dry_run: bool,
-               once: Once | None) -> Operation:
+    def _begin(self, draft: Callable[[], Draft], dry_run: bool, claim: IdempotencyClaim | None) -> Operation:
         for _ in range(_TRIES):
-            op, made, event = wish()
+            op, writes, event = draft()
             if dry_run:
                 return op.replace(message=event.message)
-            key = self._keys.operation(op.id)
-            made.compares.append(Compare.absent(key))
-            made.ops.append(Op.put(key, op.encode()))
-            if self._commit(made, event, once, f"/v1/operations/{op.id}"):
+            if self._etcd.count(self._keys.operations_prefix()) >= _MAX_OPERATIONS:
+                raise Problem(409, "conflict", "There are too many operations",
+                              f"{_MAX_OPERATIONS} operations run or ended lately; wait for them, or cancel some")
+            writes.put(self._keys.operation(op.id), 0, op)
+            if self._commit(writes, event, claim, f"/v1/operations/{op.id}"):
                 return op
-        raise _busy()
+        raise _conflict()
 
-    def _commit(self, made: _Wish, event: Event, once: Once | None, location: str) -> bool:
-        """Whether the transaction went through; false when a record changed under it. Raises problems: 503 when this
-        replica does not lead; 409 when ``once`` says that the same request is carried out already; 504 when nobody can
-        tell whether it was applied."""
+    def _commit(self, writes: WriteSet, event: Event, claim: IdempotencyClaim | None, location: str) -> bool:
+        """Whether the transaction was applied; false when a record changed meanwhile. Raises problems: 503 when this
+        replica does not lead; 409 when the ``claim`` was used already; 504 when the outcome is unknown."""
         if not self._election.is_leader:
             raise no_leader(f"{self._election.replica} does not lead")
         guard: Sequence[Compare] = self._election.guard
-        compares, ops = [*guard, *made.compares], [*made.ops, events.put_op(self._keys, event)]
-        if once is not None:
-            compares, ops = [*compares, *once.compares], [*ops, *once.ops(location)]
+        compares, ops = [*guard, *writes.compares], [*writes.ops, events.put_op(self._keys, event)]
+        if claim is not None:
+            compares, ops = [*compares, *claim.compares], [*ops, *claim.ops(location)]
         try:
             if self._etcd.txn(compares, ops).succeeded:
                 return True
@@ -299,11 +317,25 @@ class OperationService:
             raise
         if not self._etcd.txn(guard, []).succeeded:
             raise no_leader(f"{self._election.replica} no longer leads")
-        if once is not None and not self._etcd.txn(once.compares, []).succeeded:
+        if claim is not None and not self._etcd.txn(claim.compares, []).succeeded:
             raise Problem(409, "conflict", "The same request is being carried out",
                           "a request with this Idempotency-Key was faster; send it again to get its answer")
         return False
 
 
-def _busy() -> Problem:
-    return Problem(409, "conflict", "Somebody else changes the same thing all the time", "try again")
+def _revision(found: KeyValue | None) -> int:
+    return found.mod_revision if found else 0
+
+
+def _decode(found: KeyValue, kind: type[R]) -> R:
+    """Raises a 409 problem for a record that this release cannot read, and so must not replace."""
+    unreadable: dict[str, str] = {}
+    record = decode(found, kind, unreadable)
+    if record is None:
+        raise Problem(409, "conflict", "The record cannot be read", f"{found.key}: {unreadable[found.key]}")
+    return record
+
+
+def _conflict() -> Problem:
+    return Problem(409, "conflict", "Concurrent modification",
+                   "another writer keeps changing the same record; try again")

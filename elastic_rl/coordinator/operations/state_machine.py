@@ -1,210 +1,159 @@
 """Operations: what takes longer than a request, as a pure state machine over their records. No I/O; the clock is given.
 
-    RUNNING ──▶ SUCCEEDED | FAILED (why is said) | CANCELLED (by somebody, or by a later wish for the same thing)
+    RUNNING ──▶ SUCCEEDED | FAILED (with the reason) | CANCELLED (on request, or superseded by a later request)
 
-An operation begins in the transaction that writes the wish it stands for (a pool's desired number, an engine's
-DRAINING, a restart, an adoption). From then on the leader looks at the world, writes down how far it is, and ends it
-when the wish has come true. It carries nothing out and keeps nothing in memory, so the next leader goes on from the
-record. There is no way out of an end, and no operation without a deadline.
+An operation begins in the transaction that writes the request it stands for (a pool's desired number, an engine's
+DRAINING, a restart, the registration of an external engine). From then on the leader compares it with each snapshot,
+records its progress, and ends it when the request is fulfilled. The leader carries nothing out and keeps nothing in
+memory, so the next leader continues from the record. No transition leaves an ended state, and every operation has a
+deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.etcd.records import (
-    Engine,
-    EngineState,
-    ExternalEngine,
-    JobStatus,
-    Member,
-    Operation,
-    OperationKind,
-    OperationState,
-    PoolSpec,
-    PoolStatus,
-    RestartRequest,
-)
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.coordinator.targets import name_of
+from elastic_rl.etcd.records import EngineState, Member, Operation, OperationKind, OperationState
 
-TRAINER, JOB = "trainer", "job"
 _WORKING = ("sft", "rl", "finished")
 
 
-def pool_target(name: str) -> str:
-    return f"pools/{name}"
-
-
-def engine_target(engine_id: str) -> str:
-    return f"engines/{engine_id}"
-
-
-def role_target(name: str) -> str:
-    return f"roles/{name}"
-
-
-def name_of(target: str) -> str:
-    """``rollout`` of ``pools/rollout``; a target without a name is its own."""
-    return target.partition("/")[2] or target
-
-
-@dataclass(frozen=True)
-class View:
-    """What the store says of the parts that operations are about."""
-
-    now: float
-    specs: Mapping[str, PoolSpec] = field(default_factory=dict)
-    statuses: Mapping[str, PoolStatus] = field(default_factory=dict)
-    engines: Mapping[str, Engine] = field(default_factory=dict)
-    restarts: Mapping[str, RestartRequest] = field(default_factory=dict)
-    """By target."""
-    adoptions: Mapping[str, tuple[ExternalEngine, int]] = field(default_factory=dict)
-    """By the id of the engine, with their mod revisions."""
-    members: Sequence[Member] = ()
-    job: JobStatus | None = None
-    epoch: int = 0
-    trainer_ranks: int = 1
-
-    def ready(self, pool: str) -> int:
-        """Engines of its own, as those below: adopted ones are extra."""
-        return self._count(pool, EngineState.READY)
-
-    def leaving(self, pool: str) -> int:
-        return self._count(pool, EngineState.DRAINING)
-
-    def _count(self, pool: str, state: EngineState) -> int:
-        return sum(e.pool == pool and e.state is state and not e.adopted for e in self.engines.values())
-
-    def incarnations(self, role: str) -> list[str]:
-        """Of the processes of a role that are alive, sorted."""
-        return sorted(m.incarnation for m in self.members if m.role == role)
-
-
-def settle(op: Operation, view: View) -> Operation:
-    """The operation as it is now; the same object's equal where nothing has changed."""
-    if op.state.ended:
+def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) -> Operation:
+    """The operation as it is now; an equal one where nothing has changed."""
+    if op.state is not OperationState.RUNNING or not op.kind.known:  # an unknown kind is a newer release's
         return op
+    now = op if op.leader_deadline_s else op.replace(leader_deadline_s=snapshot.leader_time + op.timeout_s)
     match op.kind:
         case OperationKind.SCALE:
-            now = _scale(op, view)
+            now = _scale(now, snapshot)
         case OperationKind.DRAIN:
-            now = _drain(op, view)
+            now = _drain(now, snapshot)
         case OperationKind.RESTART:
-            now = _restart(op, view)
-        case OperationKind.ADOPT:
-            now = _adopt(op, view)
-    if not now.state.ended and view.now >= op.deadline_at:
-        waited = op.deadline_at - op.created_at
-        now = _end(now, OperationState.FAILED, view.now,
-                   error=f"not done after {waited:.0f} s, in phase {now.phase!r}: {now.message or 'nothing moved'}")
-    return now if now == op else now.replace(updated_at=view.now)
+            now = _restart(now, snapshot, trainer_ranks)
+        case OperationKind.REGISTER:
+            now = _register(now, snapshot)
+    if not now.state.ended and snapshot.leader_time >= now.leader_deadline_s:
+        now = _end(now, OperationState.FAILED, snapshot.now, error=f"not done after {op.timeout_s:.0f} s, in phase "
+                   f"{now.phase!r}: {now.message or 'no progress'}")
+    return now if now == op else now.replace(updated_at=snapshot.now)
 
 
-def cancelled(op: Operation, now: float, why: str) -> Operation:
-    """The operation, cancelled. What undoes its wish belongs into the same transaction."""
-    return _end(op, OperationState.CANCELLED, now, error=why).replace(updated_at=now)
+def cancelled(op: Operation, now: float, reason: str) -> Operation:
+    """The operation, cancelled. What undoes its request belongs into the same transaction."""
+    return _end(op, OperationState.CANCELLED, now, error=reason).replace(updated_at=now)
+
+
+def failed(op: Operation, now: float, reason: str) -> Operation:
+    return _end(op, OperationState.FAILED, now, error=reason).replace(updated_at=now)
 
 
 def _end(op: Operation, state: OperationState, now: float, *, error: str = "", message: str = "",
          **result: object) -> Operation:
     return op.replace(state=state, ended_at=now, error=error, message=message or op.message,
-                  result={**op.result, **result, "seconds": round(now - op.created_at, 3)})
+                      result={**op.result, **result, "seconds": round(now - op.created_at, 3)})
 
 
-def _scale(op: Operation, view: View) -> Operation:
-    pool, wanted = name_of(op.target), int(op.params["desired"])
-    spec = view.specs.get(pool)
-    if spec is None or spec.desired != wanted:
-        now = "gone" if spec is None else f"wanted at {spec.desired} engines"
-        return _end(op, OperationState.CANCELLED, view.now, error=f"superseded: pool {pool} is {now}")
-    ready, leaving = view.ready(pool), view.leaving(pool)
-    status = view.statuses.get(pool)
+def _scale(op: Operation, snapshot: ClusterSnapshot) -> Operation:
+    pool, desired = name_of(op.target), int(op.params["desired"])
+    spec = snapshot.specs.get(pool)
+    if spec is None or spec.desired != desired:
+        now = "is gone" if spec is None else f"has {spec.desired} desired engines"
+        return _end(op, OperationState.CANCELLED, snapshot.now, error=f"superseded: pool {pool} {now}")
+    ready, draining = snapshot.ready(pool), snapshot.draining(pool)
+    status = snapshot.statuses.get(pool)
     starting = status.starting if status else 0
-    if ready == wanted and not leaving and not starting:
-        return _end(op.replace(done=wanted, total=wanted), OperationState.SUCCEEDED, view.now,
+    if ready == desired and not draining and not starting:
+        return _end(op.replace(done=desired, total=desired), OperationState.SUCCEEDED, snapshot.now,
                     message=f"{ready} engines are ready", ready=ready)
-    phase = "draining" if ready + starting > wanted or leaving else "starting"
-    told = f"{ready} of {wanted} engines ready" + (f", {leaving} draining" if leaving else "")
-    return op.replace(phase=phase, done=min(ready, wanted), total=wanted, message=told)
+    phase = "draining" if ready + starting > desired or draining else "starting"
+    message = f"{ready} of {desired} engines ready" + (f", {draining} draining" if draining else "")
+    return op.replace(phase=phase, done=min(ready, desired), total=desired, message=message)
 
 
-def _drain(op: Operation, view: View) -> Operation:
+def _drain(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     engine_id, pool = name_of(op.target), str(op.params["pool"])
-    engine, spec = view.engines.get(engine_id), view.specs.get(pool)
+    engine, spec = snapshot.engines.get(engine_id), snapshot.specs.get(pool)
     total = 2 if op.params["replace"] else 1
     if engine is not None and engine.state in (EngineState.DEAD, EngineState.QUARANTINED):
-        return _end(op, OperationState.FAILED, view.now,
+        return _end(op, OperationState.FAILED, snapshot.now,
                     error=f"engine {engine_id} ended before it was drained ({engine.reason or engine.state}); requests "
                           "in flight went to other engines")
     if engine is not None:
         return op.replace(phase="draining", total=total, message=f"engine {engine_id} finishes its requests")
-    wanted = spec.desired if spec else 0
-    if not op.params["replace"] or view.ready(pool) >= wanted:
-        return _end(op.replace(done=total, total=total), OperationState.SUCCEEDED, view.now,
+    desired = spec.desired if spec else 0
+    if not op.params["replace"] or snapshot.ready(pool) >= desired:
+        return _end(op.replace(done=total, total=total), OperationState.SUCCEEDED, snapshot.now,
                     message=f"engine {engine_id} has left pool {pool}")
-    return op.replace(phase="replacing", done=1, total=total, message=f"{view.ready(pool)} of {wanted} engines ready")
+    return op.replace(phase="replacing", done=1, total=total,
+                      message=f"{snapshot.ready(pool)} of {desired} engines ready")
 
 
-def _restart(op: Operation, view: View) -> Operation:
-    wish = view.restarts.get(op.target)
-    number = int(op.params["number"])
-    if wish is None or wish.wanted < number:
-        return _end(op, OperationState.CANCELLED, view.now, error="the wish was taken back")
-    if wish.done < number:
-        return op.replace(phase="stopping", total=2, message=f"waiting for whoever runs {op.target} to take it down")
-    missing = _not_back(op, view)
+def _restart(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> Operation:
+    request = snapshot.restarts.get(op.target)
+    generation = int(op.params["generation"])
+    if request is None or request.generation < generation:
+        return _end(op, OperationState.CANCELLED, snapshot.now, error="the request was withdrawn")
+    if request.observed_generation < generation:
+        return op.replace(phase="stopping", total=2, message=f"waiting for {op.target} to be stopped")
+    missing = _missing(op, snapshot, trainer_ranks)
     if missing:
         return op.replace(phase="starting", done=1, total=2, message=missing)
-    return _end(op.replace(done=2, total=2), OperationState.SUCCEEDED, view.now, message=f"{op.target} works again")
+    return _end(op.replace(done=2, total=2), OperationState.SUCCEEDED, snapshot.now, message=f"{op.target} works again")
 
 
-def _adopt(op: Operation, view: View) -> Operation:
+def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     engine_id = name_of(op.target)
-    wish, _ = view.adoptions.get(engine_id, (None, 0))
-    if wish is None:
-        return _end(op, OperationState.CANCELLED, view.now, error="the wish was taken back")
-    engine = view.engines.get(engine_id)
-    ended = wish.ended or (engine.reason or engine.state if engine is not None and engine.state in (
+    registration = snapshot.external_engines.get(engine_id)
+    if registration is None:
+        return _end(op, OperationState.CANCELLED, snapshot.now, error="the registration was withdrawn")
+    engine = snapshot.engines.get(engine_id)
+    ended = registration.ended or (engine.reason or engine.state if engine is not None and engine.state in (
         EngineState.DEAD, EngineState.QUARANTINED) else "")
     if ended:
-        return _end(op, OperationState.FAILED, view.now, error=ended)
+        return _end(op, OperationState.FAILED, snapshot.now, error=ended)
     if engine is None or engine.state is EngineState.STARTING:
-        told = f"asking {wish.url} whether it fits" if engine else "waiting for the driver of the run"
-        return op.replace(phase="probing", total=2, message=told)
+        message = f"probing {registration.url}" if engine else "waiting for the driver of the run"
+        return op.replace(phase="probing", total=2, message=message)
     if engine.state is not EngineState.READY:
-        told = f"version {engine.applying} is applied" if engine.applying else "the newest version is fetched"
-        return op.replace(phase="syncing", done=1, total=2, message=told)
-    return _end(op.replace(phase="ready", done=2, total=2), OperationState.SUCCEEDED, view.now, engine=engine_id,
+        message = f"applying version {engine.applying}" if engine.applying else "fetching the newest version"
+        return op.replace(phase="syncing", done=1, total=2, message=message)
+    return _end(op.replace(phase="ready", done=2, total=2), OperationState.SUCCEEDED, snapshot.now, engine=engine_id,
                 version=engine.version, message=f"engine {engine_id} serves version {engine.version}")
 
 
-def _not_back(op: Operation, view: View) -> str:
-    """What a restarted part still lacks, or nothing."""
+def _missing(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> str:
+    """What a restarted part still lacks; empty when it works again."""
     before = {str(i) for i in op.params.get("before", ())}
     match op.target.partition("/")[0]:
         case "engines":
             pool = str(op.params["pool"])
-            spec, ready = view.specs.get(pool), view.ready(pool)
-            wanted = spec.desired if spec else 0
-            return "" if ready >= wanted and name_of(op.target) not in view.engines else (
-                f"{ready} of {wanted} engines of pool {pool} ready")
+            spec, ready = snapshot.specs.get(pool), snapshot.ready(pool)
+            desired = spec.desired if spec else 0
+            return "" if ready >= desired and name_of(op.target) not in snapshot.engines else (
+                f"{ready} of {desired} engines of pool {pool} ready")
         case "roles":
-            return "" if _fresh(view, name_of(op.target), before) else f"no new replica of {name_of(op.target)} yet"
+            role = name_of(op.target)
+            return "" if _started_since(snapshot, role, before) else f"no new replica of {role} yet"
         case "trainer":
-            return _trainer_not_back(view, before)
+            return _missing_ranks(snapshot, before, trainer_ranks)
         case _:
-            if view.epoch <= int(op.params["ended"]) + 1:  # the wish itself began one; the new driver's is a later one
-                return f"the run is still in epoch {view.epoch}"
-            if view.job is None or view.job.phase not in _WORKING or view.job.updated_at <= op.created_at:
+            if snapshot.epoch <= int(op.params["ended"]) + 1:  # the request itself began one; the new driver's is later
+                return f"the run is still in epoch {snapshot.epoch}"
+            # The status and the operation are compared by revision: their writers' clocks may differ.
+            begun = snapshot.revision(snapshot.keys.job_status()) > snapshot.created(snapshot.keys.operation(op.id))
+            if snapshot.status is None or snapshot.status.phase not in _WORKING or not begun:
                 return "the training loop has not begun again"
-            return _trainer_not_back(view, before)
+            return _missing_ranks(snapshot, before, trainer_ranks)
 
 
-def _trainer_not_back(view: View, before: Collection[str]) -> str:
-    ranks = [m for m in _fresh(view, registry.TRAINER, before) if m.phase in (*_WORKING, "train")]
-    return "" if len(ranks) >= view.trainer_ranks else f"{len(ranks)} of {view.trainer_ranks} trainer ranks work"
+def _missing_ranks(snapshot: ClusterSnapshot, before: Collection[str], trainer_ranks: int) -> str:
+    ranks = [m for m in _started_since(snapshot, registry.TRAINER, before) if m.phase in (*_WORKING, "train")]
+    return "" if len(ranks) >= trainer_ranks else f"{len(ranks)} of {trainer_ranks} trainer ranks work"
 
 
-def _fresh(view: View, role: str, before: Collection[str]) -> list[Member]:
-    return [m for m in view.members if m.role == role and m.incarnation not in before]
+def _started_since(snapshot: ClusterSnapshot, role: str, before: Collection[str]) -> list[Member]:
+    """Members of a role but the incarnations ``before``."""
+    return [m for m in snapshot.members if m.role == role and m.incarnation not in before]

@@ -57,6 +57,6 @@ class Registration:
         """Says good-bye: no one may take this for a death."""
         with contextlib.suppress(EtcdUnavailable):
             self._etcd.txn([Compare.create(self._key, "==", self._created)],
-                            [Op.delete(self._key), Op.delete(self._keys.roster("dcs", self._record.id))])
+                            [Op.delete(self._key), Op.delete(self._keys.registry_entry("dcs", self._record.id))])
         if self._lease is not None:
             self._lease.close()

@@ -18,16 +18,16 @@ from support.etcd_server import EtcdServers
 from elastic_rl import config, runtime
 from elastic_rl.coordinator.alerts import alert_test, silences
 from elastic_rl.coordinator.alerts.alert_test import DeliveryStatus
-from elastic_rl.coordinator.alerts.facts import read_facts
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.alerts.receivers import receiver_name
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_gap import LeaderGap
-from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
-from elastic_rl.coordinator.membership.registry import LastSeen
+from elastic_rl.coordinator.etcd_health import EtcdProbe
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.coordinator.snapshot import SnapshotReader
 from elastic_rl.errors import EtcdFull
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -100,7 +100,7 @@ def registered(etcd: EtcdClient, keys: Keys, name: str) -> str:
     """Registers a DCS node and waits until the leader knows it. Returns the key to delete for the node to be dead."""
     node = DcsNode(id=name, host="h", port=1, pid=1, arena_path="/x", arena_bytes=100)
     etcd.put(keys.dcs_node(name), node.encode())
-    runtime.wait_until(lambda: etcd.get(keys.roster("dcs", name)), timeout_s=60, what="the registry entry")
+    runtime.wait_until(lambda: etcd.get(keys.registry_entry("dcs", name)), timeout_s=60, what="the registry entry")
     return keys.dcs_node(name)
 
 
@@ -116,8 +116,8 @@ def test_deaths_of_one_moment_are_one_notification_and_one_end_over_a_change_of_
         lease, names = etcd.grant(60), [f"n{i:02}" for i in range(12)]
         for name in names:
             etcd.put(keys.dcs_node(name), node.replace(id=name).encode(), lease=lease)
-        runtime.wait_until(lambda: etcd.count(f"{keys.roster_prefix()}dcs/") == 12, timeout_s=20,
-                             what="the registry entries")
+        runtime.wait_until(lambda: etcd.count(f"{keys.registry_prefix()}dcs/") == 12, timeout_s=20,
+                           what="the registry entries")
         etcd.revoke(lease)
         for path in ("chat", "pager"):
             runtime.wait_until(lambda p=path: service.about(p, "FIRING", "dcs.dead"), timeout_s=60, what="the alerts")
@@ -194,11 +194,14 @@ def test_lagging_engine_and_durable_store_are_read_from_etcd(
     etcd.put(keys.job_status(), JobStatus(phase="rl").encode())
     engine = Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1, version=1)
     cfg = config.parse({"job": keys.job, "dcs": {"durable_url": "file:///x", "durable_streams": ["policy"]}})
-    behind = read_facts(etcd, keys, cfg, [engine], Health())
+    etcd.put(keys.engine("e1"), engine.encode())
+    behind = SnapshotReader(etcd, keys, cfg).read()
     assert behind.durable == {"policy": 2} and behind.committed == {"policy": {1: 1000.0, 2: 2000.0, 3: 3000.0}}
     etcd.put(keys.durable("policy", 3), b"{}")
-    assert read_facts(etcd, keys, cfg, [engine.replace(version=3), engine.replace(state=EngineState.DEAD)], Health()
-                      ).committed == {}
+    etcd.put(keys.engine("e1"), engine.replace(version=3).encode())
+    etcd.put(keys.engine("e2"), engine.replace(id="e2", state=EngineState.DEAD).encode())
+    assert SnapshotReader(etcd, keys, cfg).read().committed == {}, "nothing that serves lags"
+    etcd.delete(keys.engine("e2"))
 
     etcd.put(keys.engine("e1"), engine.encode())
     leader = Leader(etcd, keys, urls=[service.url("chat")])
@@ -234,16 +237,16 @@ def test_next_leader_reports_how_long_there_was_none_unless_the_last_one_closed(
         return [e.data["seconds"] for e in events.recent(etcd, keys) if e.kind == "leader.absent"]
 
     there = LastSeen(role="coordinator", id="a", incarnation="1", first_seen=1.0)
-    etcd.put(keys.roster("coordinator", "a"), there.encode())
+    etcd.put(keys.registry_entry("coordinator", "a"), there.encode())
     lead("a")
     now[0] += 5.0
     lead("b")
     assert gaps() == []
-    etcd.put(keys.roster("coordinator", "b"), there.replace(id="b").encode())
+    etcd.put(keys.registry_entry("coordinator", "b"), there.replace(id="b").encode())
     now[0] += 60.0
     lead("a")
     assert gaps() == [60.0]
-    etcd.delete(keys.roster("coordinator", "a"))  # it deregistered
+    etcd.delete(keys.registry_entry("coordinator", "a"))  # it deregistered
     now[0] += 90.0
     lead("b")
     assert gaps() == [60.0]

@@ -187,13 +187,13 @@ def test_a_server_is_adopted_once_and_the_wish_can_be_taken_back(house: ApiClust
     first, again = (api.post("/v1/engines", json=body, headers=key) for _ in range(2))
     assert first.status_code == again.status_code == 202
     assert first.headers["location"] == again.headers["location"] and again.headers["idempotency-replayed"] == "true"
-    assert (first.json()["kind"], first.json()["params"]["url"]) == ("adopt", f"http://{pool}:30000")
+    assert (first.json()["kind"], first.json()["params"]["url"]) == ("register", f"http://{pool}:30000")
     problem(api.post("/v1/engines", json=body), 409, "conflict")
     problem(api.post("/v1/engines", json={**body, "pool": "none"}), 404, "not-found")
     for wrong in ({}, {"url": "moon"}, {"url": "https://a:1"}, {"url": 1}, {**body, "x": 1}):
         problem(api.post("/v1/engines", json=wrong), 422, "invalid")
     assert api.delete(first.headers["location"]).json()["state"] == "cancelled"
-    assert house.etcd.get(house.keys.adoption(f"http://{pool}:30000")) is None
+    assert house.etcd.get(house.keys.external_engine(f"http://{pool}:30000")) is None
     assert api.post("/v1/engines", json=body).status_code == 202
 
 

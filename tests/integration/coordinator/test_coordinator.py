@@ -210,7 +210,7 @@ def test_a_death_while_nobody_led_is_told_once_and_its_end_once(start: Start, et
     node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=1)
     lease = etcd.keepalive(2)
     etcd.put(keys.dcs_node("n0"), node.encode(), lease=lease.id)
-    runtime.wait_until(lambda: etcd.get(keys.roster("dcs", "n0")), timeout_s=5, what="the sighting")
+    runtime.wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), timeout_s=5, what="the sighting")
     replicas.kill("a")
     lease.close()
     assert etcd.get(keys.dcs_node("n0")) is None
@@ -235,25 +235,26 @@ def test_members_that_close_are_not_missed_and_an_engine_that_dies_is_told_once(
     etcd.put(keys.engine("e1"), engine.encode())
     clean = Membership(etcd, keys, "actor", "actor-1", ttl_s=2).start()
     lease = etcd.keepalive(2)
-    clean_seen = keys.roster("actor", "actor-1")
+    clean_seen = keys.registry_entry("actor", "actor-1")
     from elastic_rl.etcd.records import Member
     etcd.put(keys.member("engine", "e1"), Member(role="engine", id="e1", pid=7, host="h", incarnation="i").encode(),
               lease=lease.id)
-    runtime.wait_until(lambda: etcd.get(clean_seen) and etcd.get(keys.roster("engine", "e1")), timeout_s=5,
+    runtime.wait_until(lambda: etcd.get(clean_seen) and etcd.get(keys.registry_entry("engine", "e1")), timeout_s=5,
                          what="both sightings")
     clean.close()
     assert etcd.get(clean_seen) is None
     lease.close()
     runtime.wait_until(lambda: told(etcd, keys, "engine.dead"), timeout_s=5, what="the death's event")
     assert Engine.decode(etcd.get(keys.engine("e1")).value).state is EngineState.DEAD
-    events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING)
+    events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING,
+                incarnation="i")
     runtime.wait_until(lambda: len(httpx.get(f"{replicas.urls['a']}/v1/alerts").json()["items"]) == 1, timeout_s=5,
                          what="the alert")
     assert len(told(etcd, keys, "engine.dead")) == 1 and not told(etcd, keys, "actor.dead")
     # A runner that reports its server's death and then closes is told once as well.
     runner = Membership(etcd, keys, "engine", "e2", ttl_s=2).start()
-    runtime.wait_until(lambda: etcd.get(keys.roster("engine", "e2")), timeout_s=5, what="the sighting")
-    events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR)
+    runtime.wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=5, what="the sighting")
+    events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR, incarnation=runner.incarnation)
     runner.close()
     runtime.wait_until(lambda: {a["subject"] for a in httpx.get(f"{replicas.urls['a']}/v1/alerts").json()["items"]}
                          == {"e1", "e2"}, timeout_s=5, what="its alert")

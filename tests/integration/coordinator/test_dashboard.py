@@ -258,11 +258,11 @@ def test_restarts_of_an_engine_a_role_and_the_whole_job_are_wished_for_with_thei
     dialog.get_by_role("button", name="Restart", exact=True).click()
     expect(dialog).to_be_hidden()
     wish = read(house, house.keys.restart("engines/rollout-a"), RestartRequest)
-    assert (wish.wanted, wish.reason, wish.by) == (1, "it is slow", "operator")
+    assert (wish.generation, wish.reason, wish.by) == (1, "it is slow", "operator")
     page.get_by_role("button", name="Restart role actor").click()
     dialog.get_by_role("button", name="Restart", exact=True).click()
     expect(dialog).to_be_hidden()
-    assert read(house, house.keys.restart("roles/actor"), RestartRequest).wanted == 1
+    assert read(house, house.keys.restart("roles/actor"), RestartRequest).generation == 1
     page.locator("#restart").click()
     dialog.get_by_label("What").select_option("job")
     go = dialog.get_by_role("button", name="Restart", exact=True)
@@ -270,7 +270,7 @@ def test_restarts_of_an_engine_a_role_and_the_whole_job_are_wished_for_with_thei
     dialog.get_by_label("To restart everything").fill(house.keys.job)
     go.click()
     expect(dialog).to_be_hidden()
-    assert read(house, house.keys.restart("job"), RestartRequest).wanted == 1
+    assert read(house, house.keys.restart("job"), RestartRequest).generation == 1
     expect(page.locator("#operations")).to_contain_text("Restart the whole compute plane")
 
 

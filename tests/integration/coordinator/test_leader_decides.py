@@ -1,5 +1,5 @@
-"""Operations and the failure policy on a real etcd, carried on by leaders that come and go. The compute plane's records
-are written by the tests, as its driver, engines and ranks would write them."""
+"""Operations and the failure policy on a real etcd, under leaders that come and go. The tests write the records of the
+compute plane as its driver, engines and ranks would."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.leader import Leader
 
 from elastic_rl.config import Config, parse
-from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.election.election import Election
-from elastic_rl.coordinator.failure.policy import Action, FaultLog
+from elastic_rl.coordinator.failure.statistics import EventCursor
+from elastic_rl.coordinator.leader_clock import LeaderTime
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
-from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
@@ -32,28 +33,12 @@ from elastic_rl.etcd.records import (
     PoolSpec,
     PoolStatus,
     RestartRequest,
+    Severity,
 )
 from elastic_rl.runtime import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 POOL = "rollout"
-
-
-class Leader:
-    """The deciding part of a replica, in this process."""
-
-    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, name: str) -> None:
-        self.notifier = Notifier(keys.job, cfg.alerts)
-        self.election = Election(etcd, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s).start()
-        wait_until(lambda: self.election.is_leader, timeout_s=20, what=f"leadership of {name}")
-        self.desk = OperationService(etcd, keys, self.election, cfg)
-        self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier)
-        self.reconciler.start()
-
-    def close(self) -> None:
-        self.reconciler.stop()
-        self.election.stop()
-        self.notifier.close()
 
 
 @pytest.fixture
@@ -66,11 +51,11 @@ def cfg(keys: Keys) -> Config:
 
 
 @pytest.fixture
-def lead(etcd: EtcdClient, keys: Keys, cfg: Config) -> Iterator[Callable[[str], Leader]]:
+def lead(etcd: EtcdClient, keys: Keys, cfg: Config) -> Iterator[Callable[..., Leader]]:
     made: list[Leader] = []
 
-    def make(name: str) -> Leader:
-        made.append(Leader(etcd, keys, cfg, name))
+    def make(name: str, **more: Any) -> Leader:
+        made.append(Leader(etcd, keys, more.pop("config", cfg), name, **more))
         return made[-1]
 
     etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=1).encode())
@@ -110,15 +95,15 @@ def plane(etcd: EtcdClient, keys: Keys) -> Iterator[Plane]:
     made.close()
 
 
-def told(etcd: EtcdClient, keys: Keys, kind: str) -> list[Event]:
+def events_of(etcd: EtcdClient, keys: Keys, kind: str) -> list[Event]:
     return [e for e in events.recent(etcd, keys, 1000) if e.kind == kind]
 
 
-def until(desk: OperationService, op: Operation, check: Callable[[Operation], Any]) -> Operation:
+def until(operations: OperationService, op: Operation, check: Callable[[Operation], Any]) -> Operation:
     seen: list[Operation] = []
 
     def look() -> bool:
-        seen[:] = [desk.get(op.id)]
+        seen[:] = [operations.get(op.id)]
         return bool(check(seen[0]))
 
     wait_until(look, timeout_s=20, what=f"operation {op.kind} of {op.target}")
@@ -129,116 +114,116 @@ def ended(op: Operation) -> bool:
     return op.state.ended
 
 
-def test_a_scale_out_survives_a_leader_and_ends_with_the_last_engine(lead: Any, plane: Plane, etcd: EtcdClient,
+def test_scale_out_continues_under_the_next_leader(lead: Any, plane: Plane, etcd: EtcdClient,
                                                                      keys: Keys
                                                                      ) -> None:
     first = lead("a")
     plane.engine("e0")
-    op = first.desk.scale(POOL, 3, by="ann")
+    op = first.operations.scale(POOL, 3, by="ann")
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 3
     plane.engine("e1")
     plane.status(2, starting=1)
-    until(first.desk, op, lambda o: (o.phase, o.done, o.total) == ("starting", 2, 3))
+    until(first.operations, op, lambda o: (o.phase, o.done, o.total) == ("starting", 2, 3))
     first.close()
     second = lead("b")
-    assert second.desk.get(op.id).state is OperationState.RUNNING
+    assert second.operations.get(op.id).state is OperationState.RUNNING
     plane.engine("e2")
     plane.status(3)
-    done = until(second.desk, op, ended)
+    done = until(second.operations, op, ended)
     assert (done.state, done.result["ready"]) == (OperationState.SUCCEEDED, 3)
-    assert [e.data["operation"] for e in told(etcd, keys, "operation.succeeded")] == [op.id]
-    assert len(told(etcd, keys, "pool.scaled")) == 1
+    assert [e.data["operation"] for e in events_of(etcd, keys, "operation.succeeded")] == [op.id]
+    assert len(events_of(etcd, keys, "pool.scaled")) == 1
 
 
-def test_a_dry_run_says_what_would_be_done_and_changes_nothing(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
+def test_dry_run_changes_nothing(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
-    op = leader.desk.scale(POOL, 4, by="ann", dry_run=True)
+    op = leader.operations.scale(POOL, 4, by="ann", dry_run=True)
     assert "1 → 4" in op.message
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 1
-    assert etcd.count(keys.operations_prefix()) == 0 and not told(etcd, keys, "pool.scaled")
+    assert etcd.count(keys.operations_prefix()) == 0 and not events_of(etcd, keys, "pool.scaled")
 
 
-def test_a_cancelled_scale_puts_the_old_number_back_and_a_later_one_supersedes_an_earlier(
+def test_cancelled_scale_restores_the_number_and_a_later_scale_supersedes(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
     plane.engine("e0")
     plane.status(1)
-    op = leader.desk.scale(POOL, 3, by="ann")
-    over = leader.desk.cancel(op.id, by="bob")
+    op = leader.operations.scale(POOL, 3, by="ann")
+    over = leader.operations.cancel(op.id, by="bob")
     assert over.state is OperationState.CANCELLED and "bob" in over.error
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 1
-    assert leader.desk.cancel(op.id, by="bob") == over, "cancelling twice is harmless"
-    earlier, later = leader.desk.scale(POOL, 3, by="ann"), leader.desk.scale(POOL, 2, by="ann")
-    assert "superseded" in until(leader.desk, earlier, ended).error
-    assert not leader.desk.get(later.id).state.ended
+    assert leader.operations.cancel(op.id, by="bob") == over, "cancelling twice is harmless"
+    earlier, later = leader.operations.scale(POOL, 3, by="ann"), leader.operations.scale(POOL, 2, by="ann")
+    assert "superseded" in until(leader.operations, earlier, ended).error
+    assert not leader.operations.get(later.id).state.ended
 
 
-def test_a_drain_marks_the_engine_and_waits_for_its_replacement(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+def test_drain_marks_the_engine_and_waits_for_its_replacement(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
                                                                 ) -> None:
     leader = lead("a")
     plane.engine("e0")
     with pytest.raises(Problem, match="last engine"):
-        leader.desk.drain("e0", replace=False, by="ann")
-    op = leader.desk.drain("e0", by="ann")
+        leader.operations.drain("e0", replace=False, by="ann")
+    op = leader.operations.drain("e0", by="ann")
     assert Engine.decode(etcd.get(keys.engine("e0")).value).state is EngineState.DRAINING
     with pytest.raises(Problem, match="draining already"):
-        leader.desk.drain("e0", by="ann")
+        leader.operations.drain("e0", by="ann")
     with pytest.raises(Problem, match="no engine"):
-        leader.desk.drain("e9", by="ann")
-    until(leader.desk, op, lambda o: o.phase == "draining")
+        leader.operations.drain("e9", by="ann")
+    until(leader.operations, op, lambda o: o.phase == "draining")
     etcd.delete(keys.engine("e0"))
-    until(leader.desk, op, lambda o: (o.phase, o.done) == ("replacing", 1))
-    with pytest.raises(Problem, match="taken out of the router|started anew"):
-        leader.desk.cancel(op.id, by="ann")
+    until(leader.operations, op, lambda o: (o.phase, o.done) == ("replacing", 1))
+    with pytest.raises(Problem, match="removed from the router"):
+        leader.operations.cancel(op.id, by="ann")
     plane.engine("e1")
-    assert until(leader.desk, op, ended).state is OperationState.SUCCEEDED
+    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED
 
 
-def test_an_adoption_that_nobody_carries_out_is_taken_back_at_its_deadline_and_a_drain_of_it_replaces_nothing(
+def test_registration_is_withdrawn_at_its_deadline_and_its_drain_replaces_nothing(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys, cfg: Config) -> None:
     quick = cfg.model_copy(update={"engine": cfg.engine.model_copy(update={"start_timeout_s": 0.5})})
     leader, url = lead("a"), "http://10.0.0.9:30000"
-    hasty = OperationService(etcd, keys, leader.election, quick)
-    lost = until(leader.desk, hasty.adopt(url, POOL, by="ann"), ended)
+    short = OperationService(etcd, keys, leader.election, quick)
+    lost = until(leader.operations, short.register(url, POOL, by="ann"), ended)
     assert lost.state is OperationState.FAILED and "waiting for the driver" in lost.error
-    assert etcd.get(keys.adoption(url)) is None
-    op = leader.desk.adopt(url, POOL, by="ann")
+    assert etcd.get(keys.external_engine(url)) is None
+    op = leader.operations.register(url, POOL, by="ann")
     engine_id = op.target.removeprefix("engines/")
     with pytest.raises(Problem, match=engine_id):
-        leader.desk.adopt(url, POOL, by="ann")
+        leader.operations.register(url, POOL, by="ann")
     etcd.put(keys.engine(engine_id), Engine(id=engine_id, pool=POOL, state=EngineState.READY, epoch=1, url=url,
-                                             version=3, adopted=True).encode())
-    assert until(leader.desk, op, ended).result["version"] == 3
-    assert etcd.get(keys.adoption(url)) is not None, "it stays until it is drained"
-    op = leader.desk.drain(engine_id, by="ann")
-    assert etcd.get(keys.adoption(url)) is None
+                                             version=3, external=True).encode())
+    assert until(leader.operations, op, ended).result["version"] == 3
+    assert etcd.get(keys.external_engine(url)) is not None, "it stays until it is drained"
+    op = leader.operations.drain(engine_id, by="ann")
+    assert etcd.get(keys.external_engine(url)) is None
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 1
-    until(leader.desk, op, lambda o: o.phase == "draining")
+    until(leader.operations, op, lambda o: o.phase == "draining")
     etcd.delete(keys.engine(engine_id))
-    assert until(leader.desk, op, ended).state is OperationState.SUCCEEDED, "although the pool has no engine at all"
+    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED, "the pool has no engine"
 
 
-def test_a_request_that_counts_once_is_refused_when_it_was_carried_out_already(lead: Any, etcd: EtcdClient, keys: Keys
+def test_used_idempotency_claim_is_refused(lead: Any, etcd: EtcdClient, keys: Keys
                                                                                ) -> None:
     leader = lead("a")
 
-    class Once:
+    class Claim:
         compares = [Compare.absent(keys.idempotency("k"))]
 
         def ops(self, location: str) -> list[Op]:
             return [Op.put(keys.idempotency("k"), location.encode())]
 
-    op = leader.desk.scale(POOL, 2, by="ann", once=Once())
+    op = leader.operations.scale(POOL, 2, by="ann", claim=Claim())
     assert etcd.get(keys.idempotency("k")).value == f"/v1/operations/{op.id}".encode()
     with pytest.raises(Problem, match="faster"):
-        leader.desk.scale(POOL, 5, by="ann", once=Once())
+        leader.operations.scale(POOL, 5, by="ann", claim=Claim())
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 2
 
 
-def test_a_replica_that_does_not_lead_begins_and_cancels_nothing(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config
+def test_follower_begins_and_cancels_nothing(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config
                                                                  ) -> None:
     leader = lead("a")
-    op = leader.desk.scale(POOL, 2, by="ann")
+    op = leader.operations.scale(POOL, 2, by="ann")
     follower = OperationService(etcd, keys, Election(etcd, keys, "b", "http://b", 2), cfg)
     for act in (lambda: follower.scale(POOL, 5, by="x"), lambda: follower.cancel(op.id, by="x")):
         with pytest.raises((Problem, Fenced)):
@@ -246,61 +231,63 @@ def test_a_replica_that_does_not_lead_begins_and_cancels_nothing(lead: Any, etcd
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 2
 
 
-def test_a_trainer_that_beats_without_working_is_restarted_and_the_operation_waits_until_it_works(
+def test_hung_trainer_is_restarted_and_the_operation_waits_until_it_works(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
     hung = plane.member("trainer", "rank-0", "train")
-    wish = wait_until(lambda: open_requests(etcd, keys).get("trainer"), timeout_s=20, what="the wish to restart it")
-    assert wish.by == "policy" and "hung" in wish.reason
-    assert [e.subject for e in told(etcd, keys, "trainer.hung")] == ["rank-0"]
+    request = wait_until(lambda: open_requests(etcd, keys).get("trainer"), timeout_s=20, what="the restart request")
+    assert request.by == "policy" and "hung" in request.reason
+    assert [e.subject for e in events_of(etcd, keys, "trainer.hung")] == ["rank-0"]
     op = Operation.decode(etcd.range(keys.operations_prefix())[0][0].value)
     assert (op.target, op.by, op.state) == ("trainer", "policy", OperationState.RUNNING)
     hung.close()
-    acknowledge(etcd, keys, wish)
-    until(leader.desk, op, lambda o: o.phase == "starting")
+    acknowledge(etcd, keys, request)
+    until(leader.operations, op, lambda o: o.phase == "starting")
     back = plane.member("trainer", "rank-0", "rl")
 
     def over(now: Operation) -> bool:
         back.progress(2, "rl")  # it gives signs of life
         return now.state.ended
 
-    assert until(leader.desk, op, over).state is OperationState.SUCCEEDED
+    assert until(leader.operations, op, over).state is OperationState.SUCCEEDED
     assert not open_requests(etcd, keys)
 
 
-def test_a_restart_that_was_not_begun_can_be_taken_back(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
+def test_restart_can_be_cancelled_until_it_was_carried_out(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
     leader = lead("a")
-    op = leader.desk.restart("trainer", by="ann", reason="new driver")
+    op = leader.operations.restart("trainer", by="ann", reason="new driver")
     assert open_requests(etcd, keys)["trainer"].reason == "new driver"
-    assert leader.desk.cancel(op.id, by="ann").state is OperationState.CANCELLED
+    assert leader.operations.cancel(op.id, by="ann").state is OperationState.CANCELLED
     assert not open_requests(etcd, keys)
-    again = leader.desk.restart("trainer", by="ann")
+    again = leader.operations.restart("trainer", by="ann")
     acknowledge(etcd, keys, open_requests(etcd, keys)["trainer"])
-    with pytest.raises(Problem, match="taken out of the router|started anew"):
-        leader.desk.cancel(again.id, by="ann")
+    with pytest.raises(Problem, match="is being restarted"):
+        leader.operations.cancel(again.id, by="ann")
     with pytest.raises(Problem, match="target must be"):
-        leader.desk.restart("everything", by="ann")
+        leader.operations.restart("everything", by="ann")
     with pytest.raises(Problem, match="no role"):
-        leader.desk.restart("roles/genrm", by="ann")
+        leader.operations.restart("roles/genrm", by="ann")
 
 
-def test_a_global_restart_ends_the_epoch_and_waits_for_a_later_one(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+def test_global_restart_ends_the_epoch_and_waits_for_a_later_one(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
                                                                    ) -> None:
     leader = lead("a")
     epoch = fencing.raise_epoch(etcd, keys, "driver-1").number
-    op = leader.desk.restart("job", by="ann")
+    op = leader.operations.restart("job", by="ann")
     with pytest.raises(Fenced):
         fencing.require_epoch(etcd, keys, epoch)
+    with pytest.raises(Problem, match="epoch of the run is over"):
+        leader.operations.cancel(op.id, by="ann")
     acknowledge(etcd, keys, open_requests(etcd, keys)["job"])
-    until(leader.desk, op, lambda o: o.phase == "starting")
+    until(leader.operations, op, lambda o: o.phase == "starting")
     fencing.raise_epoch(etcd, keys, "driver-2")
     plane.member("trainer", "rank-0", "rl")
-    assert leader.desk.get(op.id).state is OperationState.RUNNING
+    assert leader.operations.get(op.id).state is OperationState.RUNNING
     etcd.put(keys.job_status(), JobStatus(phase="rl", updated_at=time.time()).encode())
-    assert until(leader.desk, op, ended).state is OperationState.SUCCEEDED
+    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED
 
 
-def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_the_end_of_the_run(
+def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run(
         lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
     """Budget 1, crash loop after 2: two deaths are a global restart, two more the end, over a change of leaders."""
     leader = lead("a")
@@ -309,25 +296,26 @@ def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_
 
     def die(n: int) -> None:
         member = plane.member("advantages", f"advantages-{n}", "idle")
-        wait_until(lambda: etcd.get(keys.roster("advantages", f"advantages-{n}")), timeout_s=20, what="its sighting")
-        etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and nobody said good-bye
+        wait_until(lambda: etcd.get(keys.registry_entry("advantages", f"advantages-{n}")), timeout_s=20,
+                   what="its registry entry")
+        etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and it did not sign off
         member.replaced.set()
-        wait_until(lambda: any(e.subject == f"advantages-{n}" for e in told(etcd, keys, "advantages.dead")),
-                   timeout_s=20, what="the death to be told")
+        wait_until(lambda: any(e.subject == f"advantages-{n}" for e in events_of(etcd, keys, "advantages.dead")),
+                   timeout_s=20, what="the event of the death")
 
     def pause() -> None:
-        """Faults within ``fault_merge_s`` are one."""
-        marked = FaultLog.decode(etcd.get(keys.fault("roles/advantages")).value).marks[-1].at
-        wait_until(lambda: time.time() > marked + 0.2, timeout_s=5, what="the faults to be apart")
+        """Faults within ``fault_merge_s`` count once."""
+        seen = time.monotonic()
+        wait_until(lambda: time.monotonic() > seen + 0.2, timeout_s=5, what="the faults to be apart")
 
     die(0)
     assert not open_requests(etcd, keys)
     pause()
     die(1)
-    wish = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
-    assert "2 faults of roles/advantages" in wish.reason
-    assert len(told(etcd, keys, "run.global_restart")) == 1
-    acknowledge(etcd, keys, wish)
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
+    assert "2 faults of roles/advantages" in request.reason
+    assert len(events_of(etcd, keys, "run.global_restart")) == 1
+    acknowledge(etcd, keys, request)
     leader.close()
     lead("b")
     die(2)
@@ -336,17 +324,168 @@ def test_a_part_that_dies_again_and_again_leads_to_a_global_restart_and_then_to_
     job = wait_until(lambda: (s := JobStatus.decode(etcd.get(keys.job_status()).value)).phase == "failed" and s,
                      timeout_s=20, what="the end of the run")
     assert "crash loop" in job.message and job.step == 7
-    assert len(told(etcd, keys, "run.crash_loop")) == 1
-    assert len(told(etcd, keys, "run.global_restart")) == 1, "the second one would not have helped"
-    assert FaultLog.decode(etcd.get(keys.fault("job")).value).pending is Action.LEAVE
+    assert len(events_of(etcd, keys, "run.crash_loop")) == 1
+    assert len(events_of(etcd, keys, "run.global_restart")) == 1, "the second one would not have helped"
+    assert FaultLog.decode(etcd.get(keys.fault("job")).value).pending is RecoveryAction.NONE
 
 
-def test_a_wish_counts_once_however_often_it_is_carried_out(etcd: EtcdClient, keys: Keys) -> None:
-    etcd.put(keys.restart("trainer"), RestartRequest(target="trainer", wanted=1).encode())
-    wish = open_requests(etcd, keys)["trainer"]
-    etcd.put(keys.restart("trainer"), RestartRequest(target="trainer", wanted=2).encode())
-    acknowledge(etcd, keys, wish)
-    assert open_requests(etcd, keys)["trainer"].done == 1, "the second wish is open still"
+@pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
+def test_skewed_clock_of_the_next_leader_neither_ends_an_operation_nor_keeps_it(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys, cfg: Config, skew_s: float) -> None:
+    short = cfg.model_copy(update={"engine": cfg.engine.model_copy(update={"start_timeout_s": 2.0,
+                                                                           "drain_timeout_s": 2.0})})
+    plane.engine("e0")
+    first = lead("a")
+    long_op = first.operations.scale(POOL, 3, by="ann")
+    short_op = OperationService(etcd, keys, first.election, short).drain("e0", by="ann")
+    until(first.operations, short_op, lambda o: o.phase == "draining")
+    first.close()
+    second = lead("b", skew_s=skew_s)
+    failed = until(second.operations, short_op, ended)
+    assert failed.state is OperationState.FAILED and "not done after 4 s" in failed.error
+    assert second.operations.get(long_op.id).state is OperationState.RUNNING
+
+
+def test_backoff_goes_by_the_leader_clock_whatever_wall_clocks_say(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+                                                                   ) -> None:
+    log = FaultLog(target="trainer", pending=RecoveryAction.RESTART, due_at=60.0, reason="r")
+    etcd.put(keys.fault("trainer"), log.encode())
+
+    def await_pass(leader: Leader) -> None:
+        """Until a whole pass has seen an operation that was begun now."""
+        op = leader.operations.scale(POOL, 2, by="ann")
+        until(leader.operations, op, lambda o: o.phase != "accepted")
+        leader.operations.cancel(op.id, by="ann")
+
+    def await_leader_time(seconds: float) -> None:
+        def reached() -> bool:
+            found = etcd.get(keys.leader_clock())
+            return found is not None and LeaderTime.decode(found.value).seconds == seconds
+
+        wait_until(reached, timeout_s=20, what="the leader clock")
+
+    plane.engine("e0")
+    first_clock, second_clock = [500.0], [9.0]
+    first = lead("a", monotonic=lambda: first_clock[0])
+    await_leader_time(0.0)
+    first_clock[0] += 50.0
+    await_leader_time(50.0)
+    await_pass(first)
+    assert "trainer" not in open_requests(etcd, keys)
+    first.close()
+    second = lead("b", skew_s=3600.0, monotonic=lambda: second_clock[0])
+    await_pass(second)
+    assert "trainer" not in open_requests(etcd, keys), "10 s of the backoff are left"
+    second_clock[0] += 10.5
+    wait_until(lambda: "trainer" in open_requests(etcd, keys), timeout_s=20, what="the restart request")
+
+
+def test_failed_restart_withdraws_its_request(lead: Any, etcd: EtcdClient, keys: Keys, cfg: Config,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.coordinator.operations.service._TRAINER_GRACE_S", 0.0)
+    trainer = cfg.trainer.model_copy(update={"start_timeout_s": 0.5})
+    leader = lead("a")
+    short = OperationService(etcd, keys, leader.election, cfg.model_copy(update={"trainer": trainer}))
+    lost = until(leader.operations, short.restart("trainer", by="ann"), ended)
+    assert lost.state is OperationState.FAILED and "to be stopped" in lost.error
+    request = RestartRequest.decode(etcd.get(keys.restart("trainer")).value)
+    assert not request.open and request.generation == 1, "no driver carries it out later"
+    again = leader.operations.restart("trainer", by="ann")
+    assert open_requests(etcd, keys)["trainer"].generation == 2
+    assert leader.operations.get(again.id).state is OperationState.RUNNING
+
+
+def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys, cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.coordinator.operations.service._TRAINER_GRACE_S", 0.0)
+    trainer = cfg.trainer.model_copy(update={"start_timeout_s": 0.5})
+    fencing.raise_epoch(etcd, keys, "driver-1")
+    etcd.put(keys.fault("trainer"), FaultLog(target="trainer", pending=RecoveryAction.RESTART, reason="r").encode())
+    engine = cfg.engine.model_copy(update={"start_timeout_s": 0.5})
+    leader = lead("a", config=cfg.model_copy(update={"trainer": trainer, "engine": engine}))
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
+    assert "was not carried out" in request.reason and request.by == "policy"
+    assert "trainer" not in open_requests(etcd, keys)
+    operations = [Operation.decode(kv.value) for kv in etcd.range(keys.operations_prefix())[0]]
+    job = next(op for op in operations if op.target == "job")
+    assert until(leader.operations, job, ended).state is OperationState.FAILED
+    assert open_requests(etcd, keys)["job"].open, "nothing of the run works before it is carried out"
+
+
+def test_fault_logs_and_requests_of_engines_that_are_gone_are_deleted(lead: Any, plane: Plane, etcd: EtcdClient,
+                                                                      keys: Keys) -> None:
+    for name in ("e0", "e1"):
+        etcd.put(keys.fault(f"engines/{name}"), FaultLog(target=f"engines/{name}").encode())
+        etcd.put(keys.restart(f"engines/{name}"), RestartRequest(target=f"engines/{name}", generation=1).encode())
+    etcd.put(keys.fault("trainer"), FaultLog(target="trainer").encode())
+    plane.engine("e0")
+    lead("a")
+    wait_until(lambda: etcd.get(keys.fault("engines/e1")) is None and etcd.get(keys.restart("engines/e1")) is None,
+               timeout_s=20, what="the end of what is left of e1")
+    assert all(map(etcd.get, (keys.fault("engines/e0"), keys.restart("engines/e0"), keys.fault("trainer"))))
+
+
+def test_driver_that_starts_after_a_restart_of_the_job_is_that_restart(lead: Any, etcd: EtcdClient, keys: Keys) -> None:
+    """The supervisor that started it died before it acknowledged the request."""
+    leader = lead("a")
+    fencing.raise_epoch(etcd, keys, "driver-1")
+    op = leader.operations.restart("job", by="ann")
+    until(leader.operations, op, lambda o: o.phase == "stopping")
+    assert open_requests(etcd, keys)["job"].open
+    fencing.raise_epoch(etcd, keys, "driver-2")
+    until(leader.operations, op, lambda o: o.phase == "starting")
+    assert not open_requests(etcd, keys), "the next supervisor does not restart the driver once more"
+    leader.operations.restart("job", by="ann")
+    assert open_requests(etcd, keys)["job"].generation == 2, "a later request is another one"
+
+
+def test_late_report_about_an_earlier_incarnation_changes_nothing(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
+                                                                  ) -> None:
+    leader = lead("a")
+    member = plane.member("engine", "e1", "follow")
+    etcd.put(keys.engine("e1"), Engine(id="e1", pool=POOL, state=EngineState.READY, epoch=1,
+                                       incarnation=member.incarnation).encode())
+
+    def entry() -> LastSeen | None:
+        found = etcd.get(keys.registry_entry("engine", "e1"))
+        return LastSeen.decode(found.value) if found else None
+
+    def counted() -> int:
+        found = etcd.get(keys.event_cursor())
+        return EventCursor.decode(found.value).statistics.events.get("engine.dead", 0) if found else 0
+
+    wait_until(entry, timeout_s=20, what="the registry entry")
+    events.emit(etcd, keys, "engine.dead", "e1", "its server died", severity=Severity.ERROR, incarnation="earlier")
+    wait_until(lambda: counted() == 1, timeout_s=20, what="the leader to have read the event")
+    assert entry() is not None and not entry().dead
+    events.emit(etcd, keys, "engine.dead", "e1", "its server died", severity=Severity.ERROR,
+                incarnation=member.incarnation)
+    wait_until(lambda: entry() and entry().reported, timeout_s=20, what="the death of the registered incarnation")
+    assert leader.health.problem() == ""
+
+
+def test_death_of_an_earlier_runner_leaves_the_record_of_the_next_one_alone(lead: Any, plane: Plane, etcd: EtcdClient,
+                                                                            keys: Keys) -> None:
+    lead("a")
+    for name, incarnation in (("e1", "of the next runner"), ("e2", "")):
+        member = plane.member("engine", name, "follow")
+        wait_until(lambda n=name: etcd.get(keys.registry_entry("engine", n)), timeout_s=20, what="the registry entry")
+        etcd.put(keys.engine(name), Engine(id=name, pool=POOL, state=EngineState.READY, epoch=1,
+                                           incarnation=incarnation or member.incarnation).encode())
+        etcd.delete(keys.member("engine", name))  # its lease has ended, and it did not sign off
+        member.replaced.set()
+        wait_until(lambda n=name: [e for e in events_of(etcd, keys, "engine.dead") if e.subject == n], timeout_s=20,
+                   what="the event of the death")
+    states = {n: Engine.decode(etcd.get(keys.engine(n)).value).state for n in ("e1", "e2")}
+    assert states == {"e1": EngineState.READY, "e2": EngineState.DEAD}
+
+
+def test_acknowledged_request_leaves_a_later_one_open(etcd: EtcdClient, keys: Keys) -> None:
+    etcd.put(keys.restart("trainer"), RestartRequest(target="trainer", generation=1).encode())
+    request = open_requests(etcd, keys)["trainer"]
+    etcd.put(keys.restart("trainer"), RestartRequest(target="trainer", generation=2).encode())
+    acknowledge(etcd, keys, request)
+    assert open_requests(etcd, keys)["trainer"].observed_generation == 1, "the second request is still open"
     fencing.raise_epoch(etcd, keys, "driver-1")
     with pytest.raises(Fenced):
-        acknowledge(etcd, keys, wish, fencing.epoch_guard(keys, 7))
+        acknowledge(etcd, keys, request, fencing.epoch_guard(keys, 7))

@@ -1,4 +1,4 @@
-"""What real replicas answer to a scrape: all that the rules and the dashboard ask for, and the same from each."""
+"""Scrapes of real replicas: every metric of the rules and the dashboard, and the same from each replica."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def exported(text: str) -> set[str]:
 
 
 def a_job(etcd: EtcdClient, keys: Keys) -> None:
-    """A run in its third step: an engine, a node, a version, a fault that was mended."""
+    """A run in its third step: an engine, a node, a version, a fault that was recovered."""
     now = time.time()
     fencing.raise_epoch(etcd, keys, "test")
     version = Version(stream="policy", number=4, state=VersionState.COMMITTED, epoch=1, nbytes=64, committed_at=now)
@@ -81,12 +81,12 @@ def a_job(etcd: EtcdClient, keys: Keys) -> None:
     }.items():
         etcd.put(key, record.encode())
     fallen = events.build("engine.dead", "e0", "", detect_s=0.2)
-    mended = events.build("engine.ready", "e1", "", start_s=0.0)
+    recovered = events.build("engine.ready", "e1", "", start_s=0.0)
     etcd.txn([], [Op.put(keys.event(fallen.id), fallen.encode())])
-    etcd.txn([], [Op.put(keys.event(mended.id + "z"), mended.encode())])
+    etcd.txn([], [Op.put(keys.event(recovered.id + "z"), recovered.encode())])
 
 
-def test_every_metric_of_the_rules_and_the_dashboard_is_exported_and_well_named(
+def test_every_metric_of_the_rules_and_the_dashboard_is_exported(
         replicas: Replicas, etcd: EtcdClient, keys: Keys) -> None:
     a_job(etcd, keys)
     replicas.start("a")
@@ -114,7 +114,7 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_exported_and_well_named(
         assert 0.2 < found["job_effective_time_ratio", ()] <= 0.5
 
 
-def test_each_replica_shows_the_same_job_and_counters_survive_the_leader(
+def test_every_replica_shows_the_same_job_and_counters_survive_the_leader(
         replicas: Replicas, etcd: EtcdClient, keys: Keys) -> None:
     a_job(etcd, keys)
     replicas.start("a", "b")
@@ -128,7 +128,7 @@ def test_each_replica_shows_the_same_job_and_counters_survive_the_leader(
         return {key: value for key, value in scrape(replicas, name).items()
                 if not key[0].startswith((*OF_A_REPLICA, "python_", "process_")) and not key[0].endswith(AGES)}
 
-    wait_until(lambda: of_the_job("a") == of_the_job("b"), timeout_s=20, what="two replicas that say the same")
+    wait_until(lambda: of_the_job("a") == of_the_job("b"), timeout_s=20, what="two replicas with the same metrics")
     shown = of_the_job("a")
     assert shown["leader_elections_total", ()] == 1
     assert shown["fault_recovery_seconds_count", (("part", "engine"),)] == 1

@@ -1,4 +1,4 @@
-"""The run's curve in etcd: written with the status it belongs to, ended where a recovery goes back, kept bounded."""
+"""Step metrics in etcd: written with the status they belong to, deleted when a recovery rewinds, kept bounded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def points(etcd: EtcdClient, keys: Keys) -> list[StepMetrics]:
     return [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
 
 
-def test_a_step_and_its_point_are_one_write_and_an_evaluation_joins_the_point(etcd: EtcdClient, keys: Keys) -> None:
+def test_step_status_and_metrics_are_one_write(etcd: EtcdClient, keys: Keys) -> None:
     fencing.raise_epoch(etcd, keys, "test")
     status = writer(etcd, keys)
     status.write("rl", point=point(1), step=1, reward=0.1)
@@ -44,7 +44,7 @@ def test_a_step_and_its_point_are_one_write_and_an_evaluation_joins_the_point(et
     assert points(etcd, keys) == [point(1).replace(eval_accuracy=0.75)] and status.latest.eval_accuracy == 0.5
 
 
-def test_a_recovery_deletes_the_points_that_it_undid_and_takes_their_time_back(etcd: EtcdClient, keys: Keys) -> None:
+def test_recovery_deletes_metrics_of_undone_steps(etcd: EtcdClient, keys: Keys) -> None:
     fencing.raise_epoch(etcd, keys, "test")
     status = writer(etcd, keys)
     for step in range(1, 6):
@@ -70,14 +70,15 @@ def test_a_recovery_deletes_the_points_that_it_undid_and_takes_their_time_back(e
     assert [p.step for p in points(etcd, keys)] == [1, 2]
 
 
-def test_the_leader_thins_a_long_curve(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+def test_leader_downsamples_step_metrics(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys,
+                                         tmp_path: Path) -> None:
     fencing.raise_epoch(etcd, keys, "test")
     for at in range(1, 301, 100):
         fencing.write(etcd, keys, 1, *(Op.put(keys.step_metrics(n), point(n).encode()) for n in range(at, at + 100)))
     replicas = Replicas(tmp_path, keys, etcd_servers.endpoints, {"coordinator": {"max_step_metrics": 100}})
     try:
         replicas.start("a")
-        wait_until(lambda: etcd.count(keys.steps_prefix()) <= 100, timeout_s=30, what="a shorter curve")
+        wait_until(lambda: etcd.count(keys.steps_prefix()) <= 100, timeout_s=30, what="fewer points")
         kept = [p.step for p in points(etcd, keys)]
         assert kept[0] == 1 and kept[-50:] == list(range(251, 301)) and 75 <= len(kept) <= 100
     finally:

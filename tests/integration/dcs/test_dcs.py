@@ -473,7 +473,7 @@ def test_too_little_shared_memory_is_told_with_numbers(cluster: Cluster) -> None
 
 def test_a_node_that_ends_says_good_bye(cluster: Cluster) -> None:
     cluster.start("a")
-    roster = cluster.keys.roster("dcs", "a")
+    roster = cluster.keys.registry_entry("dcs", "a")
     cluster.etcd.put(roster, b"{}")
     stop(cluster.nodes["a"].pid)
     assert cluster.nodes["a"].wait(5) == 0

@@ -91,7 +91,7 @@ def drivers(rig: EngineTestbed, foreign: Foreign) -> Iterator[Callable[[RunConte
 
 def wish(rig: EngineTestbed, engine: str, url: str) -> ExternalEngine:
     adoption = ExternalEngine(engine=engine, pool=POOL, url=url)
-    rig.etcd.put(rig.ctx.keys.adoption(url), adoption.encode())
+    rig.etcd.put(rig.ctx.keys.external_engine(url), adoption.encode())
     return adoption
 
 
@@ -113,7 +113,7 @@ def reason(rig: EngineTestbed, plane: AdoptedEngines, url: str) -> str:
     """Why the engine of a server ended, once it has."""
     def ended() -> str:
         plane.reconcile({}, records(rig))
-        found = rig.etcd.get(rig.ctx.keys.adoption(url))
+        found = rig.etcd.get(rig.ctx.keys.external_engine(url))
         return ExternalEngine.decode(found.value).ended if found else ""
 
     return wait_until(ended, timeout_s=90, what=f"the end of the engine at {url}")
@@ -135,7 +135,7 @@ def test_a_server_of_somebody_else_takes_part_and_outlives_it(
                alive=lambda: foreign.process.poll() is None)
     wish(rig, "a0", foreign.url)
     engine = ready_at(rig, plane, "a0", first)
-    assert engine.adopted and engine.pid == 0 and engine.url == foreign.url
+    assert engine.external and engine.pid == 0 and engine.url == foreign.url
     assert workers(rig) == {foreign.url: True} and plane.reconcile({}, records(rig)) == 1
     [greedy] = rig.ask()
     assert (greedy.token_ids, greedy.version) == (rig.expected(), first)
@@ -159,7 +159,7 @@ def test_a_server_of_somebody_else_takes_part_and_outlives_it(
     rig.ctx = rig.ctx.model_copy(update={"epoch": epoch})
     plane = drivers(rig.ctx)
     assert ready_at(rig, plane, "a1", second).epoch == epoch
-    rig.etcd.delete(rig.ctx.keys.adoption(foreign.url))
+    rig.etcd.delete(rig.ctx.keys.external_engine(foreign.url))
 
     def left() -> bool:
         plane.reconcile({}, records(rig))

@@ -49,7 +49,7 @@ def _wait_step(etcd: EtcdClient, keys: Keys, above: int) -> Member:
 
 
 def test_member_reports_progress_and_deregisters_on_close(etcd: EtcdClient, keys: Keys) -> None:
-    etcd.put(keys.roster("rollout", "engine-1"), b"{}")  # the leader's record of it
+    etcd.put(keys.registry_entry("rollout", "engine-1"), b"{}")  # the leader's record of it
     member = Membership(etcd, keys, "rollout", "engine-1", ttl_s=TTL_S, url="http://e", epoch=4, info={"gpu": 0})
     member.start()
     (seen,) = members(etcd, keys, "rollout")
@@ -62,7 +62,7 @@ def test_member_reports_progress_and_deregisters_on_close(etcd: EtcdClient, keys
     wait_until(lambda: members(etcd, keys)[0].beat_at > moved.beat_at, timeout_s=5, what="another heartbeat")
     assert members(etcd, keys)[0].progress_at == moved.progress_at  # a heartbeat is not progress
     member.close()
-    assert members(etcd, keys) == [] and etcd.get(keys.roster("rollout", "engine-1")) is None
+    assert members(etcd, keys) == [] and etcd.get(keys.registry_entry("rollout", "engine-1")) is None
 
 
 def test_member_registers_again_after_losing_its_lease(etcd: EtcdClient, keys: Keys) -> None:

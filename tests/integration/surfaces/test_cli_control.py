@@ -256,7 +256,7 @@ def test_an_engine_is_adopted_or_it_is_said_why_not(control: Control, run: Run) 
     assert code == Exit.OK and f"{url} joins pool rollout" in said and len(control.operations()) == before
 
     def driver() -> None:
-        key, at = control.keys.adoption(url), control.begun(before).params["url"]
+        key, at = control.keys.external_engine(url), control.begun(before).params["url"]
         wish = ExternalEngine.decode(control.etcd.get(key).value)
         control.etcd.put(key, wish.replace(ended=f"no SGLang server answers at {at}").encode())
 
@@ -264,7 +264,7 @@ def test_an_engine_is_adopted_or_it_is_said_why_not(control: Control, run: Run) 
     code, _, told = run("adopt", url, "--wait")
     acting.join(_LIMIT_S)
     assert code == Exit.FAILED and "no SGLang server answers" in told
-    assert control.etcd.get(control.keys.adoption(url)) is None
+    assert control.etcd.get(control.keys.external_engine(url)) is None
     assert run("adopt", "moon")[0] == run("adopt", url, "--pool", "none")[0] == Exit.REFUSED
 
 
@@ -303,7 +303,7 @@ def _take_terminal() -> None:
 def test_on_a_terminal_a_restart_asks_and_only_a_yes_begins_it(control: Control) -> None:
     def wanted() -> int:
         found = control.etcd.get(control.keys.restart("trainer"))
-        return RestartRequest.decode(found.value).wanted if found else 0
+        return RestartRequest.decode(found.value).generation if found else 0
 
     before = wanted()
     asked = Terminal(control, "restart", "trainer")

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_rl.coordinator import etcd_health
 from elastic_rl.coordinator.alerts import rules, state_machine
-from elastic_rl.coordinator.alerts.facts import Facts, Thresholds, behind_s
+from elastic_rl.coordinator.alerts.conditions import Thresholds, behind_s, etcd_conditions
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.etcd_health import Health
-from elastic_rl.coordinator.membership.registry import LastSeen
-from elastic_rl.etcd.client import MemberStatus
+from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
+from elastic_rl.etcd.client import KeyValue, MemberStatus
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
     DcsNode,
     Engine,
@@ -24,7 +25,11 @@ from elastic_rl.etcd.records import (
     PoolSpec,
     PoolStatus,
     Severity,
+    Version,
+    VersionState,
 )
+
+KEYS = Keys("j")
 
 
 def advance_once(now: float, known: Sequence[Alert] = (), holding: Mapping[str, Condition] | None = None,
@@ -41,10 +46,19 @@ def engine(engine_id: str, state: EngineState, updated_at: float = 0.0) -> Engin
     return Engine(id=engine_id, pool="rollout", state=state, epoch=1, updated_at=updated_at)
 
 
-def world(**changes) -> rules.World:
-    given_ = {"job": "j", "specs": {"rollout": PoolSpec(name="rollout", desired=2)},
-              "statuses": {"rollout": PoolStatus(name="rollout", ready=1, starting=1, draining=0)}}
-    return rules.World(**{**given_, **changes})
+def empty_snapshot(engines: Sequence[Engine] = (), registry: Sequence[LastSeen] = (), nodes: Sequence[DcsNode] = (),
+                   revisions: Mapping[str, int] | None = None, **changes) -> ClusterSnapshot:
+    """A snapshot without a pool. ``revisions``: of the last change, by key."""
+    return ClusterSnapshot(
+        "j", engines={e.id: e for e in engines}, registry={s.name: s for s in registry}, nodes={n.id: n for n in nodes},
+        revisions={key: KeyValue(key, b"", 1, mod, 1, 0) for key, mod in (revisions or {}).items()}, **changes)
+
+
+def snapshot(**changes) -> ClusterSnapshot:
+    """With a pool that has one of two engines."""
+    return empty_snapshot(**{
+        "specs": {"rollout": PoolSpec(name="rollout", desired=2)},
+        "statuses": {"rollout": PoolStatus(name="rollout", ready=1, starting=1, draining=0)}, **changes})
 
 
 def test_reports_of_one_engine_by_runner_driver_and_leader_have_one_key() -> None:
@@ -68,16 +82,16 @@ def test_leaders_own_death_event_opens_no_second_alert() -> None:
 
 def test_dead_ranks_of_a_trainer_are_one_alert() -> None:
     dead = [LastSeen(role="trainer", id=f"rank-{i}", incarnation="1", first_seen=1, dead_at=5) for i in range(2)]
-    assert [k for k in rules.conditions(world(roster=dead), 9.0) if "trainer" in k] == ["trainer.dead/trainer"]
+    assert [k for k in rules.conditions(snapshot(registry=dead), 9.0) if "trainer" in k] == ["trainer.dead/trainer"]
 
 
 def test_engine_alert_is_over_when_the_pool_is_complete() -> None:
     alert = advance_once(100.0, reports=[Condition("engine.dead", "e1", "m", revision=3)]).put[0]
     two = [engine("e2", EngineState.READY), engine("e3", EngineState.READY)]
-    assert not rules.released(alert, world(engines=[engine("e2", EngineState.READY)]), 200.0)
-    assert not rules.released(alert, world(engines=[*two, engine("e1", EngineState.READY, 50.0)]), 200.0)
-    assert not rules.released(alert, world(engines=two), 101.0)
-    assert rules.released(alert, world(engines=two), 104.0)
+    assert not rules.released(alert, snapshot(engines=[engine("e2", EngineState.READY)]), 200.0)
+    assert not rules.released(alert, snapshot(engines=[*two, engine("e1", EngineState.READY, 50.0)]), 200.0)
+    assert not rules.released(alert, snapshot(engines=two), 101.0)
+    assert rules.released(alert, snapshot(engines=two), 104.0)
 
 
 def test_cannot_fetch_alert_is_over_when_the_engine_recovers_or_is_gone() -> None:
@@ -88,8 +102,8 @@ def test_cannot_fetch_alert_is_over_when_the_engine_recovers_or_is_gone() -> Non
     assert rules.resolved_key(over, "j") == condition.key
     alert = advance_once(1.0, reports=[condition]).put[0]
     engine = Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1)
-    assert not rules.released(alert, rules.World("j", engines=[engine]), 1e6)
-    assert rules.released(alert, rules.World("j"), 1e6)
+    assert not rules.released(alert, empty_snapshot(engines=[engine]), 1e6)
+    assert rules.released(alert, empty_snapshot(), 1e6)
 
 
 def test_dropped_version_is_a_publish_alert_of_its_stream() -> None:
@@ -100,16 +114,20 @@ def test_dropped_version_is_a_publish_alert_of_its_stream() -> None:
 
 def test_publish_alert_is_over_when_the_head_moves_after_the_failure() -> None:
     alert = advance_once(1.0, reports=[Condition("publish.failed", "policy", "m", revision=30)]).put[0]
-    assert not rules.released(alert, world(heads={"policy": 29}), 2.0)
-    assert rules.released(alert, world(heads={"policy": 31}), 2.0)
+    head = {"policy": Version(stream="policy", number=4, state=VersionState.COMMITTED, epoch=1)}
+
+    def released(moved_at: int) -> bool:
+        return rules.released(alert, snapshot(heads=head, revisions={KEYS.stream_head("policy"): moved_at}), 2.0)
+
+    assert not released(29) and released(31)
 
 
 def test_short_pool_is_an_alert_after_an_engines_start_time_and_while_the_run_lasts() -> None:
-    found = rules.conditions(world(pool_hold_s=77.0), 9.0)
+    found = rules.conditions(snapshot(), 9.0, Thresholds(pool_hold_s=77.0))
     assert found["pool.short/rollout"].hold_s == 77.0
-    over = rules.conditions(world(status=JobStatus(phase="finished")), 9.0)
+    over = rules.conditions(snapshot(status=JobStatus(phase="finished")), 9.0)
     assert list(over) == ["job.finished/j"]
-    assert list(rules.conditions(world(status=JobStatus(phase="failed", message="no")), 9.0)) == [
+    assert list(rules.conditions(snapshot(status=JobStatus(phase="failed", message="no")), 9.0)) == [
         "job.failed/j"]
 
 
@@ -130,8 +148,8 @@ def test_hang_and_death_of_one_member_are_one_alert() -> None:
     trainer = Condition("trainer.dead", "trainer", "m")
     assert merged(trainer, known=[opened("trainer.hung", "trainer")]) == ["trainer.hung/trainer"]
     hung = LastSeen(role="engine", id="e1", incarnation="1", first_seen=1, hung_at=5)
-    assert list(rules.conditions(world(roster=[hung], statuses={}), 9.0)) == ["engine.hung/e1"]
-    assert not rules.conditions(world(roster=[hung.replace(dead_at=6.0)], statuses={}), 9.0)
+    assert list(rules.conditions(snapshot(registry=[hung], statuses={}), 9.0)) == ["engine.hung/e1"]
+    assert not rules.conditions(snapshot(registry=[hung.replace(dead_at=6.0)], statuses={}), 9.0)
 
 
 def test_driver_death_and_global_restart_are_one_alert_in_either_order() -> None:
@@ -151,14 +169,14 @@ def test_error_is_not_merged_into_a_warning() -> None:
 
 
 def test_restart_event_is_notified_unless_its_fault_has_an_alert() -> None:
-    wanted = rules.report(event("restart.wanted", "engines/e1", by="ada"), 5, "j")
-    assert wanted and not wanted.notify_resolved and merged(wanted) == ["restart.wanted/engines/e1"]
-    assert merged(wanted, known=[opened("engine.hung", "e1")]) == []
-    role = replace(wanted, subject="roles/critic")
+    requested = rules.report(event("restart.requested", "engines/e1", by="ada"), 5, "j")
+    assert requested and not requested.notify_resolved and merged(requested) == ["restart.requested/engines/e1"]
+    assert merged(requested, known=[opened("engine.hung", "e1")]) == []
+    role = replace(requested, subject="roles/critic")
     assert merged(role, known=[opened("critic.hung", "critic-7")]) == []
-    assert merged(role, known=[opened("critic2.dead", "x")]) == ["restart.wanted/roles/critic"]
-    assert merged(replace(wanted, subject="job"), known=[opened("run.global_restart", "j", revision=3)]) == []
-    assert merged(Condition("trainer.hung", "trainer", "m"), replace(wanted, subject="trainer")) == [
+    assert merged(role, known=[opened("critic2.dead", "x")]) == ["restart.requested/roles/critic"]
+    assert merged(replace(requested, subject="job"), known=[opened("run.global_restart", "j", revision=3)]) == []
+    assert merged(Condition("trainer.hung", "trainer", "m"), replace(requested, subject="trainer")) == [
         "trainer.hung/trainer"]
 
 
@@ -167,8 +185,8 @@ def test_global_restart_alert_is_over_when_the_new_epoch_makes_progress() -> Non
     status = JobStatus(phase="rl")
 
     def over(epoch: int, written: int, status: JobStatus = status) -> bool:
-        return rules.released(alert, world(status=status, facts=Facts(epoch_revision=epoch,
-                                                                            status_revision=written)), 1e9)
+        return rules.released(alert, snapshot(status=status, revisions={
+            KEYS.epoch(): epoch, KEYS.job_status(): written}), 1e9)
 
     assert not over(20, 40), "the old epoch still writes"
     assert not over(35, 34) and over(35, 36)
@@ -178,11 +196,11 @@ def test_global_restart_alert_is_over_when_the_new_epoch_makes_progress() -> Non
 
 def test_crash_loop_and_failed_job_are_one_alert_until_the_job_runs() -> None:
     loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="policy"), 5, "j")
-    failed = rules.conditions(world(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
+    failed = rules.conditions(snapshot(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
     assert loop and len(set(merged(loop, failed))) == 1
     alert = opened("run.crash_loop", "j", revision=5)
-    assert not rules.released(alert, world(status=JobStatus(phase="failed")), 1e9)
-    assert rules.released(alert, world(status=JobStatus(phase="starting")), 2.0)
+    assert not rules.released(alert, snapshot(status=JobStatus(phase="failed")), 1e9)
+    assert rules.released(alert, snapshot(status=JobStatus(phase="starting")), 2.0)
 
 
 def test_end_event_of_one_sign_ends_the_alert_it_was_merged_into() -> None:
@@ -193,18 +211,18 @@ def test_end_event_of_one_sign_ends_the_alert_it_was_merged_into() -> None:
     assert rules.declared_over(opened("trainer.hung", "trainer", revision=5), {"trainer.dead/trainer"})
 
 
-def facts(**changes) -> Facts:
-    return Facts(**{"committed": {"policy": {n: 100.0 * n for n in range(10, 21)}}, **changes})
+COMMITTED = {n: 100.0 * n for n in range(10, 21)}
 
 
 def test_engine_lags_by_versions_or_by_time_since_the_next_version() -> None:
-    assert behind_s(1450.0, 13, facts().committed["policy"]) == 50.0
-    assert behind_s(9999.0, 20, facts().committed["policy"]) == 0.0
-    assert behind_s(1450.0, 3, facts().committed["policy"]) == 450.0, "what was released is not known any more"
+    assert behind_s(1450.0, 13, COMMITTED) == 50.0
+    assert behind_s(9999.0, 20, COMMITTED) == 0.0
+    assert behind_s(1450.0, 3, COMMITTED) == 450.0, "what was released is not known any more"
 
-    def lagging(version: int, now: float, state: EngineState = EngineState.READY, **changes) -> list[str]:
+    def lagging(version: int, now: float, state: EngineState = EngineState.READY) -> list[str]:
         e = engine("e1", state).replace(version=version)
-        return [k for k in rules.conditions(world(engines=[e], facts=facts(**changes)), now) if "lag" in k]
+        return [k for k in rules.conditions(snapshot(engines=[e], committed={"policy": COMMITTED}), now)
+                if "lag" in k]
 
     assert not lagging(20, 9999.0) and not lagging(18, 1950.0)
     assert lagging(18, 2021.0) == ["engine.lagging/e1"]
@@ -214,7 +232,7 @@ def test_engine_lags_by_versions_or_by_time_since_the_next_version() -> None:
 
 def test_durable_stream_is_behind_by_time() -> None:
     def behind(number: int, now: float) -> list[str]:
-        return list(rules.conditions(rules.World("j", facts=facts(durable={"policy": number})), now))
+        return list(rules.conditions(empty_snapshot(committed={"policy": COMMITTED}, durable={"policy": number}), now))
 
     assert behind(20, 1e9) == [] and behind(18, 2000.0) == []
     assert behind(18, 1900.0 + 901.0) == ["durable.behind/policy"] == behind(0, 1e9)
@@ -224,8 +242,8 @@ def test_full_node_alert_uses_disk_or_arena_and_has_hysteresis() -> None:
     def full(used: int, disk: int = 0, room: int = 0, firing: frozenset[str] = frozenset()) -> bool:
         node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=100, used_bytes=used,
                        disk_bytes=disk, disk_room_bytes=room)
-        w = rules.World("j", facts=Facts(nodes=[node], limits=Thresholds(full_fraction=0.9)))
-        return "dcs.full/n0" in rules.conditions(w, 1.0, firing)
+        return "dcs.full/n0" in rules.conditions(empty_snapshot(nodes=[node]), 1.0, Thresholds(full_fraction=0.9),
+                                                 firing)
 
     assert full(91) and not full(89)
     assert not full(100, disk=100, room=50) and full(1, disk=100, room=5), "with a disk the arena is a cache"
@@ -235,8 +253,8 @@ def test_full_node_alert_uses_disk_or_arena_and_has_hysteresis() -> None:
 def test_staleness_beyond_its_bound_is_an_alert() -> None:
     def found(staleness: int, phase: str = "rl") -> list[str]:
         status = JobStatus(phase=phase, staleness=staleness)
-        return [k for k in rules.conditions(rules.World("j", status=status, facts=Facts(
-            limits=Thresholds(max_staleness=1))), 1.0) if "stale" in k]
+        return [k for k in rules.conditions(empty_snapshot(status=status), 1.0, Thresholds(max_staleness=1))
+                if "stale" in k]
 
     assert found(2) == ["staleness.exceeded/j"] and not found(1) and not found(2, "finished")
 
@@ -244,7 +262,7 @@ def test_staleness_beyond_its_bound_is_an_alert() -> None:
 def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
     def found(*errors: str, read_s: float = 0.0) -> list[tuple[str, Severity]]:
         health = Health([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
-        return [(c.key, c.severity) for c in etcd_health.conditions(health, 0.5, 0.9, 1000)]
+        return [(c.key, c.severity) for c in etcd_conditions(health, 0.5, 0.9, 1000)]
 
     assert found("", "", "") == [] == found("")
     assert found("x", "", "") == [("etcd.degraded/m0", Severity.ERROR)]
@@ -252,12 +270,12 @@ def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
     assert [s for _, s in found("x", "y", "", "", "")] == [Severity.ERROR] * 2
     assert found("", read_s=0.6) == [("etcd.slow/etcd", Severity.WARNING)]
     full = Health([MemberStatus("m0", alarms=("NOSPACE",))])
-    assert [c.key for c in etcd_health.conditions(full, 0.5, 0.9, 1000)] == ["etcd.alarm/m0"]
+    assert [c.key for c in etcd_conditions(full, 0.5, 0.9, 1000)] == ["etcd.alarm/m0"]
 
 
 def test_etcd_full_uses_the_members_quota_or_the_assumed_one() -> None:
     def full(*members: MemberStatus) -> bool:
-        return [c.key for c in etcd_health.conditions(Health(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
+        return [c.key for c in etcd_conditions(Health(members), 0.5, 0.9, 1000)] == ["etcd.full/etcd"]
 
     assert full(MemberStatus("m0", db_bytes=901), MemberStatus("m1", db_bytes=100))
     assert not full(MemberStatus("m0", db_bytes=899))

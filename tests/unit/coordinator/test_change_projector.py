@@ -139,13 +139,13 @@ def test_the_trimming_of_logs_and_what_is_no_state_are_not_told() -> None:
     assert told(scene, etcd_servers.delete(KEYS.event("1-a"))) is None
     step = told(scene, etcd_servers.put(KEYS.step_metrics(7), b'{"step":7}'))
     assert step is not None and (step.kind, step.id) == ("step", "7")
-    for key in (KEYS.ledger(1), KEYS.roster("a", "b"), KEYS.stream_head("policy"), KEYS.pin("policy", 1, "h")):
+    for key in (KEYS.ledger(1), KEYS.registry_entry("a", "b"), KEYS.stream_head("policy"), KEYS.pin("policy", 1, "h")):
         assert told(scene, etcd_servers.put(key, b"{}")) is None
 
 
 def test_a_record_that_cannot_be_read_is_passed_over() -> None:
     etcd_servers, scene = Etcd(), ChangeProjector(KEYS, "a")
-    assert told(scene, etcd_servers.put(KEYS.job_status(), b"not json")) is None
+    assert shown(told(scene, etcd_servers.put(KEYS.job_status(), b"not json")))["status"] is None
     ok = told(scene, etcd_servers.put(KEYS.job_status(), JobStatus(phase="rl", step=3).encode()))
     assert shown(ok)["status"]["step"] == 3
 

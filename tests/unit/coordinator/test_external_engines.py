@@ -1,10 +1,10 @@
-"""Which servers may take part: by their URL, and by what they say of themselves."""
+"""Which servers may be registered: by their URL, and by what they report about themselves."""
 
 from __future__ import annotations
 
 import pytest
 
-from elastic_rl.coordinator.operations.external_engines import check_url
+from elastic_rl.coordinator.operations.external_engines import normalized_url
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.engine.external_server import is_here, why_unfit
 from elastic_rl.engine.loader import LOADER
@@ -14,22 +14,22 @@ MODEL, SERVER = {"architectures": QWEN}, {"custom_weight_loader": [LOADER], "tp_
 
 
 @pytest.mark.parametrize("url", ["http://Host:30000", "http://host:30000/", "HTTP://host:30000"])
-def test_a_server_has_one_spelling(url: str) -> None:
-    assert check_url(url) == "http://host:30000"
-    assert check_url("http://[::1]:30000/") == "http://[::1]:30000"
+def test_url_of_a_server_is_normalized(url: str) -> None:
+    assert normalized_url(url) == "http://host:30000"
+    assert normalized_url("http://[::1]:30000/") == "http://[::1]:30000"
 
 
 @pytest.mark.parametrize("url", [
     "", "host:30000", "https://host:30000", "ftp://host:1", "http://host", "http://:30000", "http://host:0",
     "http://host:99999", "http://host:x", "http://me:pass@host:1", "http://host:1/path", "http://host:1?x=1",
     "http://host:1#x", "http://[::1:30000", "http://h\u00f6st:1", "http://ho\nst:1"])
-def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+def test_invalid_server_url_is_refused(url: str) -> None:
     with pytest.raises(Problem) as refused:
-        check_url(url)
+        normalized_url(url)
     assert (refused.value.status, refused.value.kind) == (422, "invalid")
 
 
-def test_a_server_that_fits_lacks_nothing_and_another_is_told_what() -> None:
+def test_server_that_does_not_fit_gets_the_reason() -> None:
     assert why_unfit(MODEL, SERVER, QWEN) == ""
     assert "not a" in why_unfit({"architectures": ["LlamaForCausalLM"]}, SERVER, QWEN)
     for loaders in (None, [], ["other.load"]):
@@ -37,6 +37,6 @@ def test_a_server_that_fits_lacks_nothing_and_another_is_told_what() -> None:
     assert "dp_size=2" in why_unfit(MODEL, {**SERVER, "dp_size": 2}, QWEN)
 
 
-def test_only_a_server_of_this_host_is_here() -> None:
+def test_address_of_another_host_is_not_local() -> None:
     assert is_here("127.0.0.1") and is_here("localhost")
     assert not is_here("192.0.2.1") and not is_here("no.such.host.invalid")

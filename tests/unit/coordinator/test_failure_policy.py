@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.coordinator.failure import policy
-from elastic_rl.coordinator.failure.policy import POLICY, Action, Fault, FaultLog, Rule
+from elastic_rl.coordinator.failure.policy import POLICY, Fault, Rule
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.operations.state_machine import JOB
+from elastic_rl.coordinator.records import FaultLog, RecoveryAction
+from elastic_rl.coordinator.targets import JOB
 from elastic_rl.etcd.records import JobStatus
 
 SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "100"))
@@ -32,7 +34,7 @@ def after(rule: Rule, times: list[float], progress: int = 0, log: FaultLog | Non
     return log
 
 
-def test_every_part_has_a_rule_for_each_fault_and_says_what_goes_on() -> None:
+def test_every_part_has_a_rule_for_each_fault() -> None:
     parts = {r.part for r in POLICY}
     assert {(r.part, r.fault) for r in POLICY} == {(p, f) for p in parts for f in Fault}
     assert {registry.ENGINE, registry.TRAINER, registry.DCS, registry.COORDINATOR, "driver", "role"} == parts
@@ -40,64 +42,82 @@ def test_every_part_has_a_rule_for_each_fault_and_says_what_goes_on() -> None:
     assert policy.rule_for("genrm", Fault.DEAD).part == "role"
 
 
-def test_what_died_is_left_to_who_is_nearest_until_its_budget_is_spent() -> None:
+def test_deaths_within_the_budget_need_no_action_of_the_leader() -> None:
     log = after(TRAINER_DEAD, [0, 10, 20])
-    assert policy.due(log, 20) is Action.LEAVE
+    assert policy.due(log, 20) is RecoveryAction.NONE
     log = after(TRAINER_DEAD, [30], log=log)
-    assert log.pending is Action.GLOBAL_RESTART
+    assert log.pending is RecoveryAction.GLOBAL_RESTART
     assert "4 faults" in log.reason
 
 
-def test_faults_that_are_long_ago_use_up_no_budget() -> None:
-    assert after(TRAINER_DEAD, [0, 40, 80, 120, 160, 200, 240]).pending is Action.LEAVE
+def test_faults_outside_the_window_do_not_count() -> None:
+    assert after(TRAINER_DEAD, [0, 40, 80, 120, 160, 200, 240]).pending is RecoveryAction.NONE
 
 
-def test_ranks_that_fall_together_are_one_fault() -> None:
-    assert len(after(TRAINER_DEAD, [0, 0, 1, 3]).marks) == 1
-    assert len(after(TRAINER_DEAD, [0, 3, 6, 9, 12]).marks) == 3, "what never settles counts all the same"
+def test_faults_of_one_target_that_come_together_count_once() -> None:
+    assert len(after(TRAINER_DEAD, [0, 0, 1, 3]).occurrences) == 1
+    assert len(after(TRAINER_DEAD, [0, 3, 6, 9, 12]).occurrences) == 3, "a target that never settles counts too"
 
 
-def test_what_hangs_is_restarted_at_once_and_then_after_longer_and_longer_pauses() -> None:
+def test_hung_part_is_restarted_with_exponential_backoff() -> None:
     log, waits = FaultLog(target="trainer"), []
     for at in (0.0, 20.0, 40.0):
         log = after(TRAINER_HUNG, [at], log=log)
-        assert log.pending is Action.RESTART
+        assert log.pending is RecoveryAction.RESTART
         waits.append(log.due_at - at)
-        assert policy.due(log, log.due_at - 0.01 if waits[-1] else -0.01) is Action.LEAVE
-        assert policy.due(log, log.due_at) is Action.RESTART
-        log = policy.acknowledged(log)
+        assert policy.due(log, log.due_at - 0.01 if waits[-1] else -0.01) is RecoveryAction.NONE
+        assert policy.due(log, log.due_at) is RecoveryAction.RESTART
+        log = policy.cleared(log)
     assert waits == [0.0, 2.0, 4.0]
 
 
-def test_a_driver_that_dies_again_and_again_at_the_same_step_is_a_crash_loop() -> None:
+def test_restart_that_is_not_carried_out_leads_to_a_global_restart() -> None:
+    log = policy.cleared(after(TRAINER_HUNG, [0.0])).replace(operation="op-1")
+    stuck = policy.restart_failed(log, "waiting for trainer to be stopped", 60.0, CFG, carried_out=False)
+    assert (stuck.pending, stuck.operation) == (RecoveryAction.GLOBAL_RESTART, "")
+    assert policy.due(stuck, 60.0) is RecoveryAction.GLOBAL_RESTART and "not carried out" in stuck.reason
+    slow = policy.restart_failed(log, "0 of 2 ranks work", 60.0, CFG, carried_out=True)
+    assert (slow.pending, slow.operation) == (RecoveryAction.NONE, "")
+    job = FaultLog(target=JOB, operation="op-2")
+    assert policy.restart_failed(job, "e", 60.0, CFG, carried_out=False).pending is RecoveryAction.NONE
+
+
+def test_weaker_action_does_not_replace_a_pending_one() -> None:
+    log = after(TRAINER_DEAD, [0, 10, 20, 30])
+    assert log.pending is RecoveryAction.GLOBAL_RESTART
+    later = policy.record_fault(log, replace(TRAINER_HUNG, counts=False), "r", 200.0, 0, CFG)
+    assert later.pending is RecoveryAction.GLOBAL_RESTART
+
+
+def test_driver_deaths_at_the_same_step_are_a_crash_loop() -> None:
     log = after(DRIVER_DEAD, [0, 10], progress=7, log=FaultLog(target=JOB))
-    assert log.pending is Action.LEAVE
-    assert after(DRIVER_DEAD, [20], progress=7, log=log).pending is Action.STOP
-    assert after(DRIVER_DEAD, [20], progress=8, log=log).pending is Action.LEAVE
+    assert log.pending is RecoveryAction.NONE
+    assert after(DRIVER_DEAD, [20], progress=7, log=log).pending is RecoveryAction.STOP
+    assert after(DRIVER_DEAD, [20], progress=8, log=log).pending is RecoveryAction.NONE
 
 
-def test_steps_that_are_done_again_after_a_rewind_are_no_progress() -> None:
+def test_steps_repeated_after_a_rewind_are_no_progress() -> None:
     log = FaultLog(target=JOB)
     for at, step in ((0, 23), (10, 21), (20, 22)):
         log = after(DRIVER_DEAD, [at], progress=step, log=log)
-    assert log.pending is Action.STOP
+    assert log.pending is RecoveryAction.STOP
 
 
-def test_global_restarts_of_the_policy_count_for_the_crash_loop() -> None:
+def test_global_restarts_count_for_the_crash_loop() -> None:
     log = FaultLog(target=JOB)
     for n in range(2):
-        log = policy.restarted(log, n * 50.0, 7, CFG)
-    assert log.pending is Action.LEAVE
-    assert policy.restarted(log, 100.0, 7, CFG).pending is Action.STOP
+        log = policy.record_restart(log, n * 50.0, 7, CFG)
+    assert log.pending is RecoveryAction.NONE
+    assert policy.record_restart(log, 100.0, 7, CFG).pending is RecoveryAction.STOP
 
 
-def test_a_budget_is_whole_again_after_the_global_restart_that_it_led_to() -> None:
-    log = policy.acknowledged(after(TRAINER_DEAD, [0, 10, 20, 30]))
-    assert (log.pending, log.marks) == (Action.LEAVE, [])
+def test_global_restart_resets_the_budget_that_led_to_it() -> None:
+    log = policy.cleared(after(TRAINER_DEAD, [0, 10, 20, 30]))
+    assert (log.pending, log.occurrences) == (RecoveryAction.NONE, [])
 
 
 @pytest.mark.parametrize(("phase", "step", "more"), [("sft", 3000, "rl"), ("rl", 5, "rl")])
-def test_progress_grows_from_the_warm_up_into_rl(phase: str, step: int, more: str) -> None:
+def test_progress_grows_from_sft_into_rl(phase: str, step: int, more: str) -> None:
     later = JobStatus(phase=more, step=step + 1)
     assert policy.progress_of(JobStatus(phase=phase, step=step)) < policy.progress_of(later)
     assert policy.progress_of(JobStatus(phase="sft", step=3000)) < policy.progress_of(JobStatus(phase="rl", step=0))
@@ -105,7 +125,7 @@ def test_progress_grows_from_the_warm_up_into_rl(phase: str, step: int, more: st
 
 @settings(max_examples=SEEDS)
 @given(seed=st.integers(0, 2**32))
-def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int) -> None:
+def test_run_without_progress_is_stopped_and_one_with_progress_never(seed: int) -> None:
     """A trainer that fails at random times, with leaders that carry out late; only the log survives a leader."""
     rng = random.Random(seed)
     moving = rng.random() < 0.5
@@ -117,14 +137,14 @@ def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int
         trainer = policy.record_fault(FaultLog.decode(trainer.encode()), rule, "r", now, progress, CFG)
         now += rng.uniform(0.0, 3.0)
         action = policy.due(trainer, now)
-        if action is Action.GLOBAL_RESTART:
+        if action is RecoveryAction.GLOBAL_RESTART:
             restarts += 1
             progress += moving
-            job = policy.restarted(job, now, progress, CFG)
-            trainer = policy.acknowledged(trainer)
-        elif action is Action.RESTART:
-            trainer = policy.acknowledged(trainer)
-        if policy.due(job, now) is Action.STOP:
+            job = policy.record_restart(job, now, progress, CFG)
+            trainer = policy.cleared(trainer)
+        elif action is RecoveryAction.RESTART:
+            trainer = policy.cleared(trainer)
+        if policy.due(job, now) is RecoveryAction.STOP:
             stopped = True
             break
     assert stopped != moving
@@ -132,7 +152,7 @@ def test_a_run_that_never_moves_is_stopped_and_one_that_moves_never_is(seed: int
         assert restarts == CFG.max_global_restarts
 
 
-def test_the_manual_has_the_policy_as_it_is() -> None:
+def test_manual_shows_the_policy() -> None:
     manual = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
     table = [f"| {r.part} | {r.fault} | {r.does} | {r.meanwhile} |" for r in POLICY]
     assert "\n".join(table) in manual

@@ -1,4 +1,4 @@
-"""Faults, restarts and their times, counted from the events, each once."""
+"""Fault statistics: faults, restarts and their durations, each event counted once."""
 
 from __future__ import annotations
 
@@ -16,83 +16,85 @@ def at(second: float, kind: str, subject: str = "x", **data: Any) -> Event:
     return events.build(kind, subject, "", at=second, **data)
 
 
-def recovered(tally: FaultStatistics, part: str) -> tuple[int, float]:
-    spread = tally.recover[part]
-    return sum(spread.counts), spread.total_s
+def recovered(statistics: FaultStatistics, part: str) -> tuple[int, float]:
+    histogram = statistics.recover[part]
+    return sum(histogram.counts), histogram.total_s
 
 
-def test_several_events_of_one_engines_end_are_one_fault_and_its_replacement_mends_it() -> None:
-    tally = count(FaultStatistics(), [
+def test_events_of_one_engine_failure_are_one_fault_until_its_replacement_is_ready() -> None:
+    statistics = count(FaultStatistics(), [
         at(10, "engine.dead", "e0", detect_s=0.3), at(10.5, "engine.replaced", "e0"),
         at(11, "engine.dead", "e0", by="leader", detect_s=3.1), at(30, "engine.ready", "e2", start_s=19.0)])
-    assert (tally.faults, tally.restarts, tally.open) == ({"engine": 1}, {"engine": 1}, {})
-    assert recovered(tally, "engine") == (1, 20.0)
-    assert sum(tally.detect["engine"].counts) == 1 and tally.detect["engine"].total_s == 0.3
+    assert (statistics.faults, statistics.restarts, statistics.open) == ({"engine": 1}, {"engine": 1}, {})
+    assert recovered(statistics, "engine") == (1, 20.0)
+    assert sum(statistics.detect["engine"].counts) == 1 and statistics.detect["engine"].total_s == 0.3
 
 
-def test_the_fault_of_an_adopted_engine_is_over_and_was_not_mended() -> None:
-    tally = count(FaultStatistics(), [at(10, "engine.dead", "e0"), at(11, "engine.dead", "a0"),
+def test_removed_external_engine_ends_its_fault_without_a_recovery() -> None:
+    statistics = count(FaultStatistics(), [at(10, "engine.dead", "e0"), at(11, "engine.dead", "a0"),
                                       at(12, "engine.removed", "a0")])
-    assert (tally.faults, tally.open, tally.recover) == ({"engine": 2}, {"engine/e0": 10.0}, {})
-    tally = count(tally, [at(20, "engine.dead", "a1"), at(40, "engine.ready", "a1", start_s=5.0, adopted=True)])
-    assert tally.open == {"engine/e0": 10.0} and recovered(tally, "engine") == (1, 20.0)
+    assert (statistics.faults, statistics.open, statistics.recover) == ({"engine": 2}, {"engine/e0": 10.0}, {})
+    statistics = count(statistics, [at(20, "engine.dead", "a1"),
+                                    at(40, "engine.ready", "a1", start_s=5.0, external=True)])
+    assert statistics.open == {"engine/e0": 10.0} and recovered(statistics, "engine") == (1, 20.0)
 
 
-def test_an_engine_that_was_on_its_way_before_the_fault_mends_nothing() -> None:
-    tally = count(FaultStatistics(), [at(100, "engine.quarantined", "e0"), at(101, "engine.ready", "e1", start_s=20.0)])
-    assert tally.open == {"engine/e0": 100.0} and not tally.recover
-    tally = count(tally, [at(125, "engine.ready", "e2", start_s=24.0)])
-    assert recovered(tally, "engine") == (1, 25.0)
+def test_engine_started_before_the_fault_is_no_replacement() -> None:
+    statistics = count(FaultStatistics(), [at(100, "engine.quarantined", "e0"),
+                                           at(101, "engine.ready", "e1", start_s=20.0)])
+    assert statistics.open == {"engine/e0": 100.0} and not statistics.recover
+    statistics = count(statistics, [at(125, "engine.ready", "e2", start_s=24.0)])
+    assert recovered(statistics, "engine") == (1, 25.0)
 
 
-def test_each_replacement_mends_one_engine_the_one_that_fell_first() -> None:
-    tally = count(FaultStatistics(), [at(1, "engine.dead", "e0"), at(5, "engine.dead", "e1"),
+def test_replacement_recovers_the_oldest_fault_only() -> None:
+    statistics = count(FaultStatistics(), [at(1, "engine.dead", "e0"), at(5, "engine.dead", "e1"),
                             at(30, "engine.ready", "e2", start_s=20.0)])
-    assert tally.open == {"engine/e1": 5.0} and recovered(tally, "engine") == (1, 29.0)
+    assert statistics.open == {"engine/e1": 5.0} and recovered(statistics, "engine") == (1, 29.0)
 
 
-def test_a_trainer_group_falls_and_recovers_as_one() -> None:
-    tally = count(FaultStatistics(), [
+def test_trainer_group_fails_and_recovers_as_one() -> None:
+    statistics = count(FaultStatistics(), [
         at(10, "trainer.failed", "trainer", detect_s=1.0), at(12, "trainer.dead", "rank-1", by="leader"),
         at(12, "trainer.dead", "rank-0", by="leader"), at(15, "trainer.restarted", "trainer"),
         at(16, "trainer.returned", "rank-1"), at(18, "trainer.recovered", "trainer")])
-    assert (tally.faults, tally.restarts, tally.open) == ({"trainer": 1}, {"trainer": 1}, {})
-    assert recovered(tally, "trainer") == (1, 8.0)
+    assert (statistics.faults, statistics.restarts, statistics.open) == ({"trainer": 1}, {"trainer": 1}, {})
+    assert recovered(statistics, "trainer") == (1, 8.0)
 
 
-def test_a_durable_part_returns_under_its_name_and_a_role_is_replaced() -> None:
-    tally = count(FaultStatistics(), [
+def test_durable_part_returns_under_its_id_and_role_is_replaced() -> None:
+    statistics = count(FaultStatistics(), [
         at(1, "dcs.dead", "n0"), at(1, "dcs.dead", "n1"), at(4, "dcs.returned", "n1"),
         at(5, "rollout.dead", "r1", detect_s=3.5), at(7, "rollout.recovered", "r1")])
-    assert tally.faults == {"dcs": 2, "rollout": 1} and tally.open == {"dcs/n0": 1.0}
-    assert tally.restarts == {"dcs": 1, "rollout": 1}
-    assert recovered(tally, "dcs") == (1, 3.0) and recovered(tally, "rollout") == (1, 2.0)
+    assert statistics.faults == {"dcs": 2, "rollout": 1} and statistics.open == {"dcs/n0": 1.0}
+    assert statistics.restarts == {"dcs": 1, "rollout": 1}
+    assert recovered(statistics, "dcs") == (1, 3.0) and recovered(statistics, "rollout") == (1, 2.0)
 
 
-def test_a_part_that_hung_and_works_again_was_a_fault_and_not_restarted() -> None:
-    tally = count(FaultStatistics(), [at(5, "engine.hung", "e0", detect_s=8.0), at(9, "engine.resumed", "e0"),
+def test_hung_part_that_resumes_counts_as_fault_without_restart() -> None:
+    statistics = count(FaultStatistics(), [at(5, "engine.hung", "e0", detect_s=8.0), at(9, "engine.resumed", "e0"),
                             at(20, "trainer.hung", "rank-0"), at(26, "trainer.resumed", "rank-0"),
                             at(30, "actor.hung", "a1"), at(33, "actor.dead", "a1"), at(35, "actor.recovered", "a1")])
-    assert tally.faults == {"engine": 1, "trainer": 1, "actor": 1} and tally.open == {}
-    assert tally.restarts == {"actor": 1}
-    assert [recovered(tally, part)[1] for part in ("engine", "trainer", "actor")] == [4.0, 6.0, 5.0]
+    assert statistics.faults == {"engine": 1, "trainer": 1, "actor": 1} and statistics.open == {}
+    assert statistics.restarts == {"actor": 1}
+    assert [recovered(statistics, part)[1] for part in ("engine", "trainer", "actor")] == [4.0, 6.0, 5.0]
 
 
-def test_what_is_no_fault_of_a_part_opens_none() -> None:
-    tally = count(FaultStatistics(), [at(1, "dcs.durable_failed", "n0"), at(2, "dcs.durable_recovered", "n0"),
+def test_other_events_open_no_fault() -> None:
+    statistics = count(FaultStatistics(), [at(1, "dcs.durable_failed", "n0"), at(2, "dcs.durable_recovered", "n0"),
                             at(3, "publish.failed"), at(4, "run.finished"), at(5, "run.global_restart", "job")])
-    assert tally.faults == {} and tally.open == {} and tally.restarts == {"job": 1}
+    assert statistics.faults == {} and statistics.open == {} and statistics.restarts == {"job": 1}
 
 
-def test_a_fault_that_nobody_mends_in_an_hour_is_given_up_and_not_measured() -> None:
-    tally = count(FaultStatistics(), [at(0, "engine.dead", "e0"), at(7200, "engine.ready", "e1", start_s=20.0)])
-    assert tally.open == {} and tally.recover == {}
+def test_recovery_after_an_hour_is_not_measured() -> None:
+    statistics = count(FaultStatistics(), [at(0, "engine.dead", "e0"), at(7200, "engine.ready", "e1", start_s=20.0)])
+    assert statistics.open == {} and statistics.recover == {}
 
 
-def test_memory_and_labels_stay_bounded_whatever_comes() -> None:
+def test_statistics_stay_bounded() -> None:
     story = [at(i, f"kind{i}.dead", f"m{i}") for i in range(1000)]
-    tally = count(FaultStatistics(), story)
-    assert len(tally.open) <= 256 and len(tally.events) <= 201 and sum(tally.events.values()) == 1000
+    statistics = count(FaultStatistics(), story)
+    assert len(statistics.open) <= 256 and len(statistics.events) <= 201 and sum(statistics.events.values()) == 1000
 
 
 KINDS = ["engine.dead", "engine.replaced", "engine.ready", "trainer.failed", "trainer.recovered", "dcs.dead",
@@ -100,22 +102,22 @@ KINDS = ["engine.dead", "engine.replaced", "engine.ready", "trainer.failed", "tr
 
 
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from("abc")), max_size=60), st.integers(0, 60))
-def test_a_leader_that_takes_over_counts_on_where_the_last_one_stopped(story: list[tuple[str, str]], cut: int) -> None:
-    told = [at(float(i), kind, subject, start_s=2.0, detect_s=0.5) for i, (kind, subject) in enumerate(story)]
-    first = EventCursor(revision=cut, tally=count(FaultStatistics(), told[:cut]))
-    assert count(EventCursor.decode(first.encode()).tally, told[cut:]) == count(FaultStatistics(), told)
+def test_next_leader_continues_the_count(story: list[tuple[str, str]], cut: int) -> None:
+    reported = [at(float(i), kind, subject, start_s=2.0, detect_s=0.5) for i, (kind, subject) in enumerate(story)]
+    first = EventCursor(revision=cut, statistics=count(FaultStatistics(), reported[:cut]))
+    assert count(EventCursor.decode(first.encode()).statistics, reported[cut:]) == count(FaultStatistics(), reported)
 
 
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from("abc")), max_size=60))
-def test_every_number_only_grows_and_no_more_is_mended_than_broke(story: list[tuple[str, str]]) -> None:
-    tally = FaultStatistics()
+def test_counters_never_decrease_and_recoveries_match_faults(story: list[tuple[str, str]]) -> None:
+    statistics = FaultStatistics()
     for i, (kind, subject) in enumerate(story):
-        after = count(tally, [at(float(i), kind, subject)])
+        after = count(statistics, [at(float(i), kind, subject)])
         for name in ("events", "faults", "restarts"):
-            before_n, after_n = getattr(tally, name), getattr(after, name)
+            before_n, after_n = getattr(statistics, name), getattr(after, name)
             assert all(after_n[k] >= n for k, n in before_n.items())
-        tally = after
-    mended = sum(sum(s.counts) for s in tally.recover.values())
-    assert mended + len(tally.open) == sum(tally.faults.values())
-    assert all(len(s.counts) == len(RECOVER_S) + 1 for s in tally.recover.values())
-    assert all(len(s.counts) == len(DETECT_S) + 1 for s in tally.detect.values())
+        statistics = after
+    recovered_faults = sum(sum(s.counts) for s in statistics.recover.values())
+    assert recovered_faults + len(statistics.open) == sum(statistics.faults.values())
+    assert all(len(s.counts) == len(RECOVER_S) + 1 for s in statistics.recover.values())
+    assert all(len(s.counts) == len(DETECT_S) + 1 for s in statistics.detect.values())

@@ -1,4 +1,4 @@
-"""How a hung member is told from a slow one: from its own two clocks and from what is usual."""
+"""Hang detection: by the member's own clock and the learned progress intervals."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.coordinator.membership.hang_detection import Learner, Limits, Pace, hung, limit_s
+from elastic_rl.coordinator.membership.hang_detection import HangLimits, IntervalLearner, is_hung, limit_s
+from elastic_rl.coordinator.records import ProgressIntervals
 from elastic_rl.etcd.records import Member
 
-LIMITS = Limits(factor=10.0, floor_s=5.0, ceiling_s=100.0)
+LIMITS = HangLimits(factor=10.0, floor_s=5.0, ceiling_s=100.0)
 
 
 def at(progress_at: float, beat_at: float, phase: str = "train", incarnation: str = "a", n: int = 0) -> Member:
@@ -17,71 +18,71 @@ def at(progress_at: float, beat_at: float, phase: str = "train", incarnation: st
                   progress_at=progress_at, beat_at=beat_at)
 
 
-def watched(gaps: list[float], phase: str = "train") -> Learner:
-    learner, now = Learner({}), 0.0
+def watched(gaps: list[float], phase: str = "train") -> IntervalLearner:
+    learner, now = IntervalLearner({}), 0.0
     for gap in [0.0, *gaps]:
         now += gap
-        learner.see({("trainer", "rank-0"): at(now, now, phase)})
+        learner.observe([at(now, now, phase)])
     return learner
 
 
 @pytest.mark.parametrize(("usual", "limit"), [(0.1, 5.0), (2.0, 20.0), (50.0, 100.0)])
-def test_the_limit_is_a_multiple_of_what_is_usual_between_floor_and_ceiling(usual: float, limit: float) -> None:
-    assert limit_s(watched([usual] * 3).paces["trainer"], "train", LIMITS) == pytest.approx(limit)
+def test_limit_is_a_multiple_of_the_usual_interval_between_floor_and_ceiling(usual: float, limit: float) -> None:
+    assert limit_s(watched([usual] * 3).intervals["trainer"], "train", LIMITS) == pytest.approx(limit)
 
 
-def test_before_three_signs_of_a_phase_only_the_ceiling_holds() -> None:
+def test_unknown_phase_has_only_the_ceiling() -> None:
     learner = watched([1.0, 1.0])
-    assert limit_s(learner.paces["trainer"], "train", LIMITS) == 100.0
-    assert limit_s(learner.paces["trainer"], "another", LIMITS) == 100.0
+    assert limit_s(learner.intervals["trainer"], "train", LIMITS) == 100.0
+    assert limit_s(learner.intervals["trainer"], "another", LIMITS) == 100.0
     assert limit_s(None, "train", LIMITS) == 100.0
 
 
-def test_who_beats_without_working_is_hung_whatever_the_leaders_clock_says() -> None:
-    paces = watched([1.0] * 3).paces
+def test_member_without_progress_is_hung_whatever_the_leaders_clock_says() -> None:
+    intervals = watched([1.0] * 3).intervals
     for clock in (0.0, 1e9, -1e9):
-        assert not hung(at(clock, clock + 9.0), paces, LIMITS)
-        assert hung(at(clock, clock + 11.0), paces, LIMITS)
+        assert not is_hung(at(clock, clock + 9.0), intervals, LIMITS)
+        assert is_hung(at(clock, clock + 11.0), intervals, LIMITS)
 
 
 @pytest.mark.parametrize("phase", ["", "idle", "finished", "waiting for the trainer"])
-def test_who_is_at_rest_is_never_hung(phase: str) -> None:
-    assert not hung(at(0.0, 1e6, phase), watched([1.0] * 3, phase).paces, LIMITS)
+def test_idle_member_is_never_hung(phase: str) -> None:
+    assert not is_hung(at(0.0, 1e6, phase), watched([1.0] * 3, phase).intervals, LIMITS)
 
 
-def test_a_new_process_and_a_first_sight_teach_nothing() -> None:
-    learner = Learner({})
-    learner.see({("trainer", "rank-0"): at(0.0, 0.0)})
-    learner.see({("trainer", "rank-0"): at(500.0, 500.0, incarnation="b")})
-    assert learner.paces == {}
+def test_new_incarnation_teaches_nothing() -> None:
+    learner = IntervalLearner({})
+    learner.observe([at(0.0, 0.0)])
+    learner.observe([at(500.0, 500.0, incarnation="b")])
+    assert learner.intervals == {}
 
 
-def test_what_was_learned_is_kept_when_it_matters_and_taken_up_by_the_next_leader() -> None:
-    learner = Learner({})
-    kept: dict[str, Pace] = {}
+def test_intervals_are_stored_rarely_and_known_to_the_next_leader() -> None:
+    learner = IntervalLearner({})
+    stored: dict[str, ProgressIntervals] = {}
     now, writes = 0.0, 0
     for _ in range(200):
         now += 1.0
-        news = learner.see({("trainer", "rank-0"): at(now, now)})
-        writes += len(news)
-        kept |= {p.role: p for p in news}
-    assert writes <= 5, "steady work is no news"
-    assert limit_s(Learner(kept).paces["trainer"], "train", LIMITS) == pytest.approx(10.0)
+        changed = learner.observe([at(now, now)])
+        writes += len(changed)
+        stored |= {p.role: p for p in changed}
+    assert writes <= 5, "steady work is not stored again"
+    assert limit_s(IntervalLearner(stored).intervals["trainer"], "train", LIMITS) == pytest.approx(10.0)
 
 
-def test_one_slow_step_is_forgotten() -> None:
+def test_one_slow_step_fades() -> None:
     learner = watched([9.0] + [1.0] * 200)
-    assert limit_s(learner.paces["trainer"], "train", LIMITS) == pytest.approx(10.0)
+    assert limit_s(learner.intervals["trainer"], "train", LIMITS) == pytest.approx(10.0)
 
 
 @given(gaps=st.lists(st.floats(0.01, 50.0), min_size=3, max_size=60))
-def test_steady_work_within_the_factor_is_never_taken_for_a_hang(gaps: list[float]) -> None:
-    """Each silence is at most the factor times the shortest one seen, so none of them may be a hang."""
+def test_progress_within_the_factor_is_never_a_hang(gaps: list[float]) -> None:
+    """Each interval is at most the factor times the shortest one seen, so none of them may be a hang."""
     low = min(gaps)
     gaps = [min(g, low * LIMITS.factor) for g in gaps]
-    learner, now = Learner({}), 0.0
-    learner.see({("trainer", "rank-0"): at(now, now)})
+    learner, now = IntervalLearner({}), 0.0
+    learner.observe([at(now, now)])
     for gap in gaps:
-        assert not hung(at(now, now + gap), learner.paces, LIMITS)
+        assert not is_hung(at(now, now + gap), learner.intervals, LIMITS)
         now += gap
-        learner.see({("trainer", "rank-0"): at(now, now)})
+        learner.observe([at(now, now)])

@@ -1,22 +1,25 @@
-"""The job's metrics as they follow from one reading of the store."""
+"""The job's metrics as they follow from one snapshot."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from prometheus_client.core import Metric
 
 from elastic_rl.coordinator.failure.statistics import FaultStatistics, count
-from elastic_rl.coordinator.metrics.job_metrics import Reading, families
+from elastic_rl.coordinator.metrics.job_metrics import JobCounters, families
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd import events
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Member, StepMetrics, Version, VersionState
 
 
-def samples(r: Reading) -> dict[str, float]:
+def samples(snapshot: ClusterSnapshot, **counters: Any) -> dict[str, float]:
     """Name with labels, as in the text form → value."""
     def key(name: str, labels: dict[str, str]) -> str:
         inside = ",".join(f"{k}={v}" for k, v in labels.items())
         return name.removeprefix("elastic_rl_") + (f"{{{inside}}}" if inside else "")
 
-    found: list[Metric] = families(r)
+    found: list[Metric] = families(snapshot, JobCounters(**counters))
     assert len({f.name for f in found}) == len(found), "a family twice"
     assert all(f.documentation for f in found)
     return {key(s.name, s.labels): s.value for f in found for s in f.samples}
@@ -30,26 +33,26 @@ def head(number: int) -> Version:
     return Version(stream="policy", number=number, state=VersionState.COMMITTED, epoch=1, nbytes=10, committed_at=90.0)
 
 
-def test_of_a_job_that_has_not_begun_nothing_is_said_that_is_not_known() -> None:
-    found = samples(Reading(job="j", now=100.0))
+def test_unknown_values_have_no_sample() -> None:
+    found = samples(ClusterSnapshot(job="j", now=100.0))
     assert found["job_info{name=j}"] == 1 and found["leader_elections_total"] == 0
     for name in ("job_step", "job_reward", "job_effective_time_ratio", "step_seconds", "leader_lease_left_seconds",
                  "rollout_groups_in_flight"):
         assert name not in found
 
 
-def test_the_effective_ratio_is_the_share_of_time_in_steps_that_counted_and_stands_still_when_the_run_is_over() -> None:
+def test_effective_time_ratio_stops_with_the_run() -> None:
     status = JobStatus(phase="rl", started_at=1000.0, updated_at=1200.0, productive_s=150.0)
-    assert samples(Reading(job="j", now=1300.0, status=status))["job_effective_time_ratio"] == 0.5
+    assert samples(ClusterSnapshot(job="j", now=1300.0, status=status))["job_effective_time_ratio"] == 0.5
     over = status.replace(phase="finished")
-    assert samples(Reading(job="j", now=9999.0, status=over))["job_effective_time_ratio"] == 0.75
-    assert samples(Reading(job="j", now=9999.0, status=over))["job_phase{phase=finished}"] == 1
+    assert samples(ClusterSnapshot(job="j", now=9999.0, status=over))["job_effective_time_ratio"] == 0.75
+    assert samples(ClusterSnapshot(job="j", now=9999.0, status=over))["job_phase{phase=finished}"] == 1
 
 
-def test_a_step_is_told_by_phase_and_the_stall_apart() -> None:
+def test_step_time_is_split_by_phase_with_the_stall_apart() -> None:
     point = StepMetrics(step=3, at=1.0, reward=0.5, samples=512, tokens=9000,
                       seconds={"total": 2.0, "generate": 1.0, "train": 0.75, "publish_stall": 0.125, "other": 0.125})
-    found = samples(Reading(job="j", now=1.0, point=point))
+    found = samples(ClusterSnapshot(job="j", now=1.0), last_step=point)
     assert found["step_seconds"] == 2.0 and found["step_publish_stall_seconds"] == 0.125
     assert {k: v for k, v in found.items() if k.startswith("step_phase_seconds")} == {
         "step_phase_seconds{phase=generate}": 1.0, "step_phase_seconds{phase=train}": 0.75,
@@ -57,10 +60,11 @@ def test_a_step_is_told_by_phase_and_the_stall_apart() -> None:
     assert (found["step_samples"], found["step_tokens"]) == (512, 9000)
 
 
-def test_an_engine_says_how_far_it_lies_behind_and_what_its_last_update_cost() -> None:
+def test_engine_metrics_show_lag_and_cost_of_the_last_update() -> None:
     engines = [engine("e0", 7, pull_apply_s=0.5, pause_s=0.125, running=3, waiting=2), engine("e1", 9),
                engine("new", 0).replace(state=EngineState.STARTING), engine("dead", 4).replace(state=EngineState.DEAD)]
-    found = samples(Reading(job="j", now=100.0, engines=engines, heads={"policy": head(9)}, durable={"policy": 6}))
+    found = samples(ClusterSnapshot(job="j", now=100.0, engines={e.id: e for e in engines}, heads={"policy": head(9)}),
+                    durable={"policy": 6})
     lag = {k: v for k, v in found.items() if k.startswith("engine_version_lag")}
     assert lag == {"engine_version_lag{engine=e0}": 2, "engine_version_lag{engine=e1}": 0}
     assert found["engine_update_seconds{engine=e0}"] == 0.5 and found["engine_pull_seconds{engine=e0}"] == 0.375
@@ -69,23 +73,23 @@ def test_an_engine_says_how_far_it_lies_behind_and_what_its_last_update_cost() -
     assert found["version_age_seconds{stream=policy}"] == 10.0 and found["durable_lag_versions{stream=policy}"] == 3
 
 
-def test_of_a_role_the_member_that_is_worst_off_is_shown() -> None:
+def test_role_metrics_show_the_worst_member() -> None:
     def member(name: str, beat_at: float, in_flight: int) -> Member:
         return Member(role="rollout", id=name, pid=1, host="h", beat_at=beat_at, progress_at=beat_at - 5,
                       phase="generate" if name == "a" else "idle", info={"in_flight": in_flight})
 
-    found = samples(Reading(job="j", now=100.0, members=[member("a", 99.0, 3), member("b", 96.0, 4)],
-                            lease_s={"rollout": 2}))
+    found = samples(ClusterSnapshot(job="j", now=100.0, members=[member("a", 99.0, 3), member("b", 96.0, 4)]),
+                    lease_s={"rollout": 2})
     assert found["members{role=rollout}"] == 2 and found["member_heartbeat_age_seconds{role=rollout}"] == 4.0
-    assert found["member_silence_seconds{role=rollout}"] == 5.0 and found["rollout_groups_in_flight"] == 7
+    assert found["member_progress_age_seconds{role=rollout}"] == 5.0 and found["rollout_groups_in_flight"] == 7
     assert found["member_lease_left_seconds{role=rollout}"] == 2
 
 
-def test_times_to_recover_are_a_histogram_by_part() -> None:
-    told = [events.build("engine.dead", "e0", "", at=10.0, detect_s=0.2),
-            events.build("engine.ready", "e1", "", at=25.0, start_s=14.0),
-            events.build("dcs.dead", "n0", "", at=30.0)]
-    found = samples(Reading(job="j", now=40.0, tally=count(FaultStatistics(), told)))
+def test_recovery_times_are_a_histogram_by_part() -> None:
+    reported = [events.build("engine.dead", "e0", "", at=10.0, detect_s=0.2),
+                events.build("engine.ready", "e1", "", at=25.0, start_s=14.0),
+                events.build("dcs.dead", "n0", "", at=30.0)]
+    found = samples(ClusterSnapshot(job="j", now=40.0), statistics=count(FaultStatistics(), reported))
     assert found["faults_total{part=engine}"] == 1 and found["faults_open{part=dcs}"] == 1
     assert found["fault_recovery_seconds_bucket{part=engine,le=10}"] == 0
     assert found["fault_recovery_seconds_bucket{part=engine,le=20}"] == 1

@@ -1,4 +1,4 @@
-"""Who is an outlier among engines: only one that more than half of its like contradict."""
+"""Weight outliers: an engine is one only if a majority of its version and layout contradicts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_one_of_three_that_differs_is_an_outlier():
     assert [e.id for e in outliers([engine("a", "1"), engine("b", "2"), engine("c", "1")])] == ["b"]
 
 
-def test_of_two_that_differ_none_is():
+def test_two_engines_that_differ_have_no_outlier():
     assert outliers([engine("a", "1"), engine("b", "2")]) == []
 
 
@@ -37,7 +37,7 @@ def test_other_versions_layouts_and_states_are_not_compared():
 
 
 @given(ENGINES)
-def test_what_remains_agrees_or_has_no_majority(engines):
+def test_outliers_are_contradicted_by_a_majority(engines):
     gone = outliers(engines)
     assert all(e.state is EngineState.READY and e.checksum and not e.applying for e in gone)
     for lost in gone:

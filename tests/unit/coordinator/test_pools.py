@@ -1,4 +1,4 @@
-"""What the API accepts for a pool, and who may ask for it."""
+"""Pools: accepted values, ETags and tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic_rl.errors import ConfigError
 
 
 @given(st.integers())
-def test_only_a_sensible_number_of_engines_is_accepted(desired: int) -> None:
+def test_desired_number_out_of_range_is_refused(desired: int) -> None:
     if 1 <= desired <= 64:
         assert pools.check_desired(desired, 64) == desired
     else:
@@ -28,13 +28,13 @@ def test_only_a_sensible_number_of_engines_is_accepted(desired: int) -> None:
 
 
 @pytest.mark.parametrize(("header", "revision"), [('"12"', 12), ("12", 12), ('W/"12"', 12), ("*", None)])
-def test_an_etag_is_a_revision(header: str, revision: int | None) -> None:
+def test_etag_is_the_revision_of_the_spec(header: str, revision: int | None) -> None:
     assert pools.parse_if_match(header) == revision
     assert revision is None or pools.parse_if_match(pools.etag(revision)) == revision
 
 
 @pytest.mark.parametrize(("header", "status"), [(None, 428), (" ", 428), ('"abc"', 412), ('"-3"', 412)])
-def test_a_missing_tag_is_428_and_a_foreign_one_412(header: str | None, status: int) -> None:
+def test_missing_if_match_is_428_and_foreign_etag_412(header: str | None, status: int) -> None:
     with pytest.raises(Problem) as e:
         pools.parse_if_match(header)
     assert e.value.status == status

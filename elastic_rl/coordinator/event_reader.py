@@ -1,0 +1,101 @@
+"""Reads the events since the last pass: what they mean to the alerts, the registry and the fault statistics.
+
+The cursor moves in the transaction that writes the alerts (``AlertController.update``), so each event counts once,
+whichever leader dies in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elastic_rl.coordinator.alerts import rules
+from elastic_rl.coordinator.alerts.state_machine import Condition
+from elastic_rl.coordinator.failure.statistics import EventCursor, count
+from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import decode, decode_all
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Event
+
+_NEWEST = 64
+_PAGE = 500
+MAX_BATCH = 2000
+"""Events of one batch. More are left to the next pass: a leader that follows a long absence finds thousands."""
+
+
+@dataclass
+class EventBatch:
+    """The events that are new to this pass, with the revisions at which they were written, the oldest first."""
+
+    events: Sequence[tuple[Event, int]] = ()
+    reports: list[Condition] = field(default_factory=list)
+    """Alerts that the events ask for."""
+    over: set[str] = field(default_factory=set)
+    """Keys of the alerts that the events end."""
+    cursor: list[tuple[Compare, Op]] = field(default_factory=list)
+    """The write that moves the cursor past the events; none where there are none."""
+
+    @property
+    def full(self) -> bool:
+        """Whether there may be more events than these."""
+        return len(self.events) >= MAX_BATCH
+
+
+class EventReader:
+    def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
+        self._etcd, self._keys = etcd, keys
+
+    def read(self) -> EventBatch:
+        """Raises EtcdUnavailable."""
+        found = self._etcd.get(self._keys.event_cursor())
+        cursor = self._cursor(found)
+        kvs = self._since(cursor.revision)
+        if not kvs:
+            return EventBatch()
+        unreadable: dict[str, str] = {}
+        events = [(event, kv.mod_revision) for event, kv in decode_all(kvs, Event, unreadable)]
+        batch = EventBatch(events)
+        for event, revision in events:
+            if (condition := rules.report(event, revision, self._keys.job)) is not None:
+                batch.reports.append(condition)
+                batch.over.discard(condition.key)
+            if (key := rules.resolved_key(event, self._keys.job)) is not None:
+                batch.over.add(key)
+        revisions = {kv.key: kv.mod_revision for kv in kvs}
+        batch.reports += [rules.unreadable_record(self._keys, key, reason, revisions[key])
+                          for key, reason in unreadable.items()]
+        moved = EventCursor(revision=kvs[-1].mod_revision,
+                            statistics=count(cursor.statistics, (event for event, _ in events)))
+        key = self._keys.event_cursor()
+        batch.cursor.append((Compare.mod(key, "==", found.mod_revision if found else 0), Op.put(key, moved.encode())))
+        return batch
+
+    def _cursor(self, found: KeyValue | None) -> EventCursor:
+        if found is None:
+            return EventCursor(revision=0)
+        # A cursor that cannot be read was written when all earlier events had been read.
+        return decode(found, EventCursor, {}) or EventCursor(revision=found.mod_revision)
+
+    def _since(self, revision: int) -> list[KeyValue]:
+        """The next events that were written after ``revision``, the oldest first; at most a batch of them."""
+        prefix = self._keys.events_prefix()
+        newest, _ = self._etcd.range(prefix, limit=_NEWEST, newest_first=True)
+        if len(newest) == _NEWEST and min(kv.mod_revision for kv in newest) > revision:
+            newest = self._backlog(prefix, revision)
+        return sorted((kv for kv in newest if kv.mod_revision > revision), key=_mod_revision)
+
+    def _backlog(self, prefix: str, revision: int) -> list[KeyValue]:
+        """The oldest events after ``revision``. Keys sort by the writers' clocks, so every event is looked at."""
+        oldest: list[KeyValue] = []
+        after, more = "", True
+        while more:
+            page = self._etcd.page(prefix, limit=_PAGE, after=after)
+            fresh = (kv for kv in page.kvs if kv.mod_revision > revision)
+            oldest = heapq.nsmallest(MAX_BATCH, [*oldest, *fresh], key=_mod_revision)
+            after, more = page.kvs[-1].key if page.kvs else "", page.more
+        return oldest
+
+
+def _mod_revision(kv: KeyValue) -> int:
+    return kv.mod_revision

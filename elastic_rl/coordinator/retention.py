@@ -1,0 +1,49 @@
+"""Keeps what the leader stores for people within its limits: events, step metrics, idempotency records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elastic_rl.config import CoordinatorConfig
+from elastic_rl.coordinator.api import idempotency
+from elastic_rl.coordinator.step_metrics import downsample
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.transaction import MAX_OPS, GuardedWrite, batches
+
+_EVERY_S = 15.0
+_IDEMPOTENCY_EVERY_S = 600.0
+
+
+class Retention:
+    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: CoordinatorConfig, guarded: GuardedWrite,
+                 clock: Callable[[], float]) -> None:
+        self._etcd, self._keys, self._cfg, self._guarded, self._clock = etcd, keys, cfg, guarded, clock
+        self._next_at = self._next_idempotency_at = float("-inf")
+
+    def trim(self) -> None:
+        """Deletes what is beyond the limits, every now and then. Raises Fenced and EtcdUnavailable."""
+        now = time.monotonic()
+        if now >= self._next_at:
+            self._trim_events()
+            self._downsample_steps()
+            self._next_at = now + _EVERY_S
+        if now >= self._next_idempotency_at:
+            idempotency.trim(self._etcd, self._keys, self._clock(), self._guarded)
+            self._next_idempotency_at = now + _IDEMPOTENCY_EVERY_S
+
+    def _trim_events(self) -> None:
+        prefix = self._keys.events_prefix()
+        while (excess := self._etcd.count(prefix) - self._cfg.max_events) > 0:
+            oldest, _ = self._etcd.range(prefix, limit=min(excess, MAX_OPS))  # the keys sort by time
+            self._guarded([], [Op.delete(kv.key) for kv in oldest])
+
+    def _downsample_steps(self) -> None:
+        prefix, limit = self._keys.steps_prefix(), self._cfg.max_step_metrics
+        if self._etcd.count(prefix) <= limit:
+            return
+        names = [kv.key.removeprefix(prefix) for kv in self._etcd.range(prefix)[0]]
+        steps = [int(name) for name in names if name.isdecimal()]
+        for batch in batches([Op.delete(self._keys.step_metrics(n)) for n in downsample(steps, limit)]):
+            self._guarded([], batch)

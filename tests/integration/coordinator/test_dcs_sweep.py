@@ -1,0 +1,83 @@
+"""The leader's maintenance of the checkpoint service while nodes are stopped."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from support.dcs_nodes import Nodes
+from support.etcd_server import EtcdServers
+from support.leader import Leader
+
+from elastic_rl.config import parse
+from elastic_rl.coordinator.alerts.state_machine import Alert
+from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
+from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.etcd.client import Compare, EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Engine, EngineState, OperationState, PoolSpec, PoolStatus
+from elastic_rl.runtime import wait_until
+
+pytestmark = pytest.mark.timeout(180)
+IO_TIMEOUT_S = 40.0
+"""What a stopped node costs a sweep: longer than all that the leader has to do meanwhile."""
+
+
+def test_leader_decides_while_a_sweep_waits_for_stopped_nodes(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys,
+                                                              tmp_path: Path) -> None:
+    cfg = parse({"job": "x", "coordinator": {"lease_ttl_s": 5, "reconcile_interval_s": 0.1}})
+    nodes = Nodes(etcd_servers=etcd_servers, etcd=etcd, keys=keys, folder=tmp_path)
+    collector = GarbageCollector(etcd, keys, RetentionPolicy(2), io_timeout_s=IO_TIMEOUT_S)
+    waiting = threading.Event()
+
+    def sweep(guard: Sequence[Compare]) -> list[str]:
+        waiting.set()
+        try:
+            return collector.sweep(guard)
+        finally:
+            waiting.clear()
+
+    leader = None
+    try:
+        for node in ("n0", "n1", "n2"):
+            nodes.start_node(node)
+        for process in nodes.processes.values():
+            process.send_signal(signal.SIGSTOP)
+        etcd.put(keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=1).encode())
+        etcd.put(keys.pool_status("rollout"), PoolStatus(name="rollout", ready=0, starting=0, draining=0).encode())
+        leader = Leader(etcd, keys, cfg, "a", sweep=sweep)
+        assert waiting.wait(30)
+        op = leader.operations.scale("rollout", 2, by="ann")
+        for name in ("e0", "e1"):
+            etcd.put(keys.engine(name), Engine(id=name, pool="rollout", state=EngineState.READY, epoch=1).encode())
+        wait_until(lambda: leader.operations.get(op.id).state is OperationState.SUCCEEDED, timeout_s=IO_TIMEOUT_S / 2,
+                   what="the end of the operation")
+        assert waiting.is_set(), "the sweep is still waiting for the nodes"
+    finally:
+        nodes.close()
+        if leader is not None:
+            leader.close()
+        collector.close()
+
+
+def test_failing_sweeps_give_an_alert(etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that this release cannot read must stop the collection of its chunks."""
+    monkeypatch.setattr("elastic_rl.coordinator.reconciler._SWEEP_HOLD_S", 0.5)
+    cfg = parse({"job": "x", "coordinator": {"lease_ttl_s": 5, "reconcile_interval_s": 0.1}})
+    collector = GarbageCollector(etcd, keys, RetentionPolicy(2))
+    etcd.put(keys.version("policy", 1), b'{"stream":"policy","number":1,"state":"mirrored","epoch":1}')
+    leader = Leader(etcd, keys, cfg, "a", sweep=collector.sweep)
+    try:
+        def alert() -> Alert | None:
+            found = (Alert.decode(kv.value) for kv in etcd.range(keys.alerts_prefix() + "dcs.maintenance_failing")[0])
+            return next((a for a in found if a.phase == "firing"), None)
+
+        assert "mirrored" in wait_until(alert, timeout_s=30, what="the alert").message
+        etcd.delete(keys.version("policy", 1))
+        wait_until(lambda: alert() is None, timeout_s=30, what="the end of the alert")
+    finally:
+        leader.close()
+        collector.close()

@@ -1,0 +1,48 @@
+"""The deciding part of a coordinator replica, in the test's own process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elastic_rl.config import Config
+from elastic_rl.coordinator.alerts.notifier import Notifier
+from elastic_rl.coordinator.dcs_sweep import DcsSweep, Sweep
+from elastic_rl.coordinator.election.election import Election
+from elastic_rl.coordinator.election.leader_health import LeaderHealth
+from elastic_rl.coordinator.operations.service import OperationService
+from elastic_rl.coordinator.reconciler import Reconciler
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.runtime import wait_until
+
+
+class Leader:
+    """``await_leadership``: False for a replica that starts while another one leads. ``sweep``: the maintenance that it
+    runs every tenth of a second. ``skew_s``: by how much its wall clock is ahead."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, name: str, *, await_leadership: bool = True,
+                 sweep: Sweep | None = None, skew_s: float = 0.0,
+                 monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.notifier = Notifier(keys.job, cfg.alerts)
+        self.health = LeaderHealth(cfg.coordinator.reconcile_deadline_s)
+        self.election = Election(etcd, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s, self.health).start()
+        self.operations = OperationService(etcd, keys, self.election, cfg, clock=lambda: time.time() + skew_s)
+        self.sweep = DcsSweep(sweep, self.election, every_s=0.1) if sweep else None
+        self.reconciler = Reconciler(etcd, keys, cfg, self.election, self.notifier, sweep=self.sweep,
+                                     clock=lambda: time.time() + skew_s, monotonic=monotonic)
+        if await_leadership:
+            self.await_leadership()
+        self.reconciler.start()
+        if self.sweep:
+            self.sweep.start()
+
+    def await_leadership(self, timeout_s: float = 20.0) -> None:
+        wait_until(lambda: self.election.is_leader, timeout_s=timeout_s, what=f"leadership of {self.election.replica}")
+
+    def close(self) -> None:
+        if self.sweep:
+            self.sweep.close()
+        self.reconciler.stop()
+        self.election.stop()
+        self.notifier.close()

@@ -1,0 +1,70 @@
+"""Decoding of records: what cannot be read is reported and skipped, what a newer release wrote is kept."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.etcd.decoding import RangeDecoder, decode, decode_all
+from elastic_rl.etcd.records import Engine, EngineState, OperationState
+from elastic_rl.etcd.transaction import KeyValue
+
+
+def kv(key: str, value: bytes, mod: int = 1) -> KeyValue:
+    return KeyValue(key, value, 1, mod, 1, 0)
+
+
+def engine(engine_id: str) -> Engine:
+    return Engine(id=engine_id, pool="p", state=EngineState.READY, epoch=1)
+
+
+def test_unreadable_record_is_reported_under_its_key() -> None:
+    unreadable: dict[str, str] = {}
+    assert decode(kv("k", b'{"id": "e", "pool": "p", "epoch": 1}'), Engine, unreadable) is None
+    assert unreadable == {"k": "no Engine: state: Field required"}
+
+
+@given(st.binary(max_size=40))
+def test_no_bytes_stop_the_records_beside_them(junk: bytes) -> None:
+    unreadable: dict[str, str] = {}
+    found = decode_all([kv("a", engine("a").encode()), kv("junk", junk), kv("b", engine("b").encode())], Engine,
+                       unreadable)
+    assert [record.id for record, _ in found] == ["a", "b"] and list(unreadable) == ["junk"]
+
+
+def test_value_of_a_newer_release_survives_a_rewrite() -> None:
+    raw = engine("e").encode().replace(b'"ready"', b'"hibernating"')
+    found = decode(kv("e", raw), Engine, {})
+    assert found is not None and found.state == "hibernating" and not found.state.known
+    assert Engine.decode(found.replace(version=3).encode()).state == "hibernating"
+    assert EngineState.READY.known and not any(found.state is state for state in EngineState)
+    assert not OperationState("paused").ended
+
+
+def test_record_under_another_key_than_its_own_is_unreadable() -> None:
+    unreadable: dict[str, str] = {}
+    decoder = RangeDecoder(Engine, lambda e: f"engines/{e.id}")
+    found = decoder.decode([kv("engines/a", engine("a").encode()), kv("engines/b", engine("x").encode())], unreadable)
+    assert [e.id for e in found] == ["a"] and unreadable == {"engines/b": "its record belongs under engines/x"}
+
+
+def test_each_revision_is_decoded_once() -> None:
+    decoded: list[bytes] = []
+
+    class Counting(Engine):
+        @classmethod
+        def decode(cls, raw: bytes) -> Self:
+            decoded.append(raw)
+            return super().decode(raw)
+
+    decoder = RangeDecoder(Counting)
+    bad, unreadable = b"junk", dict[str, str]()
+    for _ in range(3):
+        assert len(decoder.decode([kv("a", engine("a").encode()), kv("b", bad)], unreadable)) == 1
+    assert len(decoded) == 2 and list(unreadable) == ["b"]
+    decoder.decode([kv("a", engine("a").encode(), mod=2)], unreadable)
+    assert len(decoded) == 3
+    decoder.decode([kv("a", engine("a").encode(), mod=2), kv("b", bad)], unreadable)
+    assert len(decoded) == 4, "a key that was gone is not remembered"
