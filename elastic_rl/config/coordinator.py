@@ -32,8 +32,15 @@ class CoordinatorConfig(Section):
     """Points of the run's curves kept in etcd; the leader thins out old ones, evenly."""
     max_engines: Positive = 64
     """Largest number of engines that the API accepts for a pool."""
-    require_token: bool | None = None
-    """Bearer tokens needed; unset: only off on loopback."""
+    allowed_hosts: list[str] = []
+    """Host names under which browsers and clients may reach the admin API, such as ``rl.example.com`` or
+    ``*.example.com``, besides localhost, IP addresses, ``host``, ``advertise_host`` and this machine's host name. A
+    request for any other name is refused, so that no page can reach the API through a name of its own (DNS rebinding).
+    """
+    link_ttl_s: Annotated[int, Field(ge=2)] = 120
+    """Seconds within which a link of ``elastic-rl dashboard`` has to be opened; it works once."""
+    session_ttl_s: Annotated[int, Field(ge=2)] = 12 * 3600
+    """Seconds after which a browser session of the dashboard ends. A new link opens another one."""
     advertise_host: str = ""
     """Name or address under which others reach the admin API where it is not the one that it binds; with TLS, one that
     its certificate is for."""

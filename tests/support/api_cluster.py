@@ -15,7 +15,7 @@ import httpx
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Operation, PoolSpec, Record
-from support.coordinators import Replicas
+from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 
 _READ_S = 20.0
@@ -38,7 +38,8 @@ class ApiCluster:
         self.etcd.close()
 
     def client(self, name: str, **more: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.replicas.urls[name], timeout=20, **more)
+        """An operator's client of one replica."""
+        return httpx.Client(base_url=self.replicas.urls[name], timeout=20, **{"headers": AUTH, **more})
 
     def bulk(self, records: Sequence[tuple[str, Record]]) -> None:
         for start in range(0, len(records), 100):
@@ -49,7 +50,7 @@ class ApiCluster:
         found = [Operation.decode(kv.value) for kv in self.etcd.range(self.keys.operations_prefix())[0]]
         return [op for op in found if op.target == f"pools/{pool}"]
 
-    def wishes(self) -> dict[str, bytes]:
+    def requested_changes(self) -> dict[str, bytes]:
         """What changes of the API write, and the leader does not by itself."""
         keys = self.keys
         prefixes = (keys.pools_prefix(), keys.engines_prefix(), keys.restarts_prefix(), keys.adoptions_prefix(),
@@ -108,7 +109,7 @@ class Reader:
     seen: list[Frame] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        headers = {} if self.last is None else {"Last-Event-ID": str(self.last)}
+        headers = {**AUTH, **({} if self.last is None else {"Last-Event-ID": str(self.last)})}
         self._client = httpx.Client(timeout=_READ_S, verify=self.verify)
         self._stream = self._client.stream("GET", f"{self.url}/v1/changes", headers=headers)
         answer = self._stream.__enter__()

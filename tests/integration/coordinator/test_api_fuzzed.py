@@ -3,15 +3,14 @@ and the replica takes."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 from support.api_cluster import ApiCluster
+from support.coordinators import OPERATOR
 from support.etcd_server import EtcdServers
 
-from elastic_rl.coordinator.api import auth
 from elastic_rl.coordinator.api.app import routes
 from elastic_rl.etcd.records import Engine, EngineState
 
@@ -24,18 +23,14 @@ NOT_OURS = {
 
 
 def test_schemathesis_finds_no_5xx_and_no_undocumented_answer(etcd_servers: EtcdServers, tmp_path: Path) -> None:
-    house = ApiCluster(etcd_servers, tmp_path, coordinator={"require_token": True})
-    table = tmp_path / house.keys.job / "cluster" / "tokens.json"
-    table.parent.mkdir(parents=True)
-    table.write_text(json.dumps({"tokens": [{"name": "ada", "role": "operator", "sha256": auth.digest("do")}]}))
-    table.chmod(0o600)
+    cluster = ApiCluster(etcd_servers, tmp_path)
     engine = Engine(id="rollout-3f2a", pool="rollout", state=EngineState.READY, epoch=1)
-    house.etcd.put(house.keys.engine(engine.id), engine.encode())
+    cluster.etcd.put(cluster.keys.engine(engine.id), engine.encode())
     try:
-        house.start("a")
+        cluster.start("a")
         run = subprocess.run(
-            [str(Path(sys.executable).parent / "schemathesis"), "run", f"{house.replicas.urls['a']}/openapi.json",
-             "--header", "Authorization: Bearer do", "--checks", "all", "--exclude-checks", ",".join(NOT_OURS),
+            [str(Path(sys.executable).parent / "schemathesis"), "run", f"{cluster.replicas.urls['a']}/openapi.json",
+             "--header", f"Authorization: Bearer {OPERATOR}", "--checks", "all", "--exclude-checks", ",".join(NOT_OURS),
              "--exclude-path", "/v1/changes",  # it does not end
              "--max-examples", str(EXAMPLES), "--generation-deterministic", "--no-shrink",
              "--continue-on-failure", "--no-color", "--warnings", "off"],
@@ -44,4 +39,4 @@ def test_schemathesis_finds_no_5xx_and_no_undocumented_answer(etcd_servers: Etcd
         operations = sum(len(methods) for methods in routes().openapi()["paths"].values())
         assert f"Tested: {operations - 1}" in run.stdout, run.stdout
     finally:
-        house.close()
+        cluster.close()

@@ -12,18 +12,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.coordinators import Replicas
+from support.coordinators import Replicas, write_tokens
 from support.etcd_server import EtcdServers
 
 from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
-from elastic_rl.coordinator.api import auth
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -48,12 +47,17 @@ class Control:
     """What the service for alerts got."""
 
     @property
-    def place(self) -> str:
-        return "--url=" + ",".join(self.replicas.urls[name] for name in self.replicas.running)
+    def target(self) -> list[str]:
+        """Options that name the cluster."""
+        return ["--url=" + ",".join(self.replicas.urls[name] for name in self.replicas.running), self.token_file]
+
+    @property
+    def token_file(self) -> str:
+        return f"--token-file={self.replicas.credentials}"
 
     def start(self, *args: str, **more: Any) -> subprocess.Popen[bytes]:
         """The command line as a process of its own."""
-        self.running.append(subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", *args, self.place],
+        self.running.append(subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", *args, *self.target],
                                              **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}))
         return self.running[-1]
 
@@ -126,9 +130,9 @@ def control(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory,
 def run(control: Control, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line in this process: exit code, stdout and stderr."""
 
-    def call(*args: str, place: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    def call(*args: str, target: Sequence[str] = ()) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as e:
-            main.main([*args, *(place or (control.place,))])
+            main.main([*args, *(target or control.target)])
         said = capsys.readouterr()
         return int(e.value.code or 0), said.out, said.err
 
@@ -196,7 +200,7 @@ def test_when_the_time_is_up_the_operation_goes_on_and_can_be_taken_back(control
     op = control.operations()[-1]
     assert code == Exit.DEADLINE and not said
     assert "goes on" in told and f"elastic-rl operations cancel {op.id}" in told
-    assert control.place in told, "the next command must mean the same cluster"
+    assert all(option in told for option in control.target), "the next command must mean the same cluster"
     assert not op.state.ended
     assert [o["id"] for o in json.loads(run("operations", "--state", "running", "-o", "json")[1])] == [op.id]
     assert "1/4" in run("operations", "--limit=1")[1]
@@ -347,7 +351,7 @@ def test_events_are_followed_over_a_killed_replica_without_a_gap_or_a_repetition
     order = ["c", "a", "b"]
     urls = "--url=" + ",".join(control.replicas.urls[n] for n in order)
     process = subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", "events", "--follow", "--kind",
-                                "test.*", "-o", "json", urls], stdout=subprocess.PIPE)
+                                "test.*", "-o", "json", urls, control.token_file], stdout=subprocess.PIPE)
     control.running.append(process)
     said = Lines(process)
 
@@ -399,7 +403,8 @@ def _completed(control: Control, line: str) -> list[str]:
 
     def ask() -> list[str]:
         done = subprocess.run([sys.executable, "-m", "elastic_rl.cli.main"], capture_output=True, text=True, env={
-            **os.environ, "ELASTIC_RL_URL": control.place.removeprefix("--url="), "COMP_WORDS": line,
+            **os.environ, "ELASTIC_RL_URL": control.target[0].removeprefix("--url="),
+            "ELASTIC_RL_TOKEN_FILE": str(control.replicas.credentials), "COMP_WORDS": line,
             "_ELASTIC_RL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)}, timeout=_LIMIT_S)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.split()
@@ -416,28 +421,23 @@ def test_names_are_completed_from_the_running_cluster(control: Control) -> None:
 def test_a_wrong_token_is_told_with_the_file_that_it_came_from(control: Control, run: Run, tmp_path: Path) -> None:
     keys = Keys(f"{control.keys.job}-strict")
     control.etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=1).encode())
-    folder = tmp_path / keys.job / "cluster"
-    folder.mkdir(parents=True)
-    table = folder / "tokens.json"
-    table.write_text(json.dumps({"tokens": [{"name": "eve", "role": "viewer", "sha256": auth.digest("look")},
-                                            {"name": "ada", "role": "operator", "sha256": auth.digest("do")}]}))
-    table.chmod(0o600)
-    strict = Replicas(tmp_path, keys, control.replicas.etcd_servers, {"coordinator": {"require_token": True}})
+    strict = Replicas(tmp_path, keys, control.replicas.etcd_servers)
+    write_tokens(strict.token_table, eve="viewer", ada="operator")
     try:
         strict.start("strict")
         mine = tmp_path / "mine"
 
         def call(token: str, *args: str) -> tuple[int, str, str]:
             mine.write_text(token)
-            return run(*args, place=("--url", strict.urls["strict"], "--token-file", str(mine)))
+            return run(*args, target=("--url", strict.urls["strict"], "--token-file", str(mine)))
 
         code, _, told = call("wrong", "pools")
         assert code == Exit.REFUSED and str(mine) in told
-        assert call("look", "pools")[0] == Exit.OK
-        code, _, told = call("look", "scale", "2")
+        assert call("eve", "pools")[0] == Exit.OK
+        code, _, told = call("eve", "scale", "2")
         assert code == Exit.REFUSED and "operator's token" in told
-        assert call("do", "scale", "2", "--dry-run")[0] == Exit.OK
-        code, _, told = call("do", "alerts", "test")
+        assert call("ada", "scale", "2", "--dry-run")[0] == Exit.OK
+        code, _, told = call("ada", "alerts", "test")
         assert code == Exit.FAILED and "alerts.urls" in told, "it has no receiver"
     finally:
         strict.close()

@@ -1,0 +1,31 @@
+// Columns of a Listing that several tables have.
+
+import { attr, el, since, text } from "./dom.js";
+
+/** A text. */
+export const plain = (head, of, name = "") => ({ head, class: name, fill: (cell, item) => text(cell, of(item)) });
+
+/** How long ago something was; `of(item)` in unix seconds. */
+export const time = (head, of, name = "") => ({ head, class: name, fill: (cell, item) => {
+  if (!cell.firstChild) cell.append(el("time"));
+  since(cell.firstChild, of(item));
+} });
+
+/** Buttons in the last cell of a row. `items`: {label, name(item), run(item), enabled(item), shown(item)}. */
+export const buttons = (items) => ({
+  head: "Actions", quiet: true, class: "actions",
+  fill(cell, item, row) {
+    row.item = item;
+    if (!cell.firstChild) {
+      for (const { label, run } of items) {
+        cell.append(el("button", { type: "button", class: "quiet", text: label, onclick: () => run(row.item) }));
+      }
+    }
+    items.forEach(({ name, enabled = () => true, shown = () => true }, i) => {
+      const button = cell.children[i];
+      attr(button, "aria-label", name(item));
+      button.disabled = !enabled(item);
+      button.hidden = !shown(item);
+    });
+  },
+});
