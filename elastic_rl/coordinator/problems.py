@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -78,6 +79,16 @@ def not_found(what: str, name: str) -> Problem:
 
 def no_leader(detail: str) -> Problem:
     return Problem(503, Kind.NO_LEADER, "There is no leader at the moment", detail, headers={"Retry-After": "1"})
+
+
+def is_json(headers: Headers) -> bool:
+    """Whether a request says that its body is JSON."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
+def not_json() -> Problem:
+    return Problem(415, Kind.UNSUPPORTED_MEDIA_TYPE, "Unsupported media type",
+                   "send the request as Content-Type: application/json, also when it has no body")
 
 
 def of_error(error: ElasticRLError) -> Problem:

@@ -1,4 +1,4 @@
-"""An admin API to ask: replicas on an etcd, their job's keys, and readers of their streams."""
+"""An admin API for tests: replicas on an etcd, their job's keys, and readers of their streams."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _READ_S = 20.0
 
 
 class ApiCluster:
-    """Replicas of one job. ``settings``: parts of the config beyond the defaults."""
+    """Replicas of one job. ``settings``: parts of the config beyond the defaults; ``job``: default a random name."""
 
-    def __init__(self, etcd_servers: EtcdServers, folder: Path, **settings: Any) -> None:
-        self.keys = Keys(f"t-{secrets.token_hex(6)}")
+    def __init__(self, etcd_servers: EtcdServers, folder: Path, *, job: str = "", **settings: Any) -> None:
+        self.keys = Keys(job or f"t-{secrets.token_hex(6)}")
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         self.etcd.put(self.keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
         self.replicas = Replicas(folder, self.keys, etcd_servers.endpoints, settings)
@@ -51,7 +51,7 @@ class ApiCluster:
         return [op for op in found if op.target == f"pools/{pool}"]
 
     def requested_changes(self) -> dict[str, bytes]:
-        """What changes of the API write, and the leader does not by itself."""
+        """The records that requests write, and that the leader does not write by itself."""
         keys = self.keys
         prefixes = (keys.pools_prefix(), keys.engines_prefix(), keys.restarts_prefix(), keys.adoptions_prefix(),
                     keys.idempotency_prefix())
@@ -60,7 +60,7 @@ class ApiCluster:
 
 
 def problem(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
-    """The body of an answer that has to be this problem."""
+    """The body of an answer, which has to be this problem."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     body: dict[str, Any] = response.json()

@@ -20,10 +20,15 @@ expect = sync_api.expect
 Page = sync_api.Page
 Open = Callable[..., "Page"]
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None,
+
+
+def find_chromium() -> str | None:
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+needs_chromium = pytest.mark.skipif(find_chromium() is None,
                                     reason="there is no Chromium: `bash ops/setup.sh` as root installs it")
-_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
           "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
           "--host-resolver-rules=MAP *.example 127.0.0.1"]
 """Every name under .example is this machine, as after DNS rebinding."""
@@ -34,7 +39,7 @@ LONG_MS = 40_000
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sync_api.Browser]:
     expect.set_options(timeout=LONG_MS)
     with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=_FLAGS, env={
+        launched = playwright.chromium.launch(executable_path=find_chromium(), args=FLAGS, env={
             "HOME": str(tmp_path_factory.mktemp("home")), "PATH": "/usr/bin:/bin"})
         yield launched
         launched.close()

@@ -30,7 +30,7 @@ def routes() -> FastAPI:
     """The application without a replica behind it: enough for the OpenAPI document."""
     app = FastAPI(title="elastic-rl", version=elastic_rl.__version__, docs_url=None, redoc_url=None,
                   description=_ABOUT, separate_input_output_schemas=False, redirect_slashes=False,
-                  dependencies=[Depends(_reject_unknown_parameters)])
+                  dependencies=[Depends(_require_json), Depends(_reject_unknown_parameters)])
     problems.install(app)
     read_routes.install(app)
     stream_routes.install(app)
@@ -47,6 +47,12 @@ def make_app(context: Context) -> ASGIApp:
     app = routes()
     app.state.context = context
     return RequestMiddleware(app, context)
+
+
+async def _require_json(request: Request) -> None:
+    """Refuses changes without a JSON content type, also those without a body: a form of another site cannot have it."""
+    if request.method in ("POST", "PATCH") and not problems.is_json(request.headers):
+        raise problems.not_json()
 
 
 async def _reject_unknown_parameters(request: Request) -> None:

@@ -35,8 +35,6 @@ _FOR_VIEWERS = {_SIGN_IN, ("DELETE", "/v1/session"), ("POST", "/v1/session-links
 _METHODS = ("GET", "HEAD", "POST", "PATCH", "PUT", "DELETE", "OPTIONS")
 _READS = ("GET", "HEAD", "OPTIONS")
 _WITH_BODY = ("POST", "PATCH", "PUT", "DELETE")
-_ALWAYS_JSON = ("POST", "PATCH")
-_JSON = "application/json"
 
 
 class RequestMiddleware:
@@ -80,7 +78,7 @@ class RequestMiddleware:
         if method == "HEAD":
             scope["method"] = "GET"
         if method in _WITH_BODY:
-            scope["state"]["body"] = body = await self._body(method, headers, receive)
+            scope["state"]["body"] = body = await self._body(headers, receive)
             receive = _replay(body, receive)
         await self._app(scope, receive, send)
 
@@ -102,7 +100,7 @@ class RequestMiddleware:
                           f"{caller.name!r} is a {caller.role}; this needs an {needed}")
         return caller
 
-    async def _body(self, method: str, headers: Headers, receive: Receive) -> bytes:
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """All of a request's body. Raises problems: 415; 413; 408 when it does not arrive in time; 400 when the
         connection ends before the body does: a handler would take what is missing for defaults."""
         most = self._cfg.max_body_bytes
@@ -111,9 +109,6 @@ class RequestMiddleware:
         announced = headers.get("content-length", "0")
         if len(announced) > 18 or int(announced) > most:
             raise too_large
-        is_json = _is_json(headers.get("content-type", ""))
-        if method in _ALWAYS_JSON and not is_json:
-            raise _not_json()
         body, more = b"", True
         try:
             async with asyncio.timeout(self._cfg.request_timeout_s):
@@ -131,18 +126,9 @@ class RequestMiddleware:
             raise Problem(408, Kind.REQUEST_TIMEOUT, "The request took too long to arrive",
                           f"its body was not there after {self._cfg.request_timeout_s:g} s",
                           headers={"Connection": "close"}) from e
-        if body and not is_json:
-            raise _not_json()
+        if body and not problems.is_json(headers):
+            raise problems.not_json()
         return body
-
-
-def _not_json() -> Problem:
-    return Problem(415, Kind.UNSUPPORTED_MEDIA_TYPE, "Unsupported media type",
-                   f"send the request as Content-Type: {_JSON}, also when it has no body")
-
-
-def _is_json(content_type: str) -> bool:
-    return content_type.partition(";")[0].strip().lower() == _JSON
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

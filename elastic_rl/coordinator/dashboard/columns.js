@@ -11,21 +11,20 @@ export const time = (head, of, name = "") => ({ head, class: name, fill: (cell, 
   since(cell.firstChild, of(item));
 } });
 
-/** Buttons in the last cell of a row. `items`: {label, name(item), run(item), enabled(item), shown(item)}. */
+/** Buttons in the last cell of a row. `items`: {label(item), name(item), run(item), enabled(item)}. */
 export const buttons = (items) => ({
   head: "Actions", quiet: true, class: "actions",
   fill(cell, item, row) {
     row.item = item;
     if (!cell.firstChild) {
-      for (const { label, run } of items) {
-        cell.append(el("button", { type: "button", class: "quiet", text: label, onclick: () => run(row.item) }));
+      for (const { run } of items) {
+        cell.append(el("button", { type: "button", class: "quiet", onclick: () => run(row.item) }));
       }
     }
-    items.forEach(({ name, enabled = () => true, shown = () => true }, i) => {
-      const button = cell.children[i];
+    items.forEach(({ label, name, enabled = () => true }, i) => {
+      const button = text(cell.children[i], label(item));
       attr(button, "aria-label", name(item));
-      button.disabled = !enabled(item);
-      button.hidden = !shown(item);
+      attr(button, "disabled", !enabled(item));
     });
   },
 });

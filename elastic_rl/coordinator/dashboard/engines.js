@@ -8,6 +8,7 @@ import { Listing } from "./listing.js";
 const ORDER = { quarantined: 0, dead: 1, draining: 2, starting: 3, syncing: 4, ready: 5 };
 const LEVEL = { ready: "ok", syncing: "busy", starting: "busy", draining: "warn", quarantined: "bad", dead: "bad" };
 
+const leaving = (e) => (e.adopted ? "Deregister" : "Drain");
 const canLeave = (e) => ["starting", "syncing", "ready"].includes(e.state);
 
 export class Pools {
@@ -22,7 +23,7 @@ export class Pools {
         plain("Starting", (p) => p.starting, "num"),
         plain("Draining", (p) => p.draining, "num"),
         plain("Desired", (p) => p.desired, "num"),
-        buttons([{ label: "Scale…", name: (p) => `Scale pool ${p.name}`, run: (p) => actions.scale(p) }]),
+        buttons([{ label: () => "Scale…", name: (p) => `Scale pool ${p.name}`, run: (p) => actions.scale(p) }]),
       ] });
   }
 
@@ -72,11 +73,9 @@ export class Engines {
         plain("Pool", (e) => e.pool, "minor"),
         time("Changed", (e) => e.updated_at, "minor"),
         buttons([
-          { label: "Drain…", name: (e) => `Drain engine ${e.id}`, run: (e) => actions.drain(e), enabled: canLeave,
-            shown: (e) => !e.adopted },
-          { label: "Deregister…", name: (e) => `Deregister engine ${e.id}`, run: (e) => actions.deregister(e),
-            enabled: canLeave, shown: (e) => e.adopted },
-          { label: "Restart…", name: (e) => `Restart engine ${e.id}`, run: (e) => actions.restart(`engines/${e.id}`),
+          { label: (e) => `${leaving(e)}…`, name: (e) => `${leaving(e)} engine ${e.id}`, enabled: canLeave,
+            run: (e) => (e.adopted ? actions.deregister(e) : actions.drain(e)) },
+          { label: () => "Restart…", name: (e) => `Restart engine ${e.id}`, run: (e) => actions.restart(`engines/${e.id}`),
             enabled: (e) => e.state !== "dead" },
         ]),
       ] });

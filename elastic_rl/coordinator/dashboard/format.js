@@ -35,17 +35,27 @@ export function bytes(value) {
   return `${value >= 100 || unit === 0 ? value.toFixed(0) : value.toFixed(1)} ${units[unit]}`;
 }
 
+const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+
 /** A duration in at most two units: "8 s", "3 min 20 s", "2 h 5 min", "4 d 2 h". */
 export function duration(value) {
-  const total = Math.max(0, Math.round(value));
-  const parts = [[Math.floor(total / 86400), "d"], [Math.floor(total / 3600) % 24, "h"],
-    [Math.floor(total / 60) % 60, "min"], [total % 60, "s"]];
+  let left = Math.max(0, Math.round(value));
+  const parts = UNITS.map(([size, unit]) => {
+    const n = Math.floor(left / size);
+    left -= n * size;
+    return [n, unit];
+  });
   const first = parts.findIndex(([n]) => n > 0);
   if (first < 0) return "0 s";
   return parts.slice(first, first + 2).filter(([n]) => n > 0).map(([n, unit]) => `${n} ${unit}`).join(" ");
 }
 
-export const ago = (at) => (now() - at < 1 ? "now" : `${duration(now() - at)} ago`);
+/** How long ago, in one unit: what is old changes rarely, and the page is not laid out again every second. */
+export function ago(at) {
+  const age = Math.round(now() - at);
+  const [size, unit] = UNITS.find(([seconds]) => age >= seconds) ?? [];
+  return size ? `${Math.floor(age / size)} ${unit} ago` : "now";
+}
 
 const two = (n) => String(n).padStart(2, "0");
 

@@ -1,6 +1,8 @@
-// A table of records that shows the first ones or all; rows keep their nodes, so a change touches one cell.
+// A table of records that shows the first ones or many; rows keep their nodes, so a change touches one cell.
 
 import { el, keyed, text, attr } from "./dom.js";
+
+const MOST = 200; // rows at once: a browser lays out thousands too slowly; the filter finds the others
 
 export class Listing {
   #all = false;
@@ -38,15 +40,18 @@ export class Listing {
     const { columns, cap } = this;
     const found = this.#query
       ? this.#items.filter((item) => this.words(item).toLowerCase().includes(this.#query)) : this.#items;
-    const shown = this.#all ? found : found.slice(0, cap);
+    const shown = found.slice(0, this.#all ? MOST : cap);
     keyed(this.body, shown, this.key,
       () => el("tr", {}, ...columns.map((c, i) => el(i === 0 ? "th" : "td", { class: c.class, scope: i ? null : "row" }))),
       (row, item) => columns.forEach((c, i) => c.fill(row.children[i], item, row)));
     this.box.hidden = !shown.length;
-    this.none.hidden = shown.length > 0;
-    text(this.none, this.#query && this.#items.length ? `None of ${this.#items.length} ${this.noun} matches.` : this.empty);
+    const hidden = this.#all ? found.length - shown.length : 0;
+    this.none.hidden = shown.length > 0 && !hidden;
+    text(this.none, hidden ? `${hidden} more: use the filter.`
+      : this.#query && this.#items.length ? `None of ${this.#items.length} ${this.noun} matches.` : this.empty);
     this.more.hidden = found.length <= cap;
-    text(this.more, this.#all ? `Show the first ${cap}` : `Show all ${found.length} ${this.noun}`);
+    text(this.more, this.#all ? `Show the first ${cap}`
+      : found.length > MOST ? `Show ${MOST} of ${found.length} ${this.noun}` : `Show all ${found.length} ${this.noun}`);
     attr(this.more, "aria-expanded", String(this.#all));
     if (this.filter) this.filter.hidden = this.#items.length <= cap && !this.#query;
   }

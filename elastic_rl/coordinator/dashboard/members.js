@@ -24,7 +24,7 @@ export class Members {
         time("Progress", (m) => m.progress_at),
         plain("Host", (m) => m.host, "minor"),
         plain("Pid", (m) => m.pid, "num minor"),
-        buttons([{ label: "Restart…", enabled: (m) => isRestartable(m.role),
+        buttons([{ label: () => "Restart…", enabled: (m) => isRestartable(m.role),
           name: (m) => `Restart ${m.role === "trainer" ? "the trainer" : `role ${m.role}`}`,
           run: (m) => actions.restart(m.role === "trainer" ? "trainer" : `roles/${m.role}`) }]),
       ] });

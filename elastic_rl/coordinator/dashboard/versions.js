@@ -19,8 +19,8 @@ export class Versions {
           if (!cell.firstChild) cell.append(el("span"));
           badge(cell.firstChild, LEVEL[v.state] ?? "idle", v.state);
         } },
-        plain("Step", (v) => v.meta?.step ?? "–", "num"),
-        plain("Size", (v) => bytes(v.nbytes), "num"),
+        plain("Step", (v) => v.meta?.step ?? "–", "num minor"),
+        plain("Size", (v) => bytes(v.nbytes), "num minor"),
         plain("Nodes", (v) => v.nodes?.length || "–", "num minor"),
         time("Committed", (v) => v.committed_at || v.created_at),
       ] });

@@ -1,7 +1,8 @@
-"""What the admin API keeps to when its replicas change: idempotency, streams, TLS, and the client that retries."""
+"""The admin API over several replicas: idempotency, streams, TLS, and the client that retries."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from elastic_rl.coordinator.api import idempotency, tls
 from elastic_rl.coordinator.api.idempotency import Done
 from elastic_rl.coordinator.client.admin_client import AdminClient, Changed, NotFound, OperationFailed
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import ConfigError, DeadlineExceeded
+from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable
 from elastic_rl.etcd.records import Engine, EngineState, Member
 
 Build = Callable[..., ApiCluster]
@@ -46,7 +47,7 @@ def client_of(cluster: ApiCluster, ca_file: str = "") -> AdminClient:
     return AdminClient(ClusterInfo(cluster.keys.job, [], urls, str(cluster.replicas.credentials), "", "", ca_file))
 
 
-def test_a_request_that_is_sent_again_after_its_leader_died_counts_once_and_streams_go_on(build: Build) -> None:
+def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(build: Build) -> None:
     cluster = build("a", "b")
     old = cluster.replicas.leader()
     new = "b" if old == "a" else "a"
@@ -75,7 +76,7 @@ def test_a_request_that_is_sent_again_after_its_leader_died_counts_once_and_stre
         assert elected.data["object"]["leader"]["replica"] == new and all(f.event == "change" for f in reader.seen)
 
 
-def test_the_leader_forgets_keys_after_a_day(build: Build) -> None:
+def test_leader_deletes_keys_after_a_day(build: Build) -> None:
     def write(cluster: ApiCluster) -> None:
         for name, age_s in (("old", idempotency.KEPT_S + 1), ("young", idempotency.KEPT_S - 3600)):
             done = Done(request="r", location="/v1/operations/x", at=time.time() - age_s)
@@ -87,7 +88,7 @@ def test_the_leader_forgets_keys_after_a_day(build: Build) -> None:
     assert [kv.key for kv in cluster.etcd.range(prefix)[0]] == [cluster.keys.idempotency("young")]
 
 
-def test_replicas_and_clients_speak_tls_and_a_stranger_is_not_believed(build: Build, tmp_path: Path) -> None:
+def test_replicas_and_clients_speak_tls_and_refuse_other_authorities(build: Build, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "cluster")
     mine = authority.issue("replica", hosts=["127.0.0.1"])
     cluster = build("a", "b", coordinator={"tls_cert": str(mine.cert), "tls_key": str(mine.key),
@@ -112,7 +113,7 @@ def test_replicas_and_clients_speak_tls_and_a_stranger_is_not_believed(build: Bu
         tls.trust(str(tmp_path / "none.pem"))
 
 
-def test_a_token_that_is_withdrawn_ends_its_streams(build: Build, etcd_servers: EtcdServers, tmp_path: Path) -> None:
+def test_withdrawn_token_ends_its_streams(build: Build, etcd_servers: EtcdServers, tmp_path: Path) -> None:
     cluster = ApiCluster(etcd_servers, tmp_path)
     write_tokens(cluster.replicas.token_table, eve="viewer", bob="viewer")
     try:
@@ -129,8 +130,50 @@ def test_a_token_that_is_withdrawn_ends_its_streams(build: Build, etcd_servers: 
         cluster.close()
 
 
+def test_renewed_certificates_and_authority_are_used_without_a_restart(build: Build, tmp_path: Path) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    live = {name: tmp_path / f"live-{name}.pem" for name in ("cert", "key", "ca")}
+
+    def install(authority: Authority) -> None:
+        identity = authority.issue("replica", hosts=["127.0.0.1"])
+        for name, source in (("cert", identity.cert), ("key", identity.key), ("ca", authority.cert)):
+            partial = live[name].with_suffix(".partial")
+            shutil.copy(source, partial)
+            partial.rename(live[name])
+
+    install(old)
+    cluster = build("a", "b", coordinator={f"tls_{name}": str(path) for name, path in live.items()})
+    follower = "b" if cluster.replicas.leader() == "a" else "a"
+    client = client_of(cluster, ca_file=str(live["ca"]))
+    assert client.get("/v1/job")["leader"]
+    with Reader(cluster.replicas.urls[follower], verify=tls.trust(str(old.cert))) as reader:
+        assert reader.next().event == "snapshot"
+        install(new)
+
+        def renewed(replica: str) -> bool:
+            try:
+                with cluster.client(replica, verify=tls.trust(str(new.cert))) as api:
+                    return api.post("/v1/pools/rollout/scale", json={"desired": 4}).status_code == 202
+            except httpx.ConnectError:
+                return False
+
+        for replica in ("a", "b"):  # the follower's connection to the leader is new as well
+            runtime.wait_until(lambda r=replica: renewed(r), timeout_s=60, what=f"the new certificate of {replica}")
+        with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
+            httpx.get(f"{cluster.replicas.urls[follower]}/healthz", verify=tls.trust(str(old.cert)), timeout=20)
+        runtime.wait_until(lambda: _answers(client), timeout_s=60, what="the client, which follows its file too")
+        reader.until(lambda f: f.data["kind"] == "pool" and f.data["object"]["desired"] == 4)
+
+
+def _answers(client: AdminClient) -> bool:
+    try:
+        return bool(client.get("/v1/job"))
+    except EtcdUnavailable:
+        return False
+
+
 # -- the client --------------------------------------------------------------------------------------------------------
-def test_the_client_carries_a_change_over_the_death_of_the_leader_and_applies_it_once(build: Build) -> None:
+def test_client_applies_a_change_once_over_the_death_of_the_leader(build: Build) -> None:
     cluster = build("a", "b")
     client = client_of(cluster)
     old = cluster.replicas.leader()
@@ -138,17 +181,17 @@ def test_the_client_carries_a_change_over_the_death_of_the_leader_and_applies_it
     done = [client.scale("rollout", n)["id"] for n in range(3, 9)]
     runtime.wait_until(lambda: old not in cluster.replicas.running, timeout_s=10, what="the leader's end")
     done.append(client.scale("rollout", 9)["id"])
-    assert sorted(op.id for op in cluster.operations("rollout")) == sorted(done), "each asked for once is there once"
+    assert sorted(op.id for op in cluster.operations("rollout")) == sorted(done), "each one exists once"
     assert client.get("/v1/pools/rollout")["desired"] == 9
 
 
-def test_the_client_follows_listings_and_operations_and_tells_refusals_apart(build: Build) -> None:
+def test_client_follows_listings_and_operations_and_raises_typed_refusals(build: Build) -> None:
     cluster = build("a")
     client, keys = client_of(cluster), cluster.keys
-    cluster.bulk([(keys.member("crowd", f"{n:04d}"), Member(role="crowd", id=f"{n:04d}", pid=1, host="h"))
+    cluster.bulk([(keys.member("many", f"{n:04d}"), Member(role="many", id=f"{n:04d}", pid=1, host="h"))
                 for n in range(1005)])
-    assert [m["id"] for m in client.items("/v1/members?role=crowd")] == [f"{n:04d}" for n in range(1005)]
-    assert len(client.items("/v1/members?role=crowd", most=7)) == 7
+    assert [m["id"] for m in client.items("/v1/members?role=many")] == [f"{n:04d}" for n in range(1005)]
+    assert len(client.items("/v1/members?role=many", most=7)) == 7
     planned = client.scale("rollout", 5, dry_run=True)
     assert planned["params"]["desired"] == 5 and client.get("/v1/pools/rollout")["desired"] == 2
     scaled = client.scale("rollout", 5)
