@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 from leadership import Change, Verdict
+from support.coordinators import AUTH
 from support.etcd_server import EtcdServers
 
 from elastic_rl import runtime
@@ -58,7 +59,7 @@ class Writer:
 
 def patch(url: str, desired: int, timeout_s: float = 2.0) -> Written:
     try:
-        answer = httpx.patch(f"{url}/v1/pools/rollout", json={"desired": desired}, headers={"If-Match": "*"},
+        answer = httpx.patch(f"{url}/v1/pools/rollout", json={"desired": desired}, headers={**AUTH, "If-Match": "*"},
                              timeout=timeout_s, trust_env=False)
     except httpx.HTTPError:
         return Written(url, 0, desired, 0)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from leadership import Change, check
 from pool_writers import Writer, lost, more, observe, patch
-from support.coordinators import Replicas
+from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 from support.hosts import TwoNetworks
 
@@ -41,7 +41,7 @@ def far_etcd(tmp_path: Path, networks: TwoNetworks) -> Iterator[EtcdServers]:
 
 @pytest.fixture
 def replicas(far_etcd: EtcdServers, networks: TwoNetworks, keys: Keys, tmp_path: Path) -> Iterator[Replicas]:
-    made = Replicas(tmp_path, keys, far_etcd.endpoints, {"coordinator": {"require_token": False}},
+    made = Replicas(tmp_path, keys, far_etcd.endpoints,
                     hosts={name: networks.host(name) for name in ("a", "b")})
     try:
         yield made
@@ -51,7 +51,7 @@ def replicas(far_etcd: EtcdServers, networks: TwoNetworks, keys: Keys, tmp_path:
 
 def believes_to_lead(replicas: Replicas, name: str) -> bool:
     """By the replica's own metric."""
-    text = httpx.get(f"{replicas.urls[name]}/metrics", timeout=10.0, trust_env=False).text
+    text = httpx.get(f"{replicas.urls[name]}/metrics", headers=AUTH, timeout=10.0, trust_env=False).text
     found = re.search(r"^elastic_rl_is_leader (\S+)", text, re.MULTILINE)
     assert found, text[:500]
     return float(found[1]) == 1

@@ -1,4 +1,4 @@
-"""``elastic-rl alerts``: what is wrong, who is told of it, and who is spared for a while."""
+"""``elastic-rl alerts``: alerts, silences, and tests of the receivers."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from elastic_rl.cli.tables import Format
 from elastic_rl.errors import DeadlineExceeded
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                  help="What is wrong, and who is told of it. Alone: ls.")
+                  help="Alerts, and who is notified of them. Without a command: ls.")
 _WAITING, _DELIVERED = "waiting", "delivered"
 _SILENCE = ("id", "kind", "subject", "until_at", "by", "comment")
 
 
 @api_command(app, "ls")
-def ls(place: Target, output: Output = Format.TABLE) -> None:
-    """Alerts that are open, or whose end was not told yet."""
-    with place.api() as api:
+def ls(cluster: Target, output: Output = Format.TABLE) -> None:
+    """List alerts that are open, or whose resolution was not delivered yet."""
+    with cluster.api() as api:
         found = api.items("/v1/alerts")
     tables.show(out, found if output is Format.JSON else alert_rows(found), ALERT, output, wide=ALERT_WIDE)
 
 
 @api_command(app, "silence")
-def silence(place: Target, kind: Annotated[str, typer.Argument(metavar="KIND", help="Kind of alerts, such as "
-                                                              "engine.dead or 'pool.*'.")],
-            subject: Annotated[str, typer.Option(help="Only about this, such as one engine.")] = "*",
+def silence(cluster: Target, kind: Annotated[str, typer.Argument(metavar="KIND", help="Kind of alerts, such as "
+                                                                "engine.dead or 'pool.*'.")],
+            subject: Annotated[str, typer.Option(help="Only alerts about this, such as one engine.")] = "*",
             duration: Annotated[str, typer.Option("--for", help="90s, 15m, 2h, 7d.")] = "1h",
-            comment: Annotated[str, typer.Option(help="Why, for the others.")] = "",
+            comment: Annotated[str, typer.Option(help="Why, for other operators.")] = "",
             output: Output = Format.TABLE) -> None:
-    """Tell nobody of some alerts for a while."""
+    """Suppress notifications of some alerts for a while."""
     from elastic_rl.config import durations
     body = {"kind": kind, "subject": subject, "duration_s": durations.seconds(duration), "comment": comment}
-    with place.api(see="elastic-rl alerts silences") as api:
+    with cluster.api(see="elastic-rl alerts silences") as api:
         made = api.post("/v1/silences", body)
     if output is Format.JSON:
         tables.write_json(made)
         return
     out.print(f"silenced for {duration}: {kind} of {subject} ({made['id']})\nend it with `elastic-rl alerts unsilence "
-              f"{made['id']}`", markup=False, highlight=False, soft_wrap=True)
+              f"{made['id']}{cluster.as_options}`", markup=False, highlight=False, soft_wrap=True)
 
 
 @api_command(app, "unsilence")
-def unsilence(place: Target, silence_id: Annotated[str, typer.Argument(metavar="ID")],
+def unsilence(cluster: Target, silence_id: Annotated[str, typer.Argument(metavar="ID")],
               output: Output = Format.TABLE) -> None:
     """End a silence."""
-    with place.api(see="elastic-rl alerts silences") as api:
+    with cluster.api(see="elastic-rl alerts silences") as api:
         answer = api.delete(f"/v1/silences/{silence_id}")
     if output is Format.JSON:
         tables.write_json(answer)
@@ -59,31 +59,31 @@ def unsilence(place: Target, silence_id: Annotated[str, typer.Argument(metavar="
 
 
 @api_command(app, "silences")
-def silences(place: Target, output: Output = Format.TABLE) -> None:
-    """Silences that hold."""
-    with place.api() as api:
+def silences(cluster: Target, output: Output = Format.TABLE) -> None:
+    """List active silences."""
+    with cluster.api() as api:
         found = api.items("/v1/silences")
     rows = found if output is Format.JSON else [{**s, "until_at": s["until"]} for s in found]
     tables.show(out, rows, _SILENCE, output, wide=("created_at",))
 
 
 @api_command(app, "test")
-def test(place: Target, timeout: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help=(
+def test(cluster: Target, timeout: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help=(
              "Longest wait for the receivers."))] = 30.0, output: Output = Format.TABLE) -> None:
-    """Send every receiver a message; code 1 if one did not take it."""
-    with place.api() as api:
+    """Send a test message to every receiver; code 1 if a delivery fails."""
+    with cluster.api() as api:
         found = api.test_alerts(timeout)
     if output is Format.JSON:
         tables.write_json(found)
     elif found["receivers"]:
         tables.show(out, found["receivers"], ("receiver", "status", "detail"), output)
     if not found["receivers"]:
-        err.print("nobody would be told: no receiver is configured\nhint: name Apprise URLs in alerts.urls, and start "
-                  "the coordinators with it (`elastic-rl down`, `elastic-rl up --alerts.urls=[...]`)", markup=False,
-                  highlight=False, soft_wrap=True)
+        err.print("no receiver is configured\nhint: name Apprise URLs in alerts.urls, and start the coordinators with "
+                  "it (`elastic-rl down`, `elastic-rl up --alerts.urls=[...]`)", markup=False, highlight=False,
+                  soft_wrap=True)
     if any(r["status"] == _WAITING for r in found["receivers"]):
-        raise DeadlineExceeded(f"not every receiver's turn came within {timeout:g} s",
-                               hint="its messages of this minute are used up, or nobody leads; `elastic-rl status` "
-                                    "tells, and what waits is still sent")
+        raise DeadlineExceeded(f"not every message was sent within {timeout:g} s",
+                               hint="the receiver's limit of messages per minute is reached, or there is no leader "
+                                    "(see `elastic-rl status`); waiting messages are still sent")
     if not found["receivers"] or any(r["status"] != _DELIVERED for r in found["receivers"]):
         raise typer.Exit(Exit.FAILED)

@@ -1,5 +1,4 @@
-"""Completion for the shell: names come from the running cluster, if it answers at once, and silently not at all
-otherwise."""
+"""Shell completion. Names come from the running cluster, if it answers at once; otherwise there are silently none."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ COMPLETE_VAR = "_ELASTIC_RL_COMPLETE"
 """Set by the shell when it asks for completions."""
 PROGRAM = "elastic-rl"
 _LIMIT_S = 0.7
-"""For the cluster's answer; the rest of the second is our own start."""
+"""For the cluster's answer, so that a completion takes about a second with the start of Python."""
 _MOST = 200
 _NO_ROLES = {"trainer", "engine", "driver", "dcs", "coordinator"}
-"""Members that are not of a role that Ray Serve deploys."""
+"""Members whose role is not a Ray Serve deployment."""
 
 
 class Shell(StrEnum):
@@ -32,26 +31,30 @@ class Shell(StrEnum):
 
 
 def script(shell: Shell) -> str:
-    """What the shell has to read."""
+    """The script that the shell has to source."""
     from typer.completion import get_completion_script
     return get_completion_script(prog_name=PROGRAM, complete_var=COMPLETE_VAR, shell=shell.value)
 
 
 def pools(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _ask(ctx, incomplete, lambda api: [p["name"] for p in api.items("/v1/pools", most=_MOST)])
+    return _names(ctx, incomplete, lambda api: [p["name"] for p in api.items("/v1/pools", most=_MOST)])
 
 
 def engines(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _ask(ctx, incomplete, lambda api: [e["id"] for e in api.items("/v1/engines", most=_MOST)])
+    return _names(ctx, incomplete, lambda api: [e["id"] for e in api.items("/v1/engines", most=_MOST)])
+
+
+def external_engines(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _names(ctx, incomplete, lambda api: [e["id"] for e in api.items("/v1/engines") if e.get("external")])
 
 
 def operations(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _ask(ctx, incomplete, lambda api: [o["id"] for o in api.items("/v1/operations", most=_MOST)])
+    return _names(ctx, incomplete, lambda api: [o["id"] for o in api.items("/v1/operations", most=_MOST)])
 
 
 def targets(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Of a restart."""
-    return _starting(["trainer", "job"], incomplete) + _ask(ctx, incomplete, _parts)
+    """Targets of a restart."""
+    return _starting(["trainer", "job"], incomplete) + _names(ctx, incomplete, _parts)
 
 
 def _parts(api: AdminClient) -> list[str]:
@@ -63,22 +66,22 @@ def _starting(names: list[str], incomplete: str) -> list[str]:
     return [n for n in names if n.startswith(incomplete)]
 
 
-def _ask(ctx: typer.Context, incomplete: str, names: Callable[[AdminClient], list[str]]) -> list[str]:
-    """Names that the cluster of the command line so far has; none when it does not answer in time."""
-    import elastic_rl.admin_client  # noqa: F401  before the clock starts: the limit is for what may hang
+def _names(ctx: typer.Context, incomplete: str, read: Callable[[AdminClient], list[str]]) -> list[str]:
+    """Names from the cluster of the command line so far; none when it does not answer in time."""
+    import elastic_rl.coordinator.client.admin_client  # noqa: F401  before the limit counts: it is for what may hang
     found: list[str] = []
 
-    def ask() -> None:
+    def fetch() -> None:
         try:
-            # What is typed is not finished: only whole settings count.
+            # The line is not finished: only complete settings count.
             ctx.args[:] = [a for a in ctx.args if a.startswith("--") and "=" in a]
             given: dict[str, Any] = {n: ctx.params[n] for n in ("file", "url", "token_file", "ca") if ctx.params.get(n)}
             with Target(ctx, **given).api(patience_s=0.0) as api:
-                found.extend(names(api))
-        except Exception:  # a person who types must never see why
+                found.extend(read(api))
+        except Exception:  # an error message in the middle of a command line helps nobody
             return
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_LIMIT_S)
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
+    thread.join(_LIMIT_S)
     return _starting(list(found), incomplete)

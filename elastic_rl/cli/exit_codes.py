@@ -1,4 +1,4 @@
-"""The exit codes of ``elastic-rl``: what they mean, and which error ends with which."""
+"""The exit codes of ``elastic-rl``: their meanings, and the code of each error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Exit(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
-    STORE = 3
-    MACHINE = 4
+    UNAVAILABLE = 3
+    PREFLIGHT = 4
     REFUSED = 5
     DEADLINE = 6
     INTERRUPTED = 130
@@ -29,31 +29,29 @@ MEANING = {
     Exit.OK: "ok",
     Exit.FAILED: "failed: the run, or the operation that was waited for",
     Exit.USAGE: "wrong usage or configuration",
-    Exit.STORE: "the store or the coordinators do not answer",
-    Exit.MACHINE: "the machine is unfit",
+    Exit.UNAVAILABLE: "etcd or the coordinators do not answer",
+    Exit.PREFLIGHT: "the machine does not meet the requirements",
     Exit.REFUSED: "refused by the API",
-    Exit.DEADLINE: "a deadline passed; an operation that was waited for goes on",
-    Exit.INTERRUPTED: "interrupted; an operation that was waited for goes on",
+    Exit.DEADLINE: "a deadline passed; an operation that was waited for continues",
+    Exit.INTERRUPTED: "interrupted; an operation that was waited for continues",
 }
 
 
 def describe() -> str:
-    """All of them, for ``--help``, which leaves a paragraph that begins with a backspace as it is."""
+    """All of them, for ``--help``; it does not wrap a paragraph that begins with a backspace."""
     return "\n".join(["\b", "exit codes:", *(f"  {code.value:>3}  {text}" for code, text in MEANING.items())])
 
 
 def code_of(error: ElasticRLError) -> Exit:
     """The exit code of an error."""
-    from elastic_rl.coordinator.client.admin_client import (
-        RequestRefused,  # heavy, and only needed when something went wrong
-    )
+    from elastic_rl.coordinator.client.admin_client import RequestRefused  # slow to import, and seldom needed
     match error:
         case ConfigError():
             return Exit.USAGE
         case EtcdUnavailable():
-            return Exit.STORE
+            return Exit.UNAVAILABLE
         case PreflightFailed():
-            return Exit.MACHINE
+            return Exit.PREFLIGHT
         case RequestRefused() | AccessDenied():
             return Exit.REFUSED
         case DeadlineExceeded():

@@ -1,4 +1,4 @@
-"""Commands that only look: how far the run is, what there is, and what happened."""
+"""Commands that read: status, pools, engines, members, events, and the built-in failure policy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import typer
 from elastic_rl.cli import tables, watch_loop
 from elastic_rl.cli.common import EXTRA, File, Output, Target, api_command, load, out
 from elastic_rl.cli.tables import Format
-from elastic_rl.cli.watch_loop import Look
+from elastic_rl.cli.watch_loop import Reading
 
 if TYPE_CHECKING:
     from elastic_rl.coordinator.client.admin_client import AdminClient
 
 app = typer.Typer()
-Watch = Annotated[bool, typer.Option("--watch", "-w", help="Go on looking, until Ctrl-C.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it, until Ctrl-C.")]
 
 _POOL = ("name", "desired", "ready", "starting", "draining", "external")
 _ENGINE = ("id", "state", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
@@ -34,25 +34,25 @@ _EVENT = ("at", "severity", "kind", "message")
 _EVENT_WIDE = ("subject", "data")
 
 
-def _listing(place: Target, path: str, columns: Sequence[str], wide: Sequence[str], output: Format, *,
+def _listing(cluster: Target, path: str, columns: Sequence[str], wide: Sequence[str], output: Format, *,
              watch: bool = False) -> None:
-    with place.api() as api:
-        def look() -> Look:
+    with cluster.api() as api:
+        def read() -> Reading:
             rows = api.items(path)
-            return Look(rows, tables.table(rows, columns, output, wide=wide))
+            return Reading(rows, tables.table(rows, columns, output, wide=wide))
 
-        watch_loop.show(look, output, watch=watch)
+        watch_loop.show(read, output, watch=watch)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
 @api_command(app)
-def status(place: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
-    """How far the run is, what is under way, what is wrong."""
-    with place.api() as api:
+def status(cluster: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
+    """Show the run's progress, pools, running operations, alerts and members."""
+    with cluster.api() as api:
         watch_loop.show(lambda: _status(api, output), output, watch=watch)
 
 
-def _status(api: AdminClient, output: Format) -> Look:
+def _status(api: AdminClient, output: Format) -> Reading:
     from rich.console import Group
     found = {"job": api.get("/v1/job"), "pools": api.items("/v1/pools"),
              "operations": api.items("/v1/operations?state=running"), "alerts": api.items("/v1/alerts"),
@@ -63,23 +63,23 @@ def _status(api: AdminClient, output: Format) -> Look:
     if found["alerts"]:
         parts += ["", tables.table(alert_rows(found["alerts"]), ALERT, output, wide=ALERT_WIDE)]
     parts += ["", tables.table(found["members"], _MEMBER, output, wide=_MEMBER_WIDE)]
-    return Look(found, Group(*parts))
+    return Reading(found, Group(*parts))
 
 
 def job_facts(job: dict[str, Any]) -> dict[str, Any]:
-    """A job as the API shows it, in the order in which a person asks."""
+    """A job of the API for a table of one object."""
     run, leader = job.get("status") or {}, job.get("leader") or {}
     steps = f"{run['step']} of {run['steps']}" if run.get("steps") else run.get("step")
-    led = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait until a coordinator is elected"
+    led_by = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait for an election"
     return {"job": job["job"], "phase": run.get("phase") or "no run has begun", "step": steps,
             "reward": run.get("reward"), "eval accuracy": run.get("eval_accuracy"),
             "policy_version": run.get("policy_version"), "staleness": run.get("staleness"), "message":
             run.get("message"), "started_at": run.get("started_at"), "updated_at": run.get("updated_at"),
-            "epoch": job.get("epoch"), "leader": led}
+            "epoch": job.get("epoch"), "leader": led_by}
 
 
 def operation_rows(operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Operations for a table: how far in one cell, and what went wrong in place of the message."""
+    """Operations for a table: progress in one cell, and an error in place of the message."""
     return [{**o, "done": f"{o['done']}/{o['total']}" if o["total"] else "", "message": o["error"] or o["message"]}
             for o in operations]
 
@@ -90,28 +90,27 @@ def alert_rows(alerts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @api_command(app)
-def pools(place: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
-    """Pools of engines: how many are wanted, and there."""
-    _listing(place, "/v1/pools", _POOL, (), output, watch=watch)
+def pools(cluster: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
+    """List pools of engines, with desired and actual numbers."""
+    _listing(cluster, "/v1/pools", _POOL, (), output, watch=watch)
+
+
+def list_engines(cluster: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
+    """List engines with their state and the version they serve."""
+    _listing(cluster, "/v1/engines", _ENGINE, _ENGINE_WIDE, output, watch=watch)
 
 
 @api_command(app)
-def engines(place: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
-    """Engines with their state and the version they serve."""
-    _listing(place, "/v1/engines", _ENGINE, _ENGINE_WIDE, output, watch=watch)
-
-
-@api_command(app)
-def members(place: Target, role: Annotated[str, typer.Option(help="Only of this role.")] = "",
+def members(cluster: Target, role: Annotated[str, typer.Option(help="Only members of this role.")] = "",
             watch: Watch = False, output: Output = Format.TABLE) -> None:
-    """Processes that are alive, and how far each is."""
+    """List live processes and their progress."""
     from urllib.parse import quote
-    _listing(place, f"/v1/members?role={quote(role)}", _MEMBER, _MEMBER_WIDE, output, watch=watch)
+    _listing(cluster, f"/v1/members?role={quote(role)}", _MEMBER, _MEMBER_WIDE, output, watch=watch)
 
 
 @app.command(context_settings=EXTRA)
 def failure_policy(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
-    """What is done when a part fails."""
+    """Show what is done when a part fails."""
     from elastic_rl.coordinator.failure.policy import POLICY
     cfg = load(ctx, file).failure_policy
     rows = [asdict(r) for r in POLICY]
@@ -121,41 +120,41 @@ def failure_policy(ctx: typer.Context, file: File = None, output: Output = Forma
     rows = [{**r, "counts": "yes" if r["counts"] else ""} for r in rows]
     tables.show(out, rows, ("part", "fault", "action", "counts", "does"), output, wide=("meanwhile",))
     out.print(f"\nFaults that count use up a part's budget: more than {cfg.max_faults} within "
-              f"{cfg.fault_window_s:g} s are a global restart, and {cfg.max_global_restarts} of those without progress "
-              "end the run.", highlight=False)
+              f"{cfg.fault_window_s:g} s cause a global restart, and {cfg.max_global_restarts} of those without "
+              "progress end the run.", highlight=False)
 
 
-# -- what happened -----------------------------------------------------------------------------------------------------
+# -- events ------------------------------------------------------------------------------------------------------------
 @api_command(app)
-def events(place: Target, follow: Annotated[bool, typer.Option("--follow", "-f", help="And what happens from now on, "
-                                                              "until Ctrl-C.")] = False,
-           limit: Annotated[int, typer.Option(min=1, max=1000, help="Newest so many.")] = 50,
+def events(cluster: Target, follow: Annotated[bool, typer.Option("--follow", "-f", help="And new ones, until Ctrl-C."
+                                                                )] = False,
+           limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of past events.")] = 50,
            kind: Annotated[str, typer.Option(metavar="GLOB", help="Only these, such as 'engine.*'.")] = "*",
            since: Annotated[str, typer.Option(metavar="TIME", help="Not before 15m ago, 14:05 or "
                                               "2026-11-21T14:05.")] = "",
            output: Output = Format.TABLE) -> None:
-    """What happened, newest last."""
+    """List events, newest last."""
     from elastic_rl.config import durations
     begin = durations.moment(since, time.time()) if since else 0.0
     filtered = bool(since) or kind != "*"
 
-    def wanted(event: dict[str, Any]) -> bool:
+    def matches(event: dict[str, Any]) -> bool:
         return event["at"] >= begin and fnmatch.fnmatchcase(event["kind"], kind)
 
     if follow:
-        _follow(place, limit, wanted, output)
+        _follow(cluster, limit, matches, output)
         return
-    with place.api() as api:
-        found = [e for e in api.items("/v1/events", most=0 if filtered else limit) if wanted(e)][:limit][::-1]
+    with cluster.api() as api:
+        found = [e for e in api.items("/v1/events", most=0 if filtered else limit) if matches(e)][:limit][::-1]
     tables.show(out, found, _EVENT, output, wide=_EVENT_WIDE)
 
 
-def _follow(place: Target, limit: int, wanted: Callable[[dict[str, Any]], bool], output: Format) -> None:
+def _follow(cluster: Target, limit: int, matches: Callable[[dict[str, Any]], bool], output: Format) -> None:
     from elastic_rl.coordinator.client.event_stream import EventFollower
     try:
-        with place.api():  # for its hints
-            for event in EventFollower(place.info(), limit=limit):
-                if not wanted(event):
+        with cluster.api():  # for its hints
+            for event in EventFollower(cluster.info(), limit=limit):
+                if not matches(event):
                     continue
                 if output is Format.JSON:
                     tables.write_json(event, line=True)

@@ -1,6 +1,6 @@
-"""The ``elastic-rl`` command: its parts put together, and how it ends.
+"""The ``elastic-rl`` command: its parts put together, and its exit code.
 
-Every command takes ``-c FILE`` and any setting as ``--key.sub=value``; the exit codes are in ``commands/exits.py``.
+Every command takes ``-c FILE`` and any setting as ``--key.sub=value``; the exit codes are in ``exit_codes.py``.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Annotated
 
 import typer
 
-from elastic_rl.cli import alerts, changes, completion, listings, run
-from elastic_rl.cli import versions as versions
+from elastic_rl.cli import alerts, changes, completion, dashboard, listings, run, versions
 from elastic_rl.cli.common import err
 from elastic_rl.cli.completion import COMPLETE_VAR, PROGRAM, Shell
 from elastic_rl.cli.exit_codes import Exit, code_of, describe
 from elastic_rl.errors import ElasticRLError
 
-_LISTS = ("versions", "operations", "alerts")
-"""Groups whose ``ls`` is what one wants most often, and need not be said."""
+_LISTS = ("engines", "versions", "operations", "alerts")
+"""Groups that run their ``ls`` where no command of theirs is named."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Fault-tolerant, elastic reinforcement learning for LLMs. Any setting is also --key.sub=value.",
                   epilog=describe())
-for _part in (run.app, listings.app, changes.app):
+for _part in (run.app, listings.app, changes.app, dashboard.app):
     app.add_typer(_part)
+app.add_typer(changes.engines, name="engines")
 app.add_typer(changes.operations, name="operations")
 app.add_typer(alerts.app, name="alerts")
 app.add_typer(versions.app, name="versions")
@@ -34,13 +34,13 @@ app.add_typer(run.config_app, name="config")
 
 
 @app.command("completion")
-def _completion(shell: Annotated[Shell, typer.Argument(help="Which shell is to read it.")]) -> None:
-    """Completion: source <(elastic-rl completion bash)."""
+def _completion(shell: Annotated[Shell, typer.Argument(help="The shell that sources it.")]) -> None:
+    """Print a completion script: source <(elastic-rl completion bash)."""
     sys.stdout.write(completion.script(shell) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point: errors of ours become a message, a hint and an exit code; a traceback is a bug."""
+    """Entry point. The project's own errors become a message, a hint and an exit code; a traceback is a bug."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] and args[0] in _LISTS and (
             len(args) == 1 or (args[1].startswith("-") and args[1] not in ("-h", "--help"))):

@@ -1,4 +1,4 @@
-"""Commands that run things on this machine: a cluster, a run, a measurement, a look at the machine and its settings."""
+"""Commands that work on this machine: clusters, runs, benches, preflight checks and settings."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or i
 # -- the cluster and the run -------------------------------------------------------------------------------------------
 @app.command(context_settings=EXTRA)
 def up(ctx: typer.Context, file: File = None) -> None:
-    """Start a local cluster, or what is missing of it."""
+    """Start a local cluster, or the parts of it that do not run."""
     from elastic_rl.host.local_cluster import Cluster
     cluster = Cluster(load(ctx, file), say=_say)
-    with interruptible():
+    with signals_interrupt():
         info = cluster.up()
     out.print(f"up: {info.job}", highlight=False)
-    _how_to_talk(info)
+    _print_access(info)
 
 
 @app.command(context_settings=EXTRA)
 def down(ctx: typer.Context, file: File = None) -> None:
-    """Stop all of a job, also what a crash left behind."""
+    """Stop every process of a job, also those that a crash left behind."""
     stopped = find_cluster(ctx, file).down()
     out.print("stopped: " + (", ".join(stopped) or "nothing was running"), highlight=False)
 
 
 @app.command(context_settings=EXTRA)
 def train(ctx: typer.Context, file: File = None,
-          with_cluster: Annotated[bool, typer.Option("--with-cluster", help="Bring a cluster up, then down.")] = False,
+          with_cluster: Annotated[bool, typer.Option("--with-cluster", help="Start a cluster first, stop it at the end."
+                                                     )] = False,
           keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
           ) -> None:
@@ -55,18 +56,18 @@ def train(ctx: typer.Context, file: File = None,
     cfg = load(ctx, file)
     cluster = Cluster(cfg, say=_say)
     code = int(Exit.FAILED)
-    with interruptible():
+    with signals_interrupt():
         try:
             info = cluster.up() if with_cluster else cluster.connect()
             code = _train(cluster.cfg, info, faults=faults)
         finally:
             if with_cluster and not keep_up:
                 with ignore_signals():
-                    _say("taking the cluster down")
+                    _say("stopping the cluster")
                     cluster.down()
     if with_cluster and keep_up:
-        out.print("the cluster is left running", highlight=False)
-        _how_to_talk(info)
+        out.print("the cluster keeps running", highlight=False)
+        _print_access(info)
     raise typer.Exit(code)
 
 
@@ -94,40 +95,40 @@ def _train(cfg: Config, info: Any, *, faults: bool) -> int:
     return code
 
 
-def _how_to_talk(info: Any) -> None:
+def _print_access(info: Any) -> None:
     lines = [f"admin API   {' '.join(info.coordinators)}", f"etcd        {' '.join(info.etcd_endpoints)}",
              f"tokens      {info.tokens_file}", f"logs        {info.cluster_dir}/logs",
-             f"look        elastic-rl status --job={info.job}", f"scale       elastic-rl scale 3 --job={info.job}",
-             f"stop        elastic-rl down --job={info.job}"]
+             f"dashboard   elastic-rl dashboard --job={info.job}", f"status      elastic-rl status --job={info.job}",
+             f"scale       elastic-rl scale 3 --job={info.job}", f"stop        elastic-rl down --job={info.job}"]
     for line in lines:
         out.print("  " + line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(context_settings=EXTRA)
 def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
-    """Check this machine and say how to fix what is wrong."""
+    """Check this machine, and say how to fix what is wrong."""
     from elastic_rl.host import preflight
     findings = preflight.examine(load(ctx, file))
     tables.show(out, [f.row() for f in findings], ("check", "verdict", "found", "fix"), output)
     if preflight.any_failed(findings):
-        raise typer.Exit(Exit.MACHINE)
+        raise typer.Exit(Exit.PREFLIGHT)
 
 
 @app.command()
-def bench(name: Annotated[str, typer.Argument(help="Measurement to run: dcs or loop.")],
+def bench(name: Annotated[str, typer.Argument(help="Bench to run: control, dcs or loop.")],
           quick: Annotated[bool, typer.Option("--quick", help="Fewer samples and bytes.")] = False,
           size: Annotated[str, typer.Option(help="Bytes that a row moves, such as 64MiB; dcs only.")] = "",
           rows: Annotated[str, typer.Option(help="Ids of the rows to measure, such as P1,P3; dcs only.")] = "",
-          write: Annotated[Path | None, typer.Option(help="Append the result to this Markdown file.")] = None,
+          write: Annotated[Path | None, typer.Option(help="Append the results to this Markdown file.")] = None,
           output: Output = Format.TABLE) -> None:
-    """Measure something and compare it with its goal."""
+    """Run a bench, and compare its results with their goals."""
     from elastic_rl.bench import BENCHES, measurement
     from elastic_rl.bench.options import Options, parse_size
     if name not in BENCHES:
         raise ConfigError(f"there is no bench {name!r}", hint=f"known: {', '.join(sorted(BENCHES))}")
-    options = Options(quick=quick, size_bytes=parse_size(size) if size else 0, say=_tell,
+    options = Options(quick=quick, size_bytes=parse_size(size) if size else 0, say=_progress,
                       rows=tuple(r.strip() for r in rows.split(",") if r.strip()))
-    with interruptible():
+    with signals_interrupt():
         found = BENCHES[name](options)
     if write is not None:
         measurement.append_markdown(write, name, options.command(name), found)
@@ -137,14 +138,14 @@ def bench(name: Annotated[str, typer.Argument(help="Measurement to run: dcs or l
         out.print(measurement.table(name, found))
 
 
-def _tell(line: str) -> None:
-    """Progress, away from the result."""
+def _progress(line: str) -> None:
+    """Prints progress to stderr, apart from the result."""
     err.print(line, markup=False, highlight=False)
 
 
 @config_app.command("show", context_settings=EXTRA)
 def config_show(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
-    """The configuration with everything applied, as YAML (or JSON)."""
+    """Show the configuration with all settings applied, as YAML (or JSON)."""
     import yaml
     values = load(ctx, file).model_dump(mode="json")
     if output is Format.JSON:
@@ -155,14 +156,14 @@ def config_show(ctx: typer.Context, file: File = None, output: Output = Format.T
 
 @config_app.command("schema")
 def config_schema() -> None:
-    """Every key with its type, default and meaning, as JSON Schema."""
+    """Show every key with its type, default and meaning, as JSON Schema."""
     from elastic_rl.config import Config
     tables.write_json(Config.model_json_schema())
 
 
 @app.command()
 def version() -> None:
-    """The release of elastic-rl."""
+    """Print the version of elastic-rl."""
     sys.stdout.write(__version__ + "\n")
 
 
@@ -172,8 +173,8 @@ def _say(line: str) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that every ``finally`` runs."""
+def signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt within the block, as Ctrl-C does, so that every ``finally`` runs."""
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
@@ -183,7 +184,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def ignore_signals() -> Iterator[None]:
-    """A second Ctrl-C does not stop the cleaning up after the first."""
+    """Signals do nothing within the block: a second Ctrl-C does not interrupt the cleanup after the first."""
     with _handlers(lambda number, frame: None, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield
 

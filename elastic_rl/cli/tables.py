@@ -1,4 +1,4 @@
-"""Listings for people and for programs: the rows of a command as a table, as a wide table, or as JSON."""
+"""Listings for people and for programs: rows as a table, as a wide table, or as JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Format(StrEnum):
     """How a command prints what it found."""
 
     TABLE = "table"
-    """The columns that matter, fitted to the terminal; to a pipe or a file each cell whole."""
+    """The main columns, fitted to the terminal; in a pipe or a file no cell is shortened."""
     WIDE = "wide"
-    """More columns, each cell whole."""
+    """More columns; no cell is shortened."""
     JSON = "json"
     """Every field."""
 
@@ -39,9 +39,8 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], columns: Sequence[
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Format, *,
           wide: Sequence[str] = ()) -> RenderableType:
-    """Rows for a person. ``columns`` are for every table, those of ``wide`` follow in a wide one; the last of
-    ``columns`` may take several lines on a narrow terminal, the others are cut there. Columns with nothing in them are
-    left out."""
+    """Rows as a table. ``wide``: further columns of a wide table. On a narrow terminal the last of ``columns`` is
+    wrapped, and the others are shortened. Columns without any value are left out."""
     if not rows:
         return "none"
     chosen = [*columns, *(wide if output is Format.WIDE else ())]
@@ -58,7 +57,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: For
 
 
 def facts(values: Mapping[str, Any]) -> RenderableType:
-    """One thing for a person, a fact a line; what is not known is left out."""
+    """One object as a table of names and values; unknown values are left out."""
     made = Table.grid(padding=(0, 2, 0, 0))
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
@@ -69,7 +68,7 @@ def facts(values: Mapping[str, Any]) -> RenderableType:
 
 
 def put(console: Console, what: RenderableType, output: Format) -> None:
-    """Prints something fitted to the terminal; in a pipe, and where it shall be wide, as wide as it is."""
+    """Prints ``what`` fitted to the terminal; in a pipe, and with ``-o wide``, at its full width."""
     if output is Format.WIDE or not console.is_terminal:
         needed = Measurement.get(console, console.options.update(max_width=1 << 16), what).maximum
         console = Console(file=console.file, width=max(1, needed), force_terminal=console.is_terminal)
@@ -77,7 +76,7 @@ def put(console: Console, what: RenderableType, output: Format) -> None:
 
 
 def cell(value: Any, column: str) -> str:
-    """A value as a person reads it. Columns that end with ``at`` hold unix seconds."""
+    """A value as text. Columns that end with ``at`` hold unix seconds."""
     if value is None or value == "" or value == [] or value == {}:
         return NONE
     if column.endswith("at") and isinstance(value, int | float):
@@ -101,6 +100,6 @@ def size(nbytes: float) -> str:
 
 
 def write_json(value: Any, *, line: bool = False) -> None:
-    """Plain JSON on stdout, never wrapped or coloured; ``line``: on one line, for a stream of them."""
+    """Prints plain JSON to stdout, never wrapped or coloured. ``line``: on one line, for a stream of documents."""
     sys.stdout.write(json.dumps(value, indent=None if line else 2, default=str) + "\n")
     sys.stdout.flush()

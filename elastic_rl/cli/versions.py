@@ -1,4 +1,4 @@
-"""``elastic-rl versions``: a version is named STREAM (its head), STREAM/12, or STREAM/-1 (the one before the head)."""
+"""``elastic-rl versions``. A version is named STREAM (its head), STREAM/12, or STREAM/-1 (the one before the head)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 
 from elastic_rl.cli import tables
 from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, out
+from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                   help="Versions in the checkpoint service. A version is named STREAM for its head, STREAM/12, or "
                        "STREAM/-1 for the one before the head.")
 Name = Annotated[str, typer.Argument(metavar="STREAM[/N]", help="Such as policy, policy/12 or policy/-1.")]
-_EXIT_FAULTY = 1
 
 
 @contextmanager
@@ -47,11 +47,11 @@ def _bar(what: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-# -- looking ----------------------------------------------------------------------------------------------------------
+# -- reads ------------------------------------------------------------------------------------------------------------
 @app.command("ls", context_settings=EXTRA)
-def ls(ctx: typer.Context, stream: Annotated[str, typer.Option("--stream", help="Only this one.")] = "",
+def ls(ctx: typer.Context, stream: Annotated[str, typer.Option("--stream", help="Only of this stream.")] = "",
        file: File = None, output: Output = Format.TABLE) -> None:
-    """Every version that has a record, the oldest first."""
+    """List versions, the oldest first."""
     with _service(ctx, file) as service:
         rows = service.listing(stream)
     if output is not Format.JSON:
@@ -62,7 +62,7 @@ def ls(ctx: typer.Context, stream: Annotated[str, typer.Option("--stream", help=
 
 @app.command(context_settings=EXTRA)
 def show(ctx: typer.Context, name: Name, file: File = None, output: Output = Format.TABLE) -> None:
-    """One version: what it is, and its tensors."""
+    """Show one version and its tensors."""
     from elastic_rl.dcs.versions.service import tensor_rows
     with _service(ctx, file) as service:
         version = service.resolve(name)
@@ -92,7 +92,7 @@ def _shared(new: Manifest, old: Manifest) -> int:
 
 @app.command(context_settings=EXTRA)
 def diff(ctx: typer.Context, old: Name, new: Name, file: File = None, output: Output = Format.TABLE) -> None:
-    """Which tensors changed from one version to another, and how much."""
+    """Show which tensors differ between two versions, and how much."""
     with _service(ctx, file) as service:
         changes = service.diff(old, new)
     rows: list[dict[str, Any]] = [{**asdict(c), "share": c.share} for c in changes]
@@ -100,7 +100,7 @@ def diff(ctx: typer.Context, old: Name, new: Name, file: File = None, output: Ou
         tables.write_json(rows)
         return
     if not rows:
-        out.print("the same", highlight=False)
+        out.print("no difference", highlight=False)
         return
     shown = [{**r, "changed_%": 100 * r["share"] if r["what"] == "changed" else None} for r in rows]
     tables.show(out, shown, ("what", "elements", "changed_%", "max_abs", "relative_l2", "name"), output)
@@ -110,7 +110,7 @@ def diff(ctx: typer.Context, old: Name, new: Name, file: File = None, output: Ou
 
 @app.command(context_settings=EXTRA)
 def verify(ctx: typer.Context, name: Name, file: File = None, output: Output = Format.TABLE) -> None:
-    """Read every chunk on every node that should have it; exit code 1 when one is missing or corrupt."""
+    """Read every chunk on every node that should have it; code 1 when one is missing or corrupt."""
     with _service(ctx, file) as service, _bar("reading") as progress:
         version = service.resolve(name)
         findings, nbytes = service.verify(name, progress)
@@ -121,23 +121,24 @@ def verify(ctx: typer.Context, name: Name, file: File = None, output: Output = F
         tables.show(out, [asdict(f) for f in findings], ("node", "what", "digest"), output)
     else:
         where = f"on {', '.join(version.nodes)}" if version.nodes else "(no node should have it)"
-        out.print(f"{version.stream}/{version.number} is sound {where}: {tables.size(nbytes)} read", highlight=False)
+        out.print(f"{version.stream}/{version.number} is complete {where}: {tables.size(nbytes)} read", highlight=False)
     if findings:
-        raise typer.Exit(_EXIT_FAULTY)
+        raise typer.Exit(Exit.FAILED)
 
 
-# -- keeping ----------------------------------------------------------------------------------------------------------
+# -- pins -------------------------------------------------------------------------------------------------------------
 @app.command(context_settings=EXTRA)
 def pin(ctx: typer.Context, name: Name, file: File = None,
         duration: Annotated[str, typer.Option("--for", help="90s, 15m, 2h, 7d.")] = "1d") -> None:
-    """Keep a version from being released, for a while."""
+    """Keep a version from being released for a while."""
     with _service(ctx, file) as service:
         version = service.pin(name, duration)
-        out.print(f"{version.stream}/{version.number} is kept for {service.me} for {duration}", highlight=False)
+        out.print(f"{version.stream}/{version.number} is pinned by {service.me} for {duration}", highlight=False)
 
 
 @app.command(context_settings=EXTRA)
-def unpin(ctx: typer.Context, name: Name, holder: Annotated[str, typer.Option(help="Whose pin; yours.")] = "",
+def unpin(ctx: typer.Context, name: Name,
+          holder: Annotated[str, typer.Option(help="Holder of the pin; default: you.")] = "",
           file: File = None) -> None:
     """End a pin."""
     with _service(ctx, file) as service:
@@ -145,12 +146,12 @@ def unpin(ctx: typer.Context, name: Name, holder: Annotated[str, typer.Option(he
     out.print(f"{name} is no longer pinned by {holder or 'you'}", highlight=False)
 
 
-# -- out and in -------------------------------------------------------------------------------------------------------
+# -- export and import ------------------------------------------------------------------------------------------------
 @app.command(context_settings=EXTRA)
 def export(ctx: typer.Context, name: Name, folder: Annotated[Path, typer.Argument(help="New folder.")],
            like: Annotated[Path | None, typer.Option(help="Model folder to take config and tokenizer from.")] = None,
            shard: Annotated[float, typer.Option(min=0.001, help="Largest file, in GB.")] = 5.0,
-           force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+           force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
            file: File = None) -> None:
     """Write a version as a Hugging Face model folder."""
     with _service(ctx, file) as service, _bar("writing") as progress:
@@ -161,7 +162,7 @@ def export(ctx: typer.Context, name: Name, folder: Annotated[Path, typer.Argumen
 @app.command("import", context_settings=EXTRA)
 def import_(ctx: typer.Context, folder: Annotated[Path, typer.Argument(help="Model folder with safetensors.")],
             stream: Annotated[str, typer.Argument(help="Such as policy.")],
-            yes: Annotated[bool, typer.Option("--yes", help="Also while a run is at work.")] = False,
+            yes: Annotated[bool, typer.Option("--yes", help="Also while a run is active.")] = False,
             file: File = None) -> None:
     """Publish a model folder's weights as a stream's next version."""
     with _service(ctx, file) as service, _bar("reading") as progress:

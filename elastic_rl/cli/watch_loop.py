@@ -1,4 +1,4 @@
-"""``--watch``: the same look again and again, redrawn in place on a terminal, told when something changed elsewhere."""
+"""``--watch``: polls a reading and shows it, redrawn in place on a terminal, elsewhere printed when it has changed."""
 
 from __future__ import annotations
 
@@ -17,73 +17,73 @@ if TYPE_CHECKING:
 
 _EVERY_S = 1.0
 _CLOCKS = frozenset({"beat_at", "progress_at", "updated_at"})
-"""Fields that move while nothing happens."""
+"""Fields that change while nothing happens."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """What was found: for programs, and for people."""
+class Reading:
+    """A reading of the cluster, for programs and for people."""
 
     data: Any
     shown: RenderableType
 
 
-def show(look: Callable[[], Look], output: Format, *, watch: bool) -> None:
-    """Prints what there is, once, or until Ctrl-C."""
-    found = look()
+def show(read: Callable[[], Reading], output: Format, *, watch: bool) -> None:
+    """Prints a reading, once, or again and again until Ctrl-C."""
+    reading = read()
     if not watch:
-        _print(found, output)
+        _print(reading, output)
         return
     try:
         if out.is_terminal and output is not Format.JSON:
-            _redraw(look, found)
+            _redraw(read, reading)
         else:
-            _tell_changes(look, found, output)
+            _print_changes(read, reading, output)
     except KeyboardInterrupt:
         return  # the way to end it
 
 
-def _print(found: Look, output: Format, *, line: bool = False) -> None:
+def _print(reading: Reading, output: Format, *, line: bool = False) -> None:
     if output is Format.JSON:
-        tables.write_json(found.data, line=line)
+        tables.write_json(reading.data, line=line)
     else:
-        tables.put(out, found.shown, output)
+        tables.put(out, reading.shown, output)
 
 
-def _redraw(look: Callable[[], Look], found: Look) -> None:
+def _redraw(read: Callable[[], Reading], reading: Reading) -> None:
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
-    at, trouble = time.time(), ""
+    at, error = time.time(), ""
     with Live(console=out, auto_refresh=False) as live:
         while True:
             clock = time.strftime("%H:%M:%S", time.localtime(at))
-            live.update(Group(found.shown, Text(f"\n{trouble or f'as of {clock}; Ctrl-C ends'}",
-                                                style="red" if trouble else "dim")), refresh=True)
+            footer = f"as of {clock}: {error}" if error else f"as of {clock}; Ctrl-C ends"
+            live.update(Group(reading.shown, Text(f"\n{footer}", style="red" if error else "dim")), refresh=True)
             time.sleep(_EVERY_S)
             try:
-                found, at, trouble = look(), time.time(), ""
+                reading, at, error = read(), time.time(), ""
             except EtcdUnavailable as e:
-                trouble = f"as of {clock}, since when: {e.message}"
+                error = e.message
 
 
-def _tell_changes(look: Callable[[], Look], found: Look, output: Format) -> None:
-    told = None
+def _print_changes(read: Callable[[], Reading], reading: Reading, output: Format) -> None:
+    printed = None
     while True:
-        if (now := without_clocks(found.data)) != told:
-            if told is not None and output is not Format.JSON:
+        if (now := without_clocks(reading.data)) != printed:
+            if printed is not None and output is not Format.JSON:
                 out.print()
-            _print(found, output, line=True)
-            told = now
+            _print(reading, output, line=True)
+            printed = now
         time.sleep(_EVERY_S)
         try:
-            found = look()
+            reading = read()
         except EtcdUnavailable:
-            continue  # nothing new is known
+            continue  # the last reading stays
 
 
 def without_clocks(value: Any) -> Any:
-    """The value without what moves while nothing happens."""
+    """The value without the fields that change while nothing happens."""
     if isinstance(value, dict):
         return {k: without_clocks(v) for k, v in value.items() if k not in _CLOCKS}
     return [without_clocks(v) for v in value] if isinstance(value, list) else value

@@ -40,9 +40,16 @@ class CoordinatorConfig(Section):
     max_step_metrics: Annotated[int, Field(ge=100)] = 2000
     """Number of steps whose metrics are kept in etcd. Beyond it the leader thins out the older half evenly."""
     max_engines: Positive = 64
-    """Largest number of engines that a pool may be scaled to."""
-    require_token: bool | None = None
-    """Bearer tokens needed; unset: only off on loopback."""
+    """Largest number of engines that the API accepts for a pool."""
+    allowed_hosts: list[str] = []
+    """Host names under which browsers and clients may reach the admin API, such as ``rl.example.com`` or
+    ``*.example.com``, besides localhost, IP addresses, ``host``, ``advertise_host`` and this machine's host name. A
+    request for any other name is refused, so that no page can reach the API through a name of its own (DNS rebinding).
+    """
+    link_ttl_s: Annotated[int, Field(ge=2)] = 120
+    """Seconds within which a link of ``elastic-rl dashboard`` has to be opened; it works once."""
+    session_ttl_s: Annotated[int, Field(ge=2)] = 12 * 3600
+    """Seconds after which a browser session of the dashboard ends. A new link opens another one."""
     advertise_host: str = ""
     """Host name or address under which other replicas and clients reach the admin API. Empty: ``host`` or, where that
     is 0.0.0.0, the address of the route to etcd. With TLS the certificate must be valid for it."""

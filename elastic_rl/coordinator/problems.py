@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -26,7 +27,10 @@ class Kind(StrEnum):
     MALFORMED = "malformed"
     UNAUTHORIZED = "unauthorized"
     UNKNOWN_TOKEN = "unknown-token"
+    UNKNOWN_SESSION = "unknown-session"
+    UNKNOWN_LINK = "unknown-link"
     FORBIDDEN = "forbidden"
+    CROSS_SITE = "cross-site"
     NOT_FOUND = "not-found"
     METHOD_NOT_ALLOWED = "method-not-allowed"
     REQUEST_TIMEOUT = "request-timeout"
@@ -35,6 +39,7 @@ class Kind(StrEnum):
     PRECONDITION_FAILED = "precondition-failed"
     BODY_TOO_LARGE = "body-too-large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported-media-type"
+    UNKNOWN_HOST = "unknown-host"
     INVALID = "invalid"
     UNKNOWN_PARAMETER = "unknown-parameter"
     IDEMPOTENCY_KEY_REUSED = "idempotency-key-reused"
@@ -52,7 +57,7 @@ class Kind(StrEnum):
 
 
 class Problem(Exception):
-    """An answer that is an error. ``kind`` is the last part of the problem's ``type``."""
+    """An error answer. ``kind`` is the last part of the problem's ``type``."""
 
     def __init__(self, status: int, kind: str, title: str, detail: str = "", *,
                  headers: dict[str, str] | None = None, **members: Any) -> None:
@@ -74,27 +79,37 @@ def not_found(what: str, name: str) -> Problem:
 
 
 def no_leader(detail: str) -> Problem:
-    return Problem(503, Kind.NO_LEADER, "No leader takes writes at the moment", detail, headers={"Retry-After": "1"})
+    return Problem(503, Kind.NO_LEADER, "There is no leader at the moment", detail, headers={"Retry-After": "1"})
+
+
+def is_json(headers: Headers) -> bool:
+    """Whether a request says that its body is JSON."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
+def not_json() -> Problem:
+    return Problem(415, Kind.UNSUPPORTED_MEDIA_TYPE, "Unsupported media type",
+                   "send the request as Content-Type: application/json, also when it has no body")
 
 
 def of_error(error: ElasticRLError) -> Problem:
-    """The problem that tells a client of one of the project's own errors."""
+    """The problem for one of the project's own errors."""
     match error:
         case OutcomeUnknown():
             return Problem(504, Kind.OUTCOME_UNKNOWN, "The outcome of the write is unknown", str(error))
         case EtcdUnavailable():
-            return Problem(503, Kind.STORE_UNAVAILABLE, "The store does not answer", str(error),
+            return Problem(503, Kind.STORE_UNAVAILABLE, "etcd does not answer", str(error),
                            headers={"Retry-After": "2"})
         case Fenced():
             return no_leader(str(error))
         case Conflict():
-            return Problem(409, Kind.CONFLICT, "Somebody else changed it at the same time", str(error))
+            return Problem(409, Kind.CONFLICT, "It was modified concurrently", str(error))
         case _:
             return Problem(500, Kind.INTERNAL, "Internal error", str(error))
 
 
 def of_validation(error: RequestValidationError) -> Problem:
-    """400 for a body that is not JSON, 422 for one that is and has faults, with a pointer to each."""
+    """400 for a body that is not JSON; else 422, with a pointer to each error."""
     errors = [{"pointer": "/" + "/".join(str(p) for p in err["loc"][1:]), "detail": err["msg"]}
               for err in error.errors()]
     if any(err["type"] == "json_invalid" for err in error.errors()):
@@ -115,7 +130,7 @@ def allowed_methods(request: Request) -> list[str]:
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of the app a problem."""
+    """Turns every error of the app into a problem."""
 
     @app.exception_handler(Problem)
     async def _problem(request: Request, e: Problem) -> Response:

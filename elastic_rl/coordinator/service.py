@@ -17,18 +17,18 @@ import sys
 import threading
 from pathlib import Path
 
-from starlette.types import ASGIApp
-
 from elastic_rl import config
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.api import auth
 from elastic_rl.coordinator.api.app import make_app
 from elastic_rl.coordinator.api.auth import TokenTable
+from elastic_rl.coordinator.api.authentication import Authenticator
 from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.forwarding import Forwarder
 from elastic_rl.coordinator.api.server import Server, advertised, bind, make_server
+from elastic_rl.coordinator.api.sessions import SessionStore
 from elastic_rl.coordinator.dcs_sweep import DcsSweep
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.election.leader_health import LeaderHealth
@@ -91,7 +91,7 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(LogRotation(cfg.log_dir, cfg.telemetry).close)
         cleanup.callback(listener.close)
-        tokens = TokenTable(cfg.cluster_dir / "tokens.json", must_exist=auth.tokens_required(cfg.coordinator))
+        tokens = TokenTable(cfg.cluster_dir / auth.TABLE)
         etcd = EtcdClient.from_config(cfg.etcd, endpoints)
         cleanup.callback(etcd.close)
         etcd.get(keys.epoch())  # raises EtcdUnavailable here, with every endpoint, and not later in a thread
@@ -121,24 +121,18 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
         cleanup.callback(trigger.stop)
         forwarder = Forwarder(replica, timeout_s=_FORWARD_TIMEOUT_S, tls_ca=cfg.coordinator.tls_ca)
         cleanup.callback(forwarder.close)
-        operations = OperationService(api_etcd, keys, election, cfg)
-        changes = ChangeStream(api_etcd, keys, replica, most=cfg.coordinator.max_streams)
-        receivers = [receiver.name for receiver in notifier.receivers]
-        context = Context(cfg, keys, api_etcd, election, tokens, stopping, forwarder, operations, changes, receivers)
-        server = _server(make_app(context), cfg)
+        sessions = SessionStore(api_etcd, keys, tokens, cfg.coordinator)
+        context = Context(
+            cfg, keys, api_etcd, election, Authenticator(cfg.job, tokens, sessions), sessions, stopping, forwarder,
+            OperationService(api_etcd, keys, election, cfg),
+            ChangeStream(api_etcd, keys, replica, max_subscribers=cfg.coordinator.max_streams),
+            [receiver.name for receiver in notifier.receivers])
+        server = make_server(make_app(context), cfg.coordinator)
         log.info("replica %s (pid %d) serves %s for job %s", replica, os.getpid(), url, cfg.job)
         freeze_heap()
         await _listen(server, listener, stopping, election)
     log.info("replica %s has stopped", replica)
     return 0
-
-
-def _server(app: ASGIApp, cfg: Config) -> Server:
-    try:
-        return make_server(app, cfg.coordinator)
-    except OSError as e:  # ssl.SSLError is one
-        raise ConfigError(f"the certificate {cfg.coordinator.tls_cert} cannot be used: {e}",
-                          hint="set coordinator.tls_cert and coordinator.tls_key to PEM files that fit together") from e
 
 
 async def _listen(server: Server, listener: socket.socket, stopping: threading.Event, election: Election) -> None:

@@ -88,6 +88,14 @@ class Keys:
     def idempotency(self, digest: str) -> str:
         return self.idempotency_prefix() + digest
 
+    def session_links_prefix(self) -> str:
+        """One-time links to the dashboard, by the digest of their code; leased."""
+        return f"{self.root}session_links/"
+
+    def sessions_prefix(self) -> str:
+        """Sessions of the dashboard, by the digest of their secret; leased."""
+        return f"{self.root}sessions/"
+
     def restarts_prefix(self) -> str:
         return f"{self.root}restarts/"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -208,21 +207,15 @@ class Cluster:
             etcd.close()
 
     def _tokens(self) -> Path:
-        """Path of the API's tokens, for the owner of this machine. Creates them and the table of their digests; only
-        the owner may read either."""
-        table, secret = self.dir / "tokens.json", self.dir / "credentials.json"
-        if not (table.exists() and secret.exists()):
-            tokens = {role.value: auth.new_token() for role in auth.Role}
-            digests = [{"name": role, "role": role, "sha256": auth.digest(token)} for role, token in tokens.items()]
-            _write_private(secret, json.dumps(tokens, indent=2))
-            _write_private(table, json.dumps({"tokens": digests}, indent=2))
-        return secret
+        """The API's table of digests and, for the owner of this machine, the tokens; nobody else may read either."""
+        files = [self.dir / name for name in (auth.TABLE, auth.VIEWER_TOKEN, auth.CREDENTIALS)]
+        return files[-1] if all(file.exists() for file in files) else auth.create_tokens(self.dir)
 
     def _dcs_token(self) -> None:
         """Creates the secret that clients of the DCS nodes must present, unless the configuration names one."""
         path = self.dir / TOKEN_FILE
         if not self.cfg.dcs.token_file and not path.exists():
-            _write_private(path, new_token())
+            auth.write_private(path, new_token())
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")
@@ -253,7 +246,7 @@ class Cluster:
         if not self.cfg.etcd.endpoints:
             shutil.rmtree(self.dir / "etcd", ignore_errors=True)
             shutil.rmtree(self.dir / "disk", ignore_errors=True)  # no record refers to these chunks any more
-        for name in ("cluster.json", "tokens.json", "credentials.json", TOKEN_FILE):
+        for name in ("cluster.json", auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN, TOKEN_FILE):
             (self.dir / name).unlink(missing_ok=True)
         return stopped
 
@@ -290,13 +283,6 @@ def _down_order(name: str) -> int:
     """Compute plane, then coordinators (nothing is left to alert about), then the DCS node, then etcd."""
     order = ("coordinator-", "dcs-", "etcd")
     return next((i for i, prefix in enumerate(order, 1) if name.startswith(prefix)), 0)
-
-
-def _write_private(path: Path, text: str) -> None:
-    """A file that only its owner may read."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-        f.write(text)
 
 
 def _answers(url: str, ca_file: str) -> bool:

@@ -1,4 +1,4 @@
-"""An admin API to ask: replicas on an etcd, their job's keys, and readers of their streams."""
+"""An admin API for tests: replicas on an etcd, their job's keys, and readers of their streams."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import httpx
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Operation, PoolSpec, Record
-from support.coordinators import Replicas
+from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 
 _READ_S = 20.0
 
 
 class ApiCluster:
-    """Replicas of one job. ``settings``: parts of the config beyond the defaults."""
+    """Replicas of one job. ``settings``: parts of the config beyond the defaults; ``job``: default a random name."""
 
-    def __init__(self, etcd_servers: EtcdServers, folder: Path, **settings: Any) -> None:
-        self.keys = Keys(f"t-{secrets.token_hex(6)}")
+    def __init__(self, etcd_servers: EtcdServers, folder: Path, *, job: str = "", **settings: Any) -> None:
+        self.keys = Keys(job or f"t-{secrets.token_hex(6)}")
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         self.etcd.put(self.keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2).encode())
         self.replicas = Replicas(folder, self.keys, etcd_servers.endpoints, settings)
@@ -38,7 +38,8 @@ class ApiCluster:
         self.etcd.close()
 
     def client(self, name: str, **more: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.replicas.urls[name], timeout=20, **more)
+        """An operator's client of one replica."""
+        return httpx.Client(base_url=self.replicas.urls[name], timeout=20, **{"headers": AUTH, **more})
 
     def bulk(self, records: Sequence[tuple[str, Record]]) -> None:
         for start in range(0, len(records), 100):
@@ -49,8 +50,8 @@ class ApiCluster:
         found = [Operation.decode(kv.value) for kv in self.etcd.range(self.keys.operations_prefix())[0]]
         return [op for op in found if op.target == f"pools/{pool}"]
 
-    def wishes(self) -> dict[str, bytes]:
-        """What changes of the API write, and the leader does not by itself."""
+    def requested_changes(self) -> dict[str, bytes]:
+        """The records that requests write, and that the leader does not write by itself."""
         keys = self.keys
         prefixes = (keys.pools_prefix(), keys.engines_prefix(), keys.restarts_prefix(), keys.external_engines_prefix(),
                     keys.idempotency_prefix())
@@ -59,7 +60,7 @@ class ApiCluster:
 
 
 def problem(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
-    """The body of an answer that has to be this problem."""
+    """The body of an answer, which has to be this problem."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     body: dict[str, Any] = response.json()
@@ -108,7 +109,7 @@ class Reader:
     seen: list[Frame] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        headers = {} if self.last is None else {"Last-Event-ID": str(self.last)}
+        headers = {**AUTH, **({} if self.last is None else {"Last-Event-ID": str(self.last)})}
         self._client = httpx.Client(timeout=_READ_S, verify=self.verify)
         self._stream = self._client.stream("GET", f"{self.url}/v1/changes", headers=headers)
         answer = self._stream.__enter__()

@@ -1,7 +1,8 @@
-"""Coordinator replicas as real processes, for the tests."""
+"""Coordinator replicas as real processes, for the tests, and the tokens that their admin API knows."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -13,10 +14,29 @@ import httpx
 import yaml
 
 from elastic_rl import runtime
-from elastic_rl.coordinator.api import tls
+from elastic_rl.coordinator.api import auth, tls
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import processes
 from support.hosts import Host
+
+OPERATOR, VIEWER = "an-operators-token", "a-viewers-token"
+AUTH = {"Authorization": f"Bearer {OPERATOR}"}
+"""Headers of a request that may do anything."""
+_START_S = 90.0
+"""Several processes may start at once on a busy machine; one that ends at its start is noticed at once."""
+
+
+def write_tokens(table: Path, **roles: str) -> None:
+    """Replaces a token table, atomically and readable by its owner only; ``roles``: token's name → role. The tokens
+    are OPERATOR for the name operator, VIEWER for viewer, and else the name itself."""
+    known = {"operator": OPERATOR, "viewer": VIEWER}
+    entries = [{"name": name, "role": role, "sha256": auth.digest(known.get(name, name))}
+               for name, role in roles.items()]
+    table.parent.mkdir(parents=True, exist_ok=True)
+    fresh = table.with_suffix(".new")
+    fresh.write_text(json.dumps({"tokens": entries}))
+    fresh.chmod(0o600)
+    fresh.rename(table)
 
 
 @dataclass
@@ -40,6 +60,7 @@ class Replicas:
         return httpx.get(f"{self.urls[name]}/readyz", timeout=3.0, verify=tls.trust(self._tls.get("tls_ca", "")))
 
     def config_file(self, name: str) -> Path:
+        self._tokens()
         path = self.folder / f"config-{name}.yaml"
         coordinator = {"lease_ttl_s": 2, "reconcile_interval_s": 0.2, **self.settings.get("coordinator", {}),
                        **({"host": self.hosts[name].address} if name in self.hosts else {})}
@@ -57,6 +78,21 @@ class Replicas:
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
+    @property
+    def token_table(self) -> Path:
+        return self.folder / self.keys.job / "cluster" / "tokens.json"
+
+    @property
+    def credentials(self) -> Path:
+        """File with the tokens, as ``elastic-rl up`` leaves it for the command line."""
+        return self.token_table.with_name("credentials.json")
+
+    def _tokens(self) -> None:
+        if not self.token_table.exists():
+            write_tokens(self.token_table, operator="operator", viewer="viewer")
+        self.credentials.write_text(json.dumps({"operator": OPERATOR, "viewer": VIEWER}))
+        self.credentials.chmod(0o600)
+
     def launch(self, *names: str) -> None:
         """Starts replicas and returns at once."""
         for name in names:
@@ -71,7 +107,7 @@ class Replicas:
         self.launch(*names)
         for name in names:
             process = self.running[name]
-            runtime.wait_until(lambda n=name: self.ready(n), timeout_s=120, what=f"replica {name}",
+            runtime.wait_until(lambda n=name: self.ready(n), timeout_s=_START_S, what=f"replica {name}",
                                  alive=lambda p=process: p.poll() is None)
         self.leader()
 
@@ -81,7 +117,7 @@ class Replicas:
         except httpx.HTTPError:
             return False
 
-    def leader(self, *, not_: str = "", timeout_s: float = 60.0) -> str:
+    def leader(self, *, not_: str = "", timeout_s: float = _START_S) -> str:
         """Name of the replica that leads, by the word of any that is alive."""
 
         def look() -> str:

@@ -25,7 +25,7 @@ def measure(rig: Testbed) -> list[Row]:
     with rig.replicas("a", coordinator={"max_events": COUNT + 1000}) as replicas:
         _fill(rig, replicas.keys)
         ranges = {"versions": replicas.keys.versions_prefix("policy"), "events": replicas.keys.events_prefix()}
-        with httpx.Client(base_url=replicas.urls["a"], timeout=60.0) as client:
+        with replicas.client("a", timeout=60.0) as client:
             pages: list[float] = []
             for what, prefix in ranges.items():
                 page = seconds(partial(_page, client, what), samples)

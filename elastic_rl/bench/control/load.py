@@ -41,7 +41,7 @@ def measure(rig: Testbed) -> list[Row]:
                 Row(id="etcd-writes", name="… writes that etcd takes", value=writes, unit="1/s",
                     alternatives={"beats of the members": (after["beats"] - beats) / window_s,
                                   "beats that came late": after["late"]})]
-            return rows + _requests(replicas.urls[leader], window_s, lambda: rig.etcd.range(
+            return rows + _requests(replicas.client(leader, timeout=10.0), window_s, lambda: rig.etcd.range(
                 replicas.keys.members_prefix(), limit=100))
 
 
@@ -53,11 +53,11 @@ def _cores(leader: psutil.Process, etcd: psutil.Process, window_s: float) -> lis
     return [(sum(p.cpu_times()[:2]) - b) / took for p, b in zip((leader, etcd), before, strict=True)]
 
 
-def _requests(url: str, window_s: float, raw: Callable[[], object]) -> list[Row]:
+def _requests(client: httpx.Client, window_s: float, raw: Callable[[], object]) -> list[Row]:
     times: list[float] = []
     bare: list[float] = []
     worst: dict[str, float] = {}
-    with httpx.Client(base_url=url, timeout=10.0) as client:
+    with client:
         end = time.monotonic() + window_s
         while time.monotonic() < end:
             for path in _READS:

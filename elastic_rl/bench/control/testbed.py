@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import secrets
 import shutil
 import signal
@@ -21,7 +22,8 @@ import yaml
 from elastic_rl.bench.etcd import end, start_etcd
 from elastic_rl.bench.options import Options
 from elastic_rl.bench.workers import Worker
-from elastic_rl.config import CoordinatorConfig
+from elastic_rl.config import CoordinatorConfig, parse
+from elastic_rl.coordinator.api import auth
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec, PoolStatus
@@ -42,6 +44,9 @@ class Replicas:
         self._folder.mkdir()
         self._config = self._folder / "config.yaml"
         self._config.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self._folder), **settings}))
+        cluster_dir = parse({"job": self.keys.job, "run_dir": str(self._folder)}).cluster_dir
+        cluster_dir.mkdir(parents=True)
+        self._token = json.loads(auth.create_tokens(cluster_dir).read_text())["operator"]
         self._stack = stack
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.urls: dict[str, str] = {}
@@ -58,6 +63,11 @@ class Replicas:
         for name in names:
             wait_until(lambda n=name: self._ready(n), timeout_s=_START_S, what=f"replica {name}",
                        alive=lambda n=name: self.running[n].poll() is None)
+
+    def client(self, name: str, *, timeout: httpx.Timeout | float) -> httpx.Client:
+        """A client of a replica's API that may do anything."""
+        return httpx.Client(base_url=self.urls[name], headers={"Authorization": f"Bearer {self._token}"},
+                            timeout=timeout)
 
     def _ready(self, name: str) -> bool:
         try:

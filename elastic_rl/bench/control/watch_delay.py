@@ -24,17 +24,16 @@ _KIND = "bench.delay"
 class _Reader:
     """Notes when each event arrives at one stream."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, client: httpx.Client) -> None:
         self.arrived: dict[str, float] = {}
         self.open = threading.Event()
-        self._url = url
-        self._client = httpx.Client(timeout=httpx.Timeout(10.0, read=60.0))
+        self._client = client
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         with contextlib.suppress(httpx.HTTPError, RuntimeError), self._client.stream(
-                "GET", f"{self._url}/v1/events?limit=0", headers={"Accept": "text/event-stream"}) as answer:
+                "GET", "/v1/events?limit=0", headers={"Accept": "text/event-stream"}) as answer:
             kind = ""
             for line in answer.iter_lines():
                 now = time.monotonic()
@@ -51,8 +50,8 @@ class _Reader:
 def measure(rig: Testbed) -> list[Row]:
     samples = 30 if rig.options.quick else 200
     with rig.replicas("a", "b", "c") as replicas, contextlib.ExitStack() as stack:
-        urls = list(replicas.urls.values())
-        readers = [_Reader(urls[n % len(urls)]) for n in range(STREAMS)]
+        names, timeout = list(replicas.urls), httpx.Timeout(10.0, read=60.0)
+        readers = [_Reader(replicas.client(names[n % len(names)], timeout=timeout)) for n in range(STREAMS)]
         for reader in readers:
             stack.callback(reader.close)
         for reader in readers:

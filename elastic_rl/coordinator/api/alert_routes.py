@@ -1,4 +1,4 @@
-"""Routes about who hears of alerts: silences, and tests of the receivers."""
+"""Routes about notifications of alerts: silences, and tests of the receivers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from elastic_rl.coordinator import problems
 from elastic_rl.coordinator.alerts import alert_test, silences
 from elastic_rl.coordinator.alerts.alert_test import TestResult
 from elastic_rl.coordinator.api import pages, route_docs
-from elastic_rl.coordinator.api.context import Context, Ctx, asker
+from elastic_rl.coordinator.api.context import Context, Ctx, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
-from elastic_rl.coordinator.api.idempotent import SILENCES, TESTS, DryRun, Key, Made, carry_out, hand_on
-from elastic_rl.coordinator.api.models import SilenceOf, SilencePage
+from elastic_rl.coordinator.api.idempotent import SILENCES, TESTS, Created, DryRun, Key, carry_out, forward
+from elastic_rl.coordinator.api.models import NewSilence, SilencePage
 from elastic_rl.coordinator.api.pages import After, Limit
 from elastic_rl.coordinator.api.read_routes import Name
 from elastic_rl.coordinator.api.route_docs import described
@@ -30,46 +30,46 @@ def install(app: FastAPI) -> None:
 
 
 def list_silences(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
-    """The oldest first. One that has ended may be shown until the leader has deleted it."""
+    """The oldest first. One that has ended is listed until the leader has deleted it."""
     return pages.stored(ctx.etcd, ctx.keys.silences_prefix(), limit, after)
 
 
-def silence(request: Request, ctx: Ctx, body: Annotated[SilenceOf, Body()], dry_run: DryRun = False,
+def silence(request: Request, ctx: Ctx, body: Annotated[NewSilence, Body()], dry_run: DryRun = False,
             idempotency_key: Key = None) -> Response:
-    """Alerts whose kind and subject match are not told for a while; ``*`` stands for anything."""
-    def change(once: Claim | None) -> Made:
+    """No receiver is notified of alerts whose kind and subject match; ``*`` stands for any text."""
+    def change(claim: Claim | None) -> Created:
         made = silences.create_silence(ctx.etcd, ctx.keys, ctx.election, duration_s=body.duration_s, kind=body.kind,
-                                       subject=body.subject, comment=body.comment, by=asker(request), claim=once,
-                                       dry_run=dry_run)
-        return Made(SILENCES + made.id, made.model_dump_json())
+                                       subject=body.subject, comment=body.comment, by=caller_of(request).name,
+                                       claim=claim, dry_run=dry_run)
+        return Created(SILENCES + made.id, made.model_dump_json())
 
     return carry_out(request, ctx, body, idempotency_key, change, dry_run=dry_run, status=201)
 
 
 def end_silence(request: Request, ctx: Ctx, silence_id: Name, dry_run: DryRun = False) -> Response:
-    """Answers with the silence as it was. Alerts that still fire are told now."""
+    """Answers with the silence as it was. Receivers are now notified of the alerts that still fire."""
     if not ctx.election.is_leader:
-        return hand_on(request, ctx)
+        return forward(request, ctx)
     found = ctx.etcd.get(ctx.keys.silence(silence_id))
     if found is None:
         raise problems.not_found("silence", silence_id)
-    silences.delete_silence(ctx.etcd, ctx.keys, ctx.election, silence_id, by=asker(request), dry_run=dry_run)
+    silences.delete_silence(ctx.etcd, ctx.keys, ctx.election, silence_id, by=caller_of(request).name, dry_run=dry_run)
     return Response(found.value, media_type=pages.JSON)
 
 
 def test_alerts(request: Request, ctx: Ctx, dry_run: DryRun = False, idempotency_key: Key = None) -> Response:
-    """Each receiver is sent a message; look at Location until none of them is ``waiting`` any more."""
-    def change(once: Claim | None) -> Made:
+    """Sends a message to each receiver; poll Location until none of them is ``waiting`` any more."""
+    def change(claim: Claim | None) -> Created:
         if dry_run:
-            return Made("", alert_test.planned(ctx.receivers).model_dump_json())
-        test_id = alert_test.begin(ctx.etcd, ctx.keys, ctx.election, by=asker(request), claim=once)
-        return Made(TESTS + test_id, _result(ctx, test_id))
+            return Created("", alert_test.planned(ctx.receivers).model_dump_json())
+        test_id = alert_test.begin(ctx.etcd, ctx.keys, ctx.election, by=caller_of(request).name, claim=claim)
+        return Created(TESTS + test_id, _result(ctx, test_id))
 
     return carry_out(request, ctx, None, idempotency_key, change, dry_run=dry_run)
 
 
 def test_result(ctx: Ctx, test_id: Name) -> Response:
-    """What became of a test so far; it is kept for some minutes."""
+    """The result of a test so far, by receiver; it is kept for some minutes."""
     return Response(_result(ctx, test_id), media_type=pages.JSON)
 
 

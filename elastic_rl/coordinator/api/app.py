@@ -7,40 +7,56 @@ from starlette.types import ASGIApp
 
 import elastic_rl
 from elastic_rl.coordinator import dashboard, problems
-from elastic_rl.coordinator.api import alert_routes, change_routes, openapi, read_routes, stream_routes
+from elastic_rl.coordinator.api import (
+    alert_routes,
+    change_routes,
+    openapi,
+    read_routes,
+    session_routes,
+    stream_routes,
+)
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.middleware import RequestMiddleware
 from elastic_rl.coordinator.problems import Kind, Problem
 
-_ABOUT = """Admin API of an elastic-rl job. Every replica answers; changes go through the leader.
+_ABOUT = """Admin API of an elastic-rl job. Every replica answers reads; the leader applies changes.
 
-Listings come in pages: `{"items": […], "next": "…"}`, with `limit` and `after`. Errors are RFC 9457 problems with a
-stable `type`. Query parameters that a route does not have are refused."""
+Every request needs a token (or a browser session) but for the probes. POST and PATCH need `Content-Type:
+application/json`, also without a body. Listings are paged: `{"items": […], "next": "…"}`, with `limit` and `after`.
+Errors are RFC 9457 problems with a stable `type`. Query parameters that a route does not have are refused."""
 
 
 def routes() -> FastAPI:
     """The application without a replica behind it: enough for the OpenAPI document."""
     app = FastAPI(title="elastic-rl", version=elastic_rl.__version__, docs_url=None, redoc_url=None,
                   description=_ABOUT, separate_input_output_schemas=False, redirect_slashes=False,
-                  dependencies=[Depends(_known_parameters)])
+                  dependencies=[Depends(_require_json), Depends(_reject_unknown_parameters)])
     problems.install(app)
     read_routes.install(app)
     stream_routes.install(app)
     change_routes.install(app)
     alert_routes.install(app)
+    session_routes.install(app)
     openapi.install(app)
     dashboard.install(app)
     return app
 
 
 def make_app(context: Context) -> ASGIApp:
+    """The application with its middleware, for a server."""
     app = routes()
     app.state.context = context
     return RequestMiddleware(app, context)
 
 
-async def _known_parameters(request: Request) -> None:
-    """Refuses query parameters that the route does not have: a misspelt one must not be taken for the default."""
+async def _require_json(request: Request) -> None:
+    """Refuses changes without a JSON content type, also those without a body: a form of another site cannot have it."""
+    if request.method in ("POST", "PATCH") and not problems.is_json(request.headers):
+        raise problems.not_json()
+
+
+async def _reject_unknown_parameters(request: Request) -> None:
+    """Refuses query parameters that the route does not have: a misspelt one must not be taken for its default."""
     route = getattr(request.scope.get("route"), "path", "")
     if not route.startswith("/v1/"):
         return

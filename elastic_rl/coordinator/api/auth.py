@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
+import os
 import secrets
 import threading
 from enum import StrEnum
@@ -14,19 +14,26 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from elastic_rl.config import CoordinatorConfig
 from elastic_rl.errors import ConfigError
+
+TABLE, CREDENTIALS, VIEWER_TOKEN = "tokens.json", "credentials.json", "viewer.token"
+"""Files in a cluster's folder: digests for the replicas, tokens by role for the command line, and the viewer's token
+alone for Prometheus."""
 
 
 class Role(StrEnum):
     VIEWER = "viewer"
+    """Reads."""
     OPERATOR = "operator"
+    """Reads and changes."""
 
     def may(self, needed: Role) -> bool:
         return self is needed or self is Role.OPERATOR
 
 
 class Token(BaseModel):
+    """One entry of the table."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
@@ -41,16 +48,8 @@ class _Table(BaseModel):
     tokens: list[Token]
 
 
-def _parse(table: object) -> list[Token]:
-    """Entries of a table: digests under ``tokens``, or the short form ``{role: token}`` that a local cluster's owner
-    keeps for the command line as well."""
-    if isinstance(table, dict) and "tokens" not in table:
-        return [Token(name=role, role=Role(role), sha256=digest(str(token))) for role, token in table.items()]
-    return _Table.model_validate(table).tokens
-
-
-class Stamp(NamedTuple):
-    """What tells one content of the file from another without reading it."""
+class _Stamp(NamedTuple):
+    """Differs between two contents of a file, so that the file need not be read to see whether it was replaced."""
 
     mtime_ns: int
     inode: int
@@ -62,46 +61,56 @@ def digest(token: str) -> str:
 
 
 def new_token() -> str:
-    """A fresh token of 256 random bits."""
+    """A token of 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a bind address can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def create_tokens(folder: Path) -> Path:
+    """Writes a table with a new token for each role, and the tokens, into ``folder``; each file is readable by its
+    owner only. Returns the path of the credentials."""
+    tokens = {role.value: new_token() for role in Role}
+    entries = [Token(name=role, role=Role(role), sha256=digest(token)) for role, token in tokens.items()]
+    write_private(folder / CREDENTIALS, json.dumps(tokens, indent=2))
+    write_private(folder / VIEWER_TOKEN, tokens[Role.VIEWER])
+    write_private(folder / TABLE, _Table(tokens=entries).model_dump_json(indent=2))
+    return folder / CREDENTIALS
 
 
-def tokens_required(cfg: CoordinatorConfig) -> bool:
-    """Whether a request without a token is refused: as configured, else everywhere but on loopback."""
-    return cfg.require_token if cfg.require_token is not None else not is_loopback(cfg.host)
+def write_private(path: Path, text: str) -> None:
+    """Replaces a file, at once and readable by its owner only."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
+        f.write(text)
+    partial.rename(path)
 
 
 class TokenTable:
-    """The tokens of one file, read again when the file was replaced, so that a token is withdrawn without a restart.
+    """The tokens of one file. The file is read again when it was replaced, so that a token is added or withdrawn
+    without a restart.
 
-    Raises ConfigError when the file is missing (and ``must_exist``), malformed, or readable by others.
+    Raises ConfigError when the file is missing, malformed, or readable by others.
     """
 
-    def __init__(self, path: Path, *, must_exist: bool) -> None:
-        self._path, self._must_exist = path, must_exist
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
-        self._stamp: Stamp | None = None
+        self._stamp: _Stamp | None = None
         self._tokens: list[Token] = []
         self._refresh()
 
     def find(self, token: str) -> Token | None:
-        """The entry of a token or None. Compares in constant time, with every entry."""
+        """The entry of a token or None."""
+        return self.find_digest(digest(token))
+
+    def find_digest(self, sha256: str) -> Token | None:
+        """The entry with this digest or None. Compares in constant time, with every entry."""
         with self._lock:
             self._refresh()
             tokens = self._tokens
-        mine, found = digest(token), None
+        found = None
         for entry in tokens:
-            if hmac.compare_digest(entry.sha256, mine):
+            if hmac.compare_digest(entry.sha256, sha256):
                 found = entry
         return found
 
@@ -109,12 +118,8 @@ class TokenTable:
         try:
             stat = self._path.stat()
         except FileNotFoundError as e:
-            if self._must_exist:
-                raise ConfigError(f"the token table {self._path} is missing",
-                                  hint="`elastic-rl up` writes it; or set coordinator.require_token=false") from e
-            self._stamp, self._tokens = None, []
-            return
-        stamp = Stamp(stat.st_mtime_ns, stat.st_ino, stat.st_size)
+            raise ConfigError(f"the token table {self._path} is missing", hint="`elastic-rl up` writes it") from e
+        stamp = _Stamp(stat.st_mtime_ns, stat.st_ino, stat.st_size)
         if stamp == self._stamp:
             return
         if stat.st_mode & 0o077:
@@ -125,3 +130,11 @@ class TokenTable:
         except (OSError, ValueError, ValidationError) as e:
             raise ConfigError(f"the token table {self._path} cannot be read: {e}") from e
         self._stamp = stamp
+
+
+def _parse(table: object) -> list[Token]:
+    """Entries of a table: digests under ``tokens``, or the short form ``{role: token}``, which is also what the command
+    line takes as a token file."""
+    if isinstance(table, dict) and "tokens" not in table:
+        return [Token(name=role, role=Role(role), sha256=digest(str(token))) for role, token in table.items()]
+    return _Table.model_validate(table).tokens

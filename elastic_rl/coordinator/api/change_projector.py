@@ -1,7 +1,7 @@
-"""The job's state as its watchers see it: what a change of a key means to them. No I/O.
+"""What a change of a key in etcd means to subscribers of the API. No I/O.
 
-Most kinds are one record under one key and go out as they are stored. A pool is two keys (what is wanted and what is)
-and the job is several (its status, the epoch, who leads), so a ``ChangeProjector`` remembers these parts.
+Most kinds are one record under one key and go out as they are stored. A pool is two keys (spec and status) and the job
+is several (status, epoch, candidates for the leadership), so a ``ChangeProjector`` remembers these parts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import orjson
-from pydantic import ValidationError
 
 from elastic_rl.coordinator import job_view, pools
 from elastic_rl.etcd.client import KeyValue, WatchEvent
@@ -26,7 +26,7 @@ KINDS = ("job", "pool", "engine", "version", "operation", "alert", "event", "mem
 
 @dataclass(frozen=True)
 class Change:
-    """An object that is new or different, or that is gone."""
+    """An object that was created or changed, or that is gone."""
 
     revision: int
     kind: str
@@ -35,29 +35,29 @@ class Change:
     """Unique within its kind: a pool's name, ``role/id`` of a member, ``stream/number`` of a version, the number of a
     step, ``kind/subject`` of an alert, the id of anything else; the job's name."""
     object: bytes | None
-    """The object as JSON; None when it is gone."""
+    """The object as JSON on one line; None when it is gone."""
 
     @cached_property
     def frame(self) -> bytes:
-        """As a Server-Sent Event; encoded once, whoever gets it."""
+        """As a Server-Sent Event; encoded once for all subscribers."""
         head = f'id: {self.revision}\nevent: change\ndata: {{"kind":"{self.kind}","id":{json.dumps(self.id)},"object":'
         return head.encode() + (self.object or b"null") + b"}\n\n"
 
 
 class ChangeProjector:
-    """What was last seen of the job. Used by one thread."""
+    """Turns watch events into changes. Used by one thread."""
 
     def __init__(self, keys: Keys, replica: str) -> None:
         self._keys, self._replica = keys, replica
         self._parts: dict[str, KeyValue] = {}  # of pools and of the job
         self._alerts: dict[str, str] = {}  # key of an alert's condition → key of its newest record
-        self._readers: dict[str, Callable[[str, WatchEvent], Change | None]] = {
+        self._projections: dict[str, Callable[[str, WatchEvent], Change | None]] = {
             "pools": self._pool, "job": self._job, "epoch": self._job, "leader": self._job,
             "engines": _record("engine"), "operations": _record("operation"), "members": self._member,
-            "alerts": self._alert, "events": _growing("event"), "steps": _growing("step"), "dcs": _version}
+            "alerts": self._alert, "events": _log_entry("event"), "steps": _log_entry("step"), "dcs": _version}
 
     def load(self, kvs: Iterable[KeyValue]) -> None:
-        """Takes keys as they are, to begin with: those of the pools, of the job and of the alerts."""
+        """Takes the keys of the pools, of the job and of the alerts as they are when the watch starts."""
         for kv in kvs:
             name = kv.key.removeprefix(self._keys.root)
             if name.startswith("alerts/"):
@@ -66,18 +66,19 @@ class ChangeProjector:
                 self._parts[kv.key] = kv
 
     def apply(self, event: WatchEvent) -> Change | None:
-        """The change that an event of the store means; None where there is nothing to tell."""
+        """The change that a watch event means; None where subscribers see nothing of it, and for a record that this
+        release cannot read."""
         name = event.kv.key.removeprefix(self._keys.root)
-        reader = self._readers.get(name.partition("/")[0])
-        if reader is None:
+        project = self._projections.get(name.partition("/")[0])
+        if project is None:
             return None
         try:
-            return reader(name, event)
-        except (ValidationError, ValueError, KeyError) as e:  # a record that this release cannot read
-            log.warning("a change of %s cannot be told: %s", event.kv.key, e)
+            return project(name, event)
+        except (ValueError, KeyError, TypeError) as e:  # pydantic's and orjson's errors are ValueErrors
+            log.warning("skipping an unreadable record in the change stream: %s: %s", event.kv.key, e)
             return None
 
-    # -- what is made of several keys ---------------------------------------------------------------------------
+    # -- objects of several keys --------------------------------------------------------------------------------
     def _remember(self, event: WatchEvent) -> None:
         if event.type == "put":
             self._parts[event.kv.key] = event.kv
@@ -106,43 +107,55 @@ class ChangeProjector:
         if event.type == "put":
             self._alerts[condition] = event.kv.key
         elif self._alerts.get(condition) != event.kv.key:
-            return None  # an old alert is dropped while the condition holds again
+            return None  # an old alert is deleted while a newer one of its condition exists
         else:
             del self._alerts[condition]
         return _whole("alert", condition.removeprefix("alerts/"), event)
 
     def _member(self, name: str, event: WatchEvent) -> Change | None:
-        if event.type == "put" and event.prev is not None and _only_beat(event.prev.value, event.kv.value):
+        if event.type == "put" and event.prev is not None and _is_heartbeat(event.prev.value, event.kv.value):
             return None
         return _whole("member", name.removeprefix("members/"), event)
 
 
-def _only_beat(old: bytes, new: bytes) -> bool:
-    """Whether a member said no more than that it lives."""
-    before, after = orjson.loads(old), orjson.loads(new)
-    return bool({**before, "beat_at": 0} == {**after, "beat_at": 0})
+def _is_heartbeat(old: bytes, new: bytes) -> bool:
+    """Whether a member's record changed in the time of its last beat alone."""
+    before, after = _load(old), _load(new)
+    return {**before, "beat_at": 0} == {**after, "beat_at": 0}
+
+
+def _load(raw: bytes) -> dict[str, Any]:
+    """A record's fields. Raises ValueError for anything but a JSON object."""
+    found = orjson.loads(raw)
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
 
 
 def _whole(kind: str, name: str, event: WatchEvent) -> Change:
-    return Change(event.kv.mod_revision, kind, name, event.kv.value if event.type == "put" else None)
+    """A record as it is stored. Raises ValueError for one that would break the stream's format."""
+    if event.type == "delete":
+        return Change(event.kv.mod_revision, kind, name, None)
+    raw, fields = event.kv.value, _load(event.kv.value)
+    return Change(event.kv.mod_revision, kind, name, orjson.dumps(fields) if b"\n" in raw or b"\r" in raw else raw)
 
 
 def _record(kind: str) -> Callable[[str, WatchEvent], Change | None]:
-    def read(name: str, event: WatchEvent) -> Change:
+    def project(name: str, event: WatchEvent) -> Change:
         return _whole(kind, name.partition("/")[2], event)
 
-    return read
+    return project
 
 
-def _growing(kind: str) -> Callable[[str, WatchEvent], Change | None]:
-    """Of a log: that its old entries are trimmed is nothing to tell."""
-    def read(name: str, event: WatchEvent) -> Change | None:
+def _log_entry(kind: str) -> Callable[[str, WatchEvent], Change | None]:
+    """Entries of a log; that old ones are trimmed is not a change."""
+    def project(name: str, event: WatchEvent) -> Change | None:
         if event.type == "delete":
             return None
         entry = name.partition("/")[2]
         return _whole(kind, str(int(entry)) if kind == "step" else entry, event)
 
-    return read
+    return project
 
 
 def _version(name: str, event: WatchEvent) -> Change | None:

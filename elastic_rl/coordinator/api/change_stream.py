@@ -1,7 +1,8 @@
-"""The feed of a replica: one watch of the job's keys, shared by every open stream.
+"""The change stream of a replica: one watch of the job's keys, shared by all subscribers.
 
-The watch begins with the first stream and ends some time after the last one. It keeps the last changes, so that a
-client that comes back gets what it missed. A reader that does not keep up is cut, and never slows the others.
+The watch starts with the first subscriber and ends some time after the last one. The stream keeps the last changes, so
+that a client that reconnects gets those it missed. A subscriber that falls behind is dropped, and never slows the
+others.
 """
 
 from __future__ import annotations
@@ -24,103 +25,107 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _IDLE_S = 60.0
-_KEPT = 5_000
-_WAITING = 2_000
-_MOST = 10_000
-"""Keys of one kind that are looked at, at most."""
+"""The watch is closed this long after the last subscriber has left."""
+_HISTORY = 5_000
+"""Changes kept for clients that reconnect."""
+MAX_PENDING = 2_000
+"""Changes that wait for one subscriber; with more of them it is dropped."""
+_MAX_KEYS = 10_000
+"""Keys of one kind that are loaded, at most."""
 
 
 @dataclass(eq=False)
 class Subscription:
-    """One reader's place in the feed. Used within the event loop only."""
+    """One subscriber of a stream. Used within the event loop only."""
 
     kinds: frozenset[str]
-    """Kinds of changes that it wants; empty for all."""
+    """Kinds of changes that it gets; empty for all."""
     missed: list[Change] | None = None
-    """What came since the revision that it resumes from; None where that cannot be told any more."""
-    over: bool = False
-    """No more will come: the reader was too slow, or the watch has ended."""
-    _waiting: list[Change] = field(default_factory=list)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Changes since the revision that it resumes from; None where they are no longer known."""
+    ended: bool = False
+    """No more changes will come: the subscriber was too slow, or the watch has ended."""
+    _pending: list[Change] = field(default_factory=list)
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def offer(self, change: Change) -> None:
+        """Queues a change for the subscriber."""
         if self.kinds and change.kind not in self.kinds:
             return
-        if len(self._waiting) >= _WAITING:
-            log.warning("a reader of the feed does not keep up and is cut")
+        if len(self._pending) >= MAX_PENDING:
+            log.warning("dropping a slow subscriber of the change stream")
             self.end()
-        elif not self.over:
-            self._waiting.append(change)
-            self._news.set()
+        elif not self.ended:
+            self._pending.append(change)
+            self._ready.set()
 
     def end(self) -> None:
-        self.over = True
-        self._news.set()
+        self.ended = True
+        self._ready.set()
 
     async def take(self, timeout_s: float) -> list[Change]:
-        """Changes that came since the last call, waiting for the first one; none after ``timeout_s``."""
+        """Changes since the last call. Waits up to ``timeout_s`` for the first one, and returns [] when none came."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._news.wait()
+                await self._ready.wait()
         except TimeoutError:
             return []
-        taken, self._waiting = self._waiting, []
-        if not self.over:
-            self._news.clear()
+        taken, self._pending = self._pending, []
+        if not self.ended:
+            self._ready.clear()
         return taken
 
 
 class ChangeStream:
     """The changes of one job. Every method is called from the event loop."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, *, most: int) -> None:
-        """``most``: readers at once."""
-        self._etcd, self._keys, self._replica, self._most = etcd, keys, replica, most
-        self._readers: set[Subscription] = set()
-        self._expected = 0  # readers that are being let in
-        self._begin = asyncio.Lock()
+    def __init__(self, etcd: EtcdClient, keys: Keys, replica: str, *, max_subscribers: int) -> None:
+        self._etcd, self._keys, self._replica, self._max_subscribers = etcd, keys, replica, max_subscribers
+        self._subscribers: set[Subscription] = set()
+        self._joining = 0  # subscribers that wait for the watch to start
+        self._start_lock = asyncio.Lock()
         self._watcher: _Watcher | None = None
-        self._recent: deque[Change] = deque()
-        self._floor = 0  # every change of a later revision is in ``_recent``
+        self._history: deque[Change] = deque()
+        self._floor = 0  # every change of a later revision is in ``_history``
         self._idle: asyncio.TimerHandle | None = None
 
     async def subscribe(self, kinds: frozenset[str] = frozenset(), *, after: int | None = None) -> Subscription:
-        """A new reader, from now on. ``after``: the last revision of which it has seen anything; ``missed`` then begins
-        with that revision once more, for it may have got only a part of it.
+        """A new subscriber, from now on. ``after``: the last revision of which it has seen anything; ``missed`` then
+        starts with that revision once more, since the client may have got only a part of it.
 
-        Raises a 503 problem when there are too many readers, EtcdUnavailable.
+        Raises a 503 problem when there are too many subscribers, and EtcdUnavailable.
         """
-        if len(self._readers) + self._expected >= self._most:
+        if len(self._subscribers) + self._joining >= self._max_subscribers:
             raise Problem(503, Kind.TOO_MANY_STREAMS, "Too many event streams are open",
-                          f"this replica keeps {self._most} open (coordinator.max_streams)",
+                          f"this replica keeps {self._max_subscribers} open (coordinator.max_streams)",
                           headers={"Retry-After": "10"})
-        self._expected += 1
+        self._joining += 1
         try:
-            async with self._begin:
-                if self._watcher is None or self._watcher.over:
+            async with self._start_lock:
+                if self._watcher is None or self._watcher.ended:
                     await self._start(after)
         finally:
-            self._expected -= 1
-        reader = Subscription(kinds)
+            self._joining -= 1
+        subscription = Subscription(kinds)
         if after is not None and after > self._floor:
-            reader.missed = [c for c in self._recent if c.revision >= after and (not kinds or c.kind in kinds)]
-        self._readers.add(reader)
+            subscription.missed = [c for c in self._history
+                                   if c.revision >= after and (not kinds or c.kind in kinds)]
+        self._subscribers.add(subscription)
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
-        return reader
+        return subscription
 
-    def leave(self, reader: Subscription) -> None:
-        self._readers.discard(reader)
-        if not self._readers and self._watcher is not None and self._idle is None:
-            self._idle = asyncio.get_running_loop().call_later(_IDLE_S, self._rest)
+    def unsubscribe(self, subscription: Subscription) -> None:
+        self._subscribers.discard(subscription)
+        if not self._subscribers and self._watcher is not None and self._idle is None:
+            self._idle = asyncio.get_running_loop().call_later(_IDLE_S, self._stop_if_idle)
 
-    def _rest(self) -> None:
+    def _stop_if_idle(self) -> None:
         self._idle = None
-        if self._watcher is not None and not self._readers:
+        if self._watcher is not None and not self._subscribers:
             self._watcher.stopping.set()
             self._watcher = None
-            self._recent.clear()
+            self._history.clear()
 
     async def _start(self, after: int | None) -> None:
         loop = asyncio.get_running_loop()
@@ -129,76 +134,75 @@ class ChangeStream:
             self._floor = await asyncio.to_thread(watcher.open, (after or 0) - 1)
         except Compacted:
             self._floor = await asyncio.to_thread(watcher.open, 0)
-        self._recent.clear()
+        self._history.clear()
         self._watcher = watcher
-        threading.Thread(target=watcher.run, args=(loop, self), name="feed", daemon=True).start()
+        threading.Thread(target=watcher.run, args=(loop, self), name="change-stream", daemon=True).start()
 
     # -- called by the watcher's thread through the loop ------------------------------------------------------------
-    def tell(self, watcher: _Watcher, changes: list[Change]) -> None:
+    def publish(self, watcher: _Watcher, changes: list[Change]) -> None:
         if watcher is not self._watcher:
             return
         for change in changes:
-            if len(self._recent) >= _KEPT:
-                self._floor = self._recent.popleft().revision
-            self._recent.append(change)
-            for reader in self._readers:
-                reader.offer(change)
+            if len(self._history) >= _HISTORY:
+                self._floor = self._history.popleft().revision
+            self._history.append(change)
+            for subscription in self._subscribers:
+                subscription.offer(change)
 
-    def ended(self, watcher: _Watcher) -> None:
-        """The watch broke off: readers come again, and find another one or a new snapshot."""
+    def watch_ended(self, watcher: _Watcher) -> None:
+        """Ends all subscriptions: clients reconnect, and get another watch or a new snapshot."""
         if watcher is self._watcher:
             self._watcher = None
-            for reader in self._readers:
-                reader.end()
+            for subscription in self._subscribers:
+                subscription.end()
 
 
 class _Watcher:
-    """The thread's side: reads the store and turns its events into changes."""
+    """The thread's side: watches etcd and turns its events into changes."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, replica: str) -> None:
         self._etcd, self._keys, self._replica = etcd, keys, replica
         self.stopping = threading.Event()
-        self.over = False
-        self._scene: ChangeProjector
+        self.ended = False
+        self._projector: ChangeProjector
         self._watch: Watch
 
     def open(self, revision: int) -> int:
-        """Begins behind ``revision`` (below 1: behind the present one) and returns it. Raises Compacted."""
+        """Starts the watch behind ``revision`` (below 1: behind the present one) and returns it. Raises Compacted."""
         keys, kvs = self._keys, []
         for prefix in (keys.pools_prefix(), keys.leader_prefix(), keys.job_status(), keys.epoch(),
                        keys.alerts_prefix()):
-            found = self._etcd.page(prefix, limit=_MOST, revision=max(0, revision))
+            found = self._etcd.page(prefix, limit=_MAX_KEYS, revision=max(0, revision))
             revision = found.revision
             kvs += found.kvs
-        self._scene = ChangeProjector(keys, self._replica)
-        self._scene.load(kvs)
+        self._projector = ChangeProjector(keys, self._replica)
+        self._projector.load(kvs)
         self._watch = self._etcd.watch(keys.root, start_revision=revision + 1)
         return revision
 
-    def run(self, loop: asyncio.AbstractEventLoop, feed: ChangeStream) -> None:
+    def run(self, loop: asyncio.AbstractEventLoop, stream: ChangeStream) -> None:
         try:
             while not self.stopping.is_set() and not self._watch.closed:
                 if changes := self._next():
-                    _call(loop, feed.tell, self, changes)
+                    _call(loop, stream.publish, self, changes)
         except (Compacted, EtcdUnavailable) as e:
-            log.info("the feed's watch ended: %s", e)
+            log.info("the watch of the change stream ended: %s", e)
         except ElasticRLError as e:
-            log.warning("the feed's watch failed: %s", e)
+            log.warning("the watch of the change stream failed: %s", e)
         finally:
-            self.over = True
+            self.ended = True
             self._watch.close()
-            _call(loop, feed.ended, self)
+            _call(loop, stream.watch_ended, self)
 
     def _next(self) -> list[Change]:
-        """The next changes: the one that is waited for, and those that are there with it."""
+        """Waits for a change, and returns it with those that have arrived by then."""
         changes: list[Change] = []
         wait_s = _POLL_S
-        while len(changes) < _WAITING // 4 and (event := self._watch.get(wait_s)) is not None:
+        while len(changes) < MAX_PENDING // 4 and (event := self._watch.get(wait_s)) is not None:
             wait_s = 0.0
-            if (change := self._scene.apply(event)) is not None:
+            if (change := self._projector.apply(event)) is not None:
                 changes.append(change)
         return changes
-
 
 
 def _call(loop: asyncio.AbstractEventLoop, what: Callable[..., None], *args: object) -> None:

@@ -10,9 +10,10 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from elastic_rl.config import Config
-from elastic_rl.coordinator.api.auth import Token, TokenTable
+from elastic_rl.coordinator.api.authentication import Authenticator, Caller
 from elastic_rl.coordinator.api.change_stream import ChangeStream
 from elastic_rl.coordinator.api.forwarding import Forwarder
+from elastic_rl.coordinator.api.sessions import SessionStore
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.etcd.client import EtcdClient
@@ -21,19 +22,21 @@ from elastic_rl.etcd.keys import Keys
 
 @dataclass(frozen=True)
 class Context:
-    """One replica's parts. ``store`` has a short retry budget: a client must not wait for an etcd that is away."""
+    """One replica's parts."""
 
     cfg: Config
     keys: Keys
     etcd: EtcdClient
+    """With a short retry budget: a client must not wait for an etcd that is away."""
     election: Election
-    tokens: TokenTable
+    authenticator: Authenticator
+    sessions: SessionStore
     stopping: threading.Event
     forwarder: Forwarder
-    desk: OperationService
-    feed: ChangeStream
+    operations: OperationService
+    changes: ChangeStream
     receivers: Sequence[str]
-    """Names of those that are told of alerts."""
+    """Names of the receivers of alerts."""
 
 
 async def _of(request: Request) -> Context:
@@ -44,13 +47,7 @@ async def _of(request: Request) -> Context:
 Ctx = Annotated[Context, Depends(_of)]
 
 
-def token_of(request: Request) -> Token | None:
-    """The token that the gate let the request in with; None where none is needed."""
-    found: Token | None = request.state.token
-    return found
-
-
-def asker(request: Request) -> str:
-    """Name of the token, for events and records."""
-    token = token_of(request)
-    return token.name if token else "operator"
+def caller_of(request: Request) -> Caller:
+    """Who sent the request. Only for routes that need a token or a session."""
+    caller: Caller = request.state.caller
+    return caller

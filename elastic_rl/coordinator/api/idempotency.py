@@ -1,8 +1,8 @@
-"""Requests that may be sent twice and count once: what each Idempotency-Key led to.
+"""Requests that may be sent twice and count once: the record of each Idempotency-Key.
 
-The record of a key is written in the transaction that carries its request out, on the condition that it was not there.
-So a client whose answer was lost sends the request again, to whichever replica leads by then, and is told what the
-first one has begun. Records are kept for a day; the leader trims them.
+The record is written in the transaction that carries its request out, on the condition that there was none. A client
+whose answer was lost sends the request again, to whichever replica leads by then, and gets what the first one created.
+Records are kept for a day; the leader trims them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from elastic_rl.etcd.transaction import batches
 
 KEPT_S = 24 * 3600.0
 MOST = 10_000
-"""Records kept at most; beyond that the oldest go early."""
-LONGEST = 200
+"""Records kept at most; beyond that the oldest are deleted early."""
+MAX_KEY_LENGTH = 200
+_RULE = f"1 to {MAX_KEY_LENGTH} printable ASCII characters"
 _PAGE = 500
-PATTERN = rf"^[!-~]{{1,{LONGEST}}}$"
-"""Of a key: printable ASCII without spaces."""
+PATTERN = rf"^[!-~]{{1,{MAX_KEY_LENGTH}}}$"
+"""Regular expression for a key: printable ASCII without spaces."""
 
 
 class Done(Record):
-    """What a request has led to. ``at`` is in unix seconds."""
+    """The outcome of a request. ``at`` is in unix seconds."""
 
     request: str
-    """Digest of the request, so that the key is not taken for another one."""
+    """Digest of the request, so that the key is not used for another one."""
     location: str
     """Path of what it created."""
     at: float
@@ -41,7 +42,7 @@ class Done(Record):
 
 @dataclass(frozen=True)
 class Claim:
-    """One use of a key. Its conditions and writes belong into the transaction that carries the request out."""
+    """One use of a key. Its conditions and writes belong in the transaction that carries the request out."""
 
     key: str
     request: str
@@ -49,7 +50,7 @@ class Claim:
 
     @property
     def compares(self) -> list[Compare]:
-        """That no request with this key was carried out yet."""
+        """Hold while no request with this key has been carried out."""
         return [Compare.absent(self.key)]
 
     def ops(self, location: str) -> list[Op]:
@@ -57,42 +58,42 @@ class Claim:
 
 
 def digest(*parts: str) -> str:
-    """Of several texts; where one ends and the next begins counts."""
+    """SHA-256 of several texts; it depends on where one ends and the next begins."""
     return hashlib.sha256(b"".join(len(p.encode()).to_bytes(8, "big") + p.encode() for p in parts)).hexdigest()
 
 
-def claim(keys: Keys, token: str, header: str, request: str, now: float) -> Claim:
-    """The claim of a key by the owner of a token; ``request`` is the request's digest. Keys of two owners are two keys.
+def claim(keys: Keys, caller: str, header: str, request: str, now: float) -> Claim:
+    """The claim of a key by a caller; ``request`` is the request's digest. The same key of two callers is two keys.
 
     Raises a 422 problem for a key that is empty, too long, or not of printable ASCII.
     """
     if not re.fullmatch(PATTERN, header):
         raise Problem(422, "invalid", "The request is not valid",
-                      f"Idempotency-Key must be 1 to {LONGEST} printable ASCII characters without spaces",
-                      errors=[{"pointer": "/Idempotency-Key", "detail": "1 to 200 printable ASCII characters"}])
-    return Claim(keys.idempotency(digest(token, header)), request, now)
+                      f"Idempotency-Key must be {_RULE} without spaces",
+                      errors=[{"pointer": "/Idempotency-Key", "detail": _RULE}])
+    return Claim(keys.idempotency(digest(caller, header)), request, now)
 
 
-def found(etcd: EtcdClient, wanted: Claim) -> Done | None:
-    """What the key has led to already. Raises a 422 problem when that was another request."""
-    kv = etcd.get(wanted.key)
+def found(etcd: EtcdClient, claim: Claim) -> Done | None:
+    """The record of a key, if there is one. Raises a 422 problem when it is of another request."""
+    kv = etcd.get(claim.key)
     if kv is None:
         return None
     done = Done.decode(kv.value)
-    if done.request != wanted.request:
+    if done.request != claim.request:
         raise Problem(422, "idempotency-key-reused", "The Idempotency-Key belongs to another request",
-                      f"it was used for the request that led to {done.location}; take a new key for a new request")
+                      f"it was used for the request that created {done.location}; use a new key for a new request")
     return done
 
 
 def outdated(kvs: Sequence[tuple[str, float]], now: float) -> list[str]:
-    """Keys whose records need not be kept any longer: ``kvs`` is of (key, time written). Pure."""
+    """Keys whose records need not be kept any longer; ``kvs``: (key, unix seconds at which it was written). Pure."""
     newest = sorted(kvs, key=lambda entry: entry[1], reverse=True)
     return [key for n, (key, at) in enumerate(newest) if n >= MOST or at < now - KEPT_S]
 
 
 def _written_at(raw: bytes) -> float:
-    """Unix seconds; 0 for what is no record of ours, so that it goes."""
+    """Unix seconds; 0 for what is not a record of ours, so that it is deleted."""
     try:
         return Done.decode(raw).at
     except ValidationError:
@@ -100,7 +101,7 @@ def _written_at(raw: bytes) -> float:
 
 
 def trim(etcd: EtcdClient, keys: Keys, now: float, commit: Callable[[Sequence[Compare], Sequence[Op]], bool]) -> int:
-    """Deletes the outdated records through ``commit``, the leader's guarded transaction, and returns how many."""
+    """Deletes outdated records through ``commit``, the leader's guarded transaction, and returns how many."""
     entries: list[tuple[str, float]] = []
     more = True
     while more:

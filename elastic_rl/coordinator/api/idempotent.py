@@ -1,4 +1,4 @@
-"""How a change is carried out: by the leader, once a key, or only as if."""
+"""How a change is carried out: by the leader, once per Idempotency-Key, or as a dry run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fastapi import Header, Query, Request, Response
 from pydantic import BaseModel
 
 from elastic_rl.coordinator.alerts import alert_test
-from elastic_rl.coordinator.api import idempotency
-from elastic_rl.coordinator.api.context import Context, token_of
+from elastic_rl.coordinator.api import idempotency, pages
+from elastic_rl.coordinator.api.context import Context, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.errors import OutcomeUnknown
@@ -19,72 +19,70 @@ from elastic_rl.telemetry import traces
 
 REPLAYED = "Idempotency-Replayed"
 OPERATIONS, SILENCES, TESTS = "/v1/operations/", "/v1/silences/", "/v1/alerts/tests/"
-_JSON = "application/json"
 
 DryRun = Annotated[bool, Query(description="Only say what would be done, and change nothing.")]
 Key = Annotated[str | None, Header(alias="Idempotency-Key", pattern=idempotency.PATTERN, description=(
-    "Chosen by the client, at most 200 printable characters. The same request with the same key counts once, for a "
-    "day: it gets what the first one has made again."))]
+    "Chosen by the client, at most 200 printable characters. The same request with the same key counts once within a "
+    "day: a repetition is answered with what the first one created."))]
 
 
-class Made(NamedTuple):
-    """What a change has made: its path, and itself as JSON."""
+class Created(NamedTuple):
+    """What a change has created: its path, and itself as JSON."""
 
     location: str
     body: str
 
 
-def hand_on(request: Request, ctx: Context) -> Response:
+def forward(request: Request, ctx: Context) -> Response:
     """The leader's answer to the request."""
     return ctx.forwarder.send(request, request.state.body, ctx.election.current())
 
 
 def carry_out(request: Request, ctx: Context, body: BaseModel | None, key: str | None, change: Callable[
-        [Claim | None], Made], *, dry_run: bool, status: int = 202) -> Response:
-    """Answers with what ``change`` makes, or has made when the same request came before."""
+        [Claim | None], Created], *, dry_run: bool, status: int = 202) -> Response:
+    """Answers with what ``change`` creates, or with what the same request has created before."""
     if not ctx.election.is_leader:
-        return hand_on(request, ctx)
+        return forward(request, ctx)
     with traces.span("api.change", parent=traces.extract(request.headers), path=request.url.path):
         if dry_run:
-            return Response(change(None).body, 200, media_type=_JSON)
-        once = _claim(request, ctx, body, key) if key is not None else None
-        if once is None:
+            return Response(change(None).body, 200, media_type=pages.JSON)
+        claim = _claim(request, ctx, body, key) if key is not None else None
+        if claim is None:
             return _answer(change(None), status)
-        if (again := _again(ctx, once, status)) is not None:
-            return again
+        if (replayed := _replay(ctx, claim, status)) is not None:
+            return replayed
         try:
-            return _answer(change(once), status)
+            return _answer(change(claim), status)
         except (Problem, OutcomeUnknown):
             # The same request may have come twice at the same time; or it was applied, and the answer was lost.
-            if (again := _again(ctx, once, status)) is not None:
-                return again
+            if (replayed := _replay(ctx, claim, status)) is not None:
+                return replayed
             raise
 
 
 def _claim(request: Request, ctx: Context, body: BaseModel | None, key: str) -> Claim:
-    token = token_of(request)
-    asked = idempotency.digest(request.method, request.url.path, request.url.query,
-                               request.headers.get("if-match", ""), body.model_dump_json() if body else "")
-    return idempotency.claim(ctx.keys, token.name if token else "", key, asked, time.time())
+    digest = idempotency.digest(request.method, request.url.path, request.url.query,
+                                request.headers.get("if-match", ""), body.model_dump_json() if body else "")
+    return idempotency.claim(ctx.keys, caller_of(request).name, key, digest, time.time())
 
 
-def _answer(made: Made, status: int, **headers: str) -> Response:
-    return Response(made.body, status, {"Location": made.location, **headers}, _JSON)
+def _answer(created: Created, status: int, **headers: str) -> Response:
+    return Response(created.body, status, {"Location": created.location, **headers}, pages.JSON)
 
 
-def _again(ctx: Context, once: Claim, status: int) -> Response | None:
+def _replay(ctx: Context, claim: Claim, status: int) -> Response | None:
     """The answer to a request that was carried out before; None if it was not."""
-    done = idempotency.found(ctx.etcd, once)
+    done = idempotency.found(ctx.etcd, claim)
     if done is None:
         return None
-    body = _made_before(ctx, done.location)
+    body = _current(ctx, done.location)
     if body is None:
-        raise Problem(410, Kind.GONE, "What the request has made is gone",
+        raise Problem(410, Kind.GONE, "What the request has created is gone",
                       f"the request was carried out, as {done.location}, which is no longer kept")
-    return _answer(Made(done.location, body), status, **{REPLAYED: "true"})
+    return _answer(Created(done.location, body), status, **{REPLAYED: "true"})
 
 
-def _made_before(ctx: Context, location: str) -> str | None:
+def _current(ctx: Context, location: str) -> str | None:
     """What is at a location now."""
     name = location.rpartition("/")[2]
     if location.startswith(TESTS):

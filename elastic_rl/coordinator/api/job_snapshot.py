@@ -1,10 +1,8 @@
-"""The job as a whole, as of one revision: what a new reader of the changes begins with."""
+"""The job as a whole as of one revision: the first frame of a change stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import orjson
 
 from elastic_rl.config import Stream
 from elastic_rl.coordinator import job_view, pools
@@ -16,9 +14,10 @@ from elastic_rl.etcd.records import OperationState
 VERSIONS, OPERATIONS, EVENTS, STEPS = 20, 20, 50, 500
 _MOST = 5_000
 """Records of one kind that are read, at most."""
+_ENDED = {state.value for state in OperationState if state.ended}
 
 
-def thinned(kvs: Sequence[KeyValue], most: int) -> list[KeyValue]:
+def downsample(kvs: Sequence[KeyValue], most: int) -> list[KeyValue]:
     """At most ``most`` of them, evenly spread, the last one always."""
     if len(kvs) <= most:
         return list(kvs)
@@ -26,39 +25,44 @@ def thinned(kvs: Sequence[KeyValue], most: int) -> list[KeyValue]:
 
 
 def take(ctx: Context) -> tuple[bytes, int]:
-    """The snapshot as JSON, and its revision. Raises EtcdUnavailable; Compacted when the store was compacted while it
-    was read."""
+    """The snapshot as JSON, and its revision.
+
+    Raises EtcdUnavailable, and Compacted when etcd was compacted while it was read.
+    """
     keys, etcd = ctx.keys, ctx.etcd
     revision = etcd.page(keys.leader_prefix(), limit=1).revision
 
-    def some(prefix: str, limit: int = _MOST, *, newest_first: bool = False) -> list[KeyValue]:
+    def read(prefix: str, limit: int = _MOST, *, newest_first: bool = False) -> list[KeyValue]:
         return etcd.page(prefix, limit=limit, newest_first=newest_first, revision=revision).kvs
 
-    def one(key: str) -> KeyValue | None:
-        return next((kv for kv in some(key, 1) if kv.key == key), None)
+    def read_one(key: str) -> KeyValue | None:
+        return next((kv for kv in read(key, 1) if kv.key == key), None)
 
-    job = job_view.view(keys, ctx.election.replica, one(keys.job_status()), one(keys.epoch()),
-                        some(keys.leader_prefix()))
-    shown = [p.model_dump_json().encode() for p in pools.views(keys, some(keys.pools_prefix()))]
-    versions = [kv.value for stream in Stream
-                for kv in pages.newest_versions(etcd, keys, stream, VERSIONS, revision=revision)]
-    versions.sort(key=lambda raw: float(orjson.loads(raw).get("created_at", 0.0)), reverse=True)
-    operations = [kv.value for kv in some(keys.operations_prefix(), 10 * OPERATIONS, newest_first=True)]
+    job = job_view.view(keys, ctx.election.replica, read_one(keys.job_status()), read_one(keys.epoch()),
+                        read(keys.leader_prefix()))
+    operations = read(keys.operations_prefix(), 10 * OPERATIONS, newest_first=True)
     parts = {
-        "pools": shown, "engines": _values(some(keys.engines_prefix())), "versions": versions[:VERSIONS],
-        "operations": [raw for n, raw in enumerate(operations) if n < OPERATIONS or _active(raw)],
-        "alerts": _values(some(keys.alerts_prefix())),
-        "events": _values(pages.newest_events(etcd, keys, EVENTS, revision=revision).kvs),
-        "members": _values(some(keys.members_prefix())),
-        "steps": _values(thinned(some(keys.steps_prefix(), _MOST, newest_first=True)[::-1], STEPS)),
+        "pools": [p.model_dump_json().encode() for p in pools.views(keys, read(keys.pools_prefix()))],
+        "engines": pages.readable(read(keys.engines_prefix())),
+        "versions": _newest_versions(ctx, revision),
+        "operations": pages.readable(kv for n, kv in enumerate(operations) if n < OPERATIONS or _is_active(kv)),
+        "alerts": pages.readable(read(keys.alerts_prefix())),
+        "events": pages.readable(pages.newest_events(etcd, keys, EVENTS, revision=revision).kvs),
+        "members": pages.readable(read(keys.members_prefix())),
+        "steps": pages.readable(downsample(read(keys.steps_prefix(), _MOST, newest_first=True)[::-1], STEPS)),
     }
     lists = b",".join(b'"' + name.encode() + b'":[' + b",".join(items) + b"]" for name, items in parts.items())
     return b'{"job":' + job.model_dump_json().encode() + b"," + lists + b"}", revision
 
 
-def _values(kvs: Sequence[KeyValue]) -> list[bytes]:
-    return [kv.value for kv in kvs]
+def _newest_versions(ctx: Context, revision: int) -> list[bytes]:
+    """Over all streams."""
+    kvs = [kv for stream in Stream
+           for kv in pages.newest_versions(ctx.etcd, ctx.keys, stream, VERSIONS, revision=revision)]
+    kvs.sort(key=lambda kv: float(pages.fields(kv).get("created_at", 0.0)), reverse=True)
+    return pages.readable(kvs[:VERSIONS])
 
 
-def _active(raw: bytes) -> bool:
-    return not OperationState(orjson.loads(raw)["state"]).ended
+def _is_active(kv: KeyValue) -> bool:
+    """Also in a state that only a newer release knows."""
+    return pages.fields(kv).get("state") not in _ENDED

@@ -1,61 +1,87 @@
-"""Bodies of requests and answers that are not records."""
+"""Bodies of requests, and of answers that are not records."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from elastic_rl.coordinator.alerts.silences import LONGEST_S
 from elastic_rl.coordinator.alerts.state_machine import Alert
+from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.etcd.records import Engine, Event, Member, Operation, Silence, StepMetrics, Version
 
 
 class Body(BaseModel):
-    """Of a request: no unknown fields, no conversions."""
+    """Body of a request: unknown fields are refused, and values are not converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Scale(Body):
     desired: StrictInt = Field(examples=[4])
-    """Engines that the pool shall have, from 1 to coordinator.max_engines."""
+    """Desired number of engines, from 1 to coordinator.max_engines."""
 
 
 class Drain(Body):
     replace: StrictBool = True
-    """Whether another engine takes its place; if not, the pool is wanted one smaller from then on."""
+    """Whether another engine takes its place; if not, the pool's desired number goes down by one."""
 
 
-class Adopt(Body):
+class NewExternalEngine(Body):
     url: StrictStr = Field(min_length=1, max_length=300, examples=["http://10.0.0.9:30000"])
     """Of an SGLang server on a host of the job, as ``http://HOST:PORT``."""
     pool: StrictStr = Field(default="rollout", min_length=1, max_length=200)
-    """It takes part in this pool, beyond the number of engines that is wanted of it."""
+    """The pool that it joins. It does not count towards the pool's desired number."""
 
 
-class RestartOf(Body):
+class NewRestart(Body):
     target: StrictStr = Field(min_length=1, max_length=200, examples=["trainer"])
     """``engines/ID``, ``roles/NAME``, ``trainer`` or ``job``."""
     reason: StrictStr = Field(default="", max_length=500)
     """Why, for the events."""
 
 
-class SilenceOf(Body):
+class NewSilence(Body):
     duration_s: float = Field(gt=0, le=LONGEST_S, allow_inf_nan=False, strict=True, examples=[3600])
-    """Seconds from now on."""
+    """Length of the silence, which starts now."""
     kind: StrictStr = Field(default="*", min_length=1, max_length=500, examples=["engine.*"])
     subject: StrictStr = Field(default="*", min_length=1, max_length=500)
     comment: StrictStr = Field(default="", max_length=500)
-    """Why, for others."""
+    """Why, for the other operators."""
+
+
+class NewSessionLink(Body):
+    role: Role | None = None
+    """Role of the session that it opens, at most that of the token; null: that of the token."""
+
+
+class NewSession(Body):
+    link: StrictStr = Field(default="", max_length=200)
+    """A link that was not used yet; empty: the request has a token instead."""
+
+
+class SessionView(BaseModel):
+    """A caller: the owner of a token, or a browser with a session."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    name: str
+    """Name of the token."""
+    role: Role
+    expires_at: float | None = None
+    """Unix seconds; null for a token, which does not expire."""
+
+
+class SessionLink(SessionView):
+    link: str
+    """Opens one session, once, before ``expires_at``."""
 
 
 class _Page(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     next: str | None
-    """Give it as ``after`` for the next page; null on the last one."""
+    """The value of ``after`` for the next page; null on the last one."""
 
 
 class PoolPage(_Page):
@@ -103,7 +129,7 @@ class Readiness(Health):
     leader: str | None
 
 
-class FaultOfRequest(BaseModel):
+class RequestError(BaseModel):
     pointer: str
     detail: str
 
@@ -114,15 +140,11 @@ class ProblemBody(BaseModel):
     model_config = ConfigDict(extra="allow", title="Problem", use_attribute_docstrings=True)
 
     type: str
-    """Stable: decide by it."""
+    """Stable: programs may decide by it."""
     title: str
     status: int
     detail: str
-    """For people; may change."""
+    """For people; the text may change."""
     instance: str
-    errors: list[FaultOfRequest] = []
-    """What is wrong where in the request."""
-
-    @classmethod
-    def example(cls, **values: Any) -> dict[str, Any]:
-        return cls(**values).model_dump(exclude_defaults=True)
+    errors: list[RequestError] = []
+    """What is wrong, and where in the request."""

@@ -1,9 +1,8 @@
-"""``python -m elastic_rl.coordinator.api.openapi > docs/openapi.json``: the OpenAPI document of the admin API."""
+"""The OpenAPI document of the admin API."""
 
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,10 +13,16 @@ from elastic_rl.coordinator.api.route_docs import PROBLEMS
 from elastic_rl.coordinator.problems import TYPE_PREFIX
 
 _SCHEMA = "#/components/schemas/{model}"
+_SECURITY = {
+    "token": {"type": "http", "scheme": "bearer",
+              "description": "A viewer's token reads; an operator's token changes things as well."},
+    "session": {"type": "apiKey", "in": "cookie", "name": "elastic-rl-<job digest>",
+                "description": "Of the dashboard: `POST /v1/session` sets it."},
+}
 
 
 def install(app: FastAPI) -> None:
-    """Makes the app's document this one; it is made once."""
+    """Makes the app serve this document; it is built once."""
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _document(app)
@@ -35,12 +40,11 @@ def _document(app: FastAPI) -> dict[str, Any]:
     schemas.update(problem.pop("$defs", {}))
     problem["properties"]["type"] |= {"enum": [TYPE_PREFIX + kind for kind in PROBLEMS]}
     schemas["Problem"] = problem
-    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer", "description": (
-        "A viewer's token reads; an operator's changes things too. On loopback none is needed, unless configured.")}}
+    components["securitySchemes"] = _SECURITY
     for path, methods in made["paths"].items():
         if path.startswith("/v1/") or path == "/metrics":
             for operation in methods.values():
-                operation["security"] = [{"token": []}]
+                operation["security"] = [{name: []} for name in _SECURITY]
     return made
 
 
@@ -53,9 +57,3 @@ def parameters(app: FastAPI, path: str, method: str) -> frozenset[str]:
 def text(app: FastAPI) -> str:
     """The document as it is checked in."""
     return json.dumps(app.openapi(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-
-
-if __name__ == "__main__":
-    from elastic_rl.coordinator.api.app import routes
-
-    sys.stdout.write(text(routes()))

@@ -1,29 +1,36 @@
-"""Listings in pages. Records go out as they are stored: they are JSON already, and a thousand of them are many."""
+"""Listings in pages. Records go out as they are stored: they are JSON already, and a page holds up to a thousand."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import time
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
+import orjson
 from fastapi import Query, Response
 
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.client import EtcdClient, KeyValue, Page
 from elastic_rl.etcd.keys import Keys
 
+log = logging.getLogger(__name__)
+
 JSON = "application/json"
 MOST = 1000
+"""Items of a page, at most."""
 _WINDOWS, _WIDEST = 6, 2000
+"""Windows of version numbers that are read before all is sorted, and the widest."""
 _SORTED = 1000
-"""Keys that may be sorted without much thought."""
+"""Keys that etcd may sort for one page."""
 _SPANS, _SPAN_MS = 8, 60_000
-_LONGEST = 512
+"""Spans of time, each eight times as long as the one before, that are tried before all events are sorted."""
+_MAX_CURSOR = 512
 
 Limit = Annotated[int, Query(ge=1, le=MOST, description="Most items of the answer.")]
-After = Annotated[str, Query(max_length=_LONGEST, description="Where to go on: ``next`` of the page before.")]
+After = Annotated[str, Query(max_length=_MAX_CURSOR, description="Where to continue: ``next`` of the page before.")]
 
 
 def cursor(place: str) -> str:
@@ -32,7 +39,7 @@ def cursor(place: str) -> str:
 
 
 def place(after: str) -> str:
-    """The place that a cursor stands for. Raises a 422 problem for what is no cursor."""
+    """The place that a cursor stands for. Raises a 422 problem for anything else."""
     try:
         found = base64.b64decode(after + "=" * (-len(after) % 4), altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError) as e:
@@ -47,6 +54,24 @@ def bad_cursor(after: str) -> Problem:
                    errors=[{"pointer": "/after", "detail": "the ``next`` of a page"}])
 
 
+def fields(kv: KeyValue) -> dict[str, Any]:
+    """A record's fields; empty for what is not a JSON object, which is logged: one record that cannot be read must not
+    break a listing."""
+    try:
+        found = orjson.loads(kv.value)
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        log.warning("leaving out an unreadable record: %s", kv.key)
+        return {}
+    return found
+
+
+def readable(kvs: Iterable[KeyValue]) -> list[bytes]:
+    """The records that are JSON objects, as they are stored."""
+    return [kv.value for kv in kvs if fields(kv)]
+
+
 def page(items: Sequence[bytes], next_place: str | None) -> Response:
     """The answer with one page; ``items`` are JSON. ``next_place`` is None on the last one."""
     end = f'"{cursor(next_place)}"'.encode() if next_place is not None else b"null"
@@ -54,18 +79,18 @@ def page(items: Sequence[bytes], next_place: str | None) -> Response:
 
 
 def stored(etcd: EtcdClient, prefix: str, limit: int, after: str, *, newest_first: bool = False) -> Response:
-    """One page of the records under a prefix, in the order of their keys or against it."""
+    """One page of the records under a prefix, in the order of their keys or in reverse."""
     bound = prefix + place(after) if after else ""
     found = etcd.page(prefix, limit=limit, after="" if newest_first else bound, before=bound if newest_first else "",
-                       newest_first=newest_first)
-    return page([kv.value for kv in found.kvs], _rest(found.kvs, prefix) if found.more else None)
+                      newest_first=newest_first)
+    return page(readable(found.kvs), _last_place(found, prefix))
 
 
 def newest_events(etcd: EtcdClient, keys: Keys, limit: int, *, before: str = "", revision: int = 0) -> Page:
     """The newest ``limit`` events, the newest first; ``before``: only those with smaller ids.
 
-    etcd sorts all that it looks at to give the last ones, so where there are many it is asked about as short a time as
-    holds enough.
+    etcd sorts every key of a range to return the last ones. So where there are many events, the range is the shortest
+    span of time that holds enough of them.
     """
     prefix, bound = keys.events_prefix(), keys.event(before) if before else ""
     after = ""
@@ -84,14 +109,14 @@ def events(etcd: EtcdClient, keys: Keys, limit: int, after: str) -> Response:
     if not limit:
         return page([], None)
     found = newest_events(etcd, keys, limit, before=place(after) if after else "")
-    return page([kv.value for kv in found.kvs], _rest(found.kvs, keys.events_prefix()) if found.more else None)
+    return page(readable(found.kvs), _last_place(found, keys.events_prefix()))
 
 
 def newest_versions(etcd: EtcdClient, keys: Keys, stream: str, limit: int, *, below: int = 0, revision: int = 0
                     ) -> list[KeyValue]:
     """The newest ``limit`` versions of a stream, the newest first; ``below``: only of smaller numbers, 0: all.
 
-    A run of weeks leaves very many records, and etcd sorts all of them to give the last ones. So they are taken in
+    etcd sorts every key of a range to return the last ones, and a run of weeks leaves very many. So they are read in
     windows of numbers, and sorted only where there are large gaps.
     """
     prefix = keys.versions_prefix(stream)
@@ -105,13 +130,14 @@ def newest_versions(etcd: EtcdClient, keys: Keys, stream: str, limit: int, *, be
             break
         low = max(0, below - width - 1)
         found += etcd.page(prefix, limit=width, after=keys.version(stream, low), before=keys.version(stream, below),
-                            revision=revision).kvs[::-1]
+                           revision=revision).kvs[::-1]
         below, width = low + 1, min(2 * width, _WIDEST)
     if below != 1 and len(found) < limit:
         found += etcd.page(prefix, limit=limit - len(found), before=keys.version(stream, below) if below else "",
-                            newest_first=True, revision=revision).kvs
+                           newest_first=True, revision=revision).kvs
     return found[:limit]
 
 
-def _rest(kvs: Sequence[KeyValue], prefix: str) -> str:
-    return kvs[-1].key.removeprefix(prefix)
+def _last_place(found: Page, prefix: str) -> str | None:
+    """Where the next page starts; None on the last one."""
+    return found.kvs[-1].key.removeprefix(prefix) if found.more else None

@@ -1,10 +1,9 @@
-"""Routes that only look."""
+"""Routes that read."""
 
 from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
-import orjson
 from fastapi import FastAPI, Path, Query, Response
 
 from elastic_rl.config import Stream
@@ -28,12 +27,13 @@ from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.metrics import scrape
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.records import Engine, Operation, OperationState
 from elastic_rl.telemetry import metrics as registry
 
 Name = Annotated[str, Path(max_length=200)]
 _SCANNED = 2_000
-"""Records that a filtered listing looks at for one page; the page may then be short, and still have a ``next``."""
+"""Records that a filtered listing reads for one page; the page may then be short, and still have a ``next``."""
 
 
 def install(app: FastAPI) -> None:
@@ -61,7 +61,7 @@ class _Text(Response):
 
 # -- probes ------------------------------------------------------------------------------------------------------------
 async def healthz(ctx: Ctx) -> Health:
-    """Says nothing about etcd."""
+    """Does not depend on etcd."""
     return Health(status="ok", replica=ctx.election.replica)
 
 
@@ -82,7 +82,7 @@ def prometheus(ctx: Ctx) -> Response:
 
 # -- state -------------------------------------------------------------------------------------------------------------
 def job(ctx: Ctx) -> Response:
-    """All as of one moment."""
+    """As of one revision of etcd."""
     return _json(job_view.read(ctx.etcd, ctx.keys, ctx.election.replica).model_dump_json().encode())
 
 
@@ -93,7 +93,7 @@ def list_pools(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
 
 
 def one_pool(ctx: Ctx, name: Name) -> Response:
-    """With its ETag, which a change of what is wanted changes (and what is there does not)."""
+    """With its ETag, which differs after each change of the desired number, and of nothing else."""
     found = pools.get_pool(ctx.etcd, ctx.keys, name)
     return _json(found.model_dump_json().encode(), {"ETag": found.etag})
 
@@ -108,8 +108,8 @@ def one_engine(ctx: Ctx, engine_id: Name) -> Response:
     return _record(ctx, ctx.keys.engine(engine_id), "engine", engine_id)
 
 
-def list_operations(ctx: Ctx, state: Annotated[OperationState | None, Query(description="Only those in it.")] = None,
-                    limit: Limit = 100, after: After = "") -> Response:
+def list_operations(ctx: Ctx, limit: Limit = 100, after: After = "", state: Annotated[
+        OperationState | None, Query(description="Only operations in this state.")] = None) -> Response:
     """The newest first; with ``state`` a page may be short and still have a ``next``."""
     prefix = ctx.keys.operations_prefix()
     if state is not None and not state.known:
@@ -118,38 +118,38 @@ def list_operations(ctx: Ctx, state: Annotated[OperationState | None, Query(desc
     if state is None:
         return pages.stored(ctx.etcd, prefix, limit, after, newest_first=True)
     found = ctx.etcd.page(prefix, limit=_SCANNED, before=prefix + pages.place(after) if after else "",
-                           newest_first=True)
+                          newest_first=True)
     items: list[bytes] = []
     last = ""
     for kv in found.kvs:
         if len(items) == limit:
             return pages.page(items, last)
         last = kv.key.removeprefix(prefix)
-        if orjson.loads(kv.value)["state"] == state:
+        if pages.fields(kv).get("state") == state:
             items.append(kv.value)
     return pages.page(items, last if found.more else None)
 
 
 def one_operation(ctx: Ctx, operation_id: Name) -> Response:
-    """How far it is."""
+    """Its state, phase, progress, and its error if it failed."""
     return _record(ctx, ctx.keys.operation(operation_id), "operation", operation_id)
 
 
-def list_versions(ctx: Ctx, stream: Annotated[str | None, Query(max_length=100, description="Only this one.")] = None,
-                  limit: Limit = 100, after: After = "") -> Response:
-    """The newest first, of one stream or of both."""
+def list_versions(ctx: Ctx, limit: Limit = 100, after: After = "", stream: Annotated[
+        str | None, Query(max_length=100, description="Only of this stream.")] = None) -> Response:
+    """The newest first, of one stream or of all."""
     places = _places(after) if after else {}
     heads = []
     for name in Stream if stream is None else (stream,):
         if places.get(name) != 1:
             found = pages.newest_versions(ctx.etcd, ctx.keys, name, limit + 1, below=places.get(name, 0))
-            heads.append([_Head(float(orjson.loads(kv.value).get("created_at", 0.0)), name,
-                                int(kv.key.rpartition("/")[2]), kv.value) for kv in found])
+            heads.append([_Head(float(pages.fields(kv).get("created_at", 0.0)), name,
+                                int(kv.key.rpartition("/")[2]), kv) for kv in found])
     merged = _merge(heads)
     for head in merged[:limit]:
         places[head.stream] = head.number
     rest = ",".join(f"{name}:{number}" for name, number in sorted(places.items()))
-    return pages.page([head.record for head in merged[:limit]], rest if len(merged) > limit else None)
+    return pages.page(pages.readable(head.kv for head in merged[:limit]), rest if len(merged) > limit else None)
 
 
 def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, description="Only of this role.")] = "",
@@ -159,12 +159,12 @@ def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, descriptio
 
 
 def list_alerts(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
-    """By what they are about."""
+    """By kind and subject."""
     return pages.stored(ctx.etcd, ctx.keys.alerts_prefix(), limit, after)
 
 
 def list_steps(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:
-    """One point a step; old ones are thinned out."""
+    """One point a step; old ones are downsampled."""
     return pages.stored(ctx.etcd, ctx.keys.steps_prefix(), limit, after, newest_first=True)
 
 
@@ -175,11 +175,11 @@ class _Head(NamedTuple):
     created_at: float
     stream: str
     number: int
-    record: bytes
+    kv: KeyValue
 
 
 def _merge(streams: list[list[_Head]]) -> list[_Head]:
-    """By age, the youngest first; those of one stream stay in their order."""
+    """By age, the newest first; those of one stream stay in their order."""
     merged: list[_Head] = []
     while left := [s for s in streams if s]:
         merged.append(max(left, key=lambda s: s[0].created_at).pop(0))
@@ -187,7 +187,7 @@ def _merge(streams: list[list[_Head]]) -> list[_Head]:
 
 
 def _places(after: str) -> dict[str, int]:
-    """The last number given of each stream. Raises a 422 problem for what is no cursor of this listing."""
+    """The last number returned of each stream. Raises a 422 problem for what is not a cursor of this listing."""
     places = dict(part.rpartition(":")[::2] for part in pages.place(after).split(","))
     if not all(n.isascii() and n.isdecimal() and 0 < len(n) < 13 and int(n) for n in places.values()):
         raise pages.bad_cursor(after)

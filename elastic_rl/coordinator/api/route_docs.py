@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of each route beyond its types: summary, examples, and every error answer."""
+"""What the OpenAPI document says of each route beyond its types: summary, examples, and every error."""
 
 from __future__ import annotations
 
@@ -9,47 +9,54 @@ from typing import Any
 from elastic_rl.coordinator.problems import MEDIA_TYPE, TYPE_PREFIX, Kind
 
 PROBLEMS: Mapping[Kind, tuple[int, str]] = {
-    Kind.MALFORMED: (400, "The body is not JSON."),
-    Kind.UNAUTHORIZED: (401, "There is no token in the request."),
+    Kind.MALFORMED: (400, "The body is not JSON, or the connection ended before the body did."),
+    Kind.UNAUTHORIZED: (401, "The request has neither a token nor a session."),
     Kind.UNKNOWN_TOKEN: (401, "The token is not in the table; it is misspelt or was withdrawn."),
-    Kind.FORBIDDEN: (403, "The token is a viewer's, and this needs an operator's."),
-    Kind.NOT_FOUND: (404, "There is no such thing (or no such path)."),
+    Kind.UNKNOWN_SESSION: (401, "The browser session has expired, was ended, or its token was withdrawn."),
+    Kind.UNKNOWN_LINK: (401, "The link of `elastic-rl dashboard` was used already, or has expired."),
+    Kind.FORBIDDEN: (403, "The token or session is a viewer's, and this needs an operator's."),
+    Kind.CROSS_SITE: (403, "A page of another site sent the request: see `Origin` and `Sec-Fetch-Site`."),
+    Kind.NOT_FOUND: (404, "There is no such object (or no such path)."),
     Kind.METHOD_NOT_ALLOWED: (405, "The path does not take this method; `Allow` names those that it takes."),
     Kind.REQUEST_TIMEOUT: (408, "The request's body took longer than coordinator.request_timeout_s to arrive."),
-    Kind.CONFLICT: (409, "What is there does not allow it, or somebody else was faster; `detail` says which."),
-    Kind.GONE: (410, "The request was carried out, but what it made is no longer kept."),
+    Kind.CONFLICT: (409, "The state does not allow it, or it was modified concurrently; `detail` says which."),
+    Kind.GONE: (410, "The request was carried out, but what it created is no longer kept."),
     Kind.PRECONDITION_FAILED: (412, "The pool is not the one that If-Match names; GET it again."),
     Kind.BODY_TOO_LARGE: (413, "The body has more than coordinator.max_body_bytes."),
-    Kind.UNSUPPORTED_MEDIA_TYPE: (415, "A body must be `application/json`."),
+    Kind.UNSUPPORTED_MEDIA_TYPE: (415, "POST and PATCH, and every body, must be `application/json`."),
+    Kind.UNKNOWN_HOST: (421, "The `Host` header names none of the replica's names; see coordinator.allowed_hosts."),
     Kind.INVALID: (422, "The request is well-formed and wrong; `errors` points at what."),
     Kind.UNKNOWN_PARAMETER: (422, "A query parameter that the route does not have."),
     Kind.IDEMPOTENCY_KEY_REUSED: (422, "The Idempotency-Key was used for another request."),
     Kind.PRECONDITION_REQUIRED: (428, "The change needs If-Match with the pool's ETag, or `*`."),
-    Kind.NO_LEADER: (503, "No replica leads at the moment; try again after `Retry-After` seconds."),
+    Kind.NO_LEADER: (503, "There is no leader at the moment; retry after `Retry-After` seconds."),
     Kind.STORE_UNAVAILABLE: (503, "etcd does not answer; nothing was changed."),
     Kind.TOKEN_TABLE: (503, "The replica cannot read its token table."),
-    Kind.OVERLOADED: (503, "The replica works on coordinator.max_requests requests; try again."),
-    Kind.TOO_MANY_STREAMS: (503, "coordinator.max_streams streams are open; ask another replica."),
-    Kind.STOPPING: (503, "The replica is about to end."),
+    Kind.OVERLOADED: (503, "The replica works on coordinator.max_requests requests; retry."),
+    Kind.TOO_MANY_STREAMS: (503, "coordinator.max_streams streams are open; use another replica."),
+    Kind.STOPPING: (503, "The replica is stopping."),
     Kind.NOT_RECONCILING: (503, "Only from `/readyz`: this replica leads, and no reconcile pass has succeeded for "
                                 "`coordinator.reconcile_deadline_s`."),
-    Kind.OUTCOME_UNKNOWN: (504, "The answer was lost and the change may have happened; send it again with the same "
-                                "Idempotency-Key, or look."),
+    Kind.OUTCOME_UNKNOWN: (504, "The answer was lost and the change may have been applied; retry with the same "
+                                "Idempotency-Key, or read the object."),
     Kind.INTERNAL: (500, "A bug; the replica's log has the traceback."),
     Kind.HTTP: (400, "Any other error of the protocol."),
 }
 """Every problem: its usual status, and what it means."""
 
-_READS = (Kind.UNAUTHORIZED, Kind.UNKNOWN_TOKEN, Kind.INVALID, Kind.UNKNOWN_PARAMETER, Kind.STORE_UNAVAILABLE,
-          Kind.TOKEN_TABLE, Kind.OVERLOADED)
+_ACCESS = (Kind.UNAUTHORIZED, Kind.UNKNOWN_TOKEN, Kind.UNKNOWN_SESSION, Kind.CROSS_SITE, Kind.UNKNOWN_HOST,
+           Kind.TOKEN_TABLE, Kind.OVERLOADED, Kind.STORE_UNAVAILABLE)
+_READS = (*_ACCESS, Kind.INVALID, Kind.UNKNOWN_PARAMETER)
 _CHANGES = (*_READS, Kind.FORBIDDEN, Kind.NOT_FOUND, Kind.REQUEST_TIMEOUT, Kind.CONFLICT, Kind.BODY_TOO_LARGE,
             Kind.UNSUPPORTED_MEDIA_TYPE, Kind.NO_LEADER, Kind.OUTCOME_UNKNOWN)
+_BODIES = (Kind.MALFORMED, Kind.REQUEST_TIMEOUT, Kind.BODY_TOO_LARGE, Kind.UNSUPPORTED_MEDIA_TYPE)
+_SESSIONS = (*_READS, Kind.OUTCOME_UNKNOWN)
 _POSTS = (*_CHANGES, Kind.MALFORMED, Kind.GONE, Kind.IDEMPOTENCY_KEY_REUSED)
 
 
 @dataclass(frozen=True)
 class Route:
-    """One route, as people read about it."""
+    """The documentation of one route."""
 
     name: str
     summary: str
@@ -57,14 +64,14 @@ class Route:
     errors: Sequence[Kind]
     example: Any = None
     status: int = 200
-    success: str = "What was asked for."
+    success: str = "The object or listing."
     headers: Mapping[str, str] | None = None
-    """Headers of the answer, and what they hold."""
+    """Headers of the answer, and their meanings."""
     media_type: str = "application/json"
     dry_run: Any = None
-    """Example of what a dry run answers with 200, where that is not the status of the change."""
-    makes: str = ""
-    """Schema of that."""
+    """Example of the answer of a dry run, which is 200, where the change itself has another status."""
+    schema: str = ""
+    """Name of the schema of ``dry_run``."""
 
 
 def described(route: Route) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def described(route: Route) -> dict[str, Any]:
     responses: dict[int | str, dict[str, Any]] = {route.status: success, **_errors(route.errors)}
     if route.dry_run is not None:
         responses[200] = {"description": "A dry run: what would be done.", "content": {
-            "application/json": {"schema": {"$ref": f"#/components/schemas/{route.makes}"}, "example": route.dry_run}}}
+            "application/json": {"schema": {"$ref": f"#/components/schemas/{route.schema}"}, "example": route.dry_run}}}
     return {"operation_id": route.name, "summary": route.summary, "tags": [route.tag],
             "status_code": route.status, "responses": dict(sorted(responses.items(), key=lambda r: int(r[0])))}
 
@@ -123,6 +130,7 @@ _STEP = {"step": 117, "at": 1763724049.0, "reward": 0.61, "eval_accuracy": 0.58,
          "samples": 512, "tokens": 9216, "seconds": {"total": 3.1, "generate": 1.9, "train": 0.8}}
 _JOB = {"job": "quickstart", "status": {"phase": "rl", "step": 117, "steps": 400}, "epoch": 2, "leader":
         {"replica": "coordinator-0", "url": "http://10.0.0.1:8400", "pid": 311}, "replica": "coordinator-1"}
+_SESSION = {"name": "operator", "role": "operator", "expires_at": 1763767240.1}
 _LOCATION = {"Location": "Path of the operation."}
 _ETAG = {"ETag": "For If-Match of a change."}
 
@@ -132,48 +140,59 @@ def _page(item: Any) -> dict[str, Any]:
 
 
 def _operation(name: str, summary: str, errors: Sequence[Kind]) -> Route:
-    return Route(name, summary, "operations", errors, _OPERATION, 202, "It has begun; follow it at Location.",
-                 _LOCATION, dry_run=_OPERATION, makes="Operation")
+    return Route(name, summary, "operations", errors, _OPERATION, 202,
+                 "The operation that was created; follow it at Location.", _LOCATION, dry_run=_OPERATION,
+                 schema="Operation")
 
 
 _ONE = (*_READS, Kind.NOT_FOUND)
-HEALTH = Route("health", "Whether the process answers", "probes", (), {"status": "ok", "replica": "coordinator-0"})
-READY = Route("readiness", "Whether requests can be served", "probes",
+HEALTH = Route("health", "Liveness of the process", "probes", (), {"status": "ok", "replica": "coordinator-0"})
+READY = Route("readiness", "Readiness to serve requests", "probes",
               (Kind.STORE_UNAVAILABLE, Kind.STOPPING, Kind.NOT_RECONCILING),
               {"status": "ready", "replica": "coordinator-0", "leader": "coordinator-1"})
-METRICS = Route("metrics", "Metrics for Prometheus", "probes", (Kind.UNAUTHORIZED, Kind.UNKNOWN_TOKEN, Kind.TOKEN_TABLE,
-                                                               Kind.OVERLOADED), media_type="text/plain")
-JOB = Route("getJob", "The job: how far it is, and who leads", "state", _READS, _JOB)
+METRICS = Route("metrics", "Metrics for Prometheus", "probes", _ACCESS, media_type="text/plain")
+JOB = Route("getJob", "The job: its progress, and its leader", "state", _READS, _JOB)
 POOLS = Route("listPools", "Pools of engines", "pools", _READS, _page(_POOL))
 POOL = Route("getPool", "One pool", "pools", _ONE, _POOL, headers=_ETAG)
-PATCH_POOL = Route("changePool", "Change a pool, if it is still the one that was read", "pools",
+PATCH_POOL = Route("changePool", "Change a pool that has not changed since it was read", "pools",
                    (*_CHANGES, Kind.MALFORMED, Kind.PRECONDITION_FAILED, Kind.PRECONDITION_REQUIRED), _POOL,
                    headers=_ETAG)
-SCALE = _operation("scalePool", "Bring a pool to a number of engines", (*_POSTS, Kind.PRECONDITION_FAILED))
+SCALE = _operation("scalePool", "Scale a pool to a number of engines", (*_POSTS, Kind.PRECONDITION_FAILED))
 ENGINES = Route("listEngines", "Engines", "engines", _READS, _page(_ENGINE))
 ENGINE = Route("getEngine", "One engine", "engines", _ONE, _ENGINE)
-DRAIN = _operation("drainEngine", "Let an engine finish its requests and leave", _POSTS)
-ADOPT = _operation("adoptEngine", "Have an engine that somebody else runs take part in a pool", _POSTS)
-RESTART = _operation("restart", "Start a part of the compute plane anew", _POSTS)
+DRAIN = _operation("drainEngine", "Drain an engine: it finishes its requests and leaves", _POSTS)
+REGISTER = _operation("registerEngine", "Register an external engine, which joins a pool", _POSTS)
+DEREGISTER = _operation("deregisterEngine", "Deregister an external engine, which leaves its pool",
+                        (*_CHANGES, Kind.GONE, Kind.IDEMPOTENCY_KEY_REUSED))
+RESTART = _operation("restart", "Restart a part of the compute plane", _POSTS)
 OPERATIONS = Route("listOperations", "Operations, the newest first", "operations", _READS, _page(_OPERATION))
 OPERATION = Route("getOperation", "One operation", "operations", _ONE, _OPERATION)
 CANCEL = _operation("cancelOperation", "Cancel an operation", _CHANGES)
 VERSIONS = Route("listVersions", "Versions of the weights and of the trainer's state, the newest first", "state",
                  _READS, _page(_VERSION))
 MEMBERS = Route("listMembers", "Processes that are alive", "state", _READS, _page(_MEMBER))
-ALERTS = Route("listAlerts", "Alerts that are open, or whose end was not told to every receiver", "alerts", _READS,
-               _page(_ALERT))
+ALERTS = Route("listAlerts", "Alerts that are open, or whose resolution not every receiver was notified of", "alerts",
+               _READS, _page(_ALERT))
 LIST_SILENCES = Route("listSilences", "Silences", "alerts", _READS, _page(_SILENCE))
-SILENCE = Route("silence", "Silence alerts for a while", "alerts", _POSTS, _SILENCE, 201, "It is silent.",
-                {"Location": "Path of the silence, for DELETE."}, dry_run=_SILENCE, makes="Silence")
+SILENCE = Route("silence", "Silence alerts for a while", "alerts", _POSTS, _SILENCE, 201,
+                "The silence that was created.", {"Location": "Path of the silence, for DELETE."}, dry_run=_SILENCE,
+                schema="Silence")
 END_SILENCE = Route("endSilence", "End a silence", "alerts", _CHANGES, _SILENCE)
 TEST_ALERTS = Route("testAlerts", "Send a test to every receiver of alerts", "alerts", _POSTS, _TEST, 202,
-                    "It is on its way; follow it at Location.", {"Location": "Path of the test."}, dry_run=_TEST,
-                    makes="TestResult")
-TEST_RESULT = Route("getTest", "What became of a test", "alerts", _ONE, _TEST)
-STEPS = Route("listSteps", "The run's curves, the newest step first", "state", _READS, _page(_STEP))
-EVENTS = Route("listEvents", "What happened, as a listing or as a stream", "state", (*_READS, Kind.TOO_MANY_STREAMS),
+                    "The test that was started; follow it at Location.", {"Location": "Path of the test."},
+                    dry_run=_TEST, schema="TestResult")
+TEST_RESULT = Route("getTest", "Result of a test", "alerts", _ONE, _TEST)
+STEPS = Route("listSteps", "Step metrics of the run, the newest step first", "state", _READS, _page(_STEP))
+EVENTS = Route("listEvents", "Events, as a listing or as a stream", "state", (*_READS, Kind.TOO_MANY_STREAMS),
                _page(_EVENT))
 CHANGES = Route("followChanges", "The state of the job as a stream of changes", "state",
                 (*_READS, Kind.TOO_MANY_STREAMS), 'id: 812\nevent: change\ndata: {"kind":"pool","id":"rollout",'
                 '"object":{…}}\n\n', media_type="text/event-stream")
+SESSION_LINK = Route("createSessionLink", "Create a one-time link to the dashboard", "access",
+                     (*_SESSIONS, Kind.FORBIDDEN, *_BODIES), {**_SESSION, "link": "kX3…"}, 201,
+                     "The link. Open `/#link=<link>` of any replica.")
+OPEN_SESSION = Route("openSession", "Open a browser session with a link or a token", "access",
+                     (*_SESSIONS, Kind.UNKNOWN_LINK, *_BODIES), _SESSION,
+                     headers={"Set-Cookie": "The session: HttpOnly, SameSite=Strict, for coordinator.session_ttl_s."})
+SESSION = Route("getSession", "The caller: name, role, and when the session ends", "access", _READS, _SESSION)
+END_SESSION = Route("endSession", "End the caller's browser session", "access", (*_SESSIONS, Kind.NOT_FOUND), _SESSION)

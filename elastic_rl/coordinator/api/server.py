@@ -14,15 +14,17 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from elastic_rl.config import CoordinatorConfig
+from elastic_rl.coordinator.api import tls
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.runtime import reachable_address, require_port_free
 
 _HEADER_BYTES = 32 * 1024
 _KEEP_ALIVE_S = 30
 _SHUTDOWN_S = 3
-_CONNECTIONS = 1024
-"""Beyond those that work and stream: connections that rest between two requests."""
-_UNTAKEN_MS = 30_000
+_IDLE_CONNECTIONS = 1024
+"""Connections between two requests, beyond those that work or stream."""
+_UNACKNOWLEDGED_MS = 30_000
+_BACKLOG = 256
 
 
 class Server(uvicorn.Server):
@@ -34,34 +36,37 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: ASGIApp, cfg: CoordinatorConfig) -> Server:
+    """Raises ConfigError when the certificate of the settings cannot be used."""
     class Protocol(_Protocol):
         header_timeout_s = cfg.request_timeout_s
 
+    context = tls.server_context(cfg)
     return Server(uvicorn.Config(
         app, http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
         timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
         h11_max_incomplete_event_size=_HEADER_BYTES,
-        limit_concurrency=_CONNECTIONS + cfg.max_requests + cfg.max_streams,
-        ssl_certfile=cfg.tls_cert or None, ssl_keyfile=cfg.tls_key or None))
+        limit_concurrency=_IDLE_CONNECTIONS + cfg.max_requests + cfg.max_streams,
+        ssl_context_factory=(lambda _config, _default: context) if context is not None else None))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening socket, held from here on, so that nobody takes the port between the check and the use."""
+    """The listening socket. It is held from here on, so that no other process takes the port between the check and the
+    use. Raises PreflightFailed when the port cannot be bound."""
     require_port_free(host, port, setting="coordinator.ports")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol said, asyncio sets TCP_NODELAY: else an answer's body waits 40 ms for the ACK of its headers.
+    # With the protocol given, asyncio sets TCP_NODELAY: else an answer's body waits 40 ms for the ACK of its headers.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # A client that is there and takes nothing would keep what was sent to it in our memory for ever.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNTAKEN_MS)
+        # A client that is connected and reads nothing would keep what was sent to it in our memory for ever.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
     try:
         listener.bind((host, port))
-        listener.listen(256)
+        listener.listen(_BACKLOG)
     except OSError as e:
         listener.close()
         raise PreflightFailed(f"port {port} on {host} cannot be bound (coordinator.ports): {e.strerror}",
-                           hint="stop what listens there, or set another port") from e
+                              hint="stop what listens there, or set another port") from e
     return listener
 
 
@@ -72,31 +77,34 @@ def advertised(cfg: CoordinatorConfig, port: int, etcd_endpoints: Sequence[str])
 
 
 class _Protocol(H11Protocol):
-    """A connection on which a request's headers have to arrive in a bounded time, the first ones and all later ones."""
+    """A connection on which the headers of every request have to arrive within ``header_timeout_s``."""
 
     header_timeout_s: float
-    _late: asyncio.TimerHandle | None = None
+    _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._late = self.loop.call_later(self.header_timeout_s, self._give_up)
+        self._start_deadline()
 
     def handle_events(self) -> None:
         super().handle_events()
         in_headers = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        if in_headers and self._late is None:
-            self._late = self.loop.call_later(self.header_timeout_s, self._give_up)
-        elif not in_headers:
-            self._calm()
+        if not in_headers:
+            self._cancel_deadline()
+        elif self._deadline is None:
+            self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._calm()
+        self._cancel_deadline()
         super().connection_lost(exc)
 
-    def _calm(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _start_deadline(self) -> None:
+        self._deadline = self.loop.call_later(self.header_timeout_s, self._abort)
 
-    def _give_up(self) -> None:
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _abort(self) -> None:
         self.transport.abort()

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Annotated
 
+import orjson
 from fastapi import FastAPI, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
@@ -14,32 +15,32 @@ from starlette.types import Receive, Scope, Send
 from elastic_rl.coordinator.api import job_snapshot, pages
 from elastic_rl.coordinator.api.change_projector import Change
 from elastic_rl.coordinator.api.change_stream import ChangeStream, Subscription
-from elastic_rl.coordinator.api.context import Context, Ctx, token_of
+from elastic_rl.coordinator.api.context import Context, Ctx
 from elastic_rl.coordinator.api.models import EventPage
 from elastic_rl.coordinator.api.pages import After
 from elastic_rl.coordinator.api.route_docs import CHANGES, EVENTS, described
 from elastic_rl.coordinator.problems import Kind, Problem
-from elastic_rl.errors import Compacted, ConfigError
+from elastic_rl.errors import Compacted, EtcdUnavailable
 from elastic_rl.etcd.client import KeyValue
-from elastic_rl.etcd.records import Event
 
 MEDIA_TYPE = "text/event-stream"
 _POLL_S = 0.5
 _KEEPALIVE_S = 10.0
 _CHECK_S = 2.0
-"""How often it is seen whether a stream's token was withdrawn."""
+"""How often the credentials of an open stream are checked again."""
 _SEND_S = 15.0
-"""A client that takes nothing for so long is given up."""
-_FARTHEST = 50_000
-"""Revisions that a client may lie behind and still get every change; beyond that a snapshot is less work."""
+"""A stream is closed when its client reads nothing for so long."""
+_MAX_LAG = 50_000
+"""Revisions that a client may be behind and still get every change; beyond that a snapshot is less work."""
 _MOST_EVENTS = 10_000
 
-EventLimit = Annotated[int, Query(ge=0, le=pages.MOST, description="Most events to begin with.")]
+EventLimit = Annotated[int, Query(ge=0, le=pages.MOST, description="Most events to start with.")]
 LastEventId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=32,
-                                           description="Revision to go on from: the ``id`` of the last frame.")]
+                                           description="Revision to resume from: the ``id`` of the last frame.")]
 
 
 def install(app: FastAPI) -> None:
+    """Adds the routes."""
     app.get("/v1/events", response_model=EventPage, **described(EVENTS))(list_events)
     app.get("/v1/changes", response_model=None, **described(CHANGES))(follow_changes)
 
@@ -48,43 +49,44 @@ async def list_events(request: Request, ctx: Ctx, limit: EventLimit = 100, after
                       last_event_id: LastEventId = None) -> Response:
     """The newest events first, in pages.
 
-    With ``Accept: text/event-stream`` the newest ``limit`` events in the order in which they happened, and then every
+    With ``Accept: text/event-stream``: the newest ``limit`` events in the order in which they happened, and then every
     new one. A stream resumes behind the revision in ``Last-Event-ID`` (or in ``after``).
     """
     if MEDIA_TYPE not in request.headers.get("accept", ""):
         return await run_in_threadpool(pages.events, ctx.etcd, ctx.keys, limit, after)
     since = _revision(last_event_id or after)
-    reader = await ctx.feed.subscribe(frozenset({"event"}))
+    subscription = await ctx.changes.subscribe(frozenset({"event"}))
     try:
         kept, revision = await run_in_threadpool(_kept, ctx, limit, since)
     except BaseException:
-        ctx.feed.leave(reader)
+        ctx.changes.unsubscribe(subscription)
         raise
-    first = [_event_frame(kv.mod_revision, kv.value) for kv in kept]
-    return _Stream(ctx.feed, reader, _frames(ctx, reader, request, b"".join(first), revision, lambda change:
-                                             _event_frame(change.revision, change.object)))
+    first = [_event_frame(kv.mod_revision, kv.value, str(pages.fields(kv).get("kind", ""))) for kv in kept]
+    return _Stream(ctx.changes, subscription, _frames(ctx, subscription, request, b"".join(first), revision,
+                                                      _event_change_frame))
 
 
 async def follow_changes(request: Request, ctx: Ctx, last_event_id: LastEventId = None) -> Response:
     """The job as it is, and then every change of it.
 
-    The first frame is ``event: snapshot``: job, pools, engines, versions (the newest 20), operations (those that run
+    The first frame is ``event: snapshot``: job, pools, engines, versions (the newest 20), operations (the running ones
     and the newest 20), alerts, events (the newest 50), members and steps (at most 500 points, oldest first). Then each
     change is a frame ``event: change`` with ``kind``, ``id`` and ``object``, which is null when it is gone. The ``id``
-    of a frame is the store's revision; with it in ``Last-Event-ID`` a stream goes on with the changes since (those of
-    that revision come once more), or with a new snapshot where they are no longer kept.
+    of a frame is a revision of etcd. With it in ``Last-Event-ID`` a stream resumes with the changes since (those of
+    that revision are repeated), or with a new snapshot where they are no longer kept.
     """
     since = await run_in_threadpool(_reachable, ctx, _revision(last_event_id or ""))
-    reader = await ctx.feed.subscribe(after=since)
-    if since is not None and reader.missed is not None:
-        first, revision = b"".join(c.frame for c in reader.missed), 0
+    subscription = await ctx.changes.subscribe(after=since)
+    if since is not None and subscription.missed is not None:
+        first, revision = b"".join(c.frame for c in subscription.missed), 0
     else:
         try:
             first, revision = await run_in_threadpool(_snapshot_frame, ctx)
         except BaseException:
-            ctx.feed.leave(reader)
+            ctx.changes.unsubscribe(subscription)
             raise
-    return _Stream(ctx.feed, reader, _frames(ctx, reader, request, first, revision, lambda change: change.frame))
+    return _Stream(ctx.changes, subscription, _frames(ctx, subscription, request, first, revision,
+                                                      lambda change: change.frame))
 
 
 def _revision(text: str) -> int | None:
@@ -98,11 +100,11 @@ def _revision(text: str) -> int | None:
 
 
 def _reachable(ctx: Context, since: int | None) -> int | None:
-    """The revision, if the changes since then can be told: not one of another store, and not one of long ago."""
+    """The revision, unless it is of another etcd or too old to resume from."""
     if since is None:
         return None
     present = ctx.etcd.page(ctx.keys.leader_prefix(), limit=1).revision
-    return since if 0 < since <= present and present - since <= _FARTHEST else None
+    return since if 0 < since <= present and present - since <= _MAX_LAG else None
 
 
 def _snapshot_frame(ctx: Context) -> tuple[bytes, int]:
@@ -114,42 +116,46 @@ def _snapshot_frame(ctx: Context) -> tuple[bytes, int]:
 
 
 def _kept(ctx: Context, limit: int, since: int | None) -> tuple[list[KeyValue], int]:
-    """Events that a stream begins with, in the order of their revisions, and the revision at which they were read."""
+    """Events that a stream starts with, in the order of their revisions, and the revision at which they were read."""
     found: list[KeyValue] = []
     before, revision, more = "", 0, True
     while more and len(found) < (limit if since is None else _MOST_EVENTS):
         page = pages.newest_events(ctx.etcd, ctx.keys, limit if since is None else pages.MOST, before=before)
         revision = revision or page.revision
         fresh = [kv for kv in page.kvs if since is None or kv.mod_revision > since]
-        found += fresh
+        found += [kv for kv in fresh if pages.fields(kv)]
         more = page.more and bool(fresh)
         before = page.kvs[-1].key.removeprefix(ctx.keys.events_prefix()) if page.kvs else ""
     return sorted((kv for kv in found if kv.mod_revision <= revision), key=lambda kv: kv.mod_revision), revision
 
 
-def _event_frame(revision: int, raw: bytes | None) -> bytes:
-    event = Event.decode(raw or b"")
-    return f"id: {revision}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n".encode()
+def _event_change_frame(change: Change) -> bytes:
+    raw = change.object or b"{}"
+    return _event_frame(change.revision, raw, str(orjson.loads(raw).get("kind", "")))
 
 
-async def _frames(ctx: Context, reader: Subscription, request: Request, first: bytes, revision: int,
+def _event_frame(revision: int, raw: bytes, kind: str) -> bytes:
+    one_line = orjson.dumps(orjson.loads(raw)) if b"\n" in raw or b"\r" in raw else raw
+    return f"id: {revision}\nevent: {kind.splitlines()[0] if kind else 'event'}\ndata: ".encode() + one_line + b"\n\n"
+
+
+async def _frames(ctx: Context, subscription: Subscription, request: Request, first: bytes, revision: int,
                   encode: Callable[[Change], bytes]) -> AsyncGenerator[bytes, None]:
-    """``first``, then the changes of later revisions than ``revision`` until the reader is cut, the replica stops, or
-    the token is withdrawn. Now and then nothing, so that whoever sends it looks whether the client is still there."""
-    token, header = token_of(request), request.headers.get("authorization", "").partition(" ")[2].strip()
+    """``first``, then the changes of revisions after ``revision``, until the subscription ends, the replica stops, or
+    the caller's token or session does. Yields nothing now and then, so that the sender sees a client that has gone."""
     sent_at = checked_at = time.monotonic()
     yield b"retry: 1000\n\n" + first
     while not ctx.stopping.is_set():
-        changes = await reader.take(_POLL_S)
+        changes = await subscription.take(_POLL_S)
         if frames := [encode(c) for c in changes if c.revision > revision]:
             yield b"".join(frames)
             sent_at = time.monotonic()
-        elif reader.over:
+        elif subscription.ended:
             return
         else:
             yield b""
-        if token is not None and time.monotonic() - checked_at > _CHECK_S:
-            if not _still_known(ctx, header):
+        if time.monotonic() - checked_at > _CHECK_S:
+            if not await run_in_threadpool(_still_admitted, ctx, request):
                 return
             checked_at = time.monotonic()
         if time.monotonic() - sent_at > _KEEPALIVE_S:
@@ -157,22 +163,26 @@ async def _frames(ctx: Context, reader: Subscription, request: Request, first: b
             sent_at = time.monotonic()
 
 
-def _still_known(ctx: Context, token: str) -> bool:
+def _still_admitted(ctx: Context, request: Request) -> bool:
+    """Whether the caller's token or session still counts; true while etcd cannot be asked."""
     try:
-        return ctx.tokens.find(token) is not None
-    except ConfigError:
+        ctx.authenticator.identify(ctx.authenticator.credentials(request.headers))
+    except Problem:
         return False
+    except EtcdUnavailable:
+        return True
+    return True
 
 
 class _Stream(Response):
-    """A body of frames that ends when its client goes, or takes nothing for too long."""
+    """A body of frames that ends when its client goes, or reads nothing for too long."""
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, feed: ChangeStream, reader: Subscription, frames: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, changes: ChangeStream, subscription: Subscription, frames: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._feed, self._reader, self._frames = feed, reader, frames
+        self._changes, self._subscription, self._frames = changes, subscription, frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(_disconnected(receive))
@@ -188,7 +198,7 @@ class _Stream(Response):
         except TimeoutError:
             pass  # the server closes the connection, since the answer is not complete
         finally:
-            self._feed.leave(self._reader)
+            self._changes.unsubscribe(self._subscription)
             gone.cancel()
             await self._frames.aclose()
 

@@ -1,10 +1,13 @@
-"""Whom clients of the admin API trust."""
+"""TLS of the admin API: the server's certificate, and the authority that its clients believe. Renewed files are used
+without a restart."""
 
 from __future__ import annotations
 
 import ssl
 
+from elastic_rl.config import CoordinatorConfig
 from elastic_rl.errors import ConfigError
+from elastic_rl.tls import ReloadingContext
 
 
 def trust(ca_file: str) -> ssl.SSLContext:
@@ -17,3 +20,28 @@ def trust(ca_file: str) -> ssl.SSLContext:
     except OSError as e:  # ssl.SSLError is one
         raise ConfigError(f"the authority file {ca_file} cannot be read: {e}",
                           hint="set coordinator.tls_ca to a PEM file") from e
+
+
+def reloading_trust(ca_file: str) -> ReloadingContext:
+    """As ``trust``, following the file."""
+    return ReloadingContext(lambda: trust(ca_file), [ca_file])
+
+
+def server_context(cfg: CoordinatorConfig) -> ssl.SSLContext | None:
+    """The server's context, which follows ``coordinator.tls_cert`` and ``tls_key``; None where it speaks plain HTTP.
+
+    Raises ConfigError when they cannot be used.
+    """
+    if not cfg.tls_cert:
+        return None
+
+    def build() -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(cfg.tls_cert, cfg.tls_key or None)
+        return context
+
+    try:
+        return ReloadingContext(build, [cfg.tls_cert, cfg.tls_key]).for_server()
+    except OSError as e:  # ssl.SSLError is one
+        raise ConfigError(f"the certificate {cfg.tls_cert} cannot be used: {e}",
+                          hint="set coordinator.tls_cert and coordinator.tls_key to PEM files that fit together") from e

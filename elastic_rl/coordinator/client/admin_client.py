@@ -1,6 +1,6 @@
-"""A client of the admin API for people's tools: asks one replica after the other, with the token that ``up`` left.
+"""A client of the admin API: tries one replica after the other, with the token of a cluster.
 
-A POST carries an Idempotency-Key of its own, so that trying it again on another replica never does it twice.
+A POST carries an Idempotency-Key of its own, so that retrying it on another replica never does it twice.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable,
 
 _PROBLEM = "urn:elastic-rl:problem:"
 _PAGE = 1000
-_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
+_POLL_S, _MAX_POLL_S = 0.1, 1.0
 _ENDED = ("succeeded", "failed", "cancelled")
-_NOTHING_DONE = ("no-leader", "store-unavailable", "stopping", "overloaded", "token-table")
-"""Problems of 5xx that say that nothing was done."""
+_NOT_APPLIED = ("no-leader", "store-unavailable", "stopping", "overloaded", "token-table")
+"""Problems of 5xx after which nothing was changed."""
 
 
 class RequestRefused(ElasticRLError):
-    """The API understood the request and said no; ``type`` is the problem's stable type, ``status`` the HTTP status."""
+    """The API refused the request; ``type`` is the problem's stable type, ``status`` the HTTP status."""
 
     def __init__(self, message: str, *, status: int, type: str, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -39,7 +39,7 @@ class RequestRefused(ElasticRLError):
 
 
 class NotFound(RequestRefused):
-    """There is no such thing."""
+    """There is no such object."""
 
 
 class Denied(RequestRefused):
@@ -47,13 +47,13 @@ class Denied(RequestRefused):
 
 
 class Changed(RequestRefused):
-    """It is not what it was read as (412), or its state does not allow the change (409)."""
+    """The object was modified since it was read (412), or its state does not allow the change (409)."""
 
     retryable = True
 
 
 class OperationFailed(ElasticRLError):
-    """An operation ended otherwise than wanted; ``operation`` is how."""
+    """An operation failed or was cancelled; ``operation`` is its last state."""
 
     def __init__(self, operation: dict[str, Any]) -> None:
         super().__init__(f"{operation['kind']} of {operation['target']} {operation['state']}: "
@@ -62,7 +62,7 @@ class OperationFailed(ElasticRLError):
 
 
 class AdminClient:
-    """Asks the replicas in turn, the one that answered last first, for ``timeout_s`` seconds an attempt.
+    """Tries the replicas in turn, the one that answered last first, for ``timeout_s`` seconds each.
 
     Raises EtcdUnavailable when none of them answers (OutcomeUnknown when a change may have been applied), and
     RequestRefused, or one of its kinds, when one answers with a problem.
@@ -70,13 +70,21 @@ class AdminClient:
 
     def __init__(self, info: ClusterInfo, *, role: str = "operator", timeout_s: float = 5.0,
                  retry_budget_s: float = 10.0) -> None:
-        """``retry_budget_s``: how long a request is tried on the replicas while an election is under way."""
+        """``retry_budget_s``: how long a request is retried while an election is under way.
+
+        Raises ConfigError when the token or the authority of ``info`` cannot be read.
+        """
         self._urls, self._timeout_s, self._budget_s = list(info.coordinators), timeout_s, retry_budget_s
         token = info.token(role)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._trust = tls.trust(info.ca_file)
+        self._tls = tls.reloading_trust(info.ca_file)
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    @property
+    def url(self) -> str:
+        """Of the replica that answered last."""
+        return self._urls[0]
+
+    # -- reads ----------------------------------------------------------------------------------------------------
     def get(self, path: str) -> Any:
         return self._send("GET", path).json()
 
@@ -93,98 +101,112 @@ class AdminClient:
             after = str(page["next"])
         return found
 
-    # -- changing -------------------------------------------------------------------------------------------------
+    # -- changes --------------------------------------------------------------------------------------------------
     def post(self, path: str, body: dict[str, Any], *, key: str = "") -> Any:
-        """``key``: the Idempotency-Key; empty: a new one. What the API answers, such as an operation."""
-        return self._send("POST", path, body, {"Idempotency-Key": key or f"client-{secrets.token_hex(16)}"}).json()
+        """The answer to a POST, such as an operation. ``key``: the Idempotency-Key; empty: a new one."""
+        return self._send("POST", path, body, {"Idempotency-Key": key or _new_key()}).json()
 
     def patch(self, path: str, body: dict[str, Any]) -> Any:
-        """Changes a resource as it is now. Raises Changed if somebody made something else of it in between."""
+        """Changes a resource as it is now. Raises Changed if it was modified concurrently."""
         etag = self._send("GET", path).headers["ETag"]
         try:
             return self._send("PATCH", path, body, {"If-Match": etag}).json()
         except Changed:
             now = self.get(path)
-            if body.items() <= now.items():  # it was us: the answer to an earlier attempt was lost
+            if body.items() <= now.items():  # an earlier attempt was applied, and its answer lost
                 return now
             raise
 
     def delete(self, path: str) -> Any:
-        answer = self._send("DELETE", path)
+        answer = self._send("DELETE", path, headers={"Idempotency-Key": _new_key()})
         return answer.json() if answer.content else None
 
     # -- operations -----------------------------------------------------------------------------------------------
     def scale(self, pool: str, desired: int, *, dry_run: bool = False) -> dict[str, Any]:
-        return self._operation(f"/v1/pools/{quote(pool, safe='')}/scale", {"desired": desired}, dry_run)
+        return self._begin(f"/v1/pools/{_part(pool)}/scale", {"desired": desired}, dry_run)
 
     def drain(self, engine_id: str, *, replace: bool = True, dry_run: bool = False) -> dict[str, Any]:
-        return self._operation(f"/v1/engines/{quote(engine_id, safe='')}/drain", {"replace": replace}, dry_run)
+        return self._begin(f"/v1/engines/{_part(engine_id)}/drain", {"replace": replace}, dry_run)
 
-    def adopt(self, url: str, pool: str, *, dry_run: bool = False) -> dict[str, Any]:
-        return self._operation("/v1/engines", {"url": url, "pool": pool}, dry_run)
+    def register_engine(self, url: str, pool: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """Has an SGLang server that this cluster did not start join a pool."""
+        return self._begin("/v1/engines", {"url": url, "pool": pool}, dry_run)
+
+    def deregister_engine(self, engine_id: str, *, dry_run: bool = False) -> dict[str, Any]:
+        """Has an external engine leave its pool."""
+        return dict(self.delete(_with_dry_run(f"/v1/engines/{_part(engine_id)}", dry_run)))
 
     def restart(self, target: str, *, reason: str = "", dry_run: bool = False) -> dict[str, Any]:
-        return self._operation("/v1/restarts", {"target": target, "reason": reason}, dry_run)
+        return self._begin("/v1/restarts", {"target": target, "reason": reason}, dry_run)
 
     def cancel(self, operation_id: str, *, dry_run: bool = False) -> dict[str, Any]:
-        path = f"/v1/operations/{quote(operation_id, safe='')}"
-        return dict(self.delete(path + ("?dry_run=true" if dry_run else "")))
+        return dict(self.delete(_with_dry_run(f"/v1/operations/{_part(operation_id)}", dry_run)))
 
     def operation(self, operation_id: str) -> dict[str, Any]:
-        return dict(self.get(f"/v1/operations/{quote(operation_id, safe='')}"))
-
-    def test_alerts(self, timeout_s: float) -> dict[str, Any]:
-        """Sends a test to every receiver of alerts, and what became of it: of each ``delivered``, ``failed`` with a
-        ``detail``, or ``waiting`` if that is not known after ``timeout_s``."""
-        end, test = time.monotonic() + timeout_s, dict(self.post("/v1/alerts/test", {}))
-        while any(r["status"] == "waiting" for r in test["receivers"]) and time.monotonic() + _POLL_S < end:
-            time.sleep(_POLL_S)
-            test = dict(self.get(f"/v1/alerts/tests/{test['id']}"))
-        return test
+        return dict(self.get(f"/v1/operations/{_part(operation_id)}"))
 
     def wait(self, operation: dict[str, Any], timeout_s: float,
-             seen: Callable[[dict[str, Any]], None] = lambda operation: None) -> dict[str, Any]:
-        """The operation once it has succeeded; ``seen`` is called with it as it goes on. Raises OperationFailed when it
-        ends otherwise, DeadlineExceeded when it does not end in time; a replica that is away is waited for."""
-        seen(operation)
+             on_progress: Callable[[dict[str, Any]], None] = lambda operation: None) -> dict[str, Any]:
+        """The operation once it has succeeded; ``on_progress`` is called with it after each poll.
+
+        Raises OperationFailed when it fails or is cancelled, DeadlineExceeded when it does not end in time. Replicas
+        that do not answer meanwhile are waited for.
+        """
+        on_progress(operation)
         end, pause = time.monotonic() + timeout_s, _POLL_S
         while operation["state"] not in _ENDED:
             if time.monotonic() + pause > end:
                 raise DeadlineExceeded(
                     f"{operation['kind']} of {operation['target']} is not done after {timeout_s:g} s: "
                     f"{operation['message'] or operation['phase']}",
-                    hint=f"it goes on; look at operation {operation['id']}, or cancel it")
+                    hint=f"it continues; see operation {operation['id']}, or cancel it")
             time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_POLL_S)
+            pause = min(pause * 1.5, _MAX_POLL_S)
             try:
                 operation = self.operation(operation["id"])
             except EtcdUnavailable:
                 continue
-            seen(operation)
+            on_progress(operation)
         if operation["state"] != "succeeded":
             raise OperationFailed(operation)
         return operation
 
-    def _operation(self, path: str, body: dict[str, Any], dry_run: bool) -> dict[str, Any]:
-        return dict(self.post(path + ("?dry_run=true" if dry_run else ""), body))
+    def _begin(self, path: str, body: dict[str, Any], dry_run: bool) -> dict[str, Any]:
+        return dict(self.post(_with_dry_run(path, dry_run), body))
 
-    # -- asking ---------------------------------------------------------------------------------------------------
+    # -- alerts and the dashboard ---------------------------------------------------------------------------------
+    def test_alerts(self, timeout_s: float) -> dict[str, Any]:
+        """Sends a test to every receiver of alerts. The result has for each ``delivered``, ``failed`` with a
+        ``detail``, or ``waiting`` if that is not known after ``timeout_s``."""
+        end, test = time.monotonic() + timeout_s, dict(self.post("/v1/alerts/test", {}))
+        while any(r["status"] == "waiting" for r in test["receivers"]) and time.monotonic() + _POLL_S < end:
+            time.sleep(_POLL_S)
+            test = dict(self.get(f"/v1/alerts/tests/{_part(test['id'])}"))
+        return test
+
+    def dashboard_link(self, role: str = "") -> dict[str, Any]:
+        """A one-time link to the dashboard: ``url``, ``role``, and ``expires_at`` in unix seconds. ``role`` "": that of
+        the token."""
+        made = dict(self.post("/v1/session-links", {"role": role or None}))
+        return {"url": f"{self.url}/#link={made['link']}", "role": made["role"], "expires_at": made["expires_at"]}
+
+    # -- requests -------------------------------------------------------------------------------------------------
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None,
               headers: dict[str, str] | None = None) -> httpx.Response:
-        """One request, tried on each replica, and again while they wait for a leader or for etcd. That does nothing
-        twice: a POST has its key, a PATCH its If-Match, and a DELETE takes back what is there."""
+        """One request, tried on each replica, and again while they wait for a leader or for etcd. No attempt is applied
+        twice: a POST and a DELETE have their key, and a PATCH its If-Match."""
         end, pause = time.monotonic() + self._budget_s, _POLL_S
-        maybe_done = False
+        may_be_applied = False
         while True:
-            said: list[str] = []
-            alive = False
+            reasons: list[str] = []
+            answered = False
             for url in tuple(self._urls):
                 try:
                     answer = httpx.request(method, url + path, json=body, headers={**self._headers, **(headers or {})},
-                                           timeout=self._timeout_s, verify=self._trust)
+                                           timeout=self._timeout_s, verify=self._tls.current())
                 except httpx.HTTPError as e:
-                    said.append(f"{url}: {type(e).__name__}")
-                    maybe_done |= not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
+                    reasons.append(f"{url}: {type(e).__name__}")
+                    may_be_applied |= not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
                     continue
                 if answer.status_code < 400:
                     self._urls = [url, *(u for u in self._urls if u != url)]
@@ -192,17 +214,18 @@ class AdminClient:
                 problem = problem_of(answer)
                 if answer.status_code < 500:
                     raise problem
-                said.append(f"{url}: {problem.message}")
-                alive, maybe_done = True, maybe_done or problem.kind not in _NOTHING_DONE
-            if not alive or time.monotonic() + pause > end:
-                kind = OutcomeUnknown if maybe_done and method != "GET" else EtcdUnavailable
-                raise kind("no coordinator answered: " + "; ".join(said),
+                reasons.append(f"{url}: {problem.message}")
+                answered, may_be_applied = True, may_be_applied or problem.kind not in _NOT_APPLIED
+            if not answered or time.monotonic() + pause > end:
+                kind = OutcomeUnknown if may_be_applied and method != "GET" else EtcdUnavailable
+                raise kind("no coordinator answered: " + "; ".join(reasons),
                            hint="see the logs in the cluster folder; `elastic-rl up` starts what is missing")
             time.sleep(pause)
-            pause = min(pause * 2, _LONGEST_POLL_S)
+            pause = min(pause * 2, _MAX_POLL_S)
 
 
 def problem_of(answer: httpx.Response) -> RequestRefused:
+    """The error for an answer with a status of 400 or more."""
     try:
         body = answer.json()
     except ValueError:
@@ -213,3 +236,16 @@ def problem_of(answer: httpx.Response) -> RequestRefused:
     kinds = {401: Denied, 403: Denied, 404: NotFound, 409: Changed, 412: Changed}
     return kinds.get(answer.status_code, RequestRefused)(
         detail, status=answer.status_code, type=str(body.get("type", "about:blank")))
+
+
+def _new_key() -> str:
+    return f"client-{secrets.token_hex(16)}"
+
+
+def _part(name: str) -> str:
+    """A name as one part of a path."""
+    return quote(name, safe="")
+
+
+def _with_dry_run(path: str, dry_run: bool) -> str:
+    return path + ("?dry_run=true" if dry_run else "")

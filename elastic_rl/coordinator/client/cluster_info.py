@@ -1,4 +1,4 @@
-"""Where a cluster is, and what its clients need to talk to it."""
+"""Where a cluster is, and what its clients need to connect to it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elastic_rl.coordinator.client.credentials import read_token
+
 
 @dataclass(frozen=True)
 class ClusterInfo:
-    """How to reach a cluster; kept in ``<cluster_dir>/cluster.json``."""
+    """How to connect to a cluster; stored in ``<cluster_dir>/cluster.json``."""
 
     job: str
     etcd_endpoints: list[str]
@@ -17,22 +19,22 @@ class ClusterInfo:
     coordinators: list[str]
     """Base URLs of the admin API, one a replica."""
     tokens_file: str
-    """JSON file, readable by its owner only: role (viewer, operator) → bearer token of the API."""
+    """File with the bearer tokens of the API, as ``credentials.read_token`` takes it; empty: there is none."""
     config_file: str
     cluster_dir: str
     ca_file: str = ""
     """PEM file of the authority of the admin API's certificates; empty: the system's, or no TLS."""
 
     def token(self, role: str) -> str:
-        """Bearer token of a role, viewer or operator; empty where there is none (loopback needs none)."""
-        path = Path(self.tokens_file)
-        return str(json.loads(path.read_text()).get(role, "")) if path.exists() else ""
+        """Bearer token of a role, viewer or operator; empty where no file is named. Raises ConfigError for a file
+        without one."""
+        return read_token(Path(self.tokens_file), role) if self.tokens_file else ""
 
     def save(self) -> None:
         path = Path(self.cluster_dir) / "cluster.json"
-        unfinished = path.with_suffix(".partial")
-        unfinished.write_text(json.dumps(asdict(self), indent=2))
-        unfinished.rename(path)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self), indent=2))
+        partial.rename(path)
 
     @classmethod
     def load(cls, cluster_dir: Path) -> ClusterInfo | None:

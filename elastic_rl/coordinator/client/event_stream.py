@@ -1,7 +1,7 @@
-"""Server-sent events of the admin API, over whichever replicas are alive.
+"""Server-Sent Events of the admin API, over all replicas.
 
-``Decoder`` is the format, pure. ``EventFollower`` goes on with the next replica where the last one broke off, so that
-no event is lost or told twice.
+``Decoder`` is the format, pure. ``EventFollower`` resumes on the next replica where a stream broke off, so that no
+event is lost or repeated.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import EtcdUnavailable
 
 _SILENCE_S = 25.0
-"""A stream that says nothing for so long is dead; a replica gives a sign of life every 10 s."""
+"""A stream that is silent for so long is dead; a replica sends a comment every 10 s."""
 _PAUSE_S = 0.2
 
 
 @dataclass(frozen=True)
 class Frame:
-    """``id`` is the store's revision."""
+    """One event of a stream; ``id`` is a revision of etcd."""
 
     id: str
     event: str
@@ -35,14 +35,14 @@ class Frame:
 
 
 class Decoder:
-    """Makes frames of lines (without their ends)."""
+    """Builds frames from lines without their ends."""
 
     def __init__(self) -> None:
         self._id, self._event = "", ""
         self._data: list[str] = []
 
     def feed(self, line: str) -> Frame | None:
-        """The frame that ends with this line, if one does; one without data is none."""
+        """The frame that ends with this line, if one does; frames without data are dropped."""
         if not line:
             frame = Frame(self._id, self._event, "\n".join(self._data)) if self._data else None
             self._event, self._data = "", []
@@ -60,45 +60,46 @@ class Decoder:
 
 
 class EventFollower:
-    """Iterates over the newest ``limit`` events and every one that follows, in their order.
+    """Iterates over the newest ``limit`` events and every later one, in order.
 
-    Raises RequestRefused when a replica says no, and EtcdUnavailable when none was reached for ``patience_s``.
+    Raises RequestRefused when a replica refuses the request, and EtcdUnavailable when none was reached for
+    ``patience_s``.
     """
 
     def __init__(self, info: ClusterInfo, *, limit: int, patience_s: float = 60.0, role: str = "operator") -> None:
         self._urls, self._limit, self._patience_s = list(info.coordinators), limit, patience_s
         token = info.token(role)
         self._headers = {"Accept": "text/event-stream", **({"Authorization": f"Bearer {token}"} if token else {})}
-        self._trust = tls.trust(info.ca_file)
+        self._tls = tls.reloading_trust(info.ca_file)
         self._revision = 0
-        self._told: set[str] = set()
-        """Ids of the events of ``_revision`` that were told: a transaction may write several."""
+        self._seen: set[str] = set()
+        """Ids of the events of ``_revision`` that were yielded: a transaction may write several."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        said: dict[str, str] = {}
-        seen_at = time.monotonic()
+        reasons: dict[str, str] = {}
+        answered_at = time.monotonic()
         for url in itertools.cycle(self._urls):
             try:
                 for frame in self._frames(url):
                     if frame is not None and (event := self._new(frame)) is not None:
                         yield event
-                    seen_at = time.monotonic()
+                    answered_at = time.monotonic()
             except httpx.HTTPError as e:
-                said[url] = type(e).__name__
+                reasons[url] = type(e).__name__
             except EtcdUnavailable as e:
-                said[url] = e.message
-            if time.monotonic() - seen_at > self._patience_s:
+                reasons[url] = e.message
+            if time.monotonic() - answered_at > self._patience_s:
                 raise EtcdUnavailable(
-                    "no coordinator answered: " + "; ".join(f"{u}: {why}" for u, why in said.items()),
+                    "no coordinator answered: " + "; ".join(f"{u}: {why}" for u, why in reasons.items()),
                     hint="see the logs in the cluster folder; `elastic-rl up` starts what is missing")
             time.sleep(_PAUSE_S)
 
     def _frames(self, url: str) -> Iterator[Frame | None]:
-        """Frames of one stream until it ends; None for its other signs of life."""
+        """Frames of one stream until it ends; None for its other lines."""
         # One revision earlier, since the stream may have broken off between two events of the same one.
-        place = {"Last-Event-ID": str(self._revision - 1)} if self._revision else {}
-        with httpx.stream("GET", f"{url}/v1/events", params={"limit": self._limit}, headers={**self._headers, **place},
-                          timeout=httpx.Timeout(5.0, read=_SILENCE_S), verify=self._trust) as answer:
+        resume = {"Last-Event-ID": str(self._revision - 1)} if self._revision else {}
+        with httpx.stream("GET", f"{url}/v1/events", params={"limit": self._limit}, headers={**self._headers, **resume},
+                          timeout=httpx.Timeout(5.0, read=_SILENCE_S), verify=self._tls.current()) as answer:
             if answer.status_code >= 400:
                 answer.read()
                 problem = problem_of(answer)
@@ -110,11 +111,11 @@ class EventFollower:
                 yield decoder.feed(line)
 
     def _new(self, frame: Frame) -> dict[str, Any] | None:
-        """The event of a frame, unless it was told before."""
+        """The event of a frame, unless it was yielded before."""
         revision, event = int(frame.id), dict(json.loads(frame.data))
-        if revision == self._revision and event["id"] in self._told:
+        if revision == self._revision and event["id"] in self._seen:
             return None
         if revision != self._revision:
-            self._revision, self._told = revision, set()
-        self._told.add(event["id"])
+            self._revision, self._seen = revision, set()
+        self._seen.add(event["id"])
         return event

@@ -1,5 +1,5 @@
-"""The dashboard at ``/``: one page of every replica, live over ``GET /v1/changes``. Its files are written by hand, need
-no build and load nothing from elsewhere."""
+"""The dashboard at ``/``: one page on every replica, live over ``GET /v1/changes``. Its files need no build and load
+nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_rl.coordinator.problems import not_found
 _TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8",
           ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 _HEADERS = {
-    # No inline script or style, no other host, no frame, and no text that is parsed as markup.
+    # No inline script or style, no other host, no frame, and no parsing of text as markup.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
                                "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
                                "require-trusted-types-for 'script'; trusted-types 'none'",
@@ -34,7 +34,7 @@ class _Asset:
 
 
 def _assets() -> dict[str, _Asset]:
-    """The page's files by name, read once: what is asked for is looked up here and never in a folder."""
+    """The page's files by name, read once: a requested name is looked up here and never in a folder."""
     found = {}
     for entry in resources.files(__name__).iterdir():
         suffix = entry.name[entry.name.rfind("."):]
@@ -46,7 +46,7 @@ def _assets() -> dict[str, _Asset]:
 
 
 def install(app: FastAPI) -> None:
-    """Adds the page and its files. They hold nothing of the job, so they need no token; what they read does."""
+    """Adds the page and its files. They hold no data of the job and so need no token; what they read does."""
     assets = _assets()
 
     def answer(request: Request, name: str) -> Response:

@@ -1,4 +1,4 @@
-// What an operator can do here. Each asks first, shows the operation that it made, and follows it.
+// The changes that an operator can make here. Each asks first, then shows the operation and follows it.
 
 import { confirm, field } from "./dialogs.js";
 import { el, text } from "./dom.js";
@@ -22,14 +22,14 @@ export class Actions {
     const preview = () => {
       const n = desired();
       const more = n - pool.desired;
-      text(effect, n === null ? "A whole number of engines." : more === 0 ? "As many as now: nothing will change."
+      text(effect, n === null ? "Enter a whole number." : more === 0 ? "The same number: nothing will change."
         : more > 0 ? `${plural(more, "engine")} will be started.`
           : `${plural(-more, "engine")} will finish the requests in flight and leave.`);
     };
     input.addEventListener("input", preview);
     preview();
     confirm({ title: `Scale pool ${pool.name}`, verb: "Scale", done: this.follow,
-      what: `${pool.ready} ready of ${pool.desired} wanted.`, fields: [field("Engines wanted", input), effect],
+      what: `${pool.ready} of ${pool.desired} engines are ready.`, fields: [field("Desired engines", input), effect],
       ready: () => desired() !== null,
       request: () => ({ method: "POST", path: `v1/pools/${part(pool.name)}/scale`, body: { desired: desired() } }) });
     input.select();
@@ -43,26 +43,32 @@ export class Actions {
       request: () => ({ method: "POST", path: `v1/engines/${part(engine.id)}/drain`, body: { replace: replace.checked } }) });
   }
 
+  deregister(engine) {
+    confirm({ title: `Deregister engine ${engine.id}`, verb: "Deregister", danger: true, done: this.follow,
+      what: `It takes no new requests, finishes those in flight and leaves pool ${engine.pool}. Its server keeps running.`,
+      request: () => ({ method: "DELETE", path: `v1/engines/${part(engine.id)}` }) });
+  }
+
   /** `target` as the API names it; without one the dialog asks which part. */
   restart(target = "") {
     const choice = target ? null : this.#targets();
-    const wanted = () => target || choice.value;
+    const selected = () => target || choice.value;
     const reason = el("input", { type: "text", maxlength: "500", autocomplete: "off" });
     const effect = el("p", { class: "effect", role: "status" });
     const job = this.model.job?.job ?? "";
     const typed = el("input", { type: "text", autocomplete: "off", spellcheck: "false" });
-    const sure = field(`To restart everything, type the job's name: ${job}`, typed);
+    const confirmation = field(`To restart everything, type the job's name: ${job}`, typed);
     const explain = () => {
-      text(effect, EFFECT(wanted()));
-      sure.hidden = wanted() !== "job";
+      text(effect, effectOf(selected()));
+      confirmation.hidden = selected() !== "job";
     };
     choice?.addEventListener("change", explain);
     explain();
     confirm({ title: target ? describe({ kind: "restart", target }) : "Restart", verb: "Restart", danger: true,
-      done: this.follow, what: "What is committed stays; work since the last committed state is done again.",
-      fields: [...(choice ? [field("What", choice)] : []), effect, field("Why (goes on the record)", reason), sure],
-      ready: () => wanted() !== "job" || typed.value.trim() === job,
-      request: () => ({ method: "POST", path: "v1/restarts", body: { target: wanted(), reason: reason.value.trim() } }) });
+      done: this.follow, what: "Committed state is kept; work since then is repeated.",
+      fields: [...(choice ? [field("What", choice)] : []), effect, field("Why (is recorded)", reason), confirmation],
+      ready: () => selected() !== "job" || typed.value.trim() === job,
+      request: () => ({ method: "POST", path: "v1/restarts", body: { target: selected(), reason: reason.value.trim() } }) });
   }
 
   #targets() {
@@ -75,8 +81,8 @@ export class Actions {
 
   cancel(operation) {
     confirm({ title: `Cancel: ${describe(operation)}`, verb: "Cancel it", danger: true, done: this.follow,
-      what: operation.kind === "scale" ? `The pool goes back to ${plural(operation.params?.previous ?? 0, "engine")}.`
-        : "It is taken back if it has not begun yet.",
+      what: operation.kind === "scale" ? `The pool returns to ${plural(operation.params?.previous ?? 0, "engine")}.`
+        : "This works only if it has not begun.",
       request: () => ({ method: "DELETE", path: `v1/operations/${part(operation.id)}` }) });
   }
 
@@ -85,7 +91,7 @@ export class Actions {
       .map(([n, name]) => el("option", { value: String(n), text: name })));
     const comment = el("input", { type: "text", maxlength: "500", autocomplete: "off" });
     confirm({ title: `Silence ${alert.kind} ${alert.subject}`, verb: "Silence",
-      what: "Nobody is notified of it for that time. It stays on this page, and what caused it stays as it is.",
+      what: "Receivers are not notified of it for that time. The alert stays on this page.",
       fields: [field("For", hours), field("Why", comment)],
       done: () => this.notices.say(`${alert.kind} ${alert.subject} is silenced for ${hours.selectedOptions[0].text}.`),
       request: () => ({ method: "POST", path: "v1/silences", body: {
@@ -93,9 +99,9 @@ export class Actions {
   }
 }
 
-function EFFECT(target) {
-  if (target === "job") return "Every engine, role and trainer process ends and is started anew under a new epoch; the run goes on from the last committed state. Minutes.";
-  if (target === "trainer") return "The trainer group re-forms from its last committed state; engines go on generating within the staleness bound.";
-  if (target.startsWith("roles/")) return "The role is restarted in place; its work is leased out again.";
+function effectOf(target) {
+  if (target === "job") return "Every engine, role and trainer process is restarted under a new epoch; the run resumes from the last committed state. This takes minutes.";
+  if (target === "trainer") return "The trainer group re-forms from its last committed state; engines continue within the staleness bound.";
+  if (target.startsWith("roles/")) return "The role is restarted in place; its work is assigned again.";
   return "The engine is replaced; its requests are retried elsewhere.";
 }

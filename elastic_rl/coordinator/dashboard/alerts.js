@@ -1,4 +1,4 @@
-// What is broken: the alerts that fire, what followed each, and the button that silences it.
+// The firing alerts, the responses to each, and the button that silences it.
 
 import { badge, el, keyed, since, text } from "./dom.js";
 import { plural } from "./format.js";
@@ -29,18 +29,18 @@ export class Alerts {
       (node, a) => this.#fill(node, a, model));
     this.list.hidden = !alerts.length;
     this.none.hidden = alerts.length > 0;
-    text(this.none, `No alert is firing.${pending ? ` ${plural(pending, "condition")} may become one.` : ""}`);
+    text(this.none, `No alert is firing.${pending ? ` ${plural(pending, "alert is", "alerts are")} pending.` : ""}`);
     this.more.hidden = alerts.length <= CAP;
     text(this.more, this.#all ? `Show the first ${CAP}` : `Show all ${alerts.length} alerts`);
   }
 
   #make() {
     const parts = { level: el("span"), kind: el("strong"), when: el("time"), message: el("p", { class: "message" }),
-      done: el("ol", { class: "done" }), hushed: el("span", { class: "hushed" }),
+      responses: el("ol", { class: "responses" }), silenced: el("span", { class: "silenced" }),
       silence: el("button", { type: "button", class: "quiet", text: "Silence…" }) };
     const node = el("li", { class: "alert" },
-      el("div", { class: "line" }, parts.level, parts.kind, parts.when, parts.hushed, parts.silence),
-      parts.message, parts.done);
+      el("div", { class: "line" }, parts.level, parts.kind, parts.when, parts.silenced, parts.silence),
+      parts.message, parts.responses);
     node.parts = parts;
     parts.silence.addEventListener("click", () => this.actions.silence(node.item));
     return node;
@@ -54,12 +54,12 @@ export class Alerts {
     since(parts.when, alert.since);
     text(parts.message, alert.message);
     const silenced = Boolean(alert.silenced_by);
-    text(parts.hushed, silenced ? "silenced" : "");
+    text(parts.silenced, silenced ? "silenced" : "");
     parts.silence.hidden = silenced;
     parts.silence.setAttribute("aria-label", `Silence ${alert.kind} ${alert.subject}`);
-    const done = responses(alert, model);
-    keyed(parts.done, done.length ? done : [{ id: "-", at: 0, what: "No response is recorded yet." }], (d) => d.id,
+    const found = responses(alert, model);
+    keyed(parts.responses, found.length ? found : [{ id: "-", at: 0, what: "No response was recorded yet." }], (r) => r.id,
       () => { const when = el("time"), what = el("span"); return Object.assign(el("li", {}, what, " ", when), { when, what }); },
-      (li, d) => { text(li.what, d.what); if (d.at) since(li.when, d.at); });
+      (li, r) => { text(li.what, r.what); if (r.at) since(li.when, r.at); });
   }
 }

@@ -1,21 +1,22 @@
 // Wires the page: the stream feeds the model, and what has changed is drawn, at most some times a second.
 
+import { Access } from "./access.js";
 import { Actions } from "./actions.js";
 import { Alerts } from "./alerts.js";
-import { openChanges, token } from "./api.js";
-import { Members, Versions } from "./catalog.js";
+import { openChanges } from "./api.js";
 import { Connection } from "./connection.js";
-import { Curves } from "./curves.js";
-import { askToken } from "./dialogs.js";
 import { tick } from "./dom.js";
+import { Engines, Pools } from "./engines.js";
 import { Events } from "./events.js";
-import { Engines, Pools } from "./fleet.js";
 import { setClock } from "./format.js";
+import { Members } from "./members.js";
 import { Model } from "./model.js";
 import { Notices } from "./notices.js";
 import { Operations } from "./operations.js";
-import { State } from "./state.js";
+import { StepMetrics } from "./step_metrics.js";
 import { Stream } from "./stream.js";
+import { Summary } from "./summary.js";
+import { Versions } from "./versions.js";
 
 const DRAW_EVERY_MS = 250;
 
@@ -27,11 +28,11 @@ notices.cancel = (operation) => actions.cancel(operation);
 
 // Each view with the kinds of records that it shows.
 const views = [
-  [new State(part("state")), ["time", "job", "alerts", "pools", "engines", "operations", "steps", "versions"]],
+  [new Summary(part("summary")), ["time", "job", "alerts", "pools", "engines", "operations", "steps", "versions"]],
   [new Alerts(part("alerts"), actions), ["alerts", "events", "operations"]],
   [new Operations(part("operations"), actions), ["operations"]],
   [notices, ["operations"]],
-  [new Curves(part("curves")), ["steps", "events"]],
+  [new StepMetrics(part("step-metrics")), ["steps", "events"]],
   [new Pools(part("pools"), actions), ["pools"]],
   [new Engines(part("engines"), actions), ["engines", "versions", "job"]],
   [new Events(part("events")), ["events"]],
@@ -39,20 +40,20 @@ const views = [
   [new Members(part("members"), actions), ["members", "job"]],
 ];
 
-let planned = 0;
+let scheduled = 0;
 let drawnAt = 0;
 
 function draw() {
-  planned = 0;
+  scheduled = 0;
   drawnAt = performance.now();
   const dirty = new Set(model.dirty);
   model.dirty.clear();
   for (const [view, kinds] of views) if (kinds.some((kind) => dirty.has(kind))) view.render(model);
 }
 
-function plan() {
-  if (planned || !model.known || !model.dirty.size) return;
-  planned = setTimeout(() => requestAnimationFrame(draw), Math.max(0, drawnAt + DRAW_EVERY_MS - performance.now()));
+function scheduleDraw() {
+  if (scheduled || !model.known || !model.dirty.size) return;
+  scheduled = setTimeout(() => requestAnimationFrame(draw), Math.max(0, drawnAt + DRAW_EVERY_MS - performance.now()));
 }
 
 const stream = new Stream(async (headers, signal) => {
@@ -63,26 +64,31 @@ const stream = new Stream(async (headers, signal) => {
   onframe({ event, data }) {
     if (event === "snapshot") model.snapshot(JSON.parse(data));
     else if (event === "change") model.change(JSON.parse(data));
-    connection.heard();
-    plan();
+    connection.received();
+    scheduleDraw();
   },
   onstate(state, detail) {
     connection.show(state, detail);
-    if (state === "denied") access(token.get() ? `${detail.reason}. Give another token.` : "This replica wants a token.");
+    if (state === "denied") access.explain(detail.reason);
   },
 });
 
 const connection = new Connection(model, () => stream.retry());
-const access = (why) => askToken(why, () => stream.retry({ fresh: true }));
+const access = new Access(part("access"), () => stream.retry({ fresh: true }));
 
-part("access").addEventListener("click", () => access(token.get() ? "A token is in use." : "No token is in use."));
+part("access-button").addEventListener("click", () => access.show());
 part("restart").addEventListener("click", () => actions.restart());
 addEventListener("online", () => stream.retry());
+addEventListener("hashchange", async () => {
+  await access.useLink();
+  stream.retry({ fresh: true });
+});
 setInterval(() => {
   tick();
   connection.tick();
   model.dirty.add("time"); // "no progress for" grows without a change
-  plan();
+  scheduleDraw();
 }, 1000);
 
+await access.useLink();
 stream.run();

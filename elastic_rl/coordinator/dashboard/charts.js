@@ -1,4 +1,4 @@
-// One curve over the steps of the run, as SVG: axes, faults as marks, and the value under the pointer or the arrow keys.
+// A chart over the steps of the run, as SVG: axes, faults as marks, and the value at the pointer or by the arrow keys.
 
 import { el, svg, text, attr } from "./dom.js";
 import { number } from "./format.js";
@@ -18,7 +18,7 @@ export function ticks(low, high, count) {
   return found;
 }
 
-/** Exponential mean; what is noise in one step is a trend in ten. */
+/** Exponential moving average. */
 function smoothed(points) {
   let mean = null;
   return points.map(([x, y]) => [x, (mean = mean === null ? y : mean + 0.15 * (y - mean))]);
@@ -27,11 +27,11 @@ function smoothed(points) {
 export class Chart {
   #points = [];
   #marks = [];
-  #at = -1; // index of the point that is read out, -1: the last one
+  #at = -1; // index of the point whose value is shown, -1: the last one
   #width = 0;
   #drawn = "";
 
-  /** `low`, `high`: bounds that the axis always shows. `smooth`: draws the noise faintly and its mean over it. */
+  /** `low`, `high`: values that the axis always covers. `smooth`: draws the values faintly under their average. */
   constructor({ id, title, unit = "", low = null, high = null, smooth = false, digits = undefined }) {
     Object.assign(this, { title, unit, low, high, smooth, digits });
     this.value = el("span", { class: "value" });
@@ -45,12 +45,12 @@ export class Chart {
       el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title} by step, as a table` },
         el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "Step" }),
           el("th", { scope: "col", text: title + (unit ? ` (${unit})` : "") }))), this.body)));
-    this.node = el("figure", { class: "chart", id: `curve-${id}` },
+    this.node = el("figure", { class: "chart", id: `metric-${id}` },
       el("figcaption", {}, el("span", { class: "name", text: title }), this.value, this.where), this.plot, this.details);
     this.plot.addEventListener("pointermove", (e) => this.#point(e));
     this.plot.addEventListener("pointerdown", (e) => this.#point(e));
-    this.plot.addEventListener("pointerleave", () => this.#read(-1));
-    this.plot.addEventListener("blur", () => this.#read(-1));
+    this.plot.addEventListener("pointerleave", () => this.#showValue(-1));
+    this.plot.addEventListener("blur", () => this.#showValue(-1));
     this.plot.addEventListener("keydown", (e) => this.#key(e));
     this.details.addEventListener("toggle", () => this.#table());
     new ResizeObserver(([entry]) => {
@@ -91,7 +91,7 @@ export class Chart {
     attr(this.svg, "width", this.#width);
     attr(this.svg, "viewBox", `0 0 ${this.#width} ${HEIGHT}`);
     if (!this.#points.length) {
-      this.svg.replaceChildren(svg("text", { class: "none", x: this.#width / 2, y: HEIGHT / 2, text: "nothing yet" }));
+      this.svg.replaceChildren(svg("text", { class: "none", x: this.#width / 2, y: HEIGHT / 2, text: "no data yet" }));
       text(this.value, "–");
       text(this.where, "");
       return;
@@ -115,10 +115,10 @@ export class Chart {
     this.cursor = svg("line", { class: "cursor", y1: PAD.top, y2: s.bottom, visibility: "hidden" });
     this.dot = svg("circle", { class: "dot", r: 3 });
     this.svg.replaceChildren(...parts, this.cursor, this.dot);
-    this.#read(this.#at);
+    this.#showValue(this.#at);
   }
 
-  #read(at) {
+  #showValue(at) {
     this.#at = at;
     const points = this.#points;
     if (!points.length || !this.cursor) return;
@@ -148,7 +148,7 @@ export class Chart {
     for (let i = 1; i < this.#points.length; i += 1) {
       if (Math.abs(s.x(this.#points[i][0]) - x) < Math.abs(s.x(this.#points[best][0]) - x)) best = i;
     }
-    this.#read(best);
+    this.#showValue(best);
   }
 
   #key(event) {
@@ -158,7 +158,7 @@ export class Chart {
       PageDown: at - 10, Home: 0, End: last, Escape: -1 }[event.key];
     if (to === undefined || last < 0) return;
     event.preventDefault();
-    this.#read(event.key === "Escape" ? -1 : Math.max(0, Math.min(last, to)));
+    this.#showValue(event.key === "Escape" ? -1 : Math.max(0, Math.min(last, to)));
   }
 
   #table() {

@@ -1,31 +1,31 @@
-// Whether what is shown is true now: live, or of when, and what can be done about it.
+// The state of the connection: live, or how old the shown data is, and what to do about it.
 
 import { attr, el, text } from "./dom.js";
 import { clock, duration } from "./format.js";
 
-const NAMES = { connecting: "connecting", live: "live", lost: "connection lost, trying again", denied: "no access" };
-const PATIENCE_MS = 1500; // a connection that comes back sooner is no news
+const NAMES = { connecting: "connecting", live: "live", lost: "connection lost, retrying", denied: "no access" };
+const PATIENCE_MS = 1500; // a shorter loss is not shown
 
 export class Connection {
   #state = "connecting";
   #detail = {};
-  #heardAt = 0;
+  #receivedAt = 0;
   #lostAt = 0;
 
   constructor(model, retry) {
     this.model = model;
     this.chip = document.getElementById("connection").querySelector(".text");
     this.banner = document.getElementById("banner");
-    this.banner.querySelector(".again").addEventListener("click", retry);
+    this.banner.querySelector(".retry").addEventListener("click", retry);
   }
 
-  /** Something came over the stream: what is shown is of now. */
-  heard() { this.#heardAt = Date.now(); }
+  /** A frame came over the stream: the shown data is current. */
+  received() { this.#receivedAt = Date.now(); }
 
   show(state, detail) {
-    if (state === "live") { this.#lostAt = 0; this.heard(); }
+    if (state === "live") { this.#lostAt = 0; this.received(); }
     else if (state !== "connecting" && !this.#lostAt) this.#lostAt = Date.now();
-    if (state === "connecting" && this.#lostAt) return; // one try after the other is one loss
+    if (state === "connecting" && this.#lostAt) return; // repeated attempts are one loss
     this.#state = state;
     this.#detail = detail;
     this.tick();
@@ -39,18 +39,18 @@ export class Connection {
     attr(document.body, "data-stale", stale ? "" : null);
     this.banner.hidden = !stale;
     if (!stale) return;
-    const shown = this.#heardAt ? `What you see is of ${clock(this.#heardAt / 1000)}, ${duration((Date.now() - this.#heardAt) / 1000)} ago.` : "Nothing was received yet.";
-    text(this.banner.querySelector(".what"), `${state === "denied" ? "No access" : "Connection lost, trying again"}: ${this.#detail.reason}. ${shown}`);
-    this.#elsewhere(this.banner.querySelector(".then"));
+    const shown = this.#receivedAt ? `Data as of ${clock(this.#receivedAt / 1000)}, ${duration((Date.now() - this.#receivedAt) / 1000)} ago.` : "No data was received yet.";
+    text(this.banner.querySelector(".what"), `${state === "denied" ? "No access" : "Connection lost, retrying"}: ${this.#detail.reason}. ${shown}`);
+    this.#otherReplicas(this.banner.querySelector(".then"));
   }
 
-  /** Other replicas show the same job. */
-  #elsewhere(node) {
+  /** Links to the other replicas, which show the same job. */
+  #otherReplicas(node) {
     const here = this.model.job?.replica;
     const others = [...this.model.members.values()].filter((m) => m.role === "coordinator" && m.id !== here && /^https?:\/\//.test(m.url));
-    const said = others.map((m) => m.url).join(" ");
-    if (node.dataset.said === said) return;
-    node.dataset.said = said;
-    node.replaceChildren(...(others.length ? ["Other replicas show the same: ", ...others.flatMap((m, i) => [i ? ", " : "", el("a", { href: m.url, text: m.id, rel: "noreferrer" })])] : []));
+    const urls = others.map((m) => m.url).join(" ");
+    if (node.dataset.urls === urls) return;
+    node.dataset.urls = urls;
+    node.replaceChildren(...(others.length ? ["Other replicas: ", ...others.flatMap((m, i) => [i ? ", " : "", el("a", { href: m.url, text: m.id, rel: "noreferrer" })])] : []));
   }
 }

@@ -1,6 +1,6 @@
-// The two dialogs: one asks whether a change is meant and makes it, the other asks for the token.
+// The dialog that confirms a change and requests it.
 
-import { Problem, change, newKey, token } from "./api.js";
+import { Problem, change, newKey } from "./api.js";
 import { el, text } from "./dom.js";
 
 const box = document.getElementById("action");
@@ -9,9 +9,9 @@ let inFlight = false;
 box.addEventListener("cancel", (event) => { if (inFlight) event.preventDefault(); }); // Escape waits for the answer
 
 /**
- * Asks, and carries it out when it is confirmed. `fields`: nodes to show; `request()` gives {method, path, body} or
- * throws what is wrong with the fields; `ready()` whether it may be confirmed; `done(answer)` gets the API's answer.
- * The same request keeps its Idempotency-Key over every further try, so it is carried out at most once.
+ * Asks, and requests the change when it is confirmed. `fields`: nodes to show; `request()` returns {method, path, body},
+ * or throws what is wrong with the fields; `ready()`: whether it may be confirmed; `done(answer)` gets the API's answer.
+ * A retry keeps the Idempotency-Key, so the change is applied at most once.
  */
 export function confirm({ title, what, fields = [], verb, danger = false, request, ready = () => true, done }) {
   const error = el("div", { class: "problem", role: "alert" });
@@ -26,26 +26,26 @@ export function confirm({ title, what, fields = [], verb, danger = false, reques
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     if (inFlight || !ready()) return;
-    let wanted;
+    let requested;
     try {
-      wanted = request();
+      requested = request();
     } catch (e) {
       return show(error, e);
     }
-    const said = JSON.stringify(wanted);
-    if (sent && sent !== said) key = newKey();
-    sent = said;
+    const content = JSON.stringify(requested);
+    if (sent && sent !== content) key = newKey();
+    sent = content;
     inFlight = true;
     error.replaceChildren();
-    text(go, "Asking…");
+    text(go, "Sending…");
     check();
     try {
-      const answer = await change(wanted.method, wanted.path, wanted.body, key);
+      const answer = await change(requested.method, requested.path, requested.body, key);
       box.close();
       done(answer);
     } catch (e) {
       show(error, e);
-      if (e.status >= 400 && e.status < 500 && e.status !== 409) key = newKey(); // refused for good: nothing was begun
+      if (e.status >= 400 && e.status < 500 && e.status !== 409) key = newKey(); // refused: nothing was started
     } finally {
       inFlight = false;
       text(go, error.hasChildNodes() ? "Try again" : verb);
@@ -60,34 +60,10 @@ export function confirm({ title, what, fields = [], verb, danger = false, reques
 
 function show(node, error) {
   const known = error instanceof Problem;
-  node.replaceChildren(el("p", { class: "title", text: known ? error.title : "That cannot be asked" }),
+  node.replaceChildren(el("p", { class: "title", text: known ? error.title : "The request is not valid" }),
     ...(error.message && error.message !== error.title ? [el("p", { text: error.message })] : []),
     ...(known && error.advice ? [el("p", { class: "advice", text: error.advice })] : []));
 }
 
 export const field = (label, input, note = "") =>
   el("label", { class: "field" }, el("span", { text: label }), input, note ? el("small", { text: note }) : null);
-
-const tokenBox = document.getElementById("token");
-
-/** Asks for the token; it stays in this tab's session only. `why`: what the API said. */
-export function askToken(why, changed) {
-  if (tokenBox.open) return;
-  const input = el("input", { type: "password", autocomplete: "off", spellcheck: "false", required: true });
-  const give = el("button", { type: "submit", class: "primary", text: "Use it" });
-  const forget = el("button", { type: "button", text: "Forget the token", onclick: () => { token.clear(); tokenBox.close(); changed(); } });
-  const form = el("form", {}, el("h2", { id: "token-h", text: "Access" }), el("p", { class: "what", text: why }),
-    field("Token", input, "It is kept in this tab only, until the tab is closed. A viewer's token reads; an operator's also changes."),
-    el("div", { class: "choices" }, el("button", { type: "button", text: "Go back", onclick: () => tokenBox.close() }),
-      ...(token.get() ? [forget] : []), give));
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    if (!input.value.trim()) return;
-    token.set(input.value.trim());
-    tokenBox.close();
-    changed();
-  });
-  tokenBox.replaceChildren(form);
-  tokenBox.showModal();
-  input.focus();
-}

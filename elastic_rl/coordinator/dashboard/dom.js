@@ -1,4 +1,4 @@
-// Building and changing the page. Values go in as text, never as markup, and only where they differ.
+// Building and updating the page. Values are set as text, never as markup, and only where they differ.
 
 import { ago, clock } from "./format.js";
 
@@ -20,7 +20,7 @@ export function text(node, value) {
   return node;
 }
 
-/** Sets an attribute; null and false take it away, true sets it empty. */
+/** Sets an attribute; null and false remove it, true sets it empty. */
 export function attr(node, name, value) {
   if (value === null || value === undefined || value === false) {
     if (node.hasAttribute(name)) node.removeAttribute(name);
@@ -44,8 +44,8 @@ export function svg(tag, attributes = {}, ...children) {
 const rows = new WeakMap();
 
 /**
- * Makes the children of `parent` the given items, in order, and keeps the node of each key: what did not change is not
- * touched, and the focus stays where it is. `make(item)` builds a node, `update(node, item)` fills it.
+ * Makes the children of `parent` the given items, in order, and keeps the node of each key: unchanged nodes are not
+ * touched, and the focus stays. `make(item)` builds a node, `update(node, item)` fills it.
  */
 export function keyed(parent, items, key, make, update) {
   const known = rows.get(parent) ?? new Map();
@@ -59,7 +59,7 @@ export function keyed(parent, items, key, make, update) {
     wanted.set(id, node);
     update(node, item);
     if (node === at) at = at.nextElementSibling;
-    // The one before it goes elsewhere or away: else every later node would be moved in its stead.
+    // The node at this place moves or goes: else every later node would be moved instead.
     else if (at && node === at.nextElementSibling) at = node.nextElementSibling;
     else parent.insertBefore(node, at);
   }
@@ -71,7 +71,7 @@ export function keyed(parent, items, key, make, update) {
   }
 }
 
-/** A <time> that says how long ago something was; `tick` keeps it true. */
+/** A <time> that shows how long ago something was; `tick` updates it. */
 export function since(node, at) {
   if (!at) { attr(node, "data-at", null); return text(node, "–"); }
   if (node.dataset.at !== String(at)) {
@@ -86,7 +86,7 @@ export function tick() {
   for (const node of document.querySelectorAll("time[data-at]")) text(node, ago(Number(node.dataset.at)));
 }
 
-/** A state as a coloured mark and its name: the colour is never the only sign. */
+/** A state as a coloured badge with its name: the colour is never the only sign. */
 export function badge(node, level, name) {
   attr(node, "class", `badge ${level}`);
   return text(node, name);

@@ -1,4 +1,4 @@
-// The timeline of faults and events: a strip that shows when, and a list that says what.
+// Events: a timeline, and a list.
 
 import { attr, badge, el, keyed, since, svg, text } from "./dom.js";
 import { clock, duration, now } from "./format.js";
@@ -18,7 +18,7 @@ export class Events {
     this.sum = section.querySelector(".sum");
     this.strip = svg("svg", { class: "strip", "aria-hidden": "true", height: LANES.length * LANE_HEIGHT + 18 });
     this.list = el("ol", { class: "list events", reversed: true });
-    this.none = el("p", { class: "none", text: "Nothing has happened yet." });
+    this.none = el("p", { class: "none", text: "There is no event yet." });
     this.more = el("button", { type: "button", class: "more quiet", onclick: () => { this.#all = !this.#all; this.render(this.model); } });
     this.choice = el("select", { class: "filter", "aria-label": "Which events", onchange: () => this.render(this.model) },
       el("option", { value: "all", text: "all" }), el("option", { value: "faults", text: "warnings and errors" }),
@@ -41,7 +41,7 @@ export class Events {
     text(this.sum, faults ? `${faults} of the last ${all.length} are errors` : "");
     keyed(this.list, this.#all ? found : found.slice(0, CAP), (e) => e.id, make, fill);
     this.none.hidden = found.length > 0;
-    text(this.none, all.length ? "No event of this kind." : "Nothing has happened yet.");
+    text(this.none, all.length ? "No event of this kind." : "There is no event yet.");
     this.more.hidden = found.length <= CAP;
     text(this.more, this.#all ? `Show the newest ${CAP}` : `Show all ${found.length} events`);
     this.#draw(all);

@@ -1,8 +1,8 @@
-// Numbers and times as people read them. Times are unix seconds of the cluster's clock.
+// Numbers and times as text. Times are unix seconds of the cluster's clock.
 
 let skew = 0; // seconds that this browser's clock is ahead of the replica's
 
-/** Sets the browser's clock against the replica's, by the Date header of an answer (whole seconds, so 2 s are noise). */
+/** Compares the browser's clock with the replica's, by the Date header of an answer (whole seconds, so 2 s are noise). */
 export function setClock(date) {
   const ahead = date ? Date.now() / 1000 - Date.parse(date) / 1000 : 0;
   skew = Math.abs(ahead) > 2 ? ahead : 0;
@@ -10,7 +10,7 @@ export function setClock(date) {
 
 export const now = () => Date.now() / 1000 - skew;
 
-/** A count or measure with about three digits that matter; an en dash where there is none. */
+/** A number with about three significant digits; an en dash where there is none. */
 export function number(value, digits) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (digits !== undefined) return value.toFixed(digits);
@@ -35,21 +35,31 @@ export function bytes(value) {
   return `${value >= 100 || unit === 0 ? value.toFixed(0) : value.toFixed(1)} ${units[unit]}`;
 }
 
-/** How long, in at most two units: "8 s", "3 min 20 s", "2 h 5 min", "4 d 2 h". */
+const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+
+/** A duration in at most two units: "8 s", "3 min 20 s", "2 h 5 min", "4 d 2 h". */
 export function duration(value) {
-  const total = Math.max(0, Math.round(value));
-  const parts = [[Math.floor(total / 86400), "d"], [Math.floor(total / 3600) % 24, "h"],
-    [Math.floor(total / 60) % 60, "min"], [total % 60, "s"]];
+  let left = Math.max(0, Math.round(value));
+  const parts = UNITS.map(([size, unit]) => {
+    const n = Math.floor(left / size);
+    left -= n * size;
+    return [n, unit];
+  });
   const first = parts.findIndex(([n]) => n > 0);
   if (first < 0) return "0 s";
   return parts.slice(first, first + 2).filter(([n]) => n > 0).map(([n, unit]) => `${n} ${unit}`).join(" ");
 }
 
-export const ago = (at) => (now() - at < 1 ? "now" : `${duration(now() - at)} ago`);
+/** How long ago, in one unit: what is old changes rarely, and the page is not laid out again every second. */
+export function ago(at) {
+  const age = Math.round(now() - at);
+  const [size, unit] = UNITS.find(([seconds]) => age >= seconds) ?? [];
+  return size ? `${Math.floor(age / size)} ${unit} ago` : "now";
+}
 
 const two = (n) => String(n).padStart(2, "0");
 
-/** Local time of day; with the date where it is not today's. */
+/** Local time of day, with the date unless it is today. */
 export function clock(at) {
   const date = new Date(at * 1000);
   const time = `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;

@@ -1,7 +1,7 @@
-// Is it fine, what is broken, and what was done about it. Pure: the model and the time come in.
+// The verdict on the job, its firing alerts, and what was done about each. Pure: model and time are arguments.
 
 import { duration, plural } from "./format.js";
-import { RUN_OVER } from "./model.js";
+import { RUN_ENDED } from "./model.js";
 
 const RANK = { error: 0, warning: 1, info: 2 };
 
@@ -9,53 +9,53 @@ export const firing = (model) => [...model.alerts.values()]
   .filter((a) => a.phase === "firing")
   .sort((a, b) => Boolean(a.silenced_by) - Boolean(b.silenced_by) || RANK[a.severity] - RANK[b.severity] || b.since - a.since);
 
-/** {level: ok | warn | bad | idle, title, reasons}: the first thing that an operator reads. */
+/** {level: ok | warn | bad | idle, title, reasons}: what an operator reads first. */
 export function verdict(model, now) {
   const { status } = model;
   const reasons = [];
   const add = (level, what) => reasons.push({ level, what });
   const alerts = firing(model);
-  const loud = alerts.filter((a) => a.severity !== "info");
-  for (const a of loud.filter((x) => !x.silenced_by).slice(0, 4)) {
+  const serious = alerts.filter((a) => a.severity !== "info");
+  for (const a of serious.filter((x) => !x.silenced_by).slice(0, 4)) {
     add(a.severity === "error" ? "bad" : "warn", `${a.kind} ${a.subject}: ${a.message}`);
   }
-  if (!model.job?.leader) add("bad", "No coordinator leads: what runs goes on, but nothing new is decided.");
-  if (status?.phase === "failed") add("bad", `The run has failed: ${status.message || "no reason was given"}`);
-  const over = status && RUN_OVER.includes(status.phase);
-  if (!over) {
-    for (const what of short(model)) add("warn", what);
-    const torn = [...model.engines.values()].filter((e) => e.state === "quarantined");
-    if (torn.length) add("warn", `${plural(torn.length, "engine is", "engines are")} quarantined.`);
-    const quiet = status ? now - status.updated_at : 0;
+  if (!model.job?.leader) add("bad", "There is no leader: running work continues, but no new decisions are made.");
+  if (status?.phase === "failed") add("bad", `The run has failed: ${status.message || "no reason is known"}`);
+  const ended = status && RUN_ENDED.includes(status.phase);
+  if (!ended) {
+    for (const what of shortPools(model)) add("warn", what);
+    const quarantined = [...model.engines.values()].filter((e) => e.state === "quarantined");
+    if (quarantined.length) add("warn", `${plural(quarantined.length, "engine is", "engines are")} quarantined.`);
+    const sinceProgress = status ? now - status.updated_at : 0;
     const usual = Math.max(60, 10 * model.stepSeconds);
-    if (status?.updated_at && quiet > usual) {
-      add("warn", `No progress for ${duration(quiet)}; the last word was step ${status.step} (${status.phase}).`);
+    if (status?.updated_at && sinceProgress > usual) {
+      add("warn", `No progress for ${duration(sinceProgress)}; the last report was step ${status.step} (${status.phase}).`);
     }
   }
-  const level = reasons.some((r) => r.level === "bad") ? "bad" : reasons.length ? "warn" : over || !status ? "idle" : "ok";
-  const hushed = loud.filter((a) => a.silenced_by).length;
-  if (hushed) reasons.push({ level: "idle", what: `${plural(hushed, "alert is", "alerts are")} silenced.` });
+  const level = reasons.some((r) => r.level === "bad") ? "bad" : reasons.length ? "warn" : ended || !status ? "idle" : "ok";
+  const silenced = serious.filter((a) => a.silenced_by).length;
+  if (silenced) reasons.push({ level: "idle", what: `${plural(silenced, "alert is", "alerts are")} silenced.` });
   return { level, title: title(level, model), reasons };
 }
 
 function title(level, model) {
   const { status } = model;
   const active = model.active().length;
-  const doing = active ? ` ${plural(active, "operation")} under way.` : "";
-  if (level === "bad") return `Something is broken.${doing || " Nothing is under way."}`;
-  if (level === "warn") return `It runs, but not all is well.${doing}`;
+  const operations = active ? ` ${plural(active, "operation")} running.` : "";
+  if (level === "bad") return `Something is broken.${operations || " No operation is running."}`;
+  if (level === "warn") return `The job runs with warnings.${operations}`;
   if (!status) return "No run yet. The cluster is up.";
-  if (status.phase === "finished") return `The run has finished after ${plural(status.step, "step")}.`;
-  return `All is well.${doing}`;
+  if (status.phase === "finished") return `The run finished after ${plural(status.step, "step")}.`;
+  return `All is well.${operations}`;
 }
 
-function* short(model) {
+function* shortPools(model) {
   const pools = [...model.pools.values()].filter((p) => p.ready < p.desired);
-  if (pools.length > 3) yield `${pools.length} pools have fewer engines than wanted.`;
+  if (pools.length > 3) yield `${pools.length} pools have fewer engines than desired.`;
   else {
     for (const p of pools) {
-      const coming = p.starting ? `, ${p.starting} starting` : "";
-      yield `Pool ${p.name} has ${p.ready} of ${p.desired} engines ready${coming}.`;
+      const starting = p.starting ? `, ${p.starting} starting` : "";
+      yield `Pool ${p.name} has ${p.ready} of ${p.desired} engines ready${starting}.`;
     }
   }
 }
@@ -63,7 +63,7 @@ function* short(model) {
 const mentions = (message, subject) =>
   message.split(/[\s,:;()]+/).some((word) => word.replace(/\.$/, "") === subject);
 
-/** What followed an alert: events about its subject since, and operations on it; the newest first. */
+/** Responses to an alert: later events about its subject, and operations on it; the newest first. */
 export function responses(alert, model) {
   const found = [];
   const group = alert.kind.split(".")[0];
@@ -81,7 +81,7 @@ export function responses(alert, model) {
   return found.sort((a, b) => b.at - a.at).slice(0, 3);
 }
 
-/** What an operation does, in words. */
+/** An operation in words. */
 export function describe(o) {
   const name = o.target.slice(o.target.indexOf("/") + 1);
   if (o.kind === "scale") return `Scale ${name} to ${o.params?.desired ?? "?"}`;

@@ -1,15 +1,17 @@
-// A table of records that shows the first ones and, when asked, all; rows keep their nodes, so a change touches a cell.
+// A table of records that shows the first ones or many; rows keep their nodes, so a change touches one cell.
 
 import { el, keyed, text, attr } from "./dom.js";
 
+const MOST = 200; // rows at once: a browser lays out thousands too slowly; the filter finds the others
+
 export class Listing {
   #all = false;
-  #wanted = "";
+  #query = "";
   #items = [];
 
   /**
-   * `columns`: {head, class, fill(cell, item)}; `key(item)`; `words(item)`: text that the filter looks at, where there
-   * shall be one; `empty`: what is said when there is nothing.
+   * `columns`: {head, class, fill(cell, item)}; `key(item)`; `words(item)`: text for the filter, null: no filter;
+   * `empty`: text of the empty table.
    */
   constructor(section, { columns, key, cap, noun, empty, words = null, head = "" }) {
     Object.assign(this, { columns, key, cap, noun, empty, words });
@@ -24,7 +26,7 @@ export class Listing {
     if (words) {
       this.filter = el("input", { type: "search", class: "filter", placeholder: `Filter ${noun}`,
         "aria-label": `Filter ${noun}`, autocomplete: "off", spellcheck: "false",
-        oninput: (e) => { this.#wanted = e.target.value.trim().toLowerCase(); this.#draw(); } });
+        oninput: (e) => { this.#query = e.target.value.trim().toLowerCase(); this.#draw(); } });
       section.querySelector("header").append(this.filter);
     }
   }
@@ -36,18 +38,21 @@ export class Listing {
 
   #draw() {
     const { columns, cap } = this;
-    const found = this.#wanted
-      ? this.#items.filter((item) => this.words(item).toLowerCase().includes(this.#wanted)) : this.#items;
-    const shown = this.#all ? found : found.slice(0, cap);
+    const found = this.#query
+      ? this.#items.filter((item) => this.words(item).toLowerCase().includes(this.#query)) : this.#items;
+    const shown = found.slice(0, this.#all ? MOST : cap);
     keyed(this.body, shown, this.key,
       () => el("tr", {}, ...columns.map((c, i) => el(i === 0 ? "th" : "td", { class: c.class, scope: i ? null : "row" }))),
       (row, item) => columns.forEach((c, i) => c.fill(row.children[i], item, row)));
     this.box.hidden = !shown.length;
-    this.none.hidden = shown.length > 0;
-    text(this.none, this.#wanted && this.#items.length ? `None of ${this.#items.length} ${this.noun} matches.` : this.empty);
+    const hidden = this.#all ? found.length - shown.length : 0;
+    this.none.hidden = shown.length > 0 && !hidden;
+    text(this.none, hidden ? `${hidden} more: use the filter.`
+      : this.#query && this.#items.length ? `None of ${this.#items.length} ${this.noun} matches.` : this.empty);
     this.more.hidden = found.length <= cap;
-    text(this.more, this.#all ? `Show the first ${cap}` : `Show all ${found.length} ${this.noun}`);
+    text(this.more, this.#all ? `Show the first ${cap}`
+      : found.length > MOST ? `Show ${MOST} of ${found.length} ${this.noun}` : `Show all ${found.length} ${this.noun}`);
     attr(this.more, "aria-expanded", String(this.#all));
-    if (this.filter) this.filter.hidden = this.#items.length <= cap && !this.#wanted;
+    if (this.filter) this.filter.hidden = this.#items.length <= cap && !this.#query;
   }
 }

@@ -1,4 +1,4 @@
-// The job as the changes stream tells it: maps by kind, bounded, and what is derived from them.
+// The job by the stream of changes: maps by kind, bounded, and values derived from them.
 
 const LIMITS = { events: 500, versions: 100, operations: 200, steps: 1000 };
 const PLURAL = { pool: "pools", engine: "engines", version: "versions", operation: "operations", alert: "alerts",
@@ -15,7 +15,7 @@ const ID = {
 };
 
 export const ENDED = ["succeeded", "failed", "cancelled"];
-export const RUN_OVER = ["finished", "failed"];
+export const RUN_ENDED = ["finished", "failed"];
 
 export class Model {
   constructor() {
@@ -42,7 +42,7 @@ export class Model {
       return;
     }
     const many = PLURAL[kind];
-    if (!many) return; // a newer replica's
+    if (!many) return; // of a newer replica
     const map = this[many];
     if (object === null) map.delete(String(id));
     else {
@@ -54,7 +54,7 @@ export class Model {
 
   #trim(many) {
     const map = this[many];
-    if (many === "steps") { // every second point of the older half goes, so that a curve keeps its shape
+    if (many === "steps") { // drops every second point of the older half, so that a chart keeps its shape
       const old = [...map.values()].sort((a, b) => a.step - b.step).slice(0, map.size / 2);
       old.forEach((point, i) => { if (i % 2 && point.eval_accuracy === null) map.delete(String(point.step)); });
       if (map.size <= LIMITS.steps) return;
@@ -77,7 +77,7 @@ export class Model {
 
   points() { return [...this.steps.values()].sort((a, b) => a.step - b.step); }
 
-  /** Median seconds of the last 20 steps; 0 where nothing is known. */
+  /** Median seconds of the last 20 steps; 0 where none are known. */
   get stepSeconds() {
     const last = this.points().slice(-20).map((p) => p.seconds?.total ?? 0).filter((s) => s > 0).sort((a, b) => a - b);
     return last.length ? last[Math.floor(last.length / 2)] : 0;

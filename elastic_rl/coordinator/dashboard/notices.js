@@ -1,4 +1,4 @@
-// What came of the operator's own changes: a card for each operation, kept true until it has ended.
+// Results of the operator's own changes: a card for each operation, updated until it has ended.
 
 import { el, text } from "./dom.js";
 import { describe } from "./health.js";
@@ -6,7 +6,7 @@ import { ENDED } from "./model.js";
 import { OperationCard } from "./operations.js";
 
 const MOST = 3;
-const STAY_MS = 12_000; // of one that went well; a failure stays until it is closed
+const SHOWN_MS = 12_000; // of a success; a failure stays until it is closed
 
 export class Notices {
   #cards = new Map();
@@ -33,7 +33,7 @@ export class Notices {
   say(what) {
     const node = el("div", { class: "notice" }, el("div", { class: "line" }, el("strong", { text: what })));
     this.#add(node, what);
-    setTimeout(() => node.remove(), STAY_MS);
+    setTimeout(() => node.remove(), SHOWN_MS);
   }
 
   render(model) {
@@ -46,9 +46,9 @@ export class Notices {
   #show(id, operation) {
     const card = this.#cards.get(id);
     card.show(operation);
-    if (!ENDED.includes(operation.state) || card.over) return;
-    card.over = true;
-    if (operation.state !== "failed") setTimeout(() => this.#drop(id), STAY_MS);
+    if (!ENDED.includes(operation.state) || card.ended) return;
+    card.ended = true;
+    if (operation.state !== "failed") setTimeout(() => this.#drop(id), SHOWN_MS);
   }
 
   #add(node, name) {

@@ -1,4 +1,4 @@
-// What is being done: operations that run, with their progress and a way to cancel, then those that have ended.
+// Operations: the running ones with their progress and a way to cancel, then those that have ended.
 
 import { attr, badge, el, keyed, since, text } from "./dom.js";
 import { clock, duration, now, plural } from "./format.js";
@@ -8,7 +8,7 @@ import { ENDED } from "./model.js";
 const CAP = 6;
 const LEVEL = { running: "busy", succeeded: "ok", failed: "bad", cancelled: "idle" };
 
-/** The progress of an operation as a card; used by the list and by the notices. */
+/** An operation as a card; used by the list and by the notices. */
 export class OperationCard {
   constructor(tag, oncancel) {
     this.state = el("span");
@@ -27,23 +27,23 @@ export class OperationCard {
 
   show(o) {
     this.item = o;
-    const over = ENDED.includes(o.state);
+    const ended = ENDED.includes(o.state);
     badge(this.state, LEVEL[o.state] ?? "idle", o.state);
     text(this.name, describe(o));
-    since(this.when, over ? o.ended_at || o.updated_at : o.created_at);
+    since(this.when, ended ? o.ended_at || o.updated_at : o.created_at);
     attr(this.bar, "aria-label", `Progress of: ${describe(o)}`);
     attr(this.bar, "max", o.total || 1);
-    attr(this.bar, "value", over ? o.total || 1 : o.total ? o.done : null); // without a value: busy, nothing to count
-    this.bar.hidden = over;
-    const count = o.total && !over ? ` · ${o.done} of ${o.total}` : "";
-    const late = !over && o.deadline_at && now() > o.deadline_at ? " · past its deadline" : "";
-    text(this.phase, over ? `took ${duration((o.ended_at || o.updated_at) - o.created_at)}` : `${o.phase}${count}${late}`);
+    attr(this.bar, "value", ended ? o.total || 1 : o.total ? o.done : null); // without a value: indeterminate
+    this.bar.hidden = ended;
+    const count = o.total && !ended ? ` · ${o.done} of ${o.total}` : "";
+    const late = !ended && o.deadline_at && now() > o.deadline_at ? " · past its deadline" : "";
+    text(this.phase, ended ? `took ${duration((o.ended_at || o.updated_at) - o.created_at)}` : `${o.phase}${count}${late}`);
     text(this.who, [o.by ? `by ${o.by}` : "", o.params?.reason ? `“${o.params.reason}”` : ""].filter(Boolean).join(", "));
     text(this.message, o.error || o.message || "");
     this.message.hidden = !this.message.textContent;
-    this.cancel.hidden = o.state !== "running" || o.kind === "drain"; // what drains has left the router already
+    this.cancel.hidden = o.state !== "running" || o.kind === "drain"; // a draining engine has left the router
     attr(this.cancel, "aria-label", `Cancel: ${describe(o)}`);
-    attr(this.node, "title", `${o.id}, begun ${clock(o.created_at)}`);
+    attr(this.node, "title", `${o.id}, started ${clock(o.created_at)}`);
   }
 }
 
@@ -54,7 +54,7 @@ export class Operations {
     this.actions = actions;
     this.list = section.querySelector(".list");
     this.sum = section.querySelector(".sum");
-    this.none = el("p", { class: "none", text: "No operation is under way, and none is remembered." });
+    this.none = el("p", { class: "none", text: "There is no operation." });
     this.more = el("button", { type: "button", class: "more quiet",
       onclick: () => { this.#all = !this.#all; this.render(this.model); } });
     section.append(this.none, this.more);
@@ -67,7 +67,7 @@ export class Operations {
       .sort((a, b) => b.ended_at - a.ended_at);
     const all = [...active, ...ended];
     const cap = Math.max(CAP, Math.min(active.length, 20));
-    text(this.sum, active.length ? `${plural(active.length, "operation")} under way` : all.length ? "nothing now" : "");
+    text(this.sum, active.length ? `${active.length} running` : "");
     keyed(this.list, this.#all ? all : all.slice(0, cap), (o) => o.id,
       () => new OperationCard("li", (o) => this.actions.cancel(o)).node, (node, o) => node.card.show(o));
     this.list.hidden = !all.length;

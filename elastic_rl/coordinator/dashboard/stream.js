@@ -1,10 +1,10 @@
-// The server-sent events of the API, read with fetch: EventSource can send no Authorization header.
+// The Server-Sent Events of the API, read with fetch: EventSource does not show the status and body of a refusal.
 
 const FIRST_MS = 500;
 const LONGEST_MS = 10_000;
-const SILENCE_MS = 25_000; // the replica sends something every 10 s; after this it counts as gone
+const SILENCE_MS = 25_000; // the replica sends a comment every 10 s; after this it counts as gone
 
-/** Cuts a stream of text into frames {id, event, data}. */
+/** Parses a stream of text into frames {id, event, data}. */
 export class Parser {
   #rest = "";
   #frame = { id: null, event: "message", data: [] };
@@ -31,7 +31,7 @@ export class Parser {
 }
 
 /**
- * Keeps a stream open. `onframe(frame)` gets every frame; `onstate(state, detail)` hears "connecting", "live",
+ * Keeps a stream open. `onframe(frame)` gets every frame; `onstate(state, detail)` gets "connecting", "live",
  * "lost" ({reason, retryAt in ms}) and "denied" (401: it waits for `retry`). `open(headers, signal)` makes the request.
  */
 export class Stream {
@@ -63,9 +63,9 @@ export class Stream {
     }
   }
 
-  /** Tries again now: the token has changed, the network is back, or somebody pressed the button. */
+  /** Retries now. `fresh`: from a new snapshot, such as after a change of the session. */
   retry({ fresh = false } = {}) {
-    if (fresh) { this.#lastId = ""; this.#abort?.abort(new Error("starting anew")); }
+    if (fresh) { this.#lastId = ""; this.#abort?.abort(new Error("reconnecting")); }
     this.#failures = 0;
     this.#wake?.();
   }
@@ -82,12 +82,12 @@ export class Stream {
     this.#onstate("connecting", {});
     const abort = this.#abort = new AbortController();
     let watchdog = null;
-    const heard = () => {
+    const received = () => {
       clearTimeout(watchdog);
-      watchdog = setTimeout(() => abort.abort(new Error("the replica has gone silent")), SILENCE_MS);
+      watchdog = setTimeout(() => abort.abort(new Error("the replica is silent")), SILENCE_MS);
     };
     try {
-      heard();
+      received();
       const answer = await this.#open(this.#lastId ? { "Last-Event-ID": this.#lastId } : {}, abort.signal);
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       const parser = new Parser();
@@ -96,7 +96,7 @@ export class Stream {
       for (;;) {
         const { done, value } = await reader.read();
         if (done) return;
-        heard();
+        received();
         for (const frame of parser.push(value)) {
           this.#onframe(frame);
           if (frame.id) this.#lastId = frame.id;

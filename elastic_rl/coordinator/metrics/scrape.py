@@ -19,7 +19,7 @@ from elastic_rl.telemetry import metrics
 REQUESTS = metrics.counter("api_requests", "Requests to the admin API", ("method", "route", "status"))
 REQUEST_S = metrics.histogram("api_request_seconds", "Duration of a request to the admin API", ("method", "route"))
 
-_STORE_UP = metrics.gauge("store_up", "1 if etcd answered at this scrape")
+_ETCD_UP = metrics.gauge("etcd_up", "1 if etcd answered at this scrape")
 _LEADER = metrics.gauge("is_leader", "1 if this replica leads")
 _SCRAPE_S = metrics.gauge("scrape_store_seconds", "Time that reading the store took at this scrape")
 
@@ -35,16 +35,16 @@ class _Page:
 
 
 def scrape(etcd: EtcdClient, keys: Keys, cfg: Config, election: Election) -> bytes:
-    """Reads etcd and returns every metric in the Prometheus text format. Without etcd ``elastic_rl_store_up`` is 0 and
+    """Reads etcd and returns every metric in the Prometheus text format. Without etcd ``elastic_rl_etcd_up`` is 0 and
     the job's metrics are missing: an old value would look like a fresh one."""
     began = time.monotonic()
     found = _etcd(etcd.statuses())
     try:
         snapshot = SnapshotReader(etcd, keys, cfg).read()
         found += job_metrics.families(snapshot, job_metrics.read_counters(etcd, snapshot))
-        _STORE_UP.set(1)
+        _ETCD_UP.set(1)
     except EtcdUnavailable:
-        _STORE_UP.set(0)
+        _ETCD_UP.set(0)
     _SCRAPE_S.set(time.monotonic() - began)
     _LEADER.set(election.is_leader)
     return metrics.render() + generate_latest(_Page(found))  # type: ignore[arg-type]  # it needs collect alone

@@ -1,8 +1,8 @@
-"""What the admin API keeps to when its replicas change: idempotency, streams, TLS, and the client that retries."""
+"""The admin API over several replicas: idempotency, streams, TLS, and the client that retries."""
 
 from __future__ import annotations
 
-import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,14 +13,15 @@ import httpx
 import pytest
 from support.api_cluster import ApiCluster, Reader, problem
 from support.certificates import Authority
+from support.coordinators import AUTH, write_tokens
 from support.etcd_server import EtcdServers
 
 from elastic_rl import runtime
-from elastic_rl.coordinator.api import auth, idempotency, tls
+from elastic_rl.coordinator.api import idempotency, tls
 from elastic_rl.coordinator.api.idempotency import Done
 from elastic_rl.coordinator.client.admin_client import AdminClient, Changed, NotFound, OperationFailed
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.errors import ConfigError, DeadlineExceeded
+from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable
 from elastic_rl.etcd.records import Engine, EngineState, Member
 
 Build = Callable[..., ApiCluster]
@@ -30,135 +31,167 @@ Build = Callable[..., ApiCluster]
 def build(etcd_servers: EtcdServers, tmp_path: Path) -> Iterator[Build]:
     made: list[ApiCluster] = []
 
-    def one(*names: str, before: Callable[[ApiCluster], None] = lambda house: None, **settings: Any) -> ApiCluster:
+    def one(*names: str, before: Callable[[ApiCluster], None] = lambda cluster: None, **settings: Any) -> ApiCluster:
         made.append(ApiCluster(etcd_servers, tmp_path, **settings))
         before(made[-1])
         made[-1].start(*names)
         return made[-1]
 
     yield one
-    for house in made:
-        house.close()
+    for cluster in made:
+        cluster.close()
 
 
-def client_of(house: ApiCluster, ca_file: str = "") -> AdminClient:
-    urls = list(house.replicas.urls.values())
-    return AdminClient(ClusterInfo(house.keys.job, [], urls, "/nonexistent", "", "", ca_file))
+def client_of(cluster: ApiCluster, ca_file: str = "") -> AdminClient:
+    urls = list(cluster.replicas.urls.values())
+    return AdminClient(ClusterInfo(cluster.keys.job, [], urls, str(cluster.replicas.credentials), "", "", ca_file))
 
 
-def test_a_request_that_is_sent_again_after_its_leader_died_counts_once_and_streams_go_on(build: Build) -> None:
-    house = build("a", "b")
-    old = house.replicas.leader()
+def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(build: Build) -> None:
+    cluster = build("a", "b")
+    old = cluster.replicas.leader()
     new = "b" if old == "a" else "a"
-    headers = {"Idempotency-Key": "over-the-change"}
+    headers = {**AUTH, "Idempotency-Key": "over-the-change"}
 
     def scale(replica: str, desired: int) -> httpx.Response:
-        return httpx.post(f"{house.replicas.urls[replica]}/v1/pools/rollout/scale", json={"desired": desired},
+        return httpx.post(f"{cluster.replicas.urls[replica]}/v1/pools/rollout/scale", json={"desired": desired},
                           headers=headers, timeout=15)
 
-    with Reader(house.replicas.urls[old]) as reader:
+    with Reader(cluster.replicas.urls[old]) as reader:
         assert reader.next().event == "snapshot"
         first = scale(new, 4)  # through the follower
         assert first.status_code == 202
         last = reader.until(lambda f: f.data["kind"] == "operation" and f.data["id"] == first.json()["id"]).id
-    house.replicas.kill(old)
-    assert house.replicas.leader(not_=old) == new
+    cluster.replicas.kill(old)
+    assert cluster.replicas.leader(not_=old) == new
     runtime.wait_until(lambda: scale(new, 4).status_code == 202, timeout_s=10, what="the new leader's answer")
     again = scale(new, 4)
     assert again.headers["location"] == first.headers["location"]
     assert again.headers["idempotency-replayed"] == "true"
-    assert len(house.operations("rollout")) == 1
+    assert len(cluster.operations("rollout")) == 1
     problem(scale(new, 5), 422, "idempotency-key-reused")
-    with Reader(house.replicas.urls[new], last) as reader:
+    with Reader(cluster.replicas.urls[new], last) as reader:
         assert reader.next().event == "change"
         elected = reader.until(lambda f: f.data["kind"] == "job")
         assert elected.data["object"]["leader"]["replica"] == new and all(f.event == "change" for f in reader.seen)
 
 
-def test_the_leader_forgets_keys_after_a_day(build: Build) -> None:
-    def write(house: ApiCluster) -> None:
+def test_leader_deletes_keys_after_a_day(build: Build) -> None:
+    def write(cluster: ApiCluster) -> None:
         for name, age_s in (("old", idempotency.KEPT_S + 1), ("young", idempotency.KEPT_S - 3600)):
             done = Done(request="r", location="/v1/operations/x", at=time.time() - age_s)
-            house.etcd.put(house.keys.idempotency(name), done.encode())
+            cluster.etcd.put(cluster.keys.idempotency(name), done.encode())
 
-    house = build("a", before=write)
-    prefix = house.keys.idempotency_prefix()
-    runtime.wait_until(lambda: house.etcd.count(prefix) < 2, timeout_s=15, what="the trimming")
-    assert [kv.key for kv in house.etcd.range(prefix)[0]] == [house.keys.idempotency("young")]
+    cluster = build("a", before=write)
+    prefix = cluster.keys.idempotency_prefix()
+    runtime.wait_until(lambda: cluster.etcd.count(prefix) < 2, timeout_s=15, what="the trimming")
+    assert [kv.key for kv in cluster.etcd.range(prefix)[0]] == [cluster.keys.idempotency("young")]
 
 
-def test_replicas_and_clients_speak_tls_and_a_stranger_is_not_believed(build: Build, tmp_path: Path) -> None:
-    authority = Authority(tmp_path, "house")
+def test_replicas_and_clients_speak_tls_and_refuse_other_authorities(build: Build, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "cluster")
     mine = authority.issue("replica", hosts=["127.0.0.1"])
-    house = build("a", "b", coordinator={"tls_cert": str(mine.cert), "tls_key": str(mine.key),
+    cluster = build("a", "b", coordinator={"tls_cert": str(mine.cert), "tls_key": str(mine.key),
                                          "tls_ca": str(authority.cert)})
-    assert all(url.startswith("https://") for url in house.replicas.urls.values())
-    follower = "b" if house.replicas.leader() == "a" else "a"
+    assert all(url.startswith("https://") for url in cluster.replicas.urls.values())
+    follower = "b" if cluster.replicas.leader() == "a" else "a"
     ca = tls.trust(str(authority.cert))
-    with house.client(follower, verify=ca) as api:
+    with cluster.client(follower, verify=ca) as api:
         scaled = api.post("/v1/pools/rollout/scale", json={"desired": 3})
         assert scaled.status_code == 202, "forwarded to the leader over TLS"
         assert api.get("/v1/job").json()["leader"]["url"].startswith("https://")
-    client = client_of(house, ca_file=str(authority.cert))
+    client = client_of(cluster, ca_file=str(authority.cert))
     assert client.operation(scaled.json()["id"])["target"] == "pools/rollout"
-    with Reader(house.replicas.urls[follower], verify=ca) as reader:
+    with Reader(cluster.replicas.urls[follower], verify=ca) as reader:
         assert reader.next().event == "snapshot"
     for stranger in (tls.trust(""), tls.trust(str(Authority(tmp_path, "other").cert))):
         with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
-            httpx.get(f"{house.replicas.urls[follower]}/healthz", verify=stranger)
+            httpx.get(f"{cluster.replicas.urls[follower]}/healthz", verify=stranger)
     with pytest.raises(httpx.HTTPError):
-        httpx.get(f"http://{house.replicas.urls[follower].removeprefix('https://')}/healthz")
+        httpx.get(f"http://{cluster.replicas.urls[follower].removeprefix('https://')}/healthz")
     with pytest.raises(ConfigError, match="tls_ca"):
         tls.trust(str(tmp_path / "none.pem"))
 
 
-def test_a_token_that_is_withdrawn_ends_its_streams(build: Build, etcd_servers: EtcdServers, tmp_path: Path) -> None:
-    house = ApiCluster(etcd_servers, tmp_path, coordinator={"require_token": True})
-    table = tmp_path / house.keys.job / "cluster" / "tokens.json"
-    table.parent.mkdir(parents=True)
-
-    def let_in(*tokens: str) -> None:
-        entries = [{"name": t, "role": "viewer", "sha256": auth.digest(t)} for t in tokens]
-        fresh = table.with_suffix(".new")
-        fresh.write_text(json.dumps({"tokens": entries}))
-        fresh.chmod(0o600)
-        fresh.rename(table)
-
-    let_in("eve", "bob")
+def test_withdrawn_token_ends_its_streams(build: Build, etcd_servers: EtcdServers, tmp_path: Path) -> None:
+    cluster = ApiCluster(etcd_servers, tmp_path)
+    write_tokens(cluster.replicas.token_table, eve="viewer", bob="viewer")
     try:
-        house.start("a")
-        url, headers = f"{house.replicas.urls['a']}/v1/changes", {"Authorization": "Bearer eve"}
+        cluster.start("a")
+        url, headers = f"{cluster.replicas.urls['a']}/v1/changes", {"Authorization": "Bearer eve"}
         problem(httpx.get(url, timeout=10), 401, "unauthorized")
         with httpx.stream("GET", url, headers=headers, timeout=30) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("retry")
-            let_in("bob")
+            write_tokens(cluster.replicas.token_table, bob="viewer")
             assert all(not line.startswith("nothing") for line in lines), "it ends"
         problem(httpx.get(url, headers=headers, timeout=10), 401, "unknown-token")
     finally:
-        house.close()
+        cluster.close()
+
+
+def test_renewed_certificates_and_authority_are_used_without_a_restart(build: Build, tmp_path: Path) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    live = {name: tmp_path / f"live-{name}.pem" for name in ("cert", "key", "ca")}
+
+    def install(authority: Authority) -> None:
+        identity = authority.issue("replica", hosts=["127.0.0.1"])
+        for name, source in (("cert", identity.cert), ("key", identity.key), ("ca", authority.cert)):
+            partial = live[name].with_suffix(".partial")
+            shutil.copy(source, partial)
+            partial.rename(live[name])
+
+    install(old)
+    cluster = build("a", "b", coordinator={f"tls_{name}": str(path) for name, path in live.items()})
+    follower = "b" if cluster.replicas.leader() == "a" else "a"
+    client = client_of(cluster, ca_file=str(live["ca"]))
+    assert client.get("/v1/job")["leader"]
+    with Reader(cluster.replicas.urls[follower], verify=tls.trust(str(old.cert))) as reader:
+        assert reader.next().event == "snapshot"
+        install(new)
+
+        def renewed(replica: str) -> bool:
+            try:
+                with cluster.client(replica, verify=tls.trust(str(new.cert))) as api:
+                    return api.post("/v1/pools/rollout/scale", json={"desired": 4}).status_code == 202
+            except httpx.ConnectError:
+                return False
+
+        for replica in ("a", "b"):  # the follower's connection to the leader is new as well
+            runtime.wait_until(lambda r=replica: renewed(r), timeout_s=60, what=f"the new certificate of {replica}")
+        with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
+            httpx.get(f"{cluster.replicas.urls[follower]}/healthz", verify=tls.trust(str(old.cert)), timeout=20)
+        runtime.wait_until(lambda: _answers(client), timeout_s=60, what="the client, which follows its file too")
+        reader.until(lambda f: f.data["kind"] == "pool" and f.data["object"]["desired"] == 4)
+
+
+def _answers(client: AdminClient) -> bool:
+    try:
+        return bool(client.get("/v1/job"))
+    except EtcdUnavailable:
+        return False
 
 
 # -- the client --------------------------------------------------------------------------------------------------------
-def test_the_client_carries_a_change_over_the_death_of_the_leader_and_applies_it_once(build: Build) -> None:
-    house = build("a", "b")
-    client = client_of(house)
-    old = house.replicas.leader()
-    threading.Timer(0.2, house.replicas.kill, (old,)).start()
+def test_client_applies_a_change_once_over_the_death_of_the_leader(build: Build) -> None:
+    cluster = build("a", "b")
+    client = client_of(cluster)
+    old = cluster.replicas.leader()
+    threading.Timer(0.2, cluster.replicas.kill, (old,)).start()
     done = [client.scale("rollout", n)["id"] for n in range(3, 9)]
-    runtime.wait_until(lambda: old not in house.replicas.running, timeout_s=10, what="the leader's end")
+    runtime.wait_until(lambda: old not in cluster.replicas.running, timeout_s=10, what="the leader's end")
     done.append(client.scale("rollout", 9)["id"])
-    assert sorted(op.id for op in house.operations("rollout")) == sorted(done), "each asked for once is there once"
+    assert sorted(op.id for op in cluster.operations("rollout")) == sorted(done), "each one exists once"
     assert client.get("/v1/pools/rollout")["desired"] == 9
 
 
-def test_the_client_follows_listings_and_operations_and_tells_refusals_apart(build: Build) -> None:
-    house = build("a")
-    client, keys = client_of(house), house.keys
-    house.bulk([(keys.member("crowd", f"{n:04d}"), Member(role="crowd", id=f"{n:04d}", pid=1, host="h"))
+def test_client_follows_listings_and_operations_and_raises_typed_refusals(build: Build) -> None:
+    cluster = build("a")
+    client, keys = client_of(cluster), cluster.keys
+    cluster.bulk([(keys.member("many", f"{n:04d}"), Member(role="many", id=f"{n:04d}", pid=1, host="h"))
                 for n in range(1005)])
-    assert [m["id"] for m in client.items("/v1/members?role=crowd")] == [f"{n:04d}" for n in range(1005)]
-    assert len(client.items("/v1/members?role=crowd", most=7)) == 7
+    assert [m["id"] for m in client.items("/v1/members?role=many")] == [f"{n:04d}" for n in range(1005)]
+    assert len(client.items("/v1/members?role=many", most=7)) == 7
     planned = client.scale("rollout", 5, dry_run=True)
     assert planned["params"]["desired"] == 5 and client.get("/v1/pools/rollout")["desired"] == 2
     scaled = client.scale("rollout", 5)
@@ -172,6 +205,6 @@ def test_the_client_follows_listings_and_operations_and_tells_refusals_apart(bui
     with pytest.raises(NotFound) as missing:
         client.drain("none")
     assert missing.value.kind == "not-found"
-    house.etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
+    cluster.etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
     with pytest.raises(Changed, match="drains"):
         client.cancel(client.drain("e1")["id"])

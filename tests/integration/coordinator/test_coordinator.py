@@ -15,10 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support.coordinators import Replicas
+from support.coordinators import AUTH, Replicas, write_tokens
 
 from elastic_rl import runtime
-from elastic_rl.coordinator.api import auth
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -51,6 +50,11 @@ def items(api: httpx.Client, what: str) -> list[dict[str, Any]]:
     return list(api.get(f"/v1/{what}").json()["items"])
 
 
+def alerts(replicas: Replicas, name: str = "a") -> list[dict[str, Any]]:
+    with httpx.Client(base_url=replicas.urls[name], headers=AUTH, timeout=10) as api:
+        return items(api, "alerts")
+
+
 def problem(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
@@ -64,7 +68,7 @@ def test_the_api_answers_reads_takes_changes_and_explains_what_it_refuses(start:
     replicas = start("a")
     etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
     etcd.put(keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2, starting=0, draining=0).encode())
-    with httpx.Client(base_url=replicas.urls["a"], timeout=10) as api:
+    with httpx.Client(base_url=replicas.urls["a"], headers=AUTH, timeout=10) as api:
         job = api.get("/v1/job").json()
         assert job["job"] == keys.job and job["leader"]["replica"] == "a" and job["status"] is None
         assert [p["name"] for p in items(api, "pools")] == ["rollout"]
@@ -104,14 +108,8 @@ def test_the_api_answers_reads_takes_changes_and_explains_what_it_refuses(start:
 
 
 def test_tokens_say_who_may_do_what(start: Start, tmp_path: Path, keys: Keys) -> None:
-    folder = tmp_path / keys.job / "cluster"
-    folder.mkdir(parents=True)
-    table = folder / "tokens.json"
-    table.write_text(json.dumps({"tokens": [
-        {"name": "eve", "role": "viewer", "sha256": auth.digest("look")},
-        {"name": "ada", "role": "operator", "sha256": auth.digest("do")}]}))
-    table.chmod(0o600)
-    replicas = start("a", coordinator={"require_token": True})
+    write_tokens(tmp_path / keys.job / "cluster" / "tokens.json", eve="viewer", ada="operator")
+    replicas = start("a")
 
     def call(method: str, token: str | None, **more: Any) -> httpx.Response:
         headers = {"If-Match": "*"} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -120,9 +118,9 @@ def test_tokens_say_who_may_do_what(start: Start, tmp_path: Path, keys: Keys) ->
     problem(call("GET", None), 401, "unauthorized")
     assert "Bearer" in call("GET", "wrong").headers["www-authenticate"]
     problem(call("GET", "wrong"), 401, "unknown-token")
-    assert call("GET", "look").status_code == 200
-    problem(call("PATCH", "look", json={"desired": 3}), 403, "forbidden")
-    assert call("PATCH", "do", json={"desired": 3}).json()["desired"] == 3
+    assert call("GET", "eve").status_code == 200
+    problem(call("PATCH", "eve", json={"desired": 3}), 403, "forbidden")
+    assert call("PATCH", "ada", json={"desired": 3}).json()["desired"] == 3
     assert httpx.get(f"{replicas.urls['a']}/healthz").status_code == 200
 
 
@@ -131,24 +129,25 @@ def test_a_follower_forwards_writes_and_leads_after_the_leader_was_killed(start:
     replicas = start("a", "b")
     old = replicas.leader()
     new = "b" if old == "a" else "a"
-    answer = httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": 5}, headers={"If-Match": "*"},
-                         timeout=10)
+
+    def patch(desired: int, etag: str = "*") -> httpx.Response:
+        return httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": desired},
+                           headers={**AUTH, "If-Match": etag}, timeout=10)
+
+    answer = patch(5)
     assert answer.status_code == 200 and answer.headers["etag"]
     assert told(etcd, keys, "pool.scaled")[-1].data["replica"] == old
-    problem(httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": 6}, headers={"If-Match": '"1"'},
-                        timeout=10), 412, "precondition-failed")
+    problem(patch(6, '"1"'), 412, "precondition-failed")
     replicas.kill(old)
     assert replicas.leader(not_=old) == new
     runtime.wait_until(lambda: told(etcd, keys, "coordinator.dead", old), timeout_s=10, what="the death's event")
     runtime.wait_until(lambda: len(told(etcd, keys, "leader.elected", new)) == 1, timeout_s=5, what="its event")
     assert len(told(etcd, keys, "leader.elected", old)) == 1
-    assert httpx.patch(f"{replicas.urls[new]}/v1/pools/rollout", json={"desired": 2}, headers={"If-Match": "*"},
-                       timeout=10).status_code == 200
-    alerts = httpx.get(f"{replicas.urls[new]}/v1/alerts", timeout=10).json()["items"]
-    assert [(a["kind"], a["subject"], a["phase"]) for a in alerts] == [("coordinator.dead", old, "firing")]
+    assert patch(2).status_code == 200
+    assert [(a["kind"], a["subject"], a["phase"]) for a in alerts(replicas, new)] == [
+        ("coordinator.dead", old, "firing")]
     replicas.start(old)
-    runtime.wait_until(lambda: not httpx.get(f"{replicas.urls[new]}/v1/alerts").json()["items"], timeout_s=10,
-                         what="the end of the alert")
+    runtime.wait_until(lambda: not alerts(replicas, new), timeout_s=10, what="the end of the alert")
     assert len(told(etcd, keys, "coordinator.returned", old)) == 1
     assert len(told(etcd, keys, "coordinator.dead")) == 1
 
@@ -248,16 +247,14 @@ def test_members_that_close_are_not_missed_and_an_engine_that_dies_is_told_once(
     assert Engine.decode(etcd.get(keys.engine("e1")).value).state is EngineState.DEAD
     events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING,
                 incarnation="i")
-    runtime.wait_until(lambda: len(httpx.get(f"{replicas.urls['a']}/v1/alerts").json()["items"]) == 1, timeout_s=5,
-                         what="the alert")
+    runtime.wait_until(lambda: len(alerts(replicas)) == 1, timeout_s=5, what="the alert")
     assert len(told(etcd, keys, "engine.dead")) == 1 and not told(etcd, keys, "actor.dead")
     # A runner that reports its server's death and then closes is told once as well.
     runner = Membership(etcd, keys, "engine", "e2", ttl_s=2).start()
     runtime.wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=5, what="the sighting")
     events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR, incarnation=runner.incarnation)
     runner.close()
-    runtime.wait_until(lambda: {a["subject"] for a in httpx.get(f"{replicas.urls['a']}/v1/alerts").json()["items"]}
-                         == {"e1", "e2"}, timeout_s=5, what="its alert")
+    runtime.wait_until(lambda: {a["subject"] for a in alerts(replicas)} == {"e1", "e2"}, timeout_s=5, what="its alert")
     assert len(told(etcd, keys, "engine.dead", "e2")) == 1
 
 
@@ -285,7 +282,7 @@ def test_an_engine_whose_weights_differ_from_most_is_taken_out_and_told_once(sta
 def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> list[tuple[int, str]]:
     """The first ``count`` events of a stream as (id, event)."""
     got: list[tuple[int, str]] = []
-    with httpx.stream("GET", url, headers={"Accept": "text/event-stream", **(headers or {})},
+    with httpx.stream("GET", url, headers={**AUTH, "Accept": "text/event-stream", **(headers or {})},
                       timeout=httpx.Timeout(15)) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         number = 0
@@ -347,9 +344,9 @@ def test_a_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: A
             etcd3_cluster.stop(i)
         url = replicas.urls["a"]
         problem(httpx.get(f"{url}/readyz", timeout=15), 503, "store-unavailable")
-        problem(httpx.get(f"{url}/v1/pools", timeout=15), 503, "store-unavailable")
+        problem(httpx.get(f"{url}/v1/pools", headers=AUTH, timeout=15), 503, "store-unavailable")
         assert httpx.get(f"{url}/healthz").status_code == 200
-        assert "elastic_rl_store_up 0.0" in httpx.get(f"{url}/metrics", timeout=15).text
+        assert "elastic_rl_store_up 0.0" in httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
         for i in range(3):
             etcd3_cluster.cont(i)
         runtime.wait_until(lambda: replicas.ready("a"), timeout_s=20, what="readiness")

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.coordinators import Replicas
+from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 from support.monitoring import expressions, metrics_of, promtool
 
@@ -47,7 +47,7 @@ def replicas(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[
 
 
 def text_of(replicas: Replicas, name: str) -> str:
-    return httpx.get(f"{replicas.urls[name]}/metrics", timeout=15).text
+    return httpx.get(f"{replicas.urls[name]}/metrics", headers=AUTH, timeout=15).text
 
 
 def scrape(replicas: Replicas, name: str) -> Scraped:

@@ -12,18 +12,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from support.coordinators import Replicas
+from support.coordinators import Replicas, write_tokens
 from support.etcd_server import EtcdServers
 
 from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
-from elastic_rl.coordinator.api import auth
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -38,22 +38,27 @@ _LIMIT_S = 30.0
 
 @dataclass
 class Control:
-    """Two coordinators, the records that they look at, and the command line."""
+    """Two coordinators, their records, and the command line."""
 
     replicas: Replicas
     etcd: EtcdClient
     keys: Keys
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     posted: list[str] = field(default_factory=list)
-    """What the service for alerts got."""
+    """What the notification service received."""
 
     @property
-    def place(self) -> str:
-        return "--url=" + ",".join(self.replicas.urls[name] for name in self.replicas.running)
+    def target(self) -> list[str]:
+        """Options that name the cluster."""
+        return ["--url=" + ",".join(self.replicas.urls[name] for name in self.replicas.running), self.token_file]
+
+    @property
+    def token_file(self) -> str:
+        return f"--token-file={self.replicas.credentials}"
 
     def start(self, *args: str, **more: Any) -> subprocess.Popen[bytes]:
         """The command line as a process of its own."""
-        self.running.append(subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", *args, self.place],
+        self.running.append(subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", *args, *self.target],
                                              **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}))
         return self.running[-1]
 
@@ -126,11 +131,11 @@ def control(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory,
 def run(control: Control, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line in this process: exit code, stdout and stderr."""
 
-    def call(*args: str, place: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    def call(*args: str, target: Sequence[str] = ()) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as e:
-            main.main([*args, *(place or (control.place,))])
-        said = capsys.readouterr()
-        return int(e.value.code or 0), said.out, said.err
+            main.main([*args, *(target or control.target)])
+        captured = capsys.readouterr()
+        return int(e.value.code or 0), captured.out, captured.err
 
     return call
 
@@ -167,7 +172,7 @@ def meanwhile(act: Callable[[], None]) -> threading.Thread:
 
 # -- operations --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_a_scale_that_is_waited_for_tells_how_far_it_is_and_ends_with_the_last_engine(
+def test_scale_with_wait_shows_progress_until_the_last_engine_is_ready(
         control: Control, run: Run, output: str) -> None:
     control.pool("e0", desired=1)
     before = len(control.operations())
@@ -180,51 +185,51 @@ def test_a_scale_that_is_waited_for_tells_how_far_it_is_and_ends_with_the_last_e
         control.engine("e2")
 
     acting = meanwhile(driver)
-    code, said, told = run("scale", "3", "--wait", "-o", output)
+    code, stdout, stderr = run("scale", "3", "--wait", "-o", output)
     acting.join(_LIMIT_S)
-    assert code == Exit.OK, told
-    assert "scale of pools/rollout: accepted" in told, "progress goes to stderr"
+    assert code == Exit.OK, stderr
+    assert "scale of pools/rollout: accepted" in stderr, "progress goes to stderr"
     if output == "json":
-        assert json.loads(said)["state"] == "succeeded"
+        assert json.loads(stdout)["state"] == "succeeded"
     else:
-        assert "succeeded: scale of pools/rollout to 3" in said and "3 engines are ready" in said
+        assert "succeeded: scale of pools/rollout to 3" in stdout and "3 engines are ready" in stdout
 
 
-def test_when_the_time_is_up_the_operation_goes_on_and_can_be_taken_back(control: Control, run: Run) -> None:
+def test_operation_continues_after_a_timeout_and_can_be_cancelled(control: Control, run: Run) -> None:
     control.pool("e0", desired=1)
-    code, said, told = run("scale", "4", "--wait", "--timeout", "1")
+    code, stdout, stderr = run("scale", "4", "--wait", "--timeout", "1")
     op = control.operations()[-1]
-    assert code == Exit.DEADLINE and not said
-    assert "goes on" in told and f"elastic-rl operations cancel {op.id}" in told
-    assert control.place in told, "the next command must mean the same cluster"
+    assert code == Exit.DEADLINE and not stdout
+    assert "continues" in stderr and f"elastic-rl operations cancel {op.id}" in stderr
+    assert all(option in stderr for option in control.target), "the next command must address the same cluster"
     assert not op.state.ended
     assert [o["id"] for o in json.loads(run("operations", "--state", "running", "-o", "json")[1])] == [op.id]
     assert "1/4" in run("operations", "--limit=1")[1]
 
     assert run("operations", "cancel", op.id)[0] == Exit.OK
-    code, said, told = run("operations", "wait", op.id, "-o", "json")
-    assert (code, json.loads(said)["state"]) == (Exit.FAILED, "cancelled") and "cancelled by" in told
+    code, stdout, stderr = run("operations", "wait", op.id, "-o", "json")
+    assert (code, json.loads(stdout)["state"]) == (Exit.FAILED, "cancelled") and "cancelled by" in stderr
     assert "cancelled" in run("operations", "show", op.id)[1]
-    code, _, told = run("operations", "show", "op-none")
-    assert code == Exit.REFUSED and "hint: `elastic-rl operations`" in told
+    code, _, stderr = run("operations", "show", "op-none")
+    assert code == Exit.REFUSED and "hint: `elastic-rl operations`" in stderr
 
 
-def test_an_interrupt_leaves_the_operation_running_and_says_how_to_go_on(control: Control) -> None:
+def test_operation_continues_after_an_interrupt(control: Control) -> None:
     control.pool("e0", desired=1)
     process = control.start("scale", "5", "--wait")
-    said = Lines(process, "stderr")
-    said.until(lambda lines: any("1/5" in line for line in lines), "progress")
+    lines = Lines(process, "stderr")
+    lines.until(lambda found: any("1/5" in line for line in found), "progress")
     assert interrupted(process) == Exit.INTERRUPTED
     op = control.operations()[-1]
-    said.until(lambda lines: any(f"elastic-rl operations cancel {op.id}" in line for line in lines), "the way on")
+    lines.until(lambda found: any(f"elastic-rl operations cancel {op.id}" in line for line in found), "the hint")
     assert not op.state.ended
 
 
-def test_a_drain_ends_with_the_replacement_and_a_dry_run_changes_nothing(control: Control, run: Run) -> None:
+def test_drain_ends_with_the_replacement_and_a_dry_run_changes_nothing(control: Control, run: Run) -> None:
     control.pool("e0", "e1", desired=2)
     before = len(control.operations())
-    code, said, _ = run("drain", "e1", "--dry-run")
-    assert code == Exit.OK and "would be done: engine e1 leaves pool rollout" in said
+    code, stdout, _ = run("drain", "e1", "--dry-run")
+    assert code == Exit.OK and "would be done: engine e1 leaves pool rollout" in stdout
     assert len(control.operations()) == before
 
     def driver() -> None:
@@ -234,38 +239,45 @@ def test_a_drain_ends_with_the_replacement_and_a_dry_run_changes_nothing(control
         control.engine("e2")
 
     acting = meanwhile(driver)
-    code, said, told = run("drain", "e1", "--wait")
+    code, stdout, stderr = run("drain", "e1", "--wait")
     acting.join(_LIMIT_S)
-    assert code == Exit.OK, told
-    assert "engine e1 has left pool rollout" in said
-    code, _, told = run("drain", "e1")
-    assert code == Exit.REFUSED and "no engine" in told and "elastic-rl engines" in told
+    assert code == Exit.OK, stderr
+    assert "engine e1 has left pool rollout" in stdout
+    code, _, stderr = run("drain", "e1")
+    assert code == Exit.REFUSED and "no engine" in stderr and "elastic-rl engines" in stderr
 
 
-def test_a_restart_is_begun_with_yes_and_can_be_cancelled(control: Control, run: Run) -> None:
-    code, said, _ = run("restart", "trainer", "--reason", "new driver", "--yes", "-o", "json")
-    op = json.loads(said)
+def test_restart_is_confirmed_by_an_option_and_can_be_cancelled(control: Control, run: Run) -> None:
+    code, stdout, _ = run("restart", "trainer", "--reason", "new driver", "--yes", "-o", "json")
+    op = json.loads(stdout)
     assert code == Exit.OK and op["params"]["reason"] == "new driver"
     assert "cancelled: restart of trainer" in run("operations", "cancel", op["id"])[1]
     assert run("restart", "everything")[0] == Exit.REFUSED
 
 
-def test_an_engine_is_adopted_or_it_is_said_why_not(control: Control, run: Run) -> None:
+def test_external_engine_is_registered_or_the_reason_is_printed(control: Control, run: Run) -> None:
     before, url = len(control.operations()), "http://10.0.0.9:30000"
-    code, said, _ = run("adopt", url, "--dry-run")
-    assert code == Exit.OK and f"{url} joins pool rollout" in said and len(control.operations()) == before
+    code, stdout, _ = run("engines", "register", url, "--dry-run")
+    assert code == Exit.OK and f"{url} joins pool rollout" in stdout and len(control.operations()) == before
 
     def driver() -> None:
         key, at = control.keys.external_engine(url), control.begun(before).params["url"]
-        wish = ExternalEngine.decode(control.etcd.get(key).value)
-        control.etcd.put(key, wish.replace(ended=f"no SGLang server answers at {at}").encode())
+        request = ExternalEngine.decode(control.etcd.get(key).value)
+        control.etcd.put(key, request.replace(ended=f"no SGLang server answers at {at}").encode())
 
     acting = meanwhile(driver)
-    code, _, told = run("adopt", url, "--wait")
+    code, _, stderr = run("engines", "register", url, "--wait")
     acting.join(_LIMIT_S)
-    assert code == Exit.FAILED and "no SGLang server answers" in told
+    assert code == Exit.FAILED and "no SGLang server answers" in stderr
     assert control.etcd.get(control.keys.external_engine(url)) is None
-    assert run("adopt", "moon")[0] == run("adopt", url, "--pool", "none")[0] == Exit.REFUSED
+    control.pool("e0", desired=1)
+    control.engine("x0", external=True, url=url)
+    code, stdout, _ = run("engines", "deregister", "x0")
+    assert code == Exit.OK and "begun: drain of engines/x0" in stdout
+    code, _, stderr = run("engines", "deregister", "e0")
+    assert code == Exit.REFUSED and "was started by its pool" in stderr
+    assert "x0" in run("engines")[1], "without a command it lists"
+    assert run("engines", "register", "moon")[0] == run("engines", "register", url, "--pool", "none")[0] == Exit.REFUSED
 
 
 class Terminal:
@@ -300,14 +312,14 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def test_on_a_terminal_a_restart_asks_and_only_a_yes_begins_it(control: Control) -> None:
+def test_restart_asks_on_a_terminal(control: Control) -> None:
     def wanted() -> int:
         found = control.etcd.get(control.keys.restart("trainer"))
         return RestartRequest.decode(found.value).generation if found else 0
 
     before = wanted()
     asked = Terminal(control, "restart", "trainer")
-    asked.until("Start trainer anew? [y/N]")
+    asked.until("Restart trainer? [y/N]")
     asked.type("n\n")
     assert asked.end() == Exit.FAILED and wanted() == before
     asked = Terminal(control, "restart", "trainer")
@@ -318,20 +330,20 @@ def test_on_a_terminal_a_restart_asks_and_only_a_yes_begins_it(control: Control)
 
 
 # -- watching ----------------------------------------------------------------------------------------------------------
-def test_a_watch_in_a_pipe_tells_changes_and_no_heartbeats(control: Control) -> None:
+def test_watch_in_a_pipe_prints_changes_without_heartbeats(control: Control) -> None:
     control.pool("w0", desired=1)
     process = control.start("engines", "--watch", "-o", "json")
-    said = Lines(process)
-    said.until(lambda lines: len(lines) == 1, "the first state")
+    lines = Lines(process)
+    lines.until(lambda found: len(found) == 1, "the first state")
     control.engine("w0", updated_at=time.time())
     control.engine("w0", state=EngineState.DRAINING, updated_at=time.time())
-    said.until(lambda lines: len(lines) >= 2, "the change")
-    states = [json.loads(line)[0]["state"] for line in said.seen]
+    lines.until(lambda found: len(found) >= 2, "the change")
+    states = [json.loads(line)[0]["state"] for line in lines.seen]
     assert states == ["ready", "draining"]
     assert interrupted(process) == Exit.OK
 
 
-def test_a_watch_on_a_terminal_redraws_in_place_and_ends_with_ctrl_c(control: Control) -> None:
+def test_watch_on_a_terminal_redraws_in_place_and_ends_with_ctrl_c(control: Control) -> None:
     control.pool("w0", desired=1)
     watching = Terminal(control, "engines", "--watch", columns=60)
     watching.until("Ctrl-C ends")
@@ -342,49 +354,49 @@ def test_a_watch_on_a_terminal_redraws_in_place_and_ends_with_ctrl_c(control: Co
     assert watching.end() == Exit.OK
 
 
-def test_events_are_followed_over_a_killed_replica_without_a_gap_or_a_repetition(control: Control) -> None:
+def test_events_are_followed_over_a_killed_replica(control: Control) -> None:
     control.replicas.start("c")
     order = ["c", "a", "b"]
     urls = "--url=" + ",".join(control.replicas.urls[n] for n in order)
     process = subprocess.Popen([sys.executable, "-m", "elastic_rl.cli.main", "events", "--follow", "--kind",
-                                "test.*", "-o", "json", urls], stdout=subprocess.PIPE)
+                                "test.*", "-o", "json", urls, control.token_file], stdout=subprocess.PIPE)
     control.running.append(process)
-    said = Lines(process)
+    lines = Lines(process)
 
-    def tell(number: int) -> None:
-        events.emit(control.etcd, control.keys, "test.told", str(number), f"number {number}")
-        events.emit(control.etcd, control.keys, "other.told", str(number), "not wanted")
+    def emit(number: int) -> None:
+        events.emit(control.etcd, control.keys, "test.followed", str(number), f"number {number}")
+        events.emit(control.etcd, control.keys, "other.followed", str(number), "not wanted")
 
     for number in range(3):
-        tell(number)
-    said.until(lambda lines: len(lines) >= 3, "the first three")
+        emit(number)
+    lines.until(lambda found: len(found) >= 3, "the first three")
     control.replicas.kill("c")
     for number in range(3, 6):
-        tell(number)
-    said.until(lambda lines: len(lines) >= 6, "those after the kill")
+        emit(number)
+    lines.until(lambda found: len(found) >= 6, "those after the kill")
     control.replicas.leader()
-    tell(6)
-    said.until(lambda lines: len(lines) >= 7, "the last one")
-    assert [json.loads(line)["subject"] for line in said.seen] == [str(n) for n in range(7)]
+    emit(6)
+    lines.until(lambda found: len(found) >= 7, "the last one")
+    assert [json.loads(line)["subject"] for line in lines.seen] == [str(n) for n in range(7)]
     assert interrupted(process) == Exit.OK
 
 
-def test_events_are_chosen_by_kind_and_number(control: Control, run: Run) -> None:
+def test_events_are_filtered_by_kind_and_number(control: Control, run: Run) -> None:
     for number in range(3):
-        events.emit(control.etcd, control.keys, "chosen.told", "x", f"choice {number}")
-    said = run("events", "--kind", "chosen.*", "--limit", "2", "--since", "5m")[1]
-    assert "choice 1" in said and "choice 2" in said and "choice 0" not in said and "leader.elected" not in said
+        events.emit(control.etcd, control.keys, "chosen.event", "x", f"choice {number}")
+    stdout = run("events", "--kind", "chosen.*", "--limit", "2", "--since", "5m")[1]
+    assert "choice 1" in stdout and "choice 2" in stdout and "choice 0" not in stdout and "leader.elected" not in stdout
 
 
-# -- looking, and who may ----------------------------------------------------------------------------------------------
-def test_a_status_shows_leader_pools_and_members_on_one_line_each(control: Control, run: Run) -> None:
+# -- reads and access --------------------------------------------------------------------------------------------------
+def test_status_shows_leader_pools_and_members(control: Control, run: Run) -> None:
     control.pool("e0", desired=1)
     member = Membership(control.etcd, control.keys, "advantages", "advantages-0", ttl_s=5).start()
     try:
-        code, said, told = run("status")
-        assert code == Exit.OK, told
-        assert any(line.split()[:1] == ["leader"] and "http://" in line for line in said.splitlines())
-        assert any(line.split()[:2] == [POOL, "1"] for line in said.splitlines())
+        code, stdout, stderr = run("status")
+        assert code == Exit.OK, stderr
+        assert any(line.split()[:1] == ["leader"] and "http://" in line for line in stdout.splitlines())
+        assert any(line.split()[:2] == [POOL, "1"] for line in stdout.splitlines())
         assert "advantages-0" in run("members", "--role", "advantages")[1]
         found = json.loads(run("status", "-o", "json")[1])
         assert found["job"]["job"] == control.keys.job and len(found["pools"]) == 1
@@ -394,12 +406,13 @@ def test_a_status_shows_leader_pools_and_members_on_one_line_each(control: Contr
 
 
 def _completed(control: Control, line: str) -> list[str]:
-    """What the shell is told when somebody presses Tab at the end of a line; a slow machine gets several tries."""
+    """What the shell gets when Tab is pressed at the end of a line; a slow machine gets several tries."""
     words = line.split(" ")
 
     def ask() -> list[str]:
         done = subprocess.run([sys.executable, "-m", "elastic_rl.cli.main"], capture_output=True, text=True, env={
-            **os.environ, "ELASTIC_RL_URL": control.place.removeprefix("--url="), "COMP_WORDS": line,
+            **os.environ, "ELASTIC_RL_URL": control.target[0].removeprefix("--url="),
+            "ELASTIC_RL_TOKEN_FILE": str(control.replicas.credentials), "COMP_WORDS": line,
             "_ELASTIC_RL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)}, timeout=_LIMIT_S)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.split()
@@ -413,51 +426,63 @@ def test_names_are_completed_from_the_running_cluster(control: Control) -> None:
     assert _completed(control, "elastic-rl scale 3 --pool r") == [POOL]
 
 
-def test_a_wrong_token_is_told_with_the_file_that_it_came_from(control: Control, run: Run, tmp_path: Path) -> None:
+def test_wrong_token_is_reported_with_its_file(control: Control, run: Run, tmp_path: Path) -> None:
     keys = Keys(f"{control.keys.job}-strict")
     control.etcd.put(keys.pool_spec(POOL), PoolSpec(name=POOL, desired=1).encode())
-    folder = tmp_path / keys.job / "cluster"
-    folder.mkdir(parents=True)
-    table = folder / "tokens.json"
-    table.write_text(json.dumps({"tokens": [{"name": "eve", "role": "viewer", "sha256": auth.digest("look")},
-                                            {"name": "ada", "role": "operator", "sha256": auth.digest("do")}]}))
-    table.chmod(0o600)
-    strict = Replicas(tmp_path, keys, control.replicas.etcd_servers, {"coordinator": {"require_token": True}})
+    strict = Replicas(tmp_path, keys, control.replicas.etcd_servers)
+    write_tokens(strict.token_table, eve="viewer", ada="operator")
     try:
         strict.start("strict")
         mine = tmp_path / "mine"
 
         def call(token: str, *args: str) -> tuple[int, str, str]:
             mine.write_text(token)
-            return run(*args, place=("--url", strict.urls["strict"], "--token-file", str(mine)))
+            return run(*args, target=("--url", strict.urls["strict"], "--token-file", str(mine)))
 
-        code, _, told = call("wrong", "pools")
-        assert code == Exit.REFUSED and str(mine) in told
-        assert call("look", "pools")[0] == Exit.OK
-        code, _, told = call("look", "scale", "2")
-        assert code == Exit.REFUSED and "operator's token" in told
-        assert call("do", "scale", "2", "--dry-run")[0] == Exit.OK
-        code, _, told = call("do", "alerts", "test")
-        assert code == Exit.FAILED and "alerts.urls" in told, "it has no receiver"
+        code, _, stderr = call("wrong", "pools")
+        assert code == Exit.REFUSED and str(mine) in stderr
+        assert call("eve", "pools")[0] == Exit.OK
+        code, _, stderr = call("eve", "scale", "2")
+        assert code == Exit.REFUSED and "operator's token" in stderr
+        assert call("ada", "scale", "2", "--dry-run")[0] == Exit.OK
+        code, _, stderr = call("ada", "alerts", "test")
+        assert code == Exit.FAILED and "alerts.urls" in stderr, "it has no receiver"
     finally:
         strict.close()
 
 
+def test_dashboard_link_opens_one_session_of_its_role(control: Control, run: Run) -> None:
+    for options, role in (((), "operator"), (("--viewer",), "viewer")):
+        code, stdout, stderr = run("dashboard", *options)
+        assert code == Exit.OK and f"works once, as {role}" in stderr
+        url, _, link = stdout.strip().partition("/#link=")
+        opened = httpx.post(f"{url}/v1/session", json={"link": link}, timeout=20)
+        assert opened.status_code == 200 and opened.json()["role"] == role
+        assert httpx.post(f"{url}/v1/session", json={"link": link}, timeout=20).status_code == 401
+    found = json.loads(run("dashboard", "-o", "json")[1])
+    assert set(found) == {"url", "role", "expires_at"} and found["expires_at"] > time.time()
+
+
+def test_request_without_a_token_says_which_option_is_missing(control: Control, run: Run) -> None:
+    code, _, stderr = run("pools", target=control.target[:1])
+    assert code == Exit.REFUSED and "--token-file" in stderr
+
+
 # -- alerts ------------------------------------------------------------------------------------------------------------
-def test_alerts_are_silenced_listed_and_told_again(control: Control, run: Run) -> None:
-    code, said, _ = run("alerts", "silence", "pool.*", "--for", "10m", "--comment", "maintenance", "-o", "json")
-    made = json.loads(said)
+def test_alerts_are_silenced_and_unsilenced(control: Control, run: Run) -> None:
+    code, stdout, _ = run("alerts", "silence", "pool.*", "--for", "10m", "--comment", "maintenance", "-o", "json")
+    made = json.loads(stdout)
     assert code == Exit.OK and made["until"] - made["created_at"] == pytest.approx(600)
-    said = run("alerts", "silences")[1]
-    assert made["id"] in said and "maintenance" in said
+    stdout = run("alerts", "silences")[1]
+    assert made["id"] in stdout and "maintenance" in stdout
     assert run("alerts")[0] == Exit.OK
     assert run("alerts", "unsilence", made["id"])[0] == Exit.OK
     assert json.loads(run("alerts", "silences", "-o", "json")[1]) == []
-    code, _, told = run("alerts", "unsilence", made["id"])
-    assert code == Exit.REFUSED and "elastic-rl alerts silences" in told
+    code, _, stderr = run("alerts", "unsilence", made["id"])
+    assert code == Exit.REFUSED and "elastic-rl alerts silences" in stderr
 
 
-def test_a_test_of_the_alerts_says_what_each_receiver_did(control: Control, run: Run) -> None:
-    code, said, told = run("alerts", "test")
-    assert code == Exit.OK, said + told
-    assert "delivered" in said and any("[TEST]" in message for message in control.posted)
+def test_alert_test_prints_the_result_of_each_receiver(control: Control, run: Run) -> None:
+    code, stdout, stderr = run("alerts", "test")
+    assert code == Exit.OK, stdout + stderr
+    assert "delivered" in stdout and any("[TEST]" in message for message in control.posted)

@@ -1,4 +1,4 @@
-"""Parts of the admin API that need no replica: cursors, thinning, readers of the feed, and the OpenAPI document."""
+"""Parts of the admin API that need no replica: cursors, downsampling, subscriptions, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_rl.coordinator.api import job_snapshot, openapi, pages
 from elastic_rl.coordinator.api.app import routes
 from elastic_rl.coordinator.api.change_projector import Change
-from elastic_rl.coordinator.api.change_stream import _WAITING, Subscription
+from elastic_rl.coordinator.api.change_stream import MAX_PENDING, Subscription
 from elastic_rl.coordinator.api.route_docs import PROBLEMS
 from elastic_rl.coordinator.problems import Kind, Problem
 from elastic_rl.etcd.client import KeyValue
@@ -28,12 +28,12 @@ OPERATIONS = [(path, method, operation) for path, methods in DOCUMENT["paths"].i
 
 # -- listings ----------------------------------------------------------------------------------------------------------
 @given(st.text(alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1))
-def test_a_cursor_stands_for_its_place(place: str) -> None:
+def test_cursor_stands_for_its_place(place: str) -> None:
     assert pages.place(pages.cursor(place)) == place
 
 
 @given(st.text(min_size=1, max_size=40))
-def test_what_is_no_cursor_is_refused_and_never_an_error(after: str) -> None:
+def test_invalid_cursor_is_refused(after: str) -> None:
     try:
         assert pages.cursor(pages.place(after)) == after
     except Problem as refused:
@@ -41,56 +41,59 @@ def test_what_is_no_cursor_is_refused_and_never_an_error(after: str) -> None:
 
 
 @given(st.integers(0, 60), st.integers(1, 20))
-def test_thinned_points_are_in_order_and_hold_the_last_one(n: int, most: int) -> None:
+def test_downsampled_points_are_in_order_and_hold_the_last_one(n: int, most: int) -> None:
     kvs = [KeyValue(f"{i:09d}", b"", 1, 1, 1, 0) for i in range(n)]
-    kept = job_snapshot.thinned(kvs, most)
+    kept = job_snapshot.downsample(kvs, most)
     assert len(kept) == min(n, most) and kept == sorted(kept, key=lambda kv: kv.key) and kept[-1:] == kvs[-1:]
     assert len({kv.key for kv in kept}) == len(kept)
 
 
-# -- readers of the feed -----------------------------------------------------------------------------------------------
-def test_a_reader_that_does_not_keep_up_is_cut_and_what_it_has_is_bounded() -> None:
+# -- subscriptions -----------------------------------------------------------------------------------------------------
+def test_slow_subscriber_is_dropped_and_its_queue_is_bounded() -> None:
     async def read() -> tuple[int, bool]:
-        reader = Subscription(frozenset())
-        for n in range(_WAITING + 50):
-            reader.offer(Change(n, "engine", "e", b"{}"))
-        return len(await reader.take(1.0)), reader.over
+        subscription = Subscription(frozenset())
+        for n in range(MAX_PENDING + 50):
+            subscription.offer(Change(n, "engine", "e", b"{}"))
+        return len(await subscription.take(1.0)), subscription.ended
 
-    assert asyncio.run(read()) == (_WAITING, True)
+    assert asyncio.run(read()) == (MAX_PENDING, True)
 
 
-def test_a_reader_gets_the_kinds_that_it_wants_and_waits_for_the_next() -> None:
+def test_subscription_gets_its_kinds_and_waits_for_the_next() -> None:
     async def read() -> list[str]:
-        reader = Subscription(frozenset({"event"}))
-        reader.offer(Change(1, "engine", "e", b"{}"))
-        assert await reader.take(0.01) == []
-        reader.offer(Change(2, "event", "a", b"{}"))
-        first = await reader.take(1.0)
-        asyncio.get_running_loop().call_soon(reader.offer, Change(3, "event", "b", b"{}"))
-        return [c.id for c in first + await reader.take(5.0)]
+        subscription = Subscription(frozenset({"event"}))
+        subscription.offer(Change(1, "engine", "e", b"{}"))
+        assert await subscription.take(0.01) == []
+        subscription.offer(Change(2, "event", "a", b"{}"))
+        first = await subscription.take(1.0)
+        asyncio.get_running_loop().call_soon(subscription.offer, Change(3, "event", "b", b"{}"))
+        return [c.id for c in first + await subscription.take(5.0)]
 
     assert asyncio.run(read()) == ["a", "b"]
 
 
 # -- the document ------------------------------------------------------------------------------------------------------
-def test_the_checked_in_document_is_that_of_the_routes() -> None:
+def test_checked_in_document_is_that_of_the_routes() -> None:
     kept = (ROOT / "docs/openapi.json").read_text()
-    assert kept == openapi.text(routes()), "renew it: python -m elastic_rl.coordinator.api.openapi > docs/openapi.json"
+    assert kept == openapi.text(routes()), "renew it: python -m elastic_rl.coordinator.api > docs/openapi.json"
 
 
 @pytest.mark.parametrize(("path", "method", "operation"), OPERATIONS, ids=[f"{m} {p}" for p, m, _ in OPERATIONS])
-def test_every_route_says_what_it_does_with_examples_and_its_errors(path: str, method: str, operation: Any) -> None:
+def test_every_route_is_documented_with_examples_and_errors(path: str, method: str, operation: Any) -> None:
     assert operation["summary"] and operation["description"] and operation["operationId"]
     answers = operation["responses"]
     [success] = [s for s in answers if s.startswith("2") and (s != "200" or not {"201", "202"} & set(answers))]
     content = answers[success]["content"]
     assert "text/plain" in content or any("example" in c for c in content.values())
     if path.startswith("/v1/"):
-        assert operation["security"] and {"401", "422", "503"} <= set(answers)
-        assert ("403" in answers and "504" in answers and "409" in answers) == (method != "get")
+        assert operation["security"] and {"401", "403", "421", "422", "503"} <= set(answers)
+        assert ("504" in answers) == (method != "get")
+    if path.startswith("/v1/") and operation["tags"] != ["access"]:
+        assert ("409" in answers) == (method != "get")
         assert ("404" in answers) == ("{" in path or method != "get")
     if method == "post":
         assert {"400", "408", "413", "415"} <= set(answers)
+    if method == "post" and operation["tags"] != ["access"]:
         assert "Idempotency-Key" in {p["name"] for p in operation["parameters"]}
         assert "dry_run" in {p["name"] for p in operation["parameters"]}
     for status, answer in answers.items():
@@ -99,7 +102,7 @@ def test_every_route_says_what_it_does_with_examples_and_its_errors(path: str, m
                 assert example["value"]["status"] == int(status)
 
 
-def test_every_problem_is_documented_for_programs_and_for_people() -> None:
+def test_every_problem_is_in_the_document_and_in_the_docs() -> None:
     assert set(PROBLEMS) == set(Kind)
     kinds = DOCUMENT["components"]["schemas"]["Problem"]["properties"]["type"]["enum"]
     assert kinds == [f"urn:elastic-rl:problem:{kind}" for kind in PROBLEMS]
@@ -107,6 +110,6 @@ def test_every_problem_is_documented_for_programs_and_for_people() -> None:
     assert table == [(kind.value, str(status)) for kind, (status, _) in PROBLEMS.items()]
 
 
-def test_a_problem_that_quotes_what_is_no_text_can_still_be_sent() -> None:
+def test_problem_that_quotes_invalid_unicode_can_be_sent() -> None:
     answer = Problem(422, Kind.INVALID, "t", "got '\ud800'", errors=[{"pointer": "/\udfff", "detail": "d"}])
     assert json.loads(bytes(answer.response("/v1/x").body))["detail"] == "got '\ud800'"

@@ -1,4 +1,4 @@
-"""What the readers of changes are told: whoever applies the changes to the beginning has the state at the end."""
+"""The change projector: whoever applies its changes to the first state has the last one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = Keys("j")
 
 
 class Etcd:
-    """The keys of a job and their history, as a watch would tell it."""
+    """The keys of a job, and the watch events of their changes."""
 
     def __init__(self) -> None:
         self.now: dict[str, KeyValue] = {}
@@ -40,8 +40,8 @@ class Etcd:
         return WatchEvent("delete", KeyValue(key, b"", 0, self.revision, 0, 0), prev)
 
 
-def told(scene: ChangeProjector, event: WatchEvent | None) -> Change | None:
-    return scene.apply(event) if event else None
+def project(projector: ChangeProjector, event: WatchEvent | None) -> Change | None:
+    return projector.apply(event) if event else None
 
 
 def shown(change: Change | None) -> Any:
@@ -66,33 +66,34 @@ KEY_AND_VALUE = st.one_of(
     st.builds(lambda n: (KEYS.leader(f"r{n}"), Leader(replica=f"r{n}", url="u", pid=1).encode()), st.integers(0, 2)))
 
 
-def state(etcd_servers: Etcd) -> dict[tuple[str, str], Any]:
-    """What a reader should have in the end, but for the job and alerts."""
+def state(etcd: Etcd) -> dict[tuple[str, str], Any]:
+    """The state that a subscriber should have in the end, but for the job and alerts."""
     out: dict[tuple[str, str], Any] = {}
     prefixes = {"engine": KEYS.engines_prefix(), "member": KEYS.members_prefix()}
     for kind, prefix in prefixes.items():
-        out |= {(kind, k.removeprefix(prefix)): json.loads(kv.value) for k, kv in etcd_servers.now.items() if
+        out |= {(kind, k.removeprefix(prefix)): json.loads(kv.value) for k, kv in etcd.now.items() if
                 k.startswith(prefix)}
     out |= {("version", f"policy/{n}"): json.loads(kv.value) for n in (1, 2)
-            if (kv := etcd_servers.now.get(KEYS.version("policy", n)))}
-    kvs = [kv for key, kv in etcd_servers.now.items() if key.startswith(KEYS.pools_prefix())]
+            if (kv := etcd.now.get(KEYS.version("policy", n)))}
+    kvs = [kv for key, kv in etcd.now.items() if key.startswith(KEYS.pools_prefix())]
     return out | {("pool", p.name): p.model_dump() for p in pools.views(KEYS, kvs)}
 
 
 @given(st.lists(st.tuples(KEY_AND_VALUE, st.booleans()), max_size=40), st.integers(0, 40))
-def test_the_beginning_and_all_changes_make_the_end(history: list[tuple[tuple[str, bytes], bool]], begins: int) -> None:
-    etcd_servers = Etcd()
+def test_first_state_and_all_changes_make_the_last_one(history: list[tuple[tuple[str, bytes], bool]], begins: int
+                                                       ) -> None:
+    etcd = Etcd()
     for (key, value), gone in history[:begins]:
-        etcd_servers.delete(key) if gone else etcd_servers.put(key, value)
-    scene = ChangeProjector(KEYS, "a")
-    scene.load(kv for key,
-               kv in etcd_servers.now.items() if not key.startswith((KEYS.engines_prefix(), KEYS.members_prefix())))
-    reader, job = state(etcd_servers), None
+        etcd.delete(key) if gone else etcd.put(key, value)
+    projector = ChangeProjector(KEYS, "a")
+    projector.load(kv for key,
+               kv in etcd.now.items() if not key.startswith((KEYS.engines_prefix(), KEYS.members_prefix())))
+    reader, job = state(etcd), None
     for (key, value), gone in history[begins:]:
-        change = told(scene, etcd_servers.delete(key) if gone else etcd_servers.put(key, value))
+        change = project(projector, etcd.delete(key) if gone else etcd.put(key, value))
         if change is None:
             continue
-        assert change.kind in KINDS and change.revision == etcd_servers.revision
+        assert change.kind in KINDS and change.revision == etcd.revision
         if change.kind == "job":
             job = shown(change)
         elif change.kind != "alert" and change.object is None:
@@ -103,53 +104,60 @@ def test_the_beginning_and_all_changes_make_the_end(history: list[tuple[tuple[st
     def without_beats(found: dict[tuple[str, str], Any]) -> Any:
         return {k: {**v, "beat_at": 0} for k, v in found.items()}
 
-    assert without_beats(reader) == without_beats(state(etcd_servers))
+    assert without_beats(reader) == without_beats(state(etcd))
     if job is not None:
         leaders = sorted((kv.create_revision, k) for k,
-                         kv in etcd_servers.now.items() if k.startswith(KEYS.leader_prefix()))
+                         kv in etcd.now.items() if k.startswith(KEYS.leader_prefix()))
         assert (job["leader"] or {}).get("replica") == (leaders[0][1].rpartition("/")[2] if leaders else None)
-        epoch = etcd_servers.now.get(KEYS.epoch())
+        epoch = etcd.now.get(KEYS.epoch())
         assert job["epoch"] == (Epoch.decode(epoch.value).number if epoch else 0)
 
 
-def test_a_heartbeat_that_says_nothing_new_is_left_out() -> None:
-    etcd_servers, scene, key = Etcd(), ChangeProjector(KEYS, "a"), KEYS.member("actor", "m")
+def test_heartbeats_are_left_out() -> None:
+    etcd, projector, key = Etcd(), ChangeProjector(KEYS, "a"), KEYS.member("actor", "m")
     member = Member(role="actor", id="m", pid=1, host="h", beat_at=1.0)
-    assert shown(told(scene, etcd_servers.put(key, member.encode())))["beat_at"] == 1.0
-    assert told(scene, etcd_servers.put(key, member.replace(beat_at=2.0).encode())) is None
-    assert shown(told(scene, etcd_servers.put(key, member.replace(beat_at=3.0, step=1).encode())))["step"] == 1
-    gone = told(scene, etcd_servers.delete(key))
+    assert shown(project(projector, etcd.put(key, member.encode())))["beat_at"] == 1.0
+    assert project(projector, etcd.put(key, member.replace(beat_at=2.0).encode())) is None
+    assert shown(project(projector, etcd.put(key, member.replace(beat_at=3.0, step=1).encode())))["step"] == 1
+    gone = project(projector, etcd.delete(key))
     assert gone is not None and (gone.kind, gone.id, gone.object) == ("member", "actor/m", None)
 
 
-def test_an_old_alert_that_is_dropped_does_not_take_the_new_one_of_its_condition_away() -> None:
-    etcd_servers, scene = Etcd(), ChangeProjector(KEYS, "a")
+def test_deletion_of_an_old_alert_keeps_the_newer_one_of_its_condition() -> None:
+    etcd, projector = Etcd(), ChangeProjector(KEYS, "a")
     old, new = KEYS.alert("engine.dead/e1/old"), KEYS.alert("engine.dead/e1/new")
-    assert told(scene, etcd_servers.put(old, b'{"id":"old"}')).id == "engine.dead/e1"  # type: ignore[union-attr]
-    told(scene, etcd_servers.put(new, b'{"id":"new"}'))
-    assert told(scene, etcd_servers.delete(old)) is None
-    gone = told(scene, etcd_servers.delete(new))
+    assert project(projector, etcd.put(old, b'{"id":"old"}')).id == "engine.dead/e1"  # type: ignore[union-attr]
+    project(projector, etcd.put(new, b'{"id":"new"}'))
+    assert project(projector, etcd.delete(old)) is None
+    gone = project(projector, etcd.delete(new))
     assert gone is not None and gone.object is None and gone.id == "engine.dead/e1"
 
 
-def test_the_trimming_of_logs_and_what_is_no_state_are_not_told() -> None:
-    etcd_servers, scene = Etcd(), ChangeProjector(KEYS, "a")
+def test_trimming_of_logs_and_other_keys_are_no_changes() -> None:
+    etcd, projector = Etcd(), ChangeProjector(KEYS, "a")
     event = Event(id="1-a", at=0.0, kind="k", subject="s", message="m")
-    assert told(scene, etcd_servers.put(KEYS.event("1-a"), event.encode())).kind == "event"  # type: ignore[union-attr]
-    assert told(scene, etcd_servers.delete(KEYS.event("1-a"))) is None
-    step = told(scene, etcd_servers.put(KEYS.step_metrics(7), b'{"step":7}'))
+    assert project(projector, etcd.put(KEYS.event("1-a"), event.encode())).kind == "event"  # type: ignore[union-attr]
+    assert project(projector, etcd.delete(KEYS.event("1-a"))) is None
+    step = project(projector, etcd.put(KEYS.step_metrics(7), b'{"step":7}'))
     assert step is not None and (step.kind, step.id) == ("step", "7")
     for key in (KEYS.ledger(1), KEYS.registry_entry("a", "b"), KEYS.stream_head("policy"), KEYS.pin("policy", 1, "h")):
-        assert told(scene, etcd_servers.put(key, b"{}")) is None
+        assert project(projector, etcd.put(key, b"{}")) is None
 
 
-def test_a_record_that_cannot_be_read_is_passed_over() -> None:
-    etcd_servers, scene = Etcd(), ChangeProjector(KEYS, "a")
-    assert shown(told(scene, etcd_servers.put(KEYS.job_status(), b"not json")))["status"] is None
-    ok = told(scene, etcd_servers.put(KEYS.job_status(), JobStatus(phase="rl", step=3).encode()))
+def test_unreadable_record_is_skipped() -> None:
+    etcd, projector = Etcd(), ChangeProjector(KEYS, "a")
+    assert shown(project(projector, etcd.put(KEYS.job_status(), b"not json")))["status"] is None
+    for garbage in (b"not json", b"[]", b"", b"\xff", b"7"):
+        for key in (KEYS.engine("e"), KEYS.member("actor", "m"), KEYS.alert("k/s/a"), KEYS.event("1-a"),
+                    KEYS.version("policy", 1), KEYS.step_metrics(1), KEYS.operation("o"), KEYS.pool_spec("p")):
+            assert project(projector, etcd.put(key, garbage)) is None, (key, garbage)
+    ok = project(projector, etcd.put(KEYS.job_status(), JobStatus(phase="rl", step=3).encode()))
     assert shown(ok)["status"]["step"] == 3
 
 
-def test_a_frame_is_one_server_sent_event() -> None:
+def test_frame_is_one_server_sent_event() -> None:
+    etcd, projector = Etcd(), ChangeProjector(KEYS, "a")
+    pretty = project(projector, etcd.put(KEYS.engine("e"), b'{\n "id": "a\\nb"\r}'))
+    assert pretty is not None and pretty.frame.count(b"\n") == 4 and json.loads(pretty.object or b"") == {"id": "a\nb"}
     frame = Change(7, "engine", 'e"1', b'{"id":1}').frame
     assert frame == b'id: 7\nevent: change\ndata: {"kind":"engine","id":"e\\"1","object":{"id":1}}\n\n'

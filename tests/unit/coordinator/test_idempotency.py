@@ -1,4 +1,4 @@
-"""Idempotency keys: what counts as the same request, and which records are kept."""
+"""Idempotency keys: which requests are the same, and which records are kept."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ KEYS = Keys("j")
 
 
 @given(st.lists(st.text()), st.lists(st.text()))
-def test_two_requests_have_one_digest_only_if_all_their_parts_are_equal(one: list[str], other: list[str]) -> None:
+def test_digest_differs_unless_all_parts_are_equal(one: list[str], other: list[str]) -> None:
     assert (idempotency.digest(*one) == idempotency.digest(*other)) == (one == other)
 
 
-def test_the_same_key_of_two_tokens_is_two_keys() -> None:
-    keys = {idempotency.claim(KEYS, token, "k", "r", 1.0).key for token in ("ada", "eve", "ad")}
+def test_same_key_of_two_callers_is_two_keys() -> None:
+    keys = {idempotency.claim(KEYS, caller, "k", "r", 1.0).key for caller in ("ada", "eve", "ad")}
     assert len(keys) == 3
 
 
 @pytest.mark.parametrize("header", ["", " ", "a b", "ä", "k" * 201, "a\tb"])
-def test_a_key_that_is_no_key_is_refused(header: str) -> None:
+def test_invalid_key_is_refused(header: str) -> None:
     with pytest.raises(Problem) as refused:
         idempotency.claim(KEYS, "ada", header, "r", 1.0)
     assert (refused.value.status, refused.value.kind) == (422, "invalid")
 
 
-def test_the_record_names_the_request_and_what_it_led_to() -> None:
+def test_record_names_the_request_and_its_outcome() -> None:
     claim = idempotency.claim(KEYS, "ada", "k", "r", 7.0)
     [op] = claim.ops("/v1/operations/op-1")
     assert op.key == claim.key and Done.decode(op.data) == Done(request="r", location="/v1/operations/op-1", at=7.0)
 
 
 @given(st.lists(st.floats(0, 3 * idempotency.KEPT_S), max_size=60), st.integers(1, 40), st.floats(0, 1e6))
-def test_what_is_a_day_old_or_beyond_the_limit_goes_and_nothing_else(ages: list[float], most: int, now: float) -> None:
+def test_trimming_deletes_records_of_a_day_ago_and_beyond_the_limit(ages: list[float], most: int, now: float) -> None:
     entries = [(f"k{n}", now - age) for n, age in enumerate(ages)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(idempotency, "MOST", most)

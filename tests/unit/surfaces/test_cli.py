@@ -1,4 +1,4 @@
-"""The command line: what it says and which code it ends with."""
+"""The command line: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import webbrowser
 from datetime import datetime
 from pathlib import Path
 
@@ -15,14 +17,17 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from elastic_rl import runtime
-from elastic_rl.cli import common, listings, main, watch_loop
+from elastic_rl.cli import listings, main, watch_loop
 from elastic_rl.cli import run as running
 from elastic_rl.cli.exit_codes import MEANING, Exit, code_of
 from elastic_rl.config import durations
+from elastic_rl.coordinator.api import auth
 from elastic_rl.coordinator.client.admin_client import AdminClient, RequestRefused
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.coordinator.client.event_stream import Decoder, Frame
 from elastic_rl.coordinator.failure.policy import POLICY
 from elastic_rl.errors import (
@@ -42,7 +47,7 @@ def run(*args: str) -> int:
     return int(e.value.code or 0)
 
 
-def test_help_and_the_manual_name_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_docs_name_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     said = capsys.readouterr().out
     manual = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
@@ -52,17 +57,18 @@ def test_help_and_the_manual_name_every_exit_code(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("command", [
-    "status", "pools", "engines", "members", "events", "scale", "drain", "adopt", "restart", "operations ls",
-    "operations show", "operations wait", "operations cancel", "alerts ls", "alerts silence", "alerts unsilence",
+    "status", "pools", "members", "events", "scale", "drain", "restart", "dashboard", "engines ls", "engines register",
+    "engines deregister", "operations ls", "operations show", "operations wait", "operations cancel", "alerts ls",
+    "alerts silence", "alerts unsilence",
     "alerts silences", "alerts test"])
-def test_every_command_that_talks_to_a_cluster_can_be_told_where_it_is(command: str, capsys: pytest.CaptureFixture[str]
-                                                                       ) -> None:
+def test_every_command_that_addresses_a_cluster_takes_its_url(command: str, capsys: pytest.CaptureFixture[str]
+                                                              ) -> None:
     assert run(*command.split(), "--help") == 0
     said = capsys.readouterr().out
     assert all(option in said for option in ("--config", "--output", "--url", "--token-file", "--ca"))
 
 
-def test_the_policy_is_shown_as_it_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_policy_lists_the_built_in_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("failure-policy", "-o", "json") == 0
     assert [(r["part"], r["fault"]) for r in json.loads(capsys.readouterr().out)["rules"]] == [
         (r.part, r.fault.value) for r in POLICY]
@@ -76,7 +82,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not loaded & {"pydantic", "yaml", "httpx", "grpc", "torch", "ray", "elastic_rl.config", "rich.live"}
 
 
-def test_a_wrong_setting_is_a_message_and_a_hint_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_setting_names_the_nearest_and_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "show", "--train.stepz=3") == 2
     said = capsys.readouterr().err
     assert "did you mean 'train.steps'" in said
@@ -84,23 +90,23 @@ def test_a_wrong_setting_is_a_message_and_a_hint_and_code_2(capsys: pytest.Captu
     assert "Traceback" not in said
 
 
-def test_an_unknown_command_is_wrong_usage() -> None:
+def test_unknown_command_is_wrong_usage() -> None:
     assert run("explode") == 2
 
 
-def test_the_configuration_is_shown_with_overrides_applied(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_show_applies_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "show", "--train.steps", "7") == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 7
     assert run("config", "schema") == 0
     assert "properties" in json.loads(capsys.readouterr().out)
 
 
-def test_no_cluster_is_code_3_and_says_how_to_start_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_cluster_is_code_3_and_names_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("status", f"--run_dir={tmp_path}", "--job=nobody") == 3
     assert "elastic-rl up --job=nobody" in capsys.readouterr().err
 
 
-def test_several_clusters_must_be_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_clusters_need_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in ("a", "b"):
         (tmp_path / job / "cluster").mkdir(parents=True)
         ClusterInfo(job, [], [], "", "", str(tmp_path / job / "cluster")).save()
@@ -108,7 +114,7 @@ def test_several_clusters_must_be_told_apart(tmp_path: Path, capsys: pytest.Capt
     assert "a, b" in capsys.readouterr().err
 
 
-def test_a_bench_that_does_not_exist_names_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_bench_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "nothing") == 2
     assert "loop" in capsys.readouterr().err
 
@@ -116,38 +122,79 @@ def test_a_bench_that_does_not_exist_names_those_that_do(capsys: pytest.CaptureF
 @pytest.mark.parametrize(("error", "code"), [
     (ConfigError("x"), 2), (EtcdUnavailable("x"), 3), (PreflightFailed("x"), 4), (DeadlineExceeded("x"), 6),
     (RequestRefused("x", status=422, type="t"), 5), (EngineFailed("x"), 1), (ElasticRLError("x"), 1)])
-def test_each_kind_of_error_has_its_code(error: ElasticRLError, code: int) -> None:
+def test_each_kind_of_error_has_its_exit_code(error: ElasticRLError, code: int) -> None:
     assert code_of(error) == code
 
 
-def test_being_told_to_end_is_like_an_interrupt_and_handlers_come_back() -> None:
+def test_sigterm_interrupts_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), running.interruptible():
+    with pytest.raises(KeyboardInterrupt), running.signals_interrupt():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_cleaning_up_is_not_interrupted() -> None:
+def test_cleanup_is_not_interrupted() -> None:
     with running.ignore_signals():
         signal.raise_signal(signal.SIGINT)
 
 
-# -- where the cluster is ----------------------------------------------------------------------------------------------
-def test_a_token_file_holds_one_token_or_those_of_a_cluster(tmp_path: Path) -> None:
+# -- addressing a cluster ----------------------------------------------------------------------------------------------
+def test_token_file_holds_one_token_or_those_of_a_cluster(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("abc\n")
-    assert common.read_token(path, "operator") == "abc"
+    assert read_token(path, "operator") == "abc"
     path.write_text('{"viewer": "v", "operator": "o"}')
-    assert (common.read_token(path, "operator"), common.read_token(path, "viewer")) == ("o", "v")
+    assert (read_token(path, "operator"), read_token(path, "viewer")) == ("o", "v")
     path.write_text('{"viewer": "v"}')
-    assert common.read_token(path, "operator") == "v"
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="no token can be read"):
-        common.read_token(path, "operator")
+    assert read_token(path, "operator") == "v"
+    written = auth.create_tokens(tmp_path)
+    assert read_token(written, "viewer") == read_token(tmp_path / auth.VIEWER_TOKEN, "operator") != read_token(
+        written, "operator")
 
 
-def test_a_cluster_elsewhere_that_does_not_answer_is_code_3(capsys: pytest.CaptureFixture[str],
-                                                            monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "says"), [
+    ("{", "not valid JSON"), ("", "empty"), ("two words", "no token"), ("[]", "no tokens by role"),
+    ("{}", "no tokens by role"), ('{"root": "x"}', "no tokens by role"), ('{"operator": ""}', "no token"),
+    ('{"operator": 7}', "no tokens by role"), ("-----BEGIN CERTIFICATE-----\nMIIB\n", "no token"),
+    ("\xff", "no token")])
+def test_file_without_a_token_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=says) as refused:
+        read_token(path, "operator")
+    assert "--token-file" in refused.value.hint
+
+
+def test_table_of_digests_is_refused_as_token_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    auth.create_tokens(tmp_path)
+    assert run("pools", "--url=http://127.0.0.1:9", f"--token-file={tmp_path / auth.TABLE}") == 2
+    assert f"use {tmp_path / auth.CREDENTIALS}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("environment", "terminal", "opened"), [
+    ({}, True, False), ({"DISPLAY": ":0"}, True, True), ({"WAYLAND_DISPLAY": "w"}, True, True),
+    ({"BROWSER": "b"}, True, True), ({"DISPLAY": ":0"}, False, False)])
+def test_dashboard_opens_a_browser_where_there_is_one_and_prints_the_link(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str],
+        terminal: bool, opened: bool) -> None:
+    monkeypatch.setattr(httpx, "request", lambda *_, **__: httpx.Response(201, json={
+        "link": "code", "role": "viewer", "expires_at": time.time() + 120}))
+    for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    urls: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: not urls.append(url))
+    monkeypatch.setattr(Console, "is_terminal", terminal)
+    assert run("dashboard", "--url=http://127.0.0.1:8400") == 0
+    said = capsys.readouterr()
+    assert said.out == "http://127.0.0.1:8400/#link=code\n"
+    assert urls == (["http://127.0.0.1:8400/#link=code"] if opened else [])
+    assert ("ssh -L 8400:127.0.0.1:8400" in said.err and "as viewer" in said.err) == (not opened)
+
+
+def test_remote_cluster_that_does_not_answer_is_code_3(capsys: pytest.CaptureFixture[str],
+                                                       monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = f"http://127.0.0.1:{runtime.free_port()}"
     assert run("pools", "--url", gone) == 3
     assert "check --url" in capsys.readouterr().err
@@ -155,7 +202,7 @@ def test_a_cluster_elsewhere_that_does_not_answer_is_code_3(capsys: pytest.Captu
     assert run("pools") == 3
     assert "check --url" in capsys.readouterr().err
     assert run("pools", f"--run_dir={tmp_path}", "--job=nobody") == 3
-    assert "elastic-rl up --job=nobody" in capsys.readouterr().err, "a job named outdoes the environment"
+    assert "elastic-rl up --job=nobody" in capsys.readouterr().err, "a named job overrides the environment"
 
 
 @pytest.mark.parametrize("args", [["pools", "--url=gpu-1:8400"], ["pools", "--url=http://a", "--ca=/nonexistent"],
@@ -165,11 +212,11 @@ def test_a_cluster_elsewhere_that_does_not_answer_is_code_3(capsys: pytest.Captu
                                   ["alerts", "silence", "x", "--url=http://a", "--for=long"],
                                   ["restart", "job", "--url=http://a"], ["restart", "trainer", "--url=http://a"],
                                   ["scale", "--url=http://a"], ["operations", "ls", "--state=odd", "--url=http://a"]])
-def test_what_cannot_be_meant_is_wrong_usage_before_anything_is_asked(args: list[str]) -> None:
+def test_invalid_arguments_are_wrong_usage_before_any_request(args: list[str]) -> None:
     assert run(*args) == 2
 
 
-def test_moments_are_ago_today_or_dated() -> None:
+def test_times_are_relative_of_today_or_dated() -> None:
     noon = datetime(2026, 11, 21, 12, 0, 0).timestamp()
     assert durations.moment("15m", noon) == noon - 900
     assert durations.moment("9:30", noon) == noon - 2.5 * 3600
@@ -180,27 +227,27 @@ def test_moments_are_ago_today_or_dated() -> None:
             durations.moment(odd, noon)
 
 
-# -- what people see ---------------------------------------------------------------------------------------------------
-def test_heartbeats_are_no_change() -> None:
+# -- output ------------------------------------------------------------------------------------------------------------
+def test_watch_ignores_heartbeats() -> None:
     before = {"members": [{"id": "a", "step": 3, "beat_at": 1.0, "progress_at": 1.0}], "job": {"updated_at": 1}}
     after = {"members": [{"id": "a", "step": 3, "beat_at": 2.0, "progress_at": 2.0}], "job": {"updated_at": 2}}
     moved = {"members": [{"id": "a", "step": 4, "beat_at": 2.0, "progress_at": 2.0}], "job": {"updated_at": 2}}
     assert watch_loop.without_clocks(before) == watch_loop.without_clocks(after) != watch_loop.without_clocks(moved)
 
 
-def test_a_job_without_a_run_or_a_leader_says_so() -> None:
+def test_job_without_a_run_or_a_leader_says_so() -> None:
     facts = listings.job_facts({"job": "j", "status": None, "leader": None, "epoch": 0, "replica": "a"})
-    assert facts["phase"] == "no run has begun" and "elected" in facts["leader"]
+    assert facts["phase"] == "no run has begun" and "election" in facts["leader"]
 
 
-def test_frames_are_made_of_lines_and_comments_are_none() -> None:
+def test_decoder_builds_frames_and_skips_comments() -> None:
     decoder = Decoder()
     lines = ["retry: 1000", "", ": still here", "", "id: 7", "event: x", "data: {", "data: }", "", "data:y", ""]
     assert [f for line in lines if (f := decoder.feed(line))] == [Frame("7", "x", "{\n}"), Frame("7", "", "y")]
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.text("abc {}\"", min_size=1)), max_size=20))
-def test_frames_come_back_as_they_were_written(frames: list[tuple[int, str]]) -> None:
+def test_decoder_inverts_the_encoding(frames: list[tuple[int, str]]) -> None:
     text = "".join(f"id: {n}\nevent: e\ndata: {data}\n\n" for n, data in frames)
     decoder = Decoder()
     assert [(int(f.id), f.data) for line in text.split("\n") if (f := decoder.feed(line))] == frames
@@ -208,19 +255,19 @@ def test_frames_come_back_as_they_were_written(frames: list[tuple[int, str]]) ->
 
 # -- completion --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_prints_a_script_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("completion", shell) == 0
     assert "_ELASTIC_RL_COMPLETE" in capsys.readouterr().out
 
 
-def test_a_completion_without_a_cluster_says_nothing_and_fails_nowhere(tmp_path: Path) -> None:
+def test_completion_without_a_cluster_is_silent(tmp_path: Path) -> None:
     line = f"elastic-rl drain --run_dir={tmp_path} --job=nobody "
     done = subprocess.run([sys.executable, "-m", "elastic_rl.cli.main"], capture_output=True, text=True, env={
         **os.environ, "_ELASTIC_RL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": "4"})
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
 
 
-# -- asking ------------------------------------------------------------------------------------------------------------
+# -- the client --------------------------------------------------------------------------------------------------------
 def _api(monkeypatch: pytest.MonkeyPatch, answers: dict[str, httpx.Response | httpx.HTTPError]) -> AdminClient:
     def request(method: str, url: str, **_: object) -> httpx.Response:
         answer = answers[url.split("/v1")[0]]
@@ -228,16 +275,16 @@ def _api(monkeypatch: pytest.MonkeyPatch, answers: dict[str, httpx.Response | ht
             raise answer
         return answer
     monkeypatch.setattr(httpx, "request", request)
-    return AdminClient(ClusterInfo("j", [], list(answers), "/nonexistent", "", ""))
+    return AdminClient(ClusterInfo("j", [], list(answers), "", "", ""))
 
 
-def test_the_next_replica_is_asked_when_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_tries_the_next_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     api = _api(monkeypatch, {"http://a": httpx.ConnectError("gone"), "http://b": httpx.Response(
         200, json={"items": [{"id": 1}], "next": None})})
     assert api.items("/v1/engines") == [{"id": 1}]
 
 
-def test_a_refusal_carries_the_problem_and_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_raises_a_refusal_without_retrying(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = httpx.Response(422, json={"type": "urn:x", "detail": "desired must be 0 to 64"})
     api = _api(monkeypatch, {"http://a": problem, "http://b": httpx.Response(200, json={})})
     with pytest.raises(RequestRefused, match="0 to 64") as e:
@@ -245,7 +292,7 @@ def test_a_refusal_carries_the_problem_and_is_not_retried(monkeypatch: pytest.Mo
     assert (e.value.status, e.value.type) == (422, "urn:x")
 
 
-def test_no_replica_at_all_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_without_any_replica_raises_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EtcdUnavailable, match="no coordinator answered"):
         _api(monkeypatch, {"http://a": httpx.ConnectError("gone")}).get("/v1/job")
 
@@ -253,5 +300,5 @@ def test_no_replica_at_all_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("text", "trusted"), [
     ("etcd Version: 3.4.23\nGit SHA: x", True), ("etcd Version: 3.5.1", False), ("etcd Version: 3.5.2", False),
     ("etcd Version: 3.5.21", True), ("etcd Version: 3.6.0", True), ("etcd Version: 3.3.10", False)])
-def test_releases_of_etcd_that_corrupt_data_are_not_trusted(text: str, trusted: bool) -> None:
+def test_etcd_releases_that_corrupt_data_are_refused(text: str, trusted: bool) -> None:
     assert (etcd_server.objection(etcd_server.parse_version(text)) == "") is trusted

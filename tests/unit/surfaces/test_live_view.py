@@ -6,10 +6,12 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from support.synthetic_run import records
 
-from elastic_rl.cli.live_view import Cluster, LiveView, RunState, Tail, draw, plain_line, sparkline
+from elastic_rl.cli import live_view
+from elastic_rl.cli.live_view import ClusterState, LiveView, RunState, Tail, plain_line, render, sparkline
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.records import Engine, EngineState, Event, JobStatus, Severity
 
@@ -61,6 +63,24 @@ def test_a_rewind_takes_back_the_curve() -> None:
     assert max(state.rewards) == 190
 
 
+def test_curves_and_notes_of_a_long_run_are_bounded() -> None:
+    state = RunState(10**6)
+    for step in range(1, 20_000):
+        state.add({"kind": "step", "step": step, "reward_mean": 0.5})
+        state.add({"kind": "rewind", "from_step": step, "to_step": step, "reason": "x"})
+    assert len(state.rewards) <= 4000 and max(state.rewards) == 19_999 and len(state.notes) == 3
+
+
+def test_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "_READ_BYTES", 64)
+    path = tmp_path / "steps.jsonl"
+    path.write_text("".join(json.dumps({"kind": "eval", "step": n}) + "\n" for n in range(20)))
+    tail, parts = Tail(path), []
+    while part := tail.records():
+        parts.append([r["step"] for r in part])
+    assert sum(parts, []) == list(range(20)) and len(parts) > 5
+
+
 def test_off_a_terminal_new_records_come_as_lines_and_a_dead_store_does_not_matter(tmp_path: Path) -> None:
     path, text = tmp_path / "steps.jsonl", io.StringIO()
     view = LiveView(job="j", steps=200, steps_path=path, etcd=_DeadStore(),  # type: ignore[arg-type]
@@ -77,11 +97,11 @@ def test_the_view_shows_engines_events_and_the_trouble_of_the_store() -> None:
     state = RunState(200)
     for record in records():
         state.add(record)
-    cluster = Cluster(JobStatus(phase="rl"), (Engine(id="engine-7", pool="rollout", state=EngineState.READY, epoch=1,
-                                                     version=205, applying=206),),
-                      (Event(id="1", at=1.76e9, kind="engine.dead", subject="engine-1", message="gone",
-                             severity=Severity.ERROR),), trouble="no member answers")
+    engine = Engine(id="engine-7", pool="rollout", state=EngineState.READY, epoch=1, version=205, applying=206)
+    event = Event(id="1", at=1.76e9, kind="engine.dead", subject="engine-1", message="gone", severity=Severity.ERROR)
+    cluster = ClusterState(JobStatus(phase="rl"), (engine,), 1000, (event,), error="no member answers")
     text = io.StringIO()
-    Console(file=text, width=100, force_terminal=True).print(draw("my-run", state, cluster, elapsed_s=75, width=100))
-    for word in ("my-run", "1:15", "engine-7", "205 → 206", "engine.dead", "no member answers", "step 200/200"):
+    Console(file=text, width=100, force_terminal=True).print(render("my-run", state, cluster, elapsed_s=75, width=100))
+    for word in ("my-run", "1:15", "engine-7", "205 → 206", "engine.dead", "no member answers", "step 200/200",
+                 "… of 1000"):
         assert word in text.getvalue()

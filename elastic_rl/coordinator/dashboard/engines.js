@@ -1,30 +1,15 @@
 // Pools and engines.
 
-import { attr, badge, el, since, text } from "./dom.js";
+import { buttons, plain, time } from "./columns.js";
+import { attr, badge, el, text } from "./dom.js";
 import { plural, seconds } from "./format.js";
 import { Listing } from "./listing.js";
 
 const ORDER = { quarantined: 0, dead: 1, draining: 2, starting: 3, syncing: 4, ready: 5 };
 const LEVEL = { ready: "ok", syncing: "busy", starting: "busy", draining: "warn", quarantined: "bad", dead: "bad" };
 
-export const plain = (head, of, name = "") => ({ head, class: name, fill: (cell, item) => text(cell, of(item)) });
-
-/** Buttons in the last cell of a row. `items`: [label, of(item), run(item), may(item)]. */
-export const buttons = (items) => ({
-  head: "Actions", quiet: true, class: "actions",
-  fill(cell, item, row) {
-    row.item = item;
-    if (!cell.firstChild) {
-      for (const [label, , run] of items) {
-        cell.append(el("button", { type: "button", class: "quiet", text: label, onclick: () => run(row.item) }));
-      }
-    }
-    items.forEach(([, of, , may], i) => {
-      attr(cell.children[i], "aria-label", of(item));
-      cell.children[i].disabled = may ? !may(item) : false;
-    });
-  },
-});
+const leaving = (e) => (e.external ? "Deregister" : "Drain");
+const canLeave = (e) => ["starting", "syncing", "ready"].includes(e.state);
 
 export class Pools {
   constructor(section, actions) {
@@ -38,7 +23,7 @@ export class Pools {
         plain("Starting", (p) => p.starting, "num"),
         plain("Draining", (p) => p.draining, "num"),
         plain("Desired", (p) => p.desired, "num"),
-        buttons([["Scale…", (p) => `Scale pool ${p.name}`, (p) => actions.scale(p)]]),
+        buttons([{ label: () => "Scale…", name: (p) => `Scale pool ${p.name}`, run: (p) => actions.scale(p) }]),
       ] });
   }
 
@@ -71,7 +56,7 @@ export class Engines {
       noun: "engines", cap: 12, key: (e) => e.id, empty: "There is no engine yet.",
       words: (e) => `${e.id} ${e.pool} ${e.state} ${e.host} v${e.version}`,
       columns: [
-        plain("Engine", (e) => e.id),
+        plain("Engine", (e) => (e.external ? `${e.id} (external)` : e.id)),
         { head: "State", fill: (cell, e) => {
           if (!cell.firstChild) cell.append(el("span"));
           badge(cell.firstChild, LEVEL[e.state] ?? "idle", e.state);
@@ -86,15 +71,12 @@ export class Engines {
         plain("Load", (e) => (e.waiting ? `${e.running} + ${e.waiting}` : e.running), "num minor"),
         plain("Pull + apply", (e) => seconds(e.pull_apply_s), "num"),
         plain("Pool", (e) => e.pool, "minor"),
-        { head: "Changed", class: "minor", fill: (cell, e) => {
-          if (!cell.firstChild) cell.append(el("time"));
-          since(cell.firstChild, e.updated_at);
-        } },
+        time("Changed", (e) => e.updated_at, "minor"),
         buttons([
-          ["Drain…", (e) => `Drain engine ${e.id}`, (e) => actions.drain(e),
-            (e) => ["starting", "syncing", "ready"].includes(e.state)],
-          ["Restart…", (e) => `Restart engine ${e.id}`, (e) => actions.restart(`engines/${e.id}`),
-            (e) => e.state !== "dead"],
+          { label: (e) => `${leaving(e)}…`, name: (e) => `${leaving(e)} engine ${e.id}`, enabled: canLeave,
+            run: (e) => (e.external ? actions.deregister(e) : actions.drain(e)) },
+          { label: () => "Restart…", name: (e) => `Restart engine ${e.id}`, run: (e) => actions.restart(`engines/${e.id}`),
+            enabled: (e) => e.state !== "dead" },
         ]),
       ] });
   }

@@ -1,8 +1,8 @@
-// The run's curves, and the faults as marks on them.
+// The run's step metrics as charts, with the faults marked in them.
 
 import { Chart } from "./charts.js";
 
-const CURVES = [
+const METRICS = [
   { id: "reward", title: "Reward", smooth: true, digits: 3, of: (p) => p.reward },
   { id: "eval_accuracy", title: "Eval accuracy", low: 0, high: 1, digits: 3, of: (p) => p.eval_accuracy },
   { id: "throughput", title: "Throughput", unit: "samples/s", low: 0, smooth: true,
@@ -12,9 +12,9 @@ const CURVES = [
     of: (p) => (p.seconds?.total > 0 ? p.seconds.total : null) },
 ];
 
-export class Curves {
+export class StepMetrics {
   constructor(section) {
-    this.charts = CURVES.map((curve) => ({ ...curve, chart: new Chart(curve) }));
+    this.charts = METRICS.map((metric) => ({ ...metric, chart: new Chart(metric) }));
     section.querySelector(".charts").append(...this.charts.map((c) => c.chart.node));
   }
 
@@ -27,7 +27,7 @@ export class Curves {
   }
 }
 
-/** Errors among the events, each at the step during which it came. */
+/** Errors among the events, each at the step during which it happened. */
 function faults(model, points) {
   if (!points.length) return [];
   const marks = [];

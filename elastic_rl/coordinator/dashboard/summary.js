@@ -1,13 +1,13 @@
-// The first screen: the verdict with its reasons, and the run's numbers.
+// The top of the page: the verdict with its reasons, and the run's numbers.
 
 import { el, keyed, since, text, attr } from "./dom.js";
 import { clock, duration, now, number, plural, seconds } from "./format.js";
 import { verdict } from "./health.js";
-import { RUN_OVER } from "./model.js";
+import { RUN_ENDED } from "./model.js";
 
 const SIGN = { ok: "", idle: "", warn: "(!) ", bad: "(!!) " };
 
-export class State {
+export class Summary {
   constructor(section) {
     this.section = section;
     this.title = section.querySelector("#verdict");
@@ -63,17 +63,17 @@ export class State {
     this.#tile("reward", number(status?.reward, 3), trend(points.map((p) => p.reward)));
     const evaluated = points.filter((p) => p.eval_accuracy !== null && p.eval_accuracy !== undefined);
     this.#tile("eval_accuracy", number(status?.eval_accuracy, 3),
-      evaluated.length ? `taken after step ${evaluated.at(-1).step}` : "");
+      evaluated.length ? `after step ${evaluated.at(-1).step}` : "");
     const rates = points.slice(-20).filter((p) => p.seconds?.total > 0).map((p) => p.samples / p.seconds.total);
     this.#tile("throughput", rates.length ? number(mean(rates)) : "–", "samples/s, last 20 steps");
     this.#tile("step-time", seconds(model.stepSeconds), last ? slowest(last) : "");
-    this.#tile("staleness", status ? String(status.staleness) : "–", "versions behind, oldest sample");
+    this.#tile("staleness", status ? String(status.staleness) : "–", "versions, oldest sample");
     this.#tile("version", String(model.head || "–"), lagging(model));
     const leader = job?.leader?.replica;
     this.#tile("leader", leader ?? "none", `epoch ${job?.epoch ?? "–"}${job?.replica ? ` · this page: ${job.replica}` : ""}`);
     attr(this.tiles.get("leader").value, "class", leader ? "value" : "value bad");
-    const begun = status?.started_at;
-    attr(this.grid, "title", begun ? `begun ${clock(begun)}${RUN_OVER.includes(status.phase) ? "" : ` (${duration(now() - begun)})`}` : null);
+    const startedAt = status?.started_at;
+    attr(this.grid, "title", startedAt ? `started ${clock(startedAt)}${RUN_ENDED.includes(status.phase) ? "" : ` (${duration(now() - startedAt)})`}` : null);
   }
 }
 
@@ -87,7 +87,7 @@ function trend(values) {
 
 function slowest(point) {
   const parts = Object.entries(point.seconds ?? {}).filter(([name]) => name !== "total").sort((a, b) => b[1] - a[1]);
-  return parts.length ? `most of it ${parts[0][0].replace("_", " ")}: ${seconds(parts[0][1])}` : "";
+  return parts.length ? `mostly ${parts[0][0].replace("_", " ")}: ${seconds(parts[0][1])}` : "";
 }
 
 function lagging(model) {

@@ -1,0 +1,135 @@
+"""Who may talk to the admin API: raw requests as a program, a broken client or a foreign page would send them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from support.api_cluster import ApiCluster, problem
+from support.coordinators import AUTH, OPERATOR, VIEWER
+from support.etcd_server import EtcdServers
+
+from elastic_rl import runtime
+from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
+
+
+@pytest.fixture(scope="module")
+def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
+    made = ApiCluster(etcd_servers, tmp_path_factory.mktemp("access"),
+                      coordinator={"allowed_hosts": ["rl.example", "*.cluster.local"]})
+    try:
+        made.start("a", "b")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def engine(cluster: ApiCluster) -> str:
+    """A ready engine in a pool of its own."""
+    name = f"e-{secrets.token_hex(4)}"
+    cluster.etcd.put(cluster.keys.pool_spec(name), PoolSpec(name=name, desired=2).encode())
+    cluster.etcd.put(cluster.keys.engine(name), Engine(id=name, pool=name, state=EngineState.READY, epoch=1).encode())
+    return name
+
+
+def state_of(cluster: ApiCluster, engine: str) -> EngineState:
+    found = cluster.etcd.get(cluster.keys.engine(engine))
+    assert found is not None
+    return Engine.decode(found.value).state
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+def test_loopback_api_requires_token(cluster: ApiCluster, engine: str) -> None:
+    with cluster.client("a", headers={}) as api:
+        for path in ("/v1/job", "/v1/engines", "/v1/changes", "/metrics"):
+            problem(api.get(path), 401, "unauthorized")
+        problem(api.post(f"/v1/engines/{engine}/drain", json={}), 401, "unauthorized")
+        problem(api.post("/v1/restarts", json={"target": "job"}), 401, "unauthorized")
+        assert api.get("/healthz").status_code == api.get("/readyz").status_code == 200
+    assert state_of(cluster, engine) is EngineState.READY
+
+
+# -- requests that break off -------------------------------------------------------------------------------------------
+def changes_answered(cluster: ApiCluster) -> float:
+    """POST requests that replica a has dealt with, whatever it answered."""
+    text = httpx.get(f"{cluster.replicas.urls['a']}/metrics", headers=AUTH, timeout=20).text
+    return sum(float(n) for n in re.findall(r'^elastic_rl_api_requests_total\{method="POST".*\} (\S+)', text, re.M))
+
+
+@pytest.mark.parametrize("body", [
+    "Content-Length: 18\r\n\r\n", 'Content-Length: 18\r\n\r\n{"replace"', "Transfer-Encoding: chunked\r\n\r\n",
+    'Transfer-Encoding: chunked\r\n\r\nb\r\n{"replace":\r\n',
+    "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nnonsense\r\n"],
+    ids=["no body", "half a body", "no chunk", "half the chunks", "a broken chunk"])
+def test_request_cut_off_before_its_body_is_complete_changes_nothing(cluster: ApiCluster, engine: str, body: str
+                                                                     ) -> None:
+    host, port = cluster.replicas.urls["a"].removeprefix("http://").split(":")
+    before = changes_answered(cluster)
+    with socket.create_connection((host, int(port)), timeout=10) as cut:
+        cut.sendall((f"POST /v1/engines/{engine}/drain HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer "
+                     f"{OPERATOR}\r\nContent-Type: application/json\r\n{body}").encode())
+    runtime.wait_until(lambda: changes_answered(cluster) > before, timeout_s=30, what="the end of the request")
+    assert state_of(cluster, engine) is EngineState.READY
+    assert cluster.operations(engine) == []
+
+
+# -- other sites -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8400", "rl.example.evil.example", "xrl.example",
+                                  "cluster.local", "localhost.evil.example", "127.0.0.1.evil.example", ""])
+def test_request_for_unknown_host_name_is_refused(cluster: ApiCluster, host: str) -> None:
+    for path, headers in (("/v1/job", AUTH), ("/metrics", AUTH), ("/openapi.json", {}), ("/", {})):
+        answer = httpx.get(cluster.replicas.urls["a"] + path, headers={**headers, "Host": host}, timeout=20)
+        assert "allowed_hosts" in problem(answer, 421, "unknown-host")["detail"]
+    assert httpx.get(cluster.replicas.urls["a"] + "/healthz", headers={"Host": host}, timeout=20).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "10.1.2.3:8400", "[::1]:8400", "rl.example",
+                                  "Rl.Example.:443", "a.b.cluster.local", socket.gethostname()])
+def test_request_for_served_host_name_or_address_is_answered(cluster: ApiCluster, host: str) -> None:
+    answer = httpx.get(cluster.replicas.urls["a"] + "/v1/job", headers={**AUTH, "Host": host}, timeout=20)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("headers", [
+    {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://evil.example"},
+    {"Origin": "null"}, {"Origin": "http://127.0.0.1:1"}, {"Origin": "not an origin"}])
+def test_request_of_another_site_is_refused_even_with_a_token(cluster: ApiCluster, engine: str, headers: dict[str, str]
+                                                              ) -> None:
+    with cluster.client("a", headers={**AUTH, **headers}) as api:
+        problem(api.post(f"/v1/engines/{engine}/drain", json={}), 403, "cross-site")
+        problem(api.get("/v1/job"), 403, "cross-site")
+    assert state_of(cluster, engine) is EngineState.READY
+
+
+def test_request_of_own_page_is_answered(cluster: ApiCluster, engine: str) -> None:
+    url = cluster.replicas.urls["a"]
+    for headers in ({"Sec-Fetch-Site": "same-origin", "Origin": url}, {"Sec-Fetch-Site": "none"}, {"Origin": url}):
+        with cluster.client("a", headers={**AUTH, **headers}) as api:
+            assert api.post(f"/v1/engines/{engine}/drain?dry_run=true", json={}).status_code == 200
+
+
+def test_page_may_be_linked_to_from_anywhere(cluster: ApiCluster) -> None:
+    page = httpx.get(cluster.replicas.urls["a"], headers={"Sec-Fetch-Site": "cross-site"}, timeout=20)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+
+
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
+                                          "text/plain", ""])
+def test_change_without_json_content_type_is_refused(cluster: ApiCluster, engine: str, content_type: str) -> None:
+    kind = {"Content-Type": content_type} if content_type else {}
+    with cluster.client("a", headers={**AUTH, **kind}) as api:
+        for content in (b'{"replace": true}', b""):
+            problem(api.post(f"/v1/engines/{engine}/drain", content=content), 415, "unsupported-media-type")
+        problem(api.post("/v1/alerts/test", content=b""), 415, "unsupported-media-type")
+    assert state_of(cluster, engine) is EngineState.READY
+
+
+def test_viewer_token_scrapes_metrics(cluster: ApiCluster) -> None:
+    answer = httpx.get(cluster.replicas.urls["a"] + "/metrics", headers={"Authorization": f"Bearer {VIEWER}"},
+                       timeout=20)
+    assert answer.status_code == 200 and "elastic_rl_is_leader" in answer.text

@@ -1,0 +1,277 @@
+"""Access to the dashboard in a real browser: sessions, and pages of other sites that attack the API."""
+
+from __future__ import annotations
+
+import http.server
+import re
+import secrets
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from support.api_cluster import ApiCluster
+from support.browser import Page, Pages, browser, dashboard_link, expect, is_live, needs_chromium, pages  # noqa: F401
+from support.coordinators import AUTH, VIEWER, write_tokens
+from support.etcd_server import EtcdServers
+
+from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
+
+pytestmark = needs_chromium
+REFUSED = "Failed to load|ERR_|CORS|403|401|421|415|Cross-Origin"
+"""Messages of the browser about requests that fail as they should."""
+
+
+@pytest.fixture(scope="module")
+def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
+    made = ApiCluster(etcd_servers, tmp_path_factory.mktemp("dashboard-access"))
+    try:
+        made.start("a", "b")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def tabs(cluster: ApiCluster, browser: Any) -> Iterator[Pages]:  # noqa: F811
+    with pages(browser, cluster) as opened:
+        yield opened
+
+
+@dataclass
+class Site:
+    """A web server with pages of an attacker, on another port of this machine."""
+
+    port: int
+    html: dict[str, str] = field(default_factory=dict)
+
+    def url(self, path: str, host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.port}{path}"
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    made = Site(0)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            html = made.html.get(self.path)
+            self.send_response(200 if html else 204)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write((html or "").encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.port = server.server_port
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield made
+    server.shutdown()
+    server.server_close()
+
+
+def signed_in(tabs: Pages, cluster: ApiCluster) -> Any:
+    """A browser profile with an operator's session on replica a."""
+    context = tabs.context()
+    page = tabs.page(context, REFUSED)
+    page.goto(dashboard_link(cluster, "a"))
+    is_live(page)
+    return context
+
+
+def cookie(context: Any) -> dict[str, Any]:
+    [found] = [c for c in context.cookies() if c["name"].startswith("elastic-rl-")]
+    return dict(found)
+
+
+# -- signing in --------------------------------------------------------------------------------------------------------
+def test_link_opens_the_page_signed_in_and_leaves_the_address(tabs: Pages, cluster: ApiCluster) -> None:
+    context = tabs.context()
+    page = tabs.page(context)
+    page.goto(dashboard_link(cluster, "a"))
+    is_live(page)
+    assert page.url == cluster.replicas.urls["a"] + "/"
+    found = cookie(context)
+    assert found["httpOnly"] and found["sameSite"] == "Strict"
+    assert page.evaluate("document.cookie + JSON.stringify(sessionStorage) + JSON.stringify(localStorage)") == "{}{}"
+    page.get_by_role("button", name="Access").click()
+    expect(page.get_by_role("dialog", name="Access")).to_contain_text("Signed in as operator (operator) until")
+    page.reload()
+    is_live(page)
+    page.goto(cluster.replicas.urls["b"])  # cookies are of the host, so the replicas of one machine share them
+    is_live(page)
+
+
+def test_page_without_a_session_says_what_to_type_and_shows_nothing(tabs: Pages) -> None:
+    page = tabs.open(role="", live=False, expected="401")
+    dialog = page.get_by_role("dialog", name="Access")
+    expect(dialog).to_contain_text("elastic-rl dashboard")
+    expect(page.locator("#connection")).to_have_text("no access")
+    assert page.locator("#pools tbody tr").count() == 0
+
+
+def test_used_link_opens_nothing_for_somebody_else(tabs: Pages, cluster: ApiCluster) -> None:
+    link = dashboard_link(cluster, "a")
+    first = tabs.page(tabs.context(), "401")
+    first.goto(link)
+    is_live(first)
+    second = tabs.page(tabs.context(), "401")
+    second.goto(link)
+    expect(second.get_by_role("dialog", name="Access")).to_contain_text("used already, or has expired")
+    expect(second.locator("#connection")).to_have_text("no access")
+    first.goto("about:blank")
+    first.goto(link)  # from the history: this browser still has its session
+    is_live(first)
+
+
+def test_expired_session_asks_to_sign_in_again_and_a_new_link_resumes_the_page(tabs: Pages, cluster: ApiCluster
+                                                                                ) -> None:
+    context = tabs.context()
+    page = tabs.page(context, "401")
+    page.goto(dashboard_link(cluster, "a"))
+    is_live(page)
+    kvs, _ = cluster.etcd.range(cluster.keys.sessions_prefix())
+    for kv in kvs:
+        cluster.etcd.revoke(kv.lease)  # as when its time has come
+    dialog = page.get_by_role("dialog", name="Access")
+    expect(dialog).to_contain_text("has expired")
+    expect(dialog).to_contain_text("elastic-rl dashboard")
+    page.goto(dashboard_link(cluster, "a"))
+    is_live(page)
+    expect(dialog).to_be_hidden()
+
+
+def test_token_can_be_typed_in_and_is_not_kept(tabs: Pages) -> None:
+    page = tabs.open(role="", live=False, expected="401")
+    dialog = page.get_by_role("dialog", name="Access")
+    dialog.get_by_label("token").fill("misspelt")
+    dialog.get_by_role("button", name="Use the token").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("misspelt, or was withdrawn")
+    dialog.get_by_label("token").fill(VIEWER)
+    dialog.get_by_role("button", name="Use the token").click()
+    is_live(page)
+    expect(dialog).to_be_hidden()
+    assert VIEWER not in page.evaluate("JSON.stringify(sessionStorage) + JSON.stringify(localStorage)")
+    assert VIEWER not in str(page.context.cookies())
+
+
+def test_signing_out_ends_the_session_and_clears_the_page(tabs: Pages, cluster: ApiCluster) -> None:
+    context = tabs.context()
+    page = tabs.page(context, "401")
+    page.goto(dashboard_link(cluster, "a"))
+    is_live(page)
+    expect(page.locator("#pools tbody tr")).to_have_count(1)
+    stolen = cookie(context)
+    page.get_by_role("button", name="Access").click()
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.locator("#connection")).to_have_text("no access")
+    expect(page.locator("#pools tbody tr")).to_have_count(0)
+    answer = httpx.get(f"{cluster.replicas.urls['b']}/v1/job", cookies={stolen["name"]: stolen["value"]}, timeout=20)
+    assert answer.status_code == 401
+
+
+def test_withdrawn_token_closes_the_page(tabs: Pages, cluster: ApiCluster) -> None:
+    page = tabs.open(expected="401")
+    write_tokens(cluster.replicas.token_table, viewer="viewer")
+    try:
+        expect(page.get_by_role("dialog", name="Access")).to_contain_text("was withdrawn")
+    finally:
+        write_tokens(cluster.replicas.token_table, operator="operator", viewer="viewer")
+
+
+# -- other sites -------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def engine(cluster: ApiCluster) -> str:
+    """A ready engine that can be drained without a body in the request."""
+    name = f"e-{secrets.token_hex(4)}"
+    cluster.etcd.put(cluster.keys.pool_spec(name), PoolSpec(name=name, desired=2).encode())
+    cluster.etcd.put(cluster.keys.engine(name), Engine(id=name, pool=name, state=EngineState.READY, epoch=1).encode())
+    return name
+
+
+FORM = """([url, type]) => {
+    const form = document.createElement('form');
+    Object.assign(form, {method: 'POST', action: url, enctype: type});
+    document.body.append(form);
+    form.submit();
+}"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "evil.example"])
+@pytest.mark.parametrize("enctype", ["text/plain", "application/x-www-form-urlencoded"])
+def test_form_of_another_site_changes_nothing(tabs: Pages, cluster: ApiCluster, site: Site, engine: str, host: str,
+                                              enctype: str) -> None:
+    page = tabs.page(signed_in(tabs, cluster), REFUSED)
+    site.html["/form"] = "<p>attack</p>"
+    before = cluster.requested_changes()
+    page.goto(site.url("/form", host))
+    with page.expect_navigation() as navigation:
+        page.evaluate(FORM, [f"{cluster.replicas.urls['a']}/v1/engines/{engine}/drain", enctype])
+    assert navigation.value is not None and navigation.value.status == 403
+    assert cluster.requested_changes() == before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "evil.example"])
+def test_scripts_of_another_site_change_and_read_nothing(tabs: Pages, cluster: ApiCluster, site: Site, engine: str,
+                                                         host: str) -> None:
+    context = signed_in(tabs, cluster)
+    site.html["/fetch"] = "<p>attack</p>"
+    before, url = cluster.requested_changes(), cluster.replicas.urls["a"]
+    page = tabs.page(context, REFUSED)
+    page.goto(site.url("/fetch", host))
+    outcomes = page.evaluate("""async ([url, engine]) => {
+        const attempt = async (path, options) => {
+            try { const answer = await fetch(url + path, options); return `${answer.type} ${answer.status}`; }
+            catch (error) { return error.name; }
+        };
+        const body = JSON.stringify({target: 'job'});
+        return [
+            await attempt('/v1/restarts', {method: 'POST', body, mode: 'no-cors', credentials: 'include'}),
+            await attempt(`/v1/engines/${engine}/drain`, {method: 'POST', mode: 'no-cors', credentials: 'include'}),
+            await attempt('/v1/restarts', {method: 'POST', body, credentials: 'include',
+                                           headers: {'Content-Type': 'application/json'}}),
+            await attempt('/v1/session', {method: 'DELETE', credentials: 'include'}),
+            await attempt('/v1/job', {credentials: 'include'}),
+        ];
+    }""", [url, engine])
+    assert outcomes == ["opaque 0", "opaque 0", "TypeError", "TypeError", "TypeError"], "nothing can be read"
+    assert cluster.requested_changes() == before
+    assert context.request.get(f"{url}/v1/job").status == 200, "the session is still there"
+
+
+def test_rebound_name_reaches_nothing(tabs: Pages, cluster: ApiCluster) -> None:
+    """DNS rebinding: the attacker's name points to the replica, so its pages are of the same origin."""
+    signed_in(tabs, cluster)
+    port = cluster.replicas.urls["a"].rpartition(":")[2]
+    page = tabs.page(tabs.context(), REFUSED)
+    answer = page.goto(f"http://rebound.example:{port}/")
+    assert answer is not None and answer.status == 421 and "allowed_hosts" in answer.text()
+    before = cluster.requested_changes()
+    outcomes = page.evaluate("""async () => {
+        const answers = await Promise.all([fetch('/v1/job'), fetch('/openapi.json'), fetch('/v1/restarts',
+            {method: 'POST', body: '{"target": "job"}', headers: {'Content-Type': 'application/json'}})]);
+        return answers.map((answer) => answer.status);
+    }""")
+    assert outcomes == [421, 421, 421]
+    assert cluster.requested_changes() == before
+
+
+def test_page_cannot_be_framed_and_a_link_from_elsewhere_opens_it(tabs: Pages, cluster: ApiCluster, site: Site) -> None:
+    context = signed_in(tabs, cluster)
+    url = cluster.replicas.urls["a"]
+    site.html["/frame"] = f'<iframe src="{url}/"></iframe><a href="{url}/">dashboard</a>'
+    page = tabs.page(context, "frame|Refused|" + REFUSED)
+    page.goto(site.url("/frame", "evil.example"))
+    assert not [f for f in page.frames[1:] if re.search("<main", f.content())]
+    page.get_by_role("link", name="dashboard").click()
+    is_live(page)
+
+
+def test_token_in_the_address_is_never_used(cluster: ApiCluster) -> None:
+    token = AUTH["Authorization"].partition(" ")[2]
+    for query in (f"token={token}", f"access_token={token}", f"authorization=Bearer%20{token}"):
+        assert httpx.get(f"{cluster.replicas.urls['a']}/v1/job?{query}", timeout=20).status_code == 401

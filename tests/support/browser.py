@@ -1,0 +1,107 @@
+"""A real browser for the tests of the dashboard."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from support.api_cluster import ApiCluster
+from support.coordinators import AUTH
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: bash ops/setup.sh")
+expect = sync_api.expect
+Page = sync_api.Page
+Open = Callable[..., "Page"]
+
+
+
+def find_chromium() -> str | None:
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+needs_chromium = pytest.mark.skipif(find_chromium() is None,
+                                    reason="there is no Chromium: `bash ops/setup.sh` as root installs it")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+          "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+          "--host-resolver-rules=MAP *.example 127.0.0.1"]
+"""Every name under .example is this machine, as after DNS rebinding."""
+LONG_MS = 40_000
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sync_api.Browser]:
+    expect.set_options(timeout=LONG_MS)
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=find_chromium(), args=FLAGS, env={
+            "HOME": str(tmp_path_factory.mktemp("home")), "PATH": "/usr/bin:/bin"})
+        yield launched
+        launched.close()
+
+
+def dashboard_link(cluster: ApiCluster, replica: str, role: str = "operator") -> str:
+    """A one-time link to the dashboard of a replica."""
+    url = cluster.replicas.urls[replica]
+    made = httpx.post(f"{url}/v1/session-links", json={"role": role}, headers=AUTH, timeout=20)
+    return f"{url}/#link={made.json()['link']}"
+
+
+def is_live(page: Page) -> None:
+    expect(page.locator("body")).to_have_attribute("data-connection", "live")
+
+
+@dataclass
+class Pages:
+    """Opens pages, each in a context of its own, and collects their errors."""
+
+    browser: sync_api.Browser
+    cluster: ApiCluster
+    errors: list[str] = field(default_factory=list)
+    _contexts: list[Any] = field(default_factory=list)
+
+    def context(self, width: int = 1400, height: int = 900, **more: object) -> Any:
+        """A browser profile without cookies."""
+        made = self.browser.new_context(viewport={"width": width, "height": height}, **more)
+        made.set_default_timeout(LONG_MS)
+        made.add_init_script("""document.addEventListener('securitypolicyviolation',
+            (e) => console.error('CSP ' + e.violatedDirective + ' ' + e.blockedURI));""")
+        self._contexts.append(made)
+        return made
+
+    def page(self, context: Any, expected: str = "") -> Page:
+        """A new tab. Errors that match ``expected`` do not count."""
+        page = context.new_page()
+        page.on("pageerror", lambda e: self.errors.append(f"pageerror: {e}"))
+        page.on("console", lambda m: self.errors.append(f"{m.type}: {m.text}") if m.type in ("error", "warning")
+                and not (expected and re.search(expected, m.text)) else None)
+        return page
+
+    def open(self, replica: str = "a", *, role: str = "operator", live: bool = True, expected: str = "",
+             **context: Any) -> Page:
+        """The dashboard of a replica; ``role`` "": without a session."""
+        page = self.page(self.context(**context), expected)
+        page.goto(dashboard_link(self.cluster, replica, role) if role else self.cluster.replicas.urls[replica] + "/")
+        if live:
+            is_live(page)
+        return page
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+
+
+@contextmanager
+def pages(browser: sync_api.Browser, cluster: ApiCluster) -> Iterator[Pages]:
+    """Pages whose errors fail the test at the end."""
+    made = Pages(browser, cluster)
+    try:
+        yield made
+    finally:
+        made.close()
+    assert made.errors == []

@@ -1,0 +1,61 @@
+"""The token table of the admin API, and the files that ``up`` writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_rl.coordinator.api import auth
+from elastic_rl.coordinator.api.auth import Role, TokenTable
+from elastic_rl.errors import ConfigError
+
+
+def write(path: Path, table: object, mode: int = 0o600) -> Path:
+    path.write_text(json.dumps(table))
+    path.chmod(mode)
+    return path
+
+
+def test_token_is_found_by_its_digest_and_withdrawn_without_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    entry = {"name": "ada", "role": "operator", "sha256": auth.digest("s3cret")}
+    table = TokenTable(write(path, {"tokens": [entry]}))
+    found = table.find("s3cret")
+    assert found is not None and found.name == "ada" and found.role.may(Role.VIEWER)
+    assert table.find("S3cret") is None and table.find("") is None
+    write(path, {"tokens": []})
+    assert table.find("s3cret") is None
+
+
+def test_short_form_of_the_table_names_a_token_by_its_role(tmp_path: Path) -> None:
+    table = TokenTable(write(tmp_path / "t", {"viewer": "v", "operator": "o"}))
+    viewer = table.find("v")
+    assert viewer is not None and viewer.role is Role.VIEWER and not viewer.role.may(Role.OPERATOR)
+
+
+@pytest.mark.parametrize(("table", "mode", "says"), [
+    ({"tokens": []}, 0o644, "read by others"), ({"tokens": [{"name": "x"}]}, 0o600, "cannot be read"),
+    ("nonsense", 0o600, "cannot be read"), ({"root": "x"}, 0o600, "cannot be read")])
+def test_bad_token_table_is_refused(tmp_path: Path, table: object, mode: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TokenTable(write(tmp_path / "t", table, mode))
+
+
+def test_missing_token_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing") as refused:
+        TokenTable(tmp_path / "none")
+    assert "elastic-rl up" in refused.value.hint
+
+
+def test_created_tokens_fit_their_table_and_only_the_owner_may_read_them(tmp_path: Path) -> None:
+    credentials = auth.create_tokens(tmp_path)
+    table, tokens = TokenTable(tmp_path / auth.TABLE), json.loads(credentials.read_text())
+    for role in Role:
+        found = table.find(tokens[role])
+        assert found is not None and found.role is role
+    assert (tmp_path / auth.VIEWER_TOKEN).read_text() == tokens["viewer"]
+    assert {p.name for p in tmp_path.iterdir()} == {auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN}
+    assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o600}
+    assert not set(tokens.values()) & set((tmp_path / auth.TABLE).read_text().split('"'))
