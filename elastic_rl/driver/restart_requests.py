@@ -1,23 +1,30 @@
-"""Restarts that the leader or an operator wants, as whoever runs the part sees them."""
+"""Restart requests by the leader or an operator, as the process that runs the part reads and acknowledges them."""
 
 from __future__ import annotations
 
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import RestartRequest
 
 
 def open_requests(etcd: EtcdClient, keys: Keys) -> dict[str, RestartRequest]:
-    """Wishes that were not carried out yet, by target."""
+    """Requests that were not carried out yet, by target."""
     found = [RestartRequest.decode(kv.value) for kv in etcd.range(keys.restarts_prefix())[0]]
-    return {wish.target: wish for wish in found if wish.done < wish.wanted}
+    return {request.target: request for request in found if request.done < request.wanted}
 
 
-def acknowledge(etcd: EtcdClient, keys: Keys, wish: RestartRequest, *guards: Compare) -> None:
-    """Notes that a wish was carried out; a later one for the same target stays open, one that was taken back is left as
-    it is. Raises Fenced when a guard does not hold."""
-    def mark(raw: bytes | None) -> bytes | None:
+def acknowledge(etcd: EtcdClient, keys: Keys, request: RestartRequest, *guards: Compare) -> None:
+    """Records that a request was carried out. A later request for the same target stays open; one that was withdrawn
+    stays as it is. Raises Fenced when a guard does not hold."""
+    def change(raw: bytes | None) -> bytes | None:
         now = RestartRequest.decode(raw) if raw else None
-        return now.replace(done=max(now.done, min(wish.wanted, now.wanted))).encode() if now else None
+        return now.replace(done=max(now.done, min(request.wanted, now.wanted))).encode() if now else None
 
-    etcd.update(keys.restart(wish.target), mark, guards=guards)
+    etcd.update(keys.restart(request.target), change, guards=guards)
+
+
+def has_newer_driver(etcd: EtcdClient, keys: Keys, request: RestartRequest) -> bool:
+    """Whether a driver has started since a restart of the job was requested. The request itself ended one epoch and
+    began the next; a driver begins one of its own."""
+    return fencing.current_epoch(etcd, keys) > request.epoch + 1

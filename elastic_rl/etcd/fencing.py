@@ -7,11 +7,13 @@ alone, whoever holds the epoch.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from elastic_rl.errors import Conflict, Fenced
+from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Epoch
+from elastic_rl.etcd.records import Epoch, Event, Severity
 from elastic_rl.etcd.transaction import Compare, Op
 
 _TRIES = 32
@@ -53,6 +55,15 @@ def write(etcd: EtcdClient, keys: Keys, number: int, *ops: Op) -> None:
     """Carries the operations out if ``number`` is still the epoch that may write; raises Fenced, with nothing done."""
     if not etcd.txn([epoch_guard(keys, number)], ops).succeeded:
         raise Fenced(f"epoch {number} of job {keys.job} is over", hint="stop; another incarnation runs the job")
+
+
+def emit(etcd: EtcdClient, keys: Keys, number: int, kind: str, subject: str, message: str, *,
+         severity: Severity = Severity.INFO, **data: Any) -> Event:
+    """Writes an event of now if ``number`` is still the epoch that may write; ``data`` must be JSON-able. Raises Fenced
+    and EtcdUnavailable."""
+    event = events.build(kind, subject, message, severity=severity, **data)
+    write(etcd, keys, number, events.put_op(keys, event))
+    return event
 
 
 def require_epoch(etcd: EtcdClient, keys: Keys, number: int) -> None:

@@ -138,6 +138,8 @@ class Engine(Record):
     pool: str
     state: EngineState
     epoch: int
+    incarnation: str = ""
+    """Of the member that runs the engine and writes this record; random, and new with each start."""
     url: str = ""
     pid: int = 0
     """Process id of the SGLang server."""

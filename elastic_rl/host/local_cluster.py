@@ -26,7 +26,7 @@ from elastic_rl.dcs.security import TOKEN_FILE, new_token
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.host import etcd_server, processes
+from elastic_rl.host import etcd_server, leftovers, processes
 from elastic_rl.host.processes import PidBook, PidRecord
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class Cluster:
         """Ends every process of the job, the compute plane first and etcd last, and removes its segments and the
         cluster's files but for the logs. Returns the names of what was still running."""
         records = self.book.all()
-        stopped = [f"compute {pid}" for pid in processes.sweep(str(self.dir))]
+        stopped = [f"compute {pid}" for pid in leftovers.sweep(self.dir)]
         stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
         # Marked, but without a record: a service whose start was interrupted.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]

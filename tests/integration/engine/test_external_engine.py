@@ -176,7 +176,7 @@ def test_a_server_of_somebody_else_takes_part_and_outlives_it(
 
     # Somebody else changes what it says of its weights, as a server does that was started anew; then it dies.
     for engine_id, harm, said in (("a3", foreign.forget, "names version 0"), ("a4", foreign.die, "no longer answers")):
-        rig.run_engine(engine_id, attach_to=foreign.url)
+        rig.start_engine(engine_id, external_url=foreign.url)
         rig.wait_ready(engine_id, second)
         assert workers(rig) == {foreign.url: True}
         harm()
