@@ -103,10 +103,11 @@ class DriverSupervisor:
         ``epoch``: the one that held when the driver was started, and still holds if it ended before it raised its own.
         """
         found = self._etcd.get(self._keys.epoch())
-        if found is None or (found.version != epoch and Epoch.decode(found.value).holder != driver_id):
+        now = found.version if found else 0
+        if now != epoch and found is not None and Epoch.decode(found.value).holder != driver_id:
             return
         with contextlib.suppress(Fenced):
-            fencing.emit(self._etcd, self._keys, found.version, "run.global_restart", self._ctx.job,
+            fencing.emit(self._etcd, self._keys, now, "run.global_restart", self._ctx.job,
                          f"the driver ended; global restart {starts}", severity=Severity.ERROR)
 
     def _status(self) -> JobStatus:

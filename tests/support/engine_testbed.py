@@ -30,7 +30,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import raise_epoch
 from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import SHM, sweep
+from elastic_rl.host.leftovers import SHM, TAG_ENV, file_tag, sweep
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import free_port, wait_until
 from support.dcs_nodes import await_node, spawn_node
@@ -211,7 +211,8 @@ class ForeignServer:
             "--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
             "--disable-cuda-graph", "--disable-radix-cache", "--max-total-tokens", "4096",
             "--max-running-requests", "16", "--log-level", "warning", "--sleep-on-idle"),
-            log=self.log, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"})
+            log=self.log, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
+                               TAG_ENV: file_tag(testbed.ctx.config.cluster_dir, "foreign")})  # so that it is swept
 
 
 def await_gone(pids: list[int]) -> None:
