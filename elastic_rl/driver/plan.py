@@ -45,7 +45,7 @@ class StartBudget:
     """Unix seconds."""
 
     def after_failure(self, now: float, *, base_s: float = 1.0, ceiling_s: float = 60.0) -> StartBudget:
-        return StartBudget(self.failures + 1, now + min(ceiling_s, base_s * 2**self.failures))
+        return StartBudget(self.failures + 1, now + min(ceiling_s, base_s * 2.0 ** min(self.failures, 32)))
 
     def after_success(self) -> StartBudget:
         return StartBudget()

@@ -342,4 +342,3 @@ class LedgerEntry(Record):
     """Ordinal numbers of the prompt groups in the run's prompt order."""
     samples: int
     policy_versions: list[int] = []
-    dropped: list[int] = []
