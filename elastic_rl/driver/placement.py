@@ -15,7 +15,7 @@ from elastic_rl.errors import PreflightFailed
 class PlacedActor:
     """A placement group of one bundle with one Ray actor in it. Both are created and removed together."""
 
-    WAITING = "waiting for room"
+    WAITING = "waiting for resources"
     """Phase of a driver that creates one: in a full cluster it may take long."""
 
     def __init__(self, name: str, cls: type, *args: Any, cpus: float, gpus: int, timeout_s: float) -> None:

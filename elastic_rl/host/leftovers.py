@@ -1,8 +1,8 @@
 """What a compute plane may leave on this machine when it is killed: processes, and files outside the cluster's folder.
 
-Processes carry the mark of their cluster in their environment (``processes.RUN_MARK``). Files in /dev/shm and in the
-temp folder carry the tag of their owner in their name, since neither folder says who made a file: whoever ends or
-replaces an owner removes the files of its tag, and a sweep those of the whole cluster.
+Processes have the mark of their cluster in their environment (``processes.RUN_MARK``). Files in /dev/shm and in the
+temp folder have the tag of their owner in their name. The process that ends or replaces an owner removes the files of
+its tag; a sweep removes those of the whole cluster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic_rl.host import processes
 
 TAG_ENV = "ELASTIC_RL_FILE_TAG"
-"""Environment variable by which a process is told the tag for the files that it makes."""
+"""Environment variable with the tag for the files of a process."""
 SHM = Path("/dev/shm")
 
 

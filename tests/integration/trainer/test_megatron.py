@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +17,11 @@ from transformers import Qwen3ForCausalLM
 from elastic_rl import config
 from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.host.processes import spawn, stop
+from elastic_rl.host.processes import stop
 from elastic_rl.runtime import free_port
 
-RANK_MAIN = Path(__file__).with_name("megatron_rank.py")
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all groups
+
 Sizes = tuple[int, int, int]
 """TP, PP, DP."""
 SAVED: list[Sizes] = [(2, 1, 1), (2, 2, 1)]
@@ -42,24 +45,34 @@ class Scenario:
     state_file: str = ""
 
 
-def run_ranks(folder: Path, cfg: Config, scenarios: list[Scenario]) -> dict[str, Tensors]:
-    """Runs all ranks of a group to their end; the results of all ranks together, by the scenario's name."""
-    folder.mkdir()
-    plan = {"config": cfg.model_dump(mode="json"),
-            "scenarios": [(s.name, s.kind, str(s.model), s.state_file) for s in scenarios]}
-    (folder / "plan.json").write_text(json.dumps(plan))
-    world = cfg.trainer.ranks
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
-              "OMP_NUM_THREADS": "1"}
-    ranks = [spawn([sys.executable, str(RANK_MAIN), str(folder)], log=folder / f"rank{r}.log",
-                   env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(world)]
-    try:
-        for r, process in enumerate(ranks):
-            assert process.wait(timeout=300) == 0, (folder / f"rank{r}.log").read_text()[-3000:]
-    finally:
-        for process in ranks:
-            stop(process.pid, grace_s=0.5)
-    return {s.name: joined([load_file(folder / f"{s.name}-{r}.safetensors") for r in range(world)]) for s in scenarios}
+class RankProcesses:
+    """The process that groups of ranks are forked from."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = (folder / "ranks.log").open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("megatron_ranks.py"))], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def run(self, folder: Path, cfg: Config, scenarios: list[Scenario]) -> dict[str, Tensors]:
+        """Runs all ranks of a group to their end; the results of all ranks together, by the scenario's name."""
+        folder.mkdir()
+        plan = {"config": cfg.model_dump(mode="json"), "port": free_port(),
+                "scenarios": [(s.name, s.kind, str(s.model), s.state_file) for s in scenarios]}
+        (folder / "plan.json").write_text(json.dumps(plan))
+        print(folder, file=self._process.stdin, flush=True)
+        codes = self._process.stdout.readline().split()
+        for rank, code in enumerate(codes):
+            assert int(code) <= 0, (folder / f"rank{rank}.log").read_text()[-3000:]
+        assert set(codes) <= {"0"}, f"exit codes {codes}; see {folder}"
+        assert len(codes) == cfg.trainer.ranks, Path(self._log.name).read_text()[-3000:]
+        return {s.name: joined([load_file(folder / f"{s.name}-{rank}.safetensors") for rank in range(len(codes))])
+                for s in scenarios}
+
+    def close(self) -> None:
+        stop(self._process.pid, grace_s=0.5)
+        self._process.wait(10)
+        self._log.close()
 
 
 def joined(of_ranks: list[Tensors]) -> Tensors:
@@ -100,15 +113,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     save_file({"tokens": tokens}, folder / "tokens.safetensors")
     runs = Runs(folder, tokens, references)
     hf16, hf13 = folder / "hf16", folder / "hf13"
-    for sizes in GROUPS:
-        scenarios = [Scenario("hf16", "logits", hf16), Scenario("hf13", "logits", hf13),
-                     Scenario("gradients", "gradients", hf16), Scenario("train", "train", hf16)]
-        if sizes in RESTORED:
-            scenarios += [Scenario(f"restore {saved}", "restore", hf16, str(folder / f"{saved}.safetensors"))
-                          for saved in SAVED]
-        runs.results[sizes] = run_ranks(folder / str(sizes), make_config(sizes, micro_batch_size=24), scenarios)
-        if sizes in SAVED:
-            save_file(runs.results[sizes]["train"], folder / f"{sizes}.safetensors")
+    ranks = RankProcesses(folder)
+    try:
+        for sizes in GROUPS:
+            scenarios = [Scenario("hf16", "logits", hf16), Scenario("hf13", "logits", hf13),
+                         Scenario("gradients", "gradients", hf16), Scenario("train", "train", hf16)]
+            if sizes in RESTORED:
+                scenarios += [Scenario(f"restore {saved}", "restore", hf16, str(folder / f"{saved}.safetensors"))
+                              for saved in SAVED]
+            runs.results[sizes] = ranks.run(folder / str(sizes), make_config(sizes, micro_batch_size=24), scenarios)
+            if sizes in SAVED:
+                save_file(runs.results[sizes]["train"], folder / f"{sizes}.safetensors")
+    finally:
+        ranks.close()
     return runs
 
 

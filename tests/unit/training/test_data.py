@@ -149,7 +149,7 @@ def test_run_context_round_trips_through_a_private_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", '{"nope": 1}'])
-def test_missing_or_invalid_run_context_is_a_config_error_that_names_the_file(tmp_path: Path, content: str | None) -> None:
+def test_missing_or_invalid_run_context_raises_config_error_with_its_name(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "context.json"
     if content is not None:
         path.write_text(content)
