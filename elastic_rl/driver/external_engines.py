@@ -50,11 +50,6 @@ class ExternalEngines:
         self._report_phase = report_phase
         self._attached: dict[str, _Attached] = {}
 
-    @property
-    def engine_ids(self) -> list[str]:
-        """Engines that this driver runs for external servers."""
-        return list(self._attached)
-
     def reconcile(self, restarts: Mapping[str, RestartRequest], records: Mapping[str, Engine]) -> int:
         """One pass; returns how many are ready. ``restarts``: open restart requests, by target. ``records``: of the
         pool's engines. Raises Fenced and EtcdUnavailable."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime import freeze_heap
@@ -23,9 +21,6 @@ class EngineActor:
         """Returns when the engine was drained, stopped or found dead."""
         self._runner.run()
 
-    def ping(self) -> dict[str, Any]:
-        """State, version and server pid of the engine."""
-        return self._runner.ping()
 
     def drain(self) -> None:
         """Makes the engine leave the pool; ``run`` returns when it has left."""

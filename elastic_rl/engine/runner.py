@@ -74,7 +74,7 @@ class EngineRunner:
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0
         self._checksum = ""
-        self._tick_at = self._alive_at = time.time()
+        self._alive_at = time.time()
         self._fetch_failures = 0  # one after the other
         self._next_record = self._next_load = 0.0
         self._load = (0, 0)
@@ -89,10 +89,6 @@ class EngineRunner:
             tag=file_tag(ctx.config.cluster_dir, engine_id, secrets.token_hex(4)))
 
     # -- called from other threads ---------------------------------------------------------------------------------
-    def ping(self) -> dict[str, Any]:
-        """State of the runner, and the seconds since its last check of the server."""
-        return {"id": self._id, "state": str(self._lifecycle.state), "version": self._lifecycle.version,
-                "pid": self._server.pid, "url": self._server.url, "idle_s": time.time() - self._tick_at}
 
     def drain(self) -> None:
         """Makes ``run`` leave the pool: no new requests, requests in flight finish, the record is deleted."""
@@ -137,7 +133,6 @@ class EngineRunner:
         target: Version | None = None
         try:
             while not self._leaving:
-                self._tick_at = time.time()
                 self._member.progress(self._lifecycle.version, "follow")
                 if not self._server.alive():
                     raise EngineFailed(self._server.failure)

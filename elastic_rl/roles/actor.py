@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
 
 from ray import serve
 
@@ -56,5 +55,3 @@ class ActorRole(Role):
         if not self._thread.is_alive() and self._failure is None and not self.loop.finished:
             raise RuntimeError("the training loop ended without a result")
 
-    async def status(self) -> dict[str, Any]:
-        return {"step": self.loop.step, "finished": self.loop.finished, "failure": str(self._failure or "")}

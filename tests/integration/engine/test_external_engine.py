@@ -126,7 +126,7 @@ def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
 
     def detached() -> bool:
         driver.reconcile({}, testbed.records())
-        return not driver.engine_ids
+        return not driver._attached
 
     wait_until(detached, timeout_s=60, what="the end of the drain")
     assert foreign.url not in testbed.workers() and testbed.record("x1") is None
