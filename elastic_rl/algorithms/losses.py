@@ -12,14 +12,14 @@ def clipped_policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask
     arXiv:2503.14476): ``-mean_t min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)``, ``rho = exp(logp - old)``.
 
     ``logp`` [N, R] fp32 is the only input that gets a gradient; ``old_logp`` [N, R] fp32 are the log-probs the tokens
-    were sampled with; ``advantages`` [N] fp32; ``mask`` [N, R] is 1 (or True) on response tokens. What stands under a
-    0 of the mask is ignored, whatever it is. An empty mask gives a loss of 0 with a zero gradient.
+    were sampled with; ``advantages`` [N] fp32; ``mask`` [N, R] is 1 (or True) on response tokens. Values where the mask
+    is 0 are ignored. An empty mask gives a loss of 0 with a zero gradient.
 
-    To split a batch, weight each part's loss by its share of the tokens (``stats["tokens"]``).
+    To split a batch, weight each part's loss by its fraction of the tokens (``stats["tokens"]``).
 
-    Returns the scalar loss and detached scalars, all over masked tokens: ``ratio_mean``, ``clip_fraction`` (share of
-    tokens whose gradient the clip removed), ``kl`` (the k3 estimate of KL(old || new), in nats a token), ``tokens``.
-    Raises ValueError where shapes do not fit or a clip is out of range.
+    Returns the scalar loss and detached scalars, all over masked tokens: ``ratio_mean``, ``clip_fraction`` (fraction of
+    tokens whose gradient the clip removed), ``kl`` (the k3 estimate of KL(old || new), in nats per token), ``tokens``.
+    Raises ValueError for inconsistent shapes or a clip out of range.
     """
     n, r = logp.shape
     if old_logp.shape != (n, r) or mask.shape != (n, r) or advantages.shape != (n,):
@@ -31,7 +31,7 @@ def clipped_policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask
     weight = on.to(logp.dtype)
     tokens = weight.sum()
     divisor = tokens.clamp(min=1)
-    # Padding is taken out before exp: inf * 0 would be nan in the loss, and in the gradient even behind a where.
+    # Padding is removed before exp: inf * 0 would be nan in the loss, and in the gradient even after a where.
     log_ratio = torch.where(on, logp - old_logp.detach(), torch.zeros_like(logp))
     ratio = log_ratio.exp()
     adv = advantages.detach()[:, None]

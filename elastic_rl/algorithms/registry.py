@@ -1,4 +1,4 @@
-"""Algorithms by the name that the configuration gives them."""
+"""Algorithms by their name in the configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_rl.algorithms.losses import clipped_policy_loss
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a run needs of an RL algorithm."""
+    """The functions of an RL algorithm."""
 
     name: str
     advantages: Callable[[Tensor, bool], Tensor]

@@ -1,4 +1,4 @@
-"""Learning-rate schedule. Pure: a function of the settings and the step alone, so a resumed run just goes on."""
+"""Learning-rate schedule. Pure: a function of the settings and the step only, so a resumed run needs no state of it."""
 
 from __future__ import annotations
 

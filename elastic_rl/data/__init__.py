@@ -1,1 +1,1 @@
-"""Where prompts come from, in which order, and the record of which were trained on."""
+"""Prompts, their order, and the ledger of the prompt groups that were trained on."""

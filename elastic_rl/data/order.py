@@ -1,4 +1,4 @@
-"""In which order a run takes its problems: a pure function of the seed and a position. Pure."""
+"""The order in which a run takes its problems: a function of the seed and a position. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import random
 
 
 class PromptOrder:
-    """An endless sequence of problem indices: epoch after epoch, each a shuffle of its own of all problems.
+    """An endless sequence of problem indices: epoch after epoch, each a different shuffle of all problems.
 
-    Position ``g`` of the sequence is the *ordinal* of a prompt group and names it for the whole run. Since an ordinal's
-    problem does not depend on what was asked before, a run that resumes anywhere takes the same problems.
+    Position ``g`` of the sequence is the *ordinal* of a prompt group and identifies it for the whole run. The problem
+    of an ordinal does not depend on earlier calls, so a run that resumes anywhere takes the same problems.
     """
 
     def __init__(self, n_train: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Generated tasks with a verifiable answer. Pure: the same settings and seed give the same problems."""
+"""Generated tasks with verifiable answers. Pure: the same settings and seed give the same problems."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from elastic_rl.data.tokenizer import EOS_ID, PAD_ID, encode
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt and its one right answer."""
+    """A prompt with one right answer."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
-    """The right response, the end-of-sequence token included."""
+    """The right response, including the end-of-sequence token."""
     text: str
-    """Prompt and answer for people, such as ``07+35=24`` (reversed)."""
+    """Prompt and answer as text, such as ``07+35=24`` (reversed)."""
 
 
 class Addition:
-    """``a+b=`` with both operands in [0, ``operand_below``), zero-padded so that every prompt and every answer has one
-    length. Answers have their least significant digit first unless ``answer_order`` is ``normal``.
+    """``a+b=`` with both operands in [0, ``operand_below``), zero-padded so that all prompts have one length, and all
+    answers. Answers have their least significant digit first unless ``answer_order`` is ``normal``.
 
-    All pairs are shuffled by the seed and cut once: what is held out is never trained on, in any phase. ``train`` and
-    ``eval`` are lists of Problem, the same in every process that has the same config.
+    All pairs are shuffled by the seed and split once: eval problems are never trained on, in any phase. ``train`` and
+    ``eval`` are lists of Problem, the same in every process with the same configuration.
     """
 
     eos_id = EOS_ID
@@ -49,7 +49,7 @@ class Addition:
 
     @property
     def response_len(self) -> int:
-        """Tokens of every right answer, the end-of-sequence token included."""
+        """Tokens of every right answer, including the end-of-sequence token."""
         return self._answer_width + 1
 
     def _problem(self, a: int, b: int) -> Problem:

@@ -35,8 +35,8 @@ def hf_config(cfg: Config) -> Qwen3Config:
 def make_model_dir(path: Path | str, cfg: Config) -> Path:
     """Writes config, seeded random weights (safetensors), generation config and tokenizer to ``path``; returns it.
 
-    The folder appears whole or not at all, and the caller's random state is left as it was. An existing model is
-    kept as it is, so that a restarted run starts from the same bytes.
+    The folder appears complete or not at all, and the caller's random state does not change. An existing model is kept,
+    so that a restarted run starts from the same bytes.
     """
     target = Path(path)
     if (target / "config.json").exists():
@@ -48,7 +48,7 @@ def make_model_dir(path: Path | str, cfg: Config) -> Path:
         model = Qwen3ForCausalLM(hf_config(cfg)).to(getattr(torch, cfg.device.dtype))
     # Engines read the token that ends an answer from here.
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
-    hf_logging.disable_progress_bar()  # one shard; the bar would stand in the middle of the live view
+    hf_logging.disable_progress_bar()  # it would appear in the middle of the live view
     model.save_pretrained(partial)
     make_tokenizer().save_pretrained(partial)
     partial.rename(target)

@@ -11,17 +11,19 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PAD_ID, EOS_ID = 0, 1
 CHARACTERS = "0123456789+="
 VOCABULARY: dict[str, int] = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS, UNKNOWN])}
-# A multiple of 16, so that it splits over any tensor-parallel size up to 16; the ids above the vocabulary are unused.
+# A multiple of 16, so that it splits over any power of two of tensor-parallel ranks up to 16; ids above the vocabulary
+# are unused.
 VOCAB_SIZE = 16
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text, one a character. Raises KeyError for a character outside the vocabulary."""
+    """Token ids of a text, one per character. Raises KeyError for a character outside the vocabulary."""
     return [VOCABULARY[c] for c in text]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character of ``CHARACTERS``; ids equal ``encode``'s. ``save_pretrained`` writes what engines read."""
+    """One token per character of ``CHARACTERS``; ids equal those of ``encode``. Engines read what ``save_pretrained``
+    writes."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""The driver: makes Ray equal to what etcd says. It decides nothing; killed, it is started again under a new epoch."""
+"""The driver: makes Ray equal to what etcd says. It decides nothing; restarted, it begins a new epoch."""

@@ -1,5 +1,5 @@
-"""The compute plane of one machine: Ray, the router, the trainer group, the engine pool and the roles, as one thing to
-start, reconcile and close. Every process in it is a descendant of the driver and dies with it."""
+"""The compute plane of one machine: Ray, the router, the trainer group, the engine pool and the roles, started,
+reconciled and closed together. Every process in it is a descendant of the driver and dies with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import ConfigError, TrainerFailed
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, RestartRequest, Severity
@@ -32,15 +32,15 @@ from elastic_rl.roles.registry import ROLES
 
 log = logging.getLogger(__name__)
 
-# Ray schedules by what it is told: the roles, agents and engines mostly wait, so a small machine can hold them all.
+# Ray schedules by the number that it is given; roles, agents and engines mostly wait, so a small machine holds them.
 _LOGICAL_CPUS = 256
 _OBJECT_STORE_BYTES = 80 << 20
 
 
 class ComputePlane:
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, sign: Callable[[str], None]) -> None:
-        """``sign`` takes a phase: a sign of life before something that may take long."""
-        self.ctx, self.etcd, self._sign = ctx, etcd, sign
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: Callable[[str], None]) -> None:
+        """``report_phase``: called with the driver's phase before something that may take long, as progress."""
+        self.ctx, self.etcd, self._report_phase = ctx, etcd, report_phase
         self.router = RouterProcess(host=ctx.host, log=ctx.config.cluster_dir / "logs" / "router.log")
         self.pool: EnginePool | None = None
         self.trainer: TrainerGroup | None = None
@@ -60,18 +60,18 @@ class ComputePlane:
         self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
         context_file = cfg.cluster_dir / "context.json"
         self.ctx.save(context_file)
-        self.trainer = TrainerGroup(self.ctx, self.etcd, context_file, self._sign)
-        self.pool = EnginePool(self.ctx, self.etcd, self._sign)
-        self.pool.adopt()
-        for wish in open_requests(self.etcd, self.ctx.keys).values():
-            if wish.target != JOB:  # all of it starts anew with this driver
-                acknowledge(self.etcd, self.ctx.keys, wish, self._guard)
+        self.trainer = TrainerGroup(self.ctx, self.etcd, context_file, self._report_phase)
+        self.pool = EnginePool(self.ctx, self.etcd, self._report_phase)
+        self.pool.take_over()
+        for request in open_requests(self.etcd, self.ctx.keys).values():
+            if request.target != JOB:  # this driver starts every part of it
+                acknowledge(self.etcd, self.ctx.keys, request, self._guard)
         self.reconcile()
         self._deploy_roles()
 
     @property
     def _model_log(self) -> Path:
-        return self.ctx.config.cluster_dir / "logs" / "model.log"
+        return self.ctx.config.log_dir / "model.log"
 
     def _start_model(self) -> subprocess.Popen[bytes] | None:
         """Starts to make the model that the run starts from, unless the configuration names one or it is there. In a
@@ -82,7 +82,7 @@ class ComputePlane:
                                                 str(self.ctx.config.cluster_dir / "run.json")), log=self._model_log)
 
     def _await_model(self, model: subprocess.Popen[bytes]) -> None:
-        self._sign("making the model")
+        self._report_phase("making the model")
         runtime.wait_until(lambda: model.poll() is not None, timeout_s=self.ctx.config.engine.start_timeout_s,
                            what=f"the model (log: {self._model_log})")
         if model.returncode:
@@ -103,41 +103,43 @@ class ComputePlane:
             graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus}).bind(self.ctx)
 
     def reconcile(self) -> None:
+        """One pass. Raises Fenced when a newer epoch has begun, TrainerFailed when the trainer's restarts are used up.
+        """
         assert self.pool and self.trainer
-        wishes = open_requests(self.etcd, self.ctx.keys)
+        requests = open_requests(self.etcd, self.ctx.keys)
         self._keep_router()
-        if (wish := wishes.get(TRAINER)) is not None:
-            self.trainer.restart(wish)
+        if (request := requests.get(TRAINER)) is not None:
+            self.trainer.restart(request)
         self.trainer.reconcile()
-        self.pool.reconcile(wishes)
+        self.pool.reconcile(requests)
         for name in ROLES:
-            if (wish := wishes.get(role_target(name))) is not None:
-                self._restart_role(name, wish)
+            if (request := requests.get(role_target(name))) is not None:
+                self._restart_role(name, request)
         if self.trainer.failures > self.ctx.config.trainer.max_restarts:
             raise TrainerFailed(f"the trainer agent ended {self.trainer.failures} times",
                                 hint=f"see {self.ctx.config.cluster_dir}/logs/trainer.log")
 
-    def _restart_role(self, name: str, wish: RestartRequest) -> None:
-        """Ends every replica of a role, hung or not; Ray Serve starts new ones, under the handles that others hold."""
-        log.warning("starting role %s anew: %s", name, wish.reason)
-        there = members(self.etcd, self.ctx.keys, name)
+    def _restart_role(self, name: str, request: RestartRequest) -> None:
+        """Kills every replica of a role; Ray Serve starts new ones, and handles that others hold stay valid."""
+        log.warning("restarting role %s: %s", name, request.reason)
+        replicas = members(self.etcd, self.ctx.keys, name)
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
-                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                with contextlib.suppress(ValueError):  # the replica has ended meanwhile
                     ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
-        deregister(self.etcd, self.ctx.keys, there)
-        acknowledge(self.etcd, self.ctx.keys, wish, self._guard)
+        deregister(self.etcd, self.ctx.keys, replicas)
+        acknowledge(self.etcd, self.ctx.keys, request, self._guard)
 
     @property
     def _guard(self) -> Compare:
         return fencing.epoch_guard(self.ctx.keys, self.ctx.epoch)
 
     def _keep_router(self) -> None:
-        """Starts a router that died again on the same port, and tells it the workers that etcd knows."""
+        """Restarts a router that died on the same port, and adds the engines that etcd calls ready."""
         if self.router.alive():
             return
-        events.emit(self.etcd, self.ctx.keys, "router.restarted", "router", "the router ended; starting it again",
-                    severity=Severity.WARNING)
+        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, "router.restarted", "router",
+                     "the router ended; restarting it", severity=Severity.WARNING)
         self.router.start()
         client = RouterClient(self.router.url)
         items, _ = self.etcd.range(self.ctx.keys.engines_prefix())
@@ -146,12 +148,15 @@ class ComputePlane:
                 client.add(engine.url, timeout_s=10.0)
 
     def close(self) -> None:
+        """Ends everything, the roles first: a training loop that is still alive would report the end of the trainer as
+        a failure."""
+        if ray.is_initialized():
+            serve.shutdown()
         if self.pool:
             self.pool.close()
         if self.trainer:
             self.trainer.close()
         if ray.is_initialized():
-            serve.shutdown()
             ray.shutdown()
         self.router.stop()
         shutil.rmtree(self.ctx.config.ray_dir, ignore_errors=True)

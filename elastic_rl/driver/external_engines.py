@@ -1,4 +1,4 @@
-"""Engines that others run: attaches to their servers as long as somebody wishes it, and lets go of them."""
+"""Engines whose servers someone else runs: attaches to each registered server, and detaches from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.errors import DeadlineExceeded, EngineFailed, PreflightFailed
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, RestartRequest, Severity
@@ -25,134 +25,148 @@ from elastic_rl.etcd.run_context import RunContext
 
 log = logging.getLogger(__name__)
 
-_ROOM_S = 10.0
-_ROUTER_S = 5.0
-_KEPT_S = 600.0
-"""How long it can be read why an adopted engine ended."""
+_PLACEMENT_TIMEOUT_S = 10.0
+_ROUTER_TIMEOUT_S = 5.0
+_KEEP_ENDED_S = 600.0
+"""How long an ended registration can be read."""
 
 
 @dataclass
-class _Held:
-    """A server that this driver's engine is attached to. ``done`` resolves when that engine's life is over."""
+class _Attached:
+    """A server with the engine that this driver runs for it. ``done`` resolves when that engine has ended."""
 
-    wish: ExternalEngine
+    registration: ExternalEngine
     placed: PlacedActor
     done: ray.ObjectRef
-    told_to_drain: bool = False
-    ended_for: str = ""
+    draining: bool = False
+    killed_because: str = ""
 
 
-class AdoptedEngines:
-    """Level-triggered, as the pool. An engine that ends is not started again: its wish is over then."""
+class ExternalEngines:
+    """Level-triggered, as the pool. An engine that ends is not replaced: its registration ends with it."""
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, sign: Callable[[str], None], pool: str) -> None:
-        self._ctx, self._etcd, self._keys, self._sign, self._pool = ctx, etcd, ctx.keys, sign, pool
-        self._held: dict[str, _Held] = {}
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: Callable[[str], None], pool: str) -> None:
+        self._ctx, self._etcd, self._keys, self._pool = ctx, etcd, ctx.keys, pool
+        self._report_phase = report_phase
+        self._attached: dict[str, _Attached] = {}
 
     def reconcile(self, restarts: Mapping[str, RestartRequest], records: Mapping[str, Engine]) -> int:
-        """One look; how many are ready. ``records``: of the pool's engines, as they are now."""
-        for engine_id, held in self._held.items():
-            if (restart := restarts.get(engine_target(engine_id))) is not None:
-                self._end(held, restart)
+        """One pass; returns how many are ready. ``restarts``: open restart requests, by target. ``records``: of the
+        pool's engines. Raises Fenced and EtcdUnavailable."""
+        for engine_id, attached in self._attached.items():
+            if (request := restarts.get(engine_target(engine_id))) is not None:
+                self._kill(attached, request)
         self._reap()
-        wishes = self._wishes()
-        for engine_id, held in self._held.items():
+        registrations = self._registrations()
+        for engine_id, attached in self._attached.items():
             record = records.get(engine_id)
-            leaves = engine_id not in wishes or (record is not None and record.state is EngineState.DRAINING)
-            if leaves and not held.told_to_drain:
-                held.told_to_drain = True
-                held.placed.actor.drain.remote()
-        for engine_id, wish in wishes.items():
-            if engine_id not in self._held:
-                self._attach(wish)
-        return sum(engine_id in self._held and e.state is EngineState.READY for engine_id, e in records.items())
+            leaves = engine_id not in registrations or (
+                record is not None and record.state is EngineState.DRAINING)
+            if leaves and not attached.draining:
+                attached.draining = True
+                attached.placed.actor.drain.remote()
+        for engine_id, registration in registrations.items():
+            if engine_id not in self._attached:
+                self._attach(registration)
+        return sum(engine_id in self._attached and e.state is EngineState.READY for engine_id, e in records.items())
 
     def close(self) -> None:
-        """Lets go of all of them; the wishes stay."""
-        for held in self._held.values():
-            held.placed.actor.stop.remote()
-        if self._held:
-            ray.wait([h.done for h in self._held.values()], num_returns=len(self._held), timeout=10.0)
-        for held in self._held.values():
-            held.placed.remove()
-        self._held.clear()
+        """Detaches from every server; the registrations stay, for the next driver."""
+        for attached in self._attached.values():
+            attached.placed.actor.stop.remote()
+        if self._attached:
+            ray.wait([a.done for a in self._attached.values()], num_returns=len(self._attached), timeout=10.0)
+        for attached in self._attached.values():
+            attached.placed.remove()
+        self._attached.clear()
 
-    def _wishes(self) -> dict[str, ExternalEngine]:
-        """Those that stand, by engine."""
+    def _registrations(self) -> dict[str, ExternalEngine]:
+        """Registrations of the pool that have not ended, by engine. Deletes those that ended long ago."""
         found: dict[str, ExternalEngine] = {}
         for kv in self._etcd.range(self._keys.external_engines_prefix())[0]:
-            wish = ExternalEngine.decode(kv.value)
-            if wish.pool == self._pool and not wish.ended:
-                found[wish.engine] = wish
-            elif wish.pool == self._pool and time.time() - wish.ended_at > _KEPT_S:
-                self._forget(kv)
+            registration = ExternalEngine.decode(kv.value)
+            if registration.pool != self._pool:
+                continue
+            if not registration.ended:
+                found[registration.engine] = registration
+            elif time.time() - registration.ended_at > _KEEP_ENDED_S:
+                self._delete(kv)
         return found
 
-    def _forget(self, kv: KeyValue) -> None:
+    def _delete(self, kv: KeyValue) -> None:
         guards = [fencing.epoch_guard(self._keys, self._ctx.epoch), Compare.mod(kv.key, "==", kv.mod_revision)]
         self._etcd.txn(guards, [Op.delete(kv.key)])
 
     # -- one engine ---------------------------------------------------------------------------------------------
-    def _attach(self, wish: ExternalEngine) -> None:
-        self._sign(PlacedActor.WAITING)
-        self._deregister(wish.engine)  # of an older epoch: it has the same name
+    def _attach(self, registration: ExternalEngine) -> None:
+        engine_id = registration.engine
+        self._report_phase(PlacedActor.WAITING)
+        self._deregister(engine_id)  # a member of an older epoch has the same name
         try:
-            placed = PlacedActor(wish.engine, EngineActor, self._ctx, wish.engine, self._pool, wish.url, cpus=1.0,
-                                 gpus=0,
-                            timeout_s=_ROOM_S)
+            placed = PlacedActor(engine_id, EngineActor, self._ctx, engine_id, self._pool, registration.url,
+                                 cpus=1.0, gpus=0, timeout_s=_PLACEMENT_TIMEOUT_S)
         except PreflightFailed as e:
-            self._over(wish, e.message)
+            self._end_registration(registration, e.message)
             return
-        self._held[wish.engine] = _Held(wish, placed, placed.actor.run.remote())
-        events.emit(self._etcd, self._keys, "engine.starting", wish.engine,
-                    f"engine {wish.engine} attaches to {wish.url}")
+        self._attached[engine_id] = _Attached(registration, placed, placed.actor.run.remote())
+        self._emit("engine.starting", engine_id, f"engine {engine_id} attaches to {registration.url}")
 
-    def _end(self, held: _Held, restart: RestartRequest) -> None:
-        """Lets go at once of an engine that may hang: it is not asked."""
-        held.ended_for = restart.reason or f"restart wanted by {restart.by}"
-        ray.kill(held.placed.actor)
-        ray.wait([held.done], timeout=10.0)
-        acknowledge(self._etcd, self._keys, restart, fencing.epoch_guard(self._keys, self._ctx.epoch))
+    def _kill(self, attached: _Attached, request: RestartRequest) -> None:
+        """Detaches at once, without asking the engine, which may hang."""
+        attached.killed_because = request.reason or f"restart requested by {request.by}"
+        ray.kill(attached.placed.actor)
+        ray.wait([attached.done], timeout=10.0)
+        acknowledge(self._etcd, self._keys, request, fencing.epoch_guard(self._keys, self._ctx.epoch))
 
     def _reap(self) -> None:
-        by_ref = {held.done: engine_id for engine_id, held in self._held.items()}
+        """Removes engines that have ended."""
+        by_ref = {attached.done: engine_id for engine_id, attached in self._attached.items()}
         ended, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0) if by_ref else ([], [])
         for ref in ended:
-            held = self._held.pop(engine_id := by_ref[ref])
+            attached = self._attached[engine_id := by_ref[ref]]
             crash = ""
             try:
                 ray.get(ref, timeout=5.0)
             except RayError as e:
-                crash = held.ended_for or str(e).splitlines()[0]
-                self._let_go(held.wish, crash)
+                crash = attached.killed_because or str(e).splitlines()[0]
+                self._clean_up_after_crash(attached.registration, crash)
             found = self._etcd.get(self._keys.engine(engine_id))
-            if not held.told_to_drain and (crash or found is not None):  # one that was drained leaves no record
+            if not attached.draining and (crash or found is not None):  # an engine that drained leaves no record
                 reason = Engine.decode(found.value).reason if found else ""
-                self._over(held.wish, crash or reason or "unknown")
-            held.placed.remove()
+                self._end_registration(attached.registration, crash or reason or "unknown")
             fencing.write(self._etcd, self._keys, self._ctx.epoch, Op.delete(self._keys.engine(engine_id)))
+            attached.placed.remove()
+            del self._attached[engine_id]  # last, so that a pass that etcd interrupts is repeated
 
-    def _let_go(self, wish: ExternalEngine, crash: str) -> None:
-        """After a runner that could not do it: its server goes on, and must get no requests that nobody looks after."""
+    def _clean_up_after_crash(self, registration: ExternalEngine, crash: str) -> None:
+        """Does what the runner could not do: its server lives on, and must get no requests without a runner."""
+        engine_id = registration.engine
         try:
-            RouterClient(self._ctx.router_url).remove(wish.url, timeout_s=_ROUTER_S)
+            RouterClient(self._ctx.router_url).remove(registration.url, timeout_s=_ROUTER_TIMEOUT_S)
         except (EngineFailed, DeadlineExceeded) as e:
-            log.warning("engine %s could not be taken out of the router: %s", wish.engine, e)
-        events.emit(self._etcd, self._keys, "engine.dead", wish.engine, severity=Severity.ERROR,
-                    message=f"engine {wish.engine}: {crash}")
-        self._deregister(wish.engine)
+            log.warning("engine %s could not be removed from the router: %s", engine_id, e)
+        found = self._etcd.get(self._keys.engine(engine_id))
+        incarnation = Engine.decode(found.value).incarnation if found else ""
+        self._emit("engine.dead", engine_id, f"engine {engine_id}: {crash}", severity=Severity.ERROR,
+                   incarnation=incarnation)
+        self._deregister(engine_id)
 
-    def _over(self, wish: ExternalEngine, why: str) -> None:
-        """Ends the wish, and tells why."""
+    def _end_registration(self, registration: ExternalEngine, reason: str) -> None:
         def change(raw: bytes | None) -> bytes | None:
             now = ExternalEngine.decode(raw) if raw else None
-            return now.replace(ended=why, ended_at=time.time()).encode() if now and now.engine == wish.engine else raw
+            if now is None or now.engine != registration.engine:
+                return raw
+            return now.replace(ended=reason, ended_at=time.time()).encode()
 
-        self._etcd.update(self._keys.external_engine(wish.url), change,
-                           guards=[fencing.epoch_guard(self._keys, self._ctx.epoch)])
-        log.warning("adopted engine %s ended: %s", wish.engine, why)
-        events.emit(self._etcd, self._keys, "engine.removed", wish.engine, severity=Severity.WARNING,
-                    message=f"adopted engine {wish.engine} ({wish.url}) ended ({why}); it is not replaced")
+        self._etcd.update(self._keys.external_engine(registration.url), change,
+                          guards=[fencing.epoch_guard(self._keys, self._ctx.epoch)])
+        log.warning("external engine %s ended: %s", registration.engine, reason)
+        self._emit("engine.removed", registration.engine, severity=Severity.WARNING, message=
+                   f"external engine {registration.engine} ({registration.url}) ended ({reason}); it is not replaced")
 
     def _deregister(self, engine_id: str) -> None:
         deregister(self._etcd, self._keys, [m for m in members(self._etcd, self._keys, ENGINE) if m.id == engine_id])
+
+    def _emit(self, kind: str, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
+              **data: object) -> None:
+        fencing.emit(self._etcd, self._keys, self._ctx.epoch, kind, engine_id, message, severity=severity, **data)

@@ -1,4 +1,4 @@
-"""What a process reserves of a machine, and the placement group that holds the reservation."""
+"""Reserves resources of a machine for a process: a Ray actor in a placement group of its own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from elastic_rl.errors import PreflightFailed
 
 
 class PlacedActor:
-    """A placement group of one bundle with one Ray actor in it; both go together."""
+    """A placement group of one bundle with one Ray actor in it. Both are created and removed together."""
 
-    WAITING = "waiting for room"
-    """Phase of a driver that makes one: where the cluster is full, it may take long."""
+    WAITING = "waiting for resources"
+    """Phase of a driver that creates one: in a full cluster it may take long."""
 
     def __init__(self, name: str, cls: type, *args: Any, cpus: float, gpus: int, timeout_s: float) -> None:
+        """Raises PreflightFailed when the cluster has no room within ``timeout_s``."""
         bundle: dict[str, float] = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
         self.group: PlacementGroup = placement_group([bundle], name=name)
         if not self.group.wait(timeout_s):
@@ -38,5 +39,5 @@ def gpus_per_engine(cfg: Config) -> int:
 
 
 def uses_cuda(cfg: Config) -> bool:
-    """Whether this configuration computes on GPUs; ``auto`` asks Ray's view of the cluster."""
+    """Whether this configuration computes on GPUs; for ``auto`` Ray's view of the cluster decides."""
     return cfg.device.uses_cuda(lambda: ray.cluster_resources().get("GPU", 0) > 0)

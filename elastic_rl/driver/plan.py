@@ -1,4 +1,4 @@
-"""What to do about the difference between the engines that are wanted and the engines there are. Pure."""
+"""Which engines to start and drain, given those that are desired and those that exist. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_rl.etcd.records import EngineState
 
 @dataclass(frozen=True)
 class Running:
-    """An engine as the driver sees it. ``started_at``: unix seconds."""
+    """An engine of the driver. ``started_at``: unix seconds."""
 
     id: str
     state: EngineState
@@ -24,10 +24,10 @@ class Plan:
 
 
 def plan(desired: int, engines: Sequence[Running], *, may_start: int) -> Plan:
-    """Engines to start and to drain so that ``desired`` stay.
+    """Engines to start and to drain so that ``desired`` remain.
 
-    Draining and dead engines count for nothing. Scaling in takes engines that serve nothing yet first, then the
-    youngest: the older ones have the warmer caches. ``may_start`` bounds what a crash loop may start now.
+    Draining and dead engines do not count. Scaling in drains engines that serve nothing yet first, then the youngest:
+    the older ones have the warmer caches. ``may_start`` bounds what may be started now, in a crash loop.
     """
     staying = [e for e in engines if e.state in (EngineState.STARTING, EngineState.SYNCING, EngineState.READY)]
     if len(staying) < desired:
@@ -38,16 +38,18 @@ def plan(desired: int, engines: Sequence[Running], *, may_start: int) -> Plan:
 
 @dataclass(frozen=True)
 class StartBudget:
-    """Brakes a crash loop: after each engine that died before it was ready, the next start waits twice as long."""
+    """Backoff of a crash loop: each start that failed doubles the wait before the next one."""
 
     failures: int = 0
     not_before: float = 0.0
+    """Unix seconds."""
 
     def after_failure(self, now: float, *, base_s: float = 1.0, ceiling_s: float = 60.0) -> StartBudget:
-        return StartBudget(self.failures + 1, now + min(ceiling_s, base_s * 2**self.failures))
+        return StartBudget(self.failures + 1, now + min(ceiling_s, base_s * 2.0 ** min(self.failures, 32)))
 
     def after_success(self) -> StartBudget:
         return StartBudget()
 
     def open(self, now: float) -> bool:
+        """Whether an engine may be started now."""
         return now >= self.not_before

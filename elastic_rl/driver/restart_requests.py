@@ -1,7 +1,8 @@
-"""Open restart requests of the leader or an operator, as the process that runs the part sees them."""
+"""Restart requests by the leader or an operator, as the process that runs the part reads and acknowledges them."""
 
 from __future__ import annotations
 
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import RestartRequest
@@ -14,9 +15,15 @@ def open_requests(etcd: EtcdClient, keys: Keys) -> dict[str, RestartRequest]:
 
 
 def acknowledge(etcd: EtcdClient, keys: Keys, request: RestartRequest, *guards: Compare) -> None:
-    """Records that a request was carried out; a later one for the same target stays open. Raises Fenced when a guard
-    does not hold."""
-    def mark(raw: bytes | None) -> bytes | None:
+    """Records that a request was carried out. A later request for the same target stays open; one that was withdrawn
+    stays as it is. Raises Fenced when a guard does not hold."""
+    def change(raw: bytes | None) -> bytes | None:
         return RestartRequest.decode(raw).observed(request.generation).encode() if raw else None
 
-    etcd.update(keys.restart(request.target), mark, guards=guards)
+    etcd.update(keys.restart(request.target), change, guards=guards)
+
+
+def has_newer_driver(etcd: EtcdClient, keys: Keys, request: RestartRequest) -> bool:
+    """Whether a driver has started since a restart of the job was requested. The request itself ended one epoch and
+    began the next; a driver begins one of its own."""
+    return fencing.current_epoch(etcd, keys) > request.epoch + 1

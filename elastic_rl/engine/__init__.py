@@ -1,1 +1,1 @@
-"""SGLang backend: one server's process and weights, its life as a record in etcd, and the router in front of a pool."""
+"""SGLang backend: the server's process, the weight loader, the engine's lifecycle, and the router of a pool."""

@@ -1,8 +1,6 @@
-"""The body of an engine's Ray actor. The driver decorates it; here it is a plain class, and nothing imports Ray."""
+"""The body of an engine's Ray actor: a plain class without Ray, which the driver makes an actor."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.run_context import RunContext
@@ -11,26 +9,23 @@ from elastic_rl.telemetry import logs, traces
 
 
 class EngineActor:
-    """Needs a concurrency of 2 or more: ``run`` blocks for the engine's whole life."""
+    """Needs a concurrency of 2 or more: ``run`` blocks until the engine has ended."""
 
-    def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", attach_to: str = "") -> None:
+    def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", external_url: str = "") -> None:
         logs.setup(f"engine-{engine_id}", ctx.config.telemetry.log_level)
         traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.engine")
-        self._runner = EngineRunner(ctx, engine_id, pool=pool, attach_to=attach_to)
+        self._runner = EngineRunner(ctx, engine_id, pool=pool, external_url=external_url)
         freeze_heap()
 
     def run(self) -> None:
         """Returns when the engine was drained, stopped or found dead."""
         self._runner.run()
 
-    def ping(self) -> dict[str, Any]:
-        """State, version and server pid of the engine."""
-        return self._runner.ping()
 
     def drain(self) -> None:
-        """Asks the engine to leave the pool; ``run`` returns when it did."""
+        """Makes the engine leave the pool; ``run`` returns when it has left."""
         self._runner.drain()
 
     def stop(self) -> None:
-        """Asks the engine to end at once."""
+        """Makes the engine end at once."""
         self._runner.stop()

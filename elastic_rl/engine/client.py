@@ -1,8 +1,8 @@
-"""Asks the engine pool for samples through the router. Token ids in, token ids and log-probs and versions out.
+"""Client of the engine pool, through the router: prompt token ids in; token ids, log-probs and versions out.
 
-Groups that are asked for in the same moment travel together: SGLang runs a request with ``n`` > 1 as one prefill and
-then ``n`` requests, which costs a full round; the same prompt repeated ``n`` times in a batch is 2-3 times as fast for
-short answers, and a request of many prompts saves HTTP and scheduling work.
+Prompt groups of the same moment share HTTP requests. SGLang runs a request with ``n`` > 1 as one prefill and then ``n``
+requests, which costs a full round; the same prompt repeated ``n`` times in a batch is 2-3 times as fast for short
+answers, and a request of many prompts saves HTTP and scheduling work.
 Measured on 2 cores, one engine, 64 prompts x 8 samples x 4 tokens, samples/s: ``n=8`` requests 799, batches of ``n=8``
 1020-1120, repeated prompts 1430; behind the router with two engines 470, 1185 and 2408.
 """
@@ -20,9 +20,9 @@ from elastic_rl.errors import EngineFailed
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer. ``logprobs``: natural log of the sampling distribution's probability of each token, fp32.
+    """One response. ``logprobs``: natural log of the sampling distribution's probability of each token, fp32.
 
-    ``version``: the policy version that made all of it, or the oldest one when ``versions`` holds several; 0 when the
+    ``version``: the policy version that generated it, or the oldest one when ``versions`` has several; 0 when the
     engine had no version yet. ``finish_reason``: stop, length or abort.
     """
 
@@ -49,14 +49,14 @@ class _Params:
         }
 
 
-_Waiting = tuple[list[int], "asyncio.Future[list[Sample]]"]
+_Pending = tuple[list[int], "asyncio.Future[list[Sample]]"]
 
 
 class GenerateClient:
     """Client of one router. Use it from one event loop.
 
-    ``timeout_s``: longest wait for one attempt; ``retries``: attempts, of which each may land on another engine (on top
-    of the router's own). ``batch``: sequences that travel in one request.
+    ``timeout_s``: of one attempt; ``retries``: attempts, each of which may reach another engine (besides the router's
+    own retries). ``batch``: sequences per request.
     """
 
     def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = 128) -> None:
@@ -64,7 +64,7 @@ class GenerateClient:
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch = batch
-        self._waiting: dict[_Params, list[_Waiting]] = {}
+        self._pending: dict[_Params, list[_Pending]] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._http: httpx.AsyncClient | None = None
 
@@ -73,14 +73,14 @@ class GenerateClient:
         """``n`` samples of one prompt; temperature 0 is greedy. Raises EngineFailed when every attempt failed."""
         params = _Params(n, temperature, max_new_tokens, tuple(stop_token_ids))
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[Sample]] = loop.create_future()
-        if not self._waiting:
+        result: asyncio.Future[list[Sample]] = loop.create_future()
+        if not self._pending:
             loop.call_soon(self._flush)
-        self._waiting.setdefault(params, []).append((prompt_ids, answer))
-        return await answer
+        self._pending.setdefault(params, []).append((prompt_ids, result))
+        return await result
 
     async def close(self) -> None:
-        """Ends the connections; requests in flight are cancelled."""
+        """Cancels the requests in flight and closes the connections."""
         for task in list(self._sending):
             task.cancel()
         if self._http is not None:
@@ -88,25 +88,25 @@ class GenerateClient:
             self._http = None
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for params, groups in waiting.items():
+        pending, self._pending = self._pending, {}
+        for params, groups in pending.items():
             size = max(1, self._batch // params.n)
             for start in range(0, len(groups), size):
                 task = asyncio.get_running_loop().create_task(self._send(params, groups[start:start + size]))
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
 
-    async def _send(self, params: _Params, groups: list[_Waiting]) -> None:
+    async def _send(self, params: _Params, groups: list[_Pending]) -> None:
         try:
             answers = await self._attempts(params.body([prompt for prompt, _ in groups]))
             samples = [parse_sample(a) for a in answers]
-            for i, (_, answer) in enumerate(groups):
-                if not answer.done():
-                    answer.set_result(samples[i * params.n:(i + 1) * params.n])
+            for i, (_, result) in enumerate(groups):
+                if not result.done():
+                    result.set_result(samples[i * params.n:(i + 1) * params.n])
         except (EngineFailed, asyncio.CancelledError) as e:
-            for _, answer in groups:
-                if not answer.done():
-                    answer.cancel() if isinstance(e, asyncio.CancelledError) else answer.set_exception(e)
+            for _, result in groups:
+                if not result.done():
+                    result.cancel() if isinstance(e, asyncio.CancelledError) else result.set_exception(e)
             if isinstance(e, asyncio.CancelledError):
                 raise
 
@@ -128,11 +128,11 @@ class GenerateClient:
                     return answers
                 last = "the engine aborted a sample"
             elif reply.status_code == httpx.codes.BAD_REQUEST:
-                raise EngineFailed(f"the engine refuses the request: {reply.text[:300]}")
+                raise EngineFailed(f"the engine refused the request: {reply.text[:300]}")
             else:
                 last = f"HTTP {reply.status_code}: {reply.text[:300]}"
         raise EngineFailed(f"no engine answered in {self._retries} attempts; the last one: {last}",
-                           hint="`elastic-rl engines` shows who serves")
+                           hint="`elastic-rl engines` shows which engines are ready")
 
 
 def finish_reason(answer: dict[str, Any]) -> str:
@@ -142,7 +142,7 @@ def finish_reason(answer: dict[str, Any]) -> str:
 
 
 def parse_sample(answer: dict[str, Any]) -> Sample:
-    """One element of SGLang's answer to /generate as a Sample."""
+    """A Sample from one element of SGLang's answer to /generate."""
     meta = answer["meta_info"]
     spans = [to_version(span["version"]) for span in meta.get("weight_versions") or ()]
     versions = sorted(set(spans)) or [to_version(meta.get("weight_version", ""))]
@@ -152,5 +152,5 @@ def parse_sample(answer: dict[str, Any]) -> Sample:
 
 
 def to_version(text: object) -> int:
-    """SGLang's weight version as a number; 0 for what it calls itself before the first update."""
+    """SGLang's weight version as a number; 0 for its name before the first update."""
     return int(text) if isinstance(text, str) and text.isdigit() else 0

@@ -1,19 +1,24 @@
 """The program that an engine runs: ``python -m elastic_rl.engine.launch <arguments of sglang.launch_server>``.
 
 SGLang spawns its scheduler and detokenizer, and a spawned child imports the parent's main module again under another
-name. Therefore the stand-ins go in at import here, and only the server's start is behind the ``__main__`` guard.
+name. So the CPU stand-ins are installed at import, and only the start of the server is behind the ``__main__`` guard.
 
 On a CPU the children are forked instead: importing SGLang takes 8 s of a core in each of the three processes, and a
-forked child has it done and shares its pages. CUDA does not survive a fork, so there it stays as SGLang wants it.
+forked child has it done and shares its pages. CUDA does not survive a fork, so there the children are spawned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
+import secrets
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from elastic_rl.host.leftovers import TAG_ENV
 from elastic_rl.runtime import die_with_parent
 
 ON_CPU = not torch.cuda.is_available()
@@ -29,8 +34,40 @@ if ON_CPU:
     sglang_cpu.install()
 
 
+def tag_files(tag: str) -> None:
+    """Puts ``tag`` into the names of what SGLang makes in /dev/shm and the temp folder (see ``host.leftovers``).
+
+    Call it before the schedulers are imported: they bind ``make_shm_name`` at import.
+    """
+    from sglang.srt.server_args import PortArgs
+    from sglang.srt.utils import stale_shm_cleanup
+
+    def make_shm_name(kind: str) -> str:
+        return f"sgl_shm_{kind}_{tag}_{os.getpid()}_{secrets.token_hex(4)}"
+
+    init_new = PortArgs.init_new
+
+    def tagged_ports(*args: Any, **kwargs: Any) -> PortArgs:
+        ports = init_new(*args, **kwargs)
+        ports.instance_id = f"{tag}{ports.instance_id}"  # names the segment of the load snapshots
+        for field in dataclasses.fields(ports):
+            address = getattr(ports, field.name)
+            if isinstance(address, str) and address.startswith("ipc://"):
+                reserved = Path(address.removeprefix("ipc://"))
+                reserved.unlink(missing_ok=True)  # an empty file so far; ZeroMQ makes the socket
+                setattr(ports, field.name, f"ipc://{reserved.with_name(tag + reserved.name)}")
+        return ports
+
+    stale_shm_cleanup.make_shm_name = make_shm_name
+    PortArgs.init_new = staticmethod(tagged_ports)
+
+
+if __name__ in ("__main__", "__mp_main__") and (_tag := os.environ.get(TAG_ENV)):
+    tag_files(_tag)
+
+
 def fork_children() -> None:
-    """From here on every start method that a program sets is fork; imports what the children would import."""
+    """Makes fork the only start method from here on, and imports what the children would import."""
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401
 

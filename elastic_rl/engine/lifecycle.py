@@ -1,4 +1,4 @@
-"""What may happen to an engine: a pure state machine over the fields of its record. No I/O and no clock.
+"""States of an engine: a pure state machine over the fields of its record. No I/O and no clock.
 
     STARTING ──up──▶ SYNCING ──verified──▶ READY ──drain──▶ DRAINING
                         │                    │  ▲
@@ -7,8 +7,8 @@
     any living state ──died──▶ DEAD
 
 The transition that must NOT exist: into READY by anything but ``verified`` of exactly the version that was begun. So
-there is no edge STARTING → READY (a recovered engine took traffic before its weights were synced), none QUARANTINED →
-READY (half a version stays half a version; only a new server with a full load may serve), none DEAD → anything, and no
+there is no edge STARTING → READY (a recovered engine would take traffic before its weights are synced), none
+QUARANTINED → READY (torn weights stay torn; only a new server with a full load may serve), none DEAD → anything, and no
 ``verified`` without ``begin``. An update never goes back to an older version.
 """
 
@@ -24,7 +24,7 @@ _ENDED = (EngineState.QUARANTINED, EngineState.DEAD)
 
 @dataclass(frozen=True)
 class EngineLifecycle:
-    """State of one engine. ``version``: verified in it; ``applying``: begun, not verified yet; 0: none."""
+    """State of one engine. ``version``: verified in it; ``applying``: begun and not yet verified. 0 means none."""
 
     state: EngineState = EngineState.STARTING
     version: int = 0
@@ -37,12 +37,12 @@ class EngineLifecycle:
         return self.state is EngineState.READY
 
     def up(self) -> EngineLifecycle:
-        """The server answers; its weights are nobody's version yet."""
+        """The server answers; its weights belong to no version yet."""
         self._need(EngineState.STARTING, event="up")
         return replace(self, state=EngineState.SYNCING)
 
     def begin(self, version: int) -> EngineLifecycle:
-        """The next byte that changes belongs to ``version``."""
+        """Bytes that change from here on belong to ``version``."""
         self._need(EngineState.SYNCING, EngineState.READY, event="begin")
         if self.applying:
             raise IllegalTransition(f"begin({version}) while version {self.applying} is being applied")
@@ -51,7 +51,7 @@ class EngineLifecycle:
         return replace(self, applying=version)
 
     def verified(self, version: int) -> EngineLifecycle:
-        """Every byte of ``version`` was seen in the engine."""
+        """Every byte of ``version`` was checked in the engine."""
         self._need(EngineState.SYNCING, EngineState.READY, EngineState.DRAINING, event="verified")
         if not version or version != self.applying:
             raise IllegalTransition(f"verified({version}) while {self.applying or 'nothing'} is being applied")
@@ -59,22 +59,22 @@ class EngineLifecycle:
         return replace(self, state=state, version=version, applying=0)
 
     def torn(self, reason: str) -> EngineLifecycle:
-        """An update ended without verification: the weights may be half of two versions."""
+        """An update ended without verification: the weights may be half of one version and half of another."""
         self._need(EngineState.SYNCING, EngineState.READY, EngineState.DRAINING, event="torn")
         if not self.applying:
             raise IllegalTransition("torn without an update in progress")
         return replace(self, state=EngineState.QUARANTINED, reason=reason)
 
     def drain(self) -> EngineLifecycle:
-        """It takes no new request and leaves the pool. Asking twice is harmless."""
+        """The engine takes no new request and leaves the pool. Idempotent."""
         if self.state in _ENDED:
             raise IllegalTransition(f"drain of an engine that is {self.state}")
         return replace(self, state=EngineState.DRAINING)
 
     def died(self, reason: str) -> EngineLifecycle:
-        """Its process ended. ``applying`` stays: it tells that the weights were being changed."""
+        """Its process ended. ``applying`` stays set if the weights were being changed."""
         if self.state in _ENDED:
-            raise IllegalTransition(f"died of an engine that is {self.state} already")
+            raise IllegalTransition(f"died of an engine that is already {self.state}")
         return replace(self, state=EngineState.DEAD, reason=reason)
 
     def _need(self, *states: EngineState, event: str) -> None:

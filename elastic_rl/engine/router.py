@@ -1,4 +1,5 @@
-"""The SGLang router of a pool: its process, and a client of its worker list, which is soft state: etcd is the truth."""
+"""The SGLang router of a pool: its process, and a client of its worker list. The list is soft state, rebuilt from etcd.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import free_port, wait_until
 
 _FLAGS = {
-    # The client spreads equal batches itself; measured alike to cache_aware on short prompts, and it needs no tree.
+    # The client sends batches of equal size; measured equal to cache_aware on short prompts, without its prefix tree.
     "policy": "round_robin",
-    # /health* hangs for 20 s while an engine is paused for an update; /model_info goes on answering.
+    # /health* hangs for 20 s while an engine is paused for an update; /model_info still answers.
     "health-check-endpoint": "/model_info", "health-check-interval-secs": 1, "health-check-timeout-secs": 3,
     "health-failure-threshold": 1, "health-success-threshold": 1,
     "worker-startup-check-interval": 1, "worker-startup-timeout-secs": 30,
@@ -25,7 +26,7 @@ _FLAGS = {
 
 
 class RouterProcess:
-    """The router as a child of this process. After ``start`` it keeps its ``url`` over restarts."""
+    """The router as a child of this process. Its ``url`` does not change over restarts."""
 
     def __init__(self, *, host: str, log: Path, start_timeout_s: float = 30.0,
                  request_timeout_s: float = 600.0) -> None:
@@ -41,7 +42,7 @@ class RouterProcess:
 
     @property
     def pid(self) -> int:
-        """0 when it was never started."""
+        """Process id of the router; 0 before the first start."""
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
@@ -52,7 +53,8 @@ class RouterProcess:
         flags = {**_FLAGS, "host": self._host, "port": self._port, "prometheus-host": self._host,
                  "prometheus-port": self._metrics_port, "request-timeout-secs": int(self._request_timeout_s)}
         args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
-        self._process = spawn(python("sglang_router.launch_router", *args, "--disable-circuit-breaker"), log=self._log)
+        self._process = spawn(python("elastic_rl.engine.launch_router", *args, "--disable-circuit-breaker"),
+                              log=self._log)
         wait_until(self._live, timeout_s=self._start_timeout_s, what=f"the router (log: {self._log})",
                    alive=self.alive)
 
@@ -74,22 +76,22 @@ class RouterProcess:
 
 
 class RouterClient:
-    """Changes the worker list of a router. Raises EngineFailed when the router does not answer or refuses."""
+    """Client of a router's worker list. Every call raises EngineFailed when the router does not answer or refuses."""
 
     def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
 
     def add(self, worker_url: str, timeout_s: float) -> None:
-        """Returns once the router sends requests to the worker. Adding one that is there is harmless.
+        """Returns once the router sends requests to the worker. Idempotent.
 
-        Raises DeadlineExceeded when it is not healthy in time.
+        Raises DeadlineExceeded when the worker is not healthy in time.
         """
-        self._call("POST", "/workers", json={"url": worker_url})  # answers 202: it is queued
+        self._call("POST", "/workers", json={"url": worker_url})  # answers 202: queued
         wait_until(lambda: self.workers().get(worker_url), timeout_s=timeout_s,
                    what=f"the router's worker {worker_url}", poll_s=0.05)
 
     def remove(self, worker_url: str, timeout_s: float) -> None:
-        """Returns once the router no longer knows the worker; one that it never knew is fine."""
+        """Returns once the worker is not in the list. Idempotent. Raises DeadlineExceeded."""
         for worker in self._list():
             if worker["url"] == worker_url:
                 self._call("DELETE", f"/workers/{worker['id']}", absent_ok=True)
@@ -97,7 +99,7 @@ class RouterClient:
                    what=f"the removal of {worker_url} from the router")
 
     def workers(self) -> dict[str, bool]:
-        """Whether each known worker is healthy, by URL."""
+        """Whether each worker of the list is healthy, by URL."""
         return {w["url"]: bool(w.get("is_healthy")) for w in self._list()}
 
     def _list(self) -> list[dict[str, Any]]:
@@ -109,12 +111,10 @@ class RouterClient:
             reply = httpx.request(method, self._url + path, json=json, timeout=self._timeout_s)
         except httpx.HTTPError as e:
             raise EngineFailed(f"the router at {self._url} does not answer: {type(e).__name__}",
-                               hint="the driver starts it again; see logs/router.log") from e
+                               hint="the driver restarts it; see logs/router.log") from e
         known = reply.status_code == httpx.codes.CONFLICT or (
             absent_ok and reply.status_code == httpx.codes.NOT_FOUND)
         if not reply.is_success and not known:
-            raise EngineFailed(f"the router refuses {method} {path}: {reply.status_code} {reply.text[:200]}")
+            raise EngineFailed(f"the router refused {method} {path}: {reply.status_code} {reply.text[:200]}")
         answer: dict[str, Any] = reply.json() if reply.content and reply.is_success else {}
         return answer
-
-

@@ -1,9 +1,10 @@
-"""The life of one engine: keeps a server, follows the policy head, and keeps etcd and the router true about it."""
+"""Runs one engine: keeps its server alive, follows the policy head, and reports to etcd and the router."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 import zlib
@@ -14,10 +15,10 @@ from elastic_rl.config import Stream
 from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
-from elastic_rl.engine.external_server import AttachedServer
+from elastic_rl.engine.external_server import ExternalServer
 from elastic_rl.engine.lifecycle import EngineLifecycle
 from elastic_rl.engine.router import RouterClient
-from elastic_rl.engine.server import Prepared, Server, SGLangServer
+from elastic_rl.engine.server import Server, SGLangServer, StagedUpdate
 from elastic_rl.errors import (
     ArenaFull,
     ChunkCorrupt,
@@ -26,42 +27,45 @@ from elastic_rl.errors import (
     ElasticRLError,
     EngineFailed,
     EtcdUnavailable,
+    Fenced,
     NodeUnavailable,
     StagingFailed,
     VersionNotFound,
 )
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import Compare, Op
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.leftovers import file_tag
 from elastic_rl.runtime import wait_until
 from elastic_rl.telemetry import traces
 
 log = logging.getLogger(__name__)
 
-# A look at the processes, the drain flag and the head at least this often; the head itself comes by a watch.
 _TICK_S = 0.1
-_RECORD_LOOK_S = 0.5
-_LOAD_LOOK_S = 5.0
+"""The server's processes and the drain flag are checked at least this often; a new head arrives by a watch."""
+_RECORD_INTERVAL_S = 0.5
+_LOAD_INTERVAL_S = 5.0
 _LOAD_TIMEOUT_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
-_TELL_AFTER = 5
-"""Failures to fetch in a row that make an event."""
-# A pull that ended so changed nothing in the engine: it goes on with what it has and tries again.
+_FAILURES_TO_REPORT = 5
+"""Failed fetches, one after the other, that make an event; most single failures are gone with the next attempt."""
+# A pull that fails with one of these changed nothing in the engine, which serves on and retries.
 _PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StagingFailed, EtcdUnavailable,
                 VersionNotFound)
 
 
 class EngineRunner:
-    """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Plain: nothing in it knows of Ray.
+    """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Independent of Ray.
 
-    ``attach_to``: URL of a server that somebody else runs; it is used, and never started or ended.
+    ``external_url``: URL of a server that someone else runs; the runner uses it and never starts or ends it.
     """
 
-    def __init__(self, ctx: RunContext, engine_id: str, *, pool: str = "rollout", attach_to: str = "") -> None:
+    def __init__(self, ctx: RunContext, engine_id: str, *, pool: str = "rollout", external_url: str = "") -> None:
         self._ctx, self._id, self._pool = ctx, engine_id, pool
         self._cfg = ctx.config.engine
-        self._life = EngineLifecycle()
+        self._lifecycle = EngineLifecycle()
         self._drain = threading.Event()
         self._stop = threading.Event()
         self._etcd = ctx.connect()
@@ -70,45 +74,46 @@ class EngineRunner:
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0
         self._checksum = ""
-        self._tick_at = self._alive_at = time.time()
-        self._fetch_failures = 0  # in a row
-        self._next_look = self._next_load = 0.0
+        self._alive_at = time.time()
+        self._fetch_failures = 0  # one after the other
+        self._next_record = self._next_load = 0.0
         self._load = (0, 0)
-        self._unwritten = False  # the last write failed: what etcd says is older than the truth
-        self._adopted = bool(attach_to)
-        self._server: Server = AttachedServer(attach_to, ctx.model_dir, cfg=self._cfg) if attach_to else SGLangServer(
+        self._unwritten = False  # the last write failed: the record in etcd is outdated
+        self._external = bool(external_url)
+        self._server: Server = ExternalServer(
+            external_url, ctx.model_dir, cfg=self._cfg) if external_url else SGLangServer(
             ctx.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
             log=ctx.config.cluster_dir / "logs" / f"engine-{engine_id}.log",
             # The same engine of the same run samples the same; no two engines share a seed.
-            seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF)
+            seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF,
+            tag=file_tag(ctx.config.cluster_dir, engine_id, secrets.token_hex(4)))
 
-    # -- asked from other threads ----------------------------------------------------------------------------------
-    def ping(self) -> dict[str, Any]:
-        """State of the runner, and the age of its last look at the server in seconds."""
-        return {"id": self._id, "state": str(self._life.state), "version": self._life.version,
-                "pid": self._server.pid, "url": self._server.url, "idle_s": time.time() - self._tick_at}
+    # -- called from other threads ---------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Asks ``run`` to leave the pool: no new requests, those in flight finish, the record goes."""
+        """Makes ``run`` leave the pool: no new requests, requests in flight finish, the record is deleted."""
         self._drain.set()
 
     def stop(self) -> None:
-        """Asks ``run`` to end at once, requests in flight or not."""
+        """Makes ``run`` end at once, with or without requests in flight."""
         self._stop.set()
 
-    # -- the life --------------------------------------------------------------------------------------------------
+    # -- main loop -------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Blocks until the engine's life is over. An engine's failure is told in etcd, not raised."""
+        """Blocks until the engine has ended. A failure of the engine is reported in etcd, not raised."""
         try:
             self._write()
             self._member.start()
-            self._server.start(keep_waiting=lambda: not self._leaving)
-            self._life = self._life.up()
+            self._server.start(wait_while=lambda: not self._leaving)
+            self._lifecycle = self._lifecycle.up()
             self._write()
             self._follow()
             self._leave()
         except EngineFailed as e:
-            self._end(e.message)
+            self._fail(e.message)
+        except Fenced as e:  # the record, and perhaps this external server, belong to a newer driver
+            log.warning("engine %s ends: %s", self._id, e)
+            self._unroute()
         finally:
             self._server.close()
             self._member.close()
@@ -119,139 +124,138 @@ class EngineRunner:
         return self._drain.is_set() or self._stop.is_set()
 
     def _follow(self) -> None:
+        """Applies each new head until the engine leaves. Raises EngineFailed and Fenced."""
         dcs = self._ctx.config.dcs
         puller = Puller(self._etcd, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=dcs.pin_ttl_s,
                         io_timeout_s=dcs.io_timeout_s,
                         security=Security.from_config(dcs, self._ctx.config.cluster_dir / TOKEN_FILE))
         heads = puller.watch_head(Stream.POLICY)
-        wanted: Version | None = None
+        target: Version | None = None
         try:
             while not self._leaving:
-                self._tick_at = time.time()
-                self._member.progress(self._life.version, "follow")
+                self._member.progress(self._lifecycle.version, "follow")
                 if not self._server.alive():
-                    raise EngineFailed(self._server.lost)
+                    raise EngineFailed(self._server.failure)
                 self._alive_at = time.time()
                 try:
-                    self._obey_record()
-                    if wanted is None:
-                        wanted = heads.get(_TICK_S)
-                    elif self._sync(puller, wanted):
-                        wanted = None
+                    self._check_record()
+                    if target is None:
+                        target = heads.get(_TICK_S)
+                    elif self._sync(puller, target):
+                        target = None
                     else:
                         self._stop.wait(_TICK_S)
-                        wanted = puller.head(Stream.POLICY)  # the one that failed may have been released meanwhile
-                except EtcdUnavailable as e:  # without etcd nothing new is decided, and the engine goes on serving
+                        target = puller.head(Stream.POLICY)  # the version that failed may have been released meanwhile
+                except EtcdUnavailable as e:  # without etcd nothing new is decided, and the engine serves on
                     log.warning("engine %s: %s", self._id, e)
-                    self._stop.wait(_TICK_S)  # a refusal comes at once, unlike the end of a budget
+                    self._stop.wait(_TICK_S)  # etcd may refuse at once, without using up a retry budget
         finally:
             heads.close()
             puller.close()
 
-    def _sync(self, puller: Puller, wanted: Version) -> bool:
-        """Brings the engine to the version. False when it could not be fetched: the engine stays as it was."""
-        if wanted.number <= self._life.version:
+    def _sync(self, puller: Puller, target: Version) -> bool:
+        """Brings the engine to the version. False when the version could not be fetched: the engine is unchanged."""
+        if target.number <= self._lifecycle.version:
             return True
         began = time.monotonic()
         try:
-            with traces.span("engine.sync", parent=traces.extract(wanted.meta.get("trace", {})), engine=self._id,
-                             version=wanted.number), contextlib.ExitStack() as held:
-                with traces.span("engine.pull", engine=self._id, version=wanted.number):
-                    prepared = held.enter_context(self._prepared(puller, wanted))
-                begun = self._life.begin(wanted.number)
+            with traces.span("engine.sync", parent=traces.extract(target.meta.get("trace", {})), engine=self._id,
+                             version=target.number), contextlib.ExitStack() as held:
+                with traces.span("engine.pull", engine=self._id, version=target.number):
+                    update = held.enter_context(self._staged(puller, target))
+                begun = self._lifecycle.begin(target.number)
                 if not self._write(begun):  # before the first byte changes
-                    return True             # it is to leave the pool
-                self._life = begun
-                self._member.progress(self._life.version, "apply")
+                    return True             # the engine is to leave the pool
+                self._lifecycle = begun
+                self._member.progress(self._lifecycle.version, "apply")
                 paused_at = time.monotonic()
-                with traces.span("engine.apply", engine=self._id, version=wanted.number):
-                    self._server.apply(prepared, wanted.number)
+                with traces.span("engine.apply", engine=self._id, version=target.number):
+                    self._server.apply(update, target.number)
                 self._pause_s = time.monotonic() - paused_at
-                self._checksum = " ".join(prepared.checksums)
+                self._checksum = " ".join(update.checksums)
         except _PULL_FAILED as e:
-            self._cannot_fetch(wanted, e)
+            self._on_fetch_failed(target, e)
             return False
         self._pull_apply_s = time.monotonic() - began
-        if self._fetch_failures >= _TELL_AFTER:
-            events.emit(self._etcd, self._ctx.keys, "engine.fetch_recovered", self._id,
-                        f"engine {self._id} has version {wanted.number} now", version=wanted.number)
+        if self._fetch_failures >= _FAILURES_TO_REPORT:
+            self._emit("engine.fetch_recovered", f"engine {self._id} has version {target.number} now",
+                       version=target.number)
         self._fetch_failures = 0
-        first = not self._life.version
-        self._life = self._life.verified(wanted.number)
+        first = not self._lifecycle.version
+        self._lifecycle = self._lifecycle.verified(target.number)
         if first:
-            # Told to the router first: an engine that etcd calls ready takes requests.
+            # Before the record: an engine that etcd calls ready takes requests.
             self._route()
         self._write()
         if first:
-            events.emit(self._etcd, self._ctx.keys, "engine.ready", self._id,
-                        f"engine {self._id} serves version {wanted.number}", version=wanted.number,
-                        external=self._adopted, start_s=round(time.time() - self._started_at, 3))
+            self._emit("engine.ready", f"engine {self._id} serves version {target.number}", version=target.number,
+                       external=self._external, start_s=round(time.time() - self._started_at, 3))
         return True
 
     @contextlib.contextmanager
-    def _prepared(self, puller: Puller, wanted: Version) -> Iterator[Prepared]:
-        """The version in the engine's staged weights; what came of it to this host was staged while the rest came."""
+    def _staged(self, puller: Puller, target: Version) -> Iterator[StagedUpdate]:
+        """The version in the engine's staged weights. Parts are staged while further parts are being pulled."""
         # A first pull is a whole one, and may take much longer than those that follow.
-        phase = "pull" if self._life.version else "waiting for the first version"
-        self._member.progress(self._life.version, phase)
-        with self._server.preparing() as preparation:
+        phase = "pull" if self._lifecycle.version else "waiting for the first version"
+        self._member.progress(self._lifecycle.version, phase)
+        with self._server.stage() as session:
 
-            def stage(part: dict[str, Any]) -> None:
-                self._member.progress(self._life.version, phase)
-                preparation.add(part)
+            def on_part(part: dict[str, Any]) -> None:
+                self._member.progress(self._lifecycle.version, phase)
+                session.add(part)
 
-            with puller.pull(Stream.POLICY, wanted.number, on_part=stage) as pulled:
-                yield preparation.finish(pulled.reference())
+            with puller.pull(Stream.POLICY, target.number, on_part=on_part) as pulled:
+                yield session.finish(pulled.reference())
 
-    def _cannot_fetch(self, wanted: Version, error: ElasticRLError) -> None:
-        """Tells it once an episode, and not of a first failure, which the next try most often mends."""
-        log.warning("engine %s cannot fetch version %d: %s", self._id, wanted.number, error)
+    def _on_fetch_failed(self, target: Version, error: ElasticRLError) -> None:
+        """Counts the failure, and reports a row of them once."""
+        log.warning("engine %s cannot fetch version %d: %s", self._id, target.number, error)
         self._fetch_failures += 1
-        if self._fetch_failures == _TELL_AFTER:
-            events.emit(self._etcd, self._ctx.keys, "engine.cannot_fetch", self._id, severity=Severity.WARNING,
-                        message=f"engine {self._id} cannot fetch version {wanted.number}: {type(error).__name__}: "
-                                f"{error}", version=wanted.number)
+        if self._fetch_failures == _FAILURES_TO_REPORT:
+            self._emit("engine.cannot_fetch", f"engine {self._id} cannot fetch version {target.number}: "
+                       f"{type(error).__name__}: {error}", severity=Severity.WARNING, version=target.number)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- end -------------------------------------------------------------------------------------------------------
     def _leave(self) -> None:
-        """Drained or stopped: the record goes, and after a drain no request was lost."""
+        """Ends a drained or stopped engine and deletes its record. A drain waits for the requests in flight."""
         if not self._stop.is_set():
-            self._life = self._life.drain()
+            self._lifecycle = self._lifecycle.drain()
             self._write()
             self._unroute()
-            self._member.progress(self._life.version, "waiting for the last request")
+            self._member.progress(self._lifecycle.version, "waiting for the last request")
             try:
                 wait_until(lambda: self._stop.is_set() or self._server.in_flight() == 0,
                            timeout_s=self._cfg.drain_timeout_s, what="the last request of the engine", poll_s=0.1)
             except DeadlineExceeded:
-                events.emit(self._etcd, self._ctx.keys, "engine.drain_timeout", self._id, severity=Severity.WARNING,
-                            message=f"engine {self._id} was stopped with requests in flight")
+                self._emit("engine.drain_timeout", f"engine {self._id} was stopped with requests in flight",
+                           severity=Severity.WARNING)
         else:
             self._unroute()
         self._server.stop()
-        self._etcd.delete(self._ctx.keys.engine(self._id))
-        events.emit(self._etcd, self._ctx.keys, "engine.stopped", self._id, f"engine {self._id} left the pool")
+        if self._delete_record():
+            self._emit("engine.stopped", f"engine {self._id} left the pool")
 
-    def _end(self, reason: str) -> None:
-        """Failed: dead, or quarantined when an update was under way. It never serves again; the driver replaces it."""
-        if self._stop.is_set() or (self._drain.is_set() and self._life.state is EngineState.STARTING):
+    def _fail(self, reason: str) -> None:
+        """Marks the engine dead, or quarantined when an update was under way. It never serves again; the driver
+        replaces it."""
+        if self._stop.is_set() or (self._drain.is_set() and self._lifecycle.state is EngineState.STARTING):
             self._unroute()
-            self._etcd.delete(self._ctx.keys.engine(self._id))  # it was asked to go: nothing failed
+            self._delete_record()  # it was to leave: nothing failed
             return
         detect_s = round(max(0.0, time.time() - self._alive_at), 3)
         alive = self._server.alive()
-        self._life = self._life.torn(reason) if self._life.applying and alive else self._life.died(reason)
-        if self._adopted:
-            self._unroute()  # its server goes on, so no request may come to it any more
-        self._server.stop()  # first: from here on no token of it can come
+        torn = self._lifecycle.applying and alive
+        self._lifecycle = self._lifecycle.torn(reason) if torn else self._lifecycle.died(reason)
+        if self._external:
+            self._unroute()  # the server lives on, so requests must stop coming to it
+        self._server.stop()  # first, so that it produces no token after this
         try:
             self._write()
-            # One that never took part leaves no gap: that it does not fit concerns only who asked for it.
-            kind, severity = ("refused", Severity.WARNING) if self._adopted and not self._life.version else (
-                str(self._life.state), Severity.ERROR)
-            events.emit(self._etcd, self._ctx.keys, f"engine.{kind}", self._id, severity=severity,
-                        message=f"engine {self._id}: {reason}", version=self._life.version,
-                        applying=self._life.applying, detect_s=detect_s)
+            # A server that never joined the pool leaves no gap: only the operator who registered it has to know.
+            kind, severity = ("refused", Severity.WARNING) if self._external and not self._lifecycle.version else (
+                str(self._lifecycle.state), Severity.ERROR)
+            self._emit(f"engine.{kind}", f"engine {self._id}: {reason}", severity=severity, detect_s=detect_s,
+                       version=self._lifecycle.version, applying=self._lifecycle.applying)
         finally:
             self._unroute()
 
@@ -262,74 +266,110 @@ class EngineRunner:
             raise EngineFailed(e.message, hint=e.hint) from e
 
     def _unroute(self) -> None:
-        if not self._ctx.router_url:
+        """Removes the server from the router, unless another runner has taken the same external server over."""
+        if not self._ctx.router_url or (self._external and self._superseded()):
             return
         try:
             RouterClient(self._ctx.router_url).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
-        except (EngineFailed, DeadlineExceeded) as e:  # a router that is gone routes nothing
-            log.warning("engine %s could not be taken out of the router: %s", self._id, e)
+        except (EngineFailed, DeadlineExceeded) as e:  # a router that is down routes nothing
+            log.warning("engine %s could not be removed from the router: %s", self._id, e)
 
-    # -- the record ------------------------------------------------------------------------------------------------
-    def _obey_record(self) -> None:
-        """Twice a second: whether the driver wrote DRAINING into the record, the leader QUARANTINED, or somebody took
-        it away (a newer epoch did). Raises EngineFailed when it is quarantined."""
+    # -- etcd ------------------------------------------------------------------------------------------------------
+    def _superseded(self) -> bool:
+        """Whether another runner of the same engine has written the record; false without etcd."""
+        try:
+            found = self._etcd.get(self._ctx.keys.engine(self._id))
+        except EtcdUnavailable:
+            return False
+        return found is not None and not self._mine(Engine.decode(found.value))
+
+    def _mine(self, record: Engine) -> bool:
+        return record.incarnation == self._member.incarnation
+
+    def _check_record(self) -> None:
+        """Twice a second: follows a change of the record by the driver (DRAINING), the leader (QUARANTINED) or a newer
+        driver (deleted). Raises EngineFailed for a quarantined engine."""
         if self._unwritten:
             self._write()
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_record:
             return
-        self._next_look = now + _RECORD_LOOK_S
-        self._look_at_load(now)
+        self._next_record = now + _RECORD_INTERVAL_S
+        self._update_load(now)
         found = self._etcd.get(self._ctx.keys.engine(self._id))
         if found is None:
             self._stop.set()
             return
         record = Engine.decode(found.value)
+        if not self._mine(record):
+            raise Fenced(f"another runner has taken over engine {self._id}")
         if record.state is EngineState.DRAINING:
             self._drain.set()
         elif record.state is EngineState.QUARANTINED:
             raise EngineFailed(record.reason)
 
-    def _look_at_load(self, now: float) -> None:
-        """Every few seconds: how many requests the engine has, for those who look at it. It decides nothing."""
-        if now < self._next_load or self._life.state is not EngineState.READY:
+    def _update_load(self, now: float) -> None:
+        """Every few seconds: writes how many requests the engine has. Informative only."""
+        if now < self._next_load or self._lifecycle.state is not EngineState.READY:
             return
-        self._next_load = now + _LOAD_LOOK_S
+        self._next_load = now + _LOAD_INTERVAL_S
         load = self._server.load(timeout_s=_LOAD_TIMEOUT_S)
         if load is not None and load != self._load:
             self._load = load
             self._write()
 
-    def _write(self, life: EngineLifecycle | None = None) -> bool:
-        """Writes the record. The driver's wish to drain, or the leader's that it goes, stands in the same record and is
-        never overwritten; false when it is there. Raises EtcdUnavailable, and Fenced when the epoch is over: the
-        engine then ends."""
-        life = life or self._life
-        expelled = False
+    def _write(self, lifecycle: EngineLifecycle | None = None) -> bool:
+        """Writes the record. Never overwrites DRAINING by the driver or QUARANTINED by the leader, which are requests
+        to this runner in the same record; false when there is one. Raises EtcdUnavailable, and Fenced when the epoch is
+        over: the engine then ends."""
+        lifecycle = lifecycle or self._lifecycle
+        quarantined = False
 
         def change(raw: bytes | None) -> bytes:
-            nonlocal expelled
+            nonlocal quarantined
             before = Engine.decode(raw) if raw else None
+            if before and not self._mine(before):
+                if before.epoch >= self._ctx.epoch:
+                    raise Fenced(f"another runner has taken over engine {self._id}")
+                before = None  # of the same external engine under an earlier driver
             if before and before.state is EngineState.DRAINING:
                 self._drain.set()
-            if life.state in (EngineState.DEAD, EngineState.QUARANTINED):
-                return self._record(life, life.state)
-            if expelled := before is not None and before.state is EngineState.QUARANTINED:
+            if lifecycle.state in (EngineState.DEAD, EngineState.QUARANTINED):
+                return self._record(lifecycle, lifecycle.state)
+            if quarantined := before is not None and before.state is EngineState.QUARANTINED:
                 return raw or b""
-            return self._record(life, EngineState.DRAINING if self._drain.is_set() else life.state)
+            return self._record(lifecycle, EngineState.DRAINING if self._drain.is_set() else lifecycle.state)
 
         self._unwritten = True
         self._etcd.update(self._ctx.keys.engine(self._id), change,
-                           guards=[fencing.epoch_guard(self._ctx.keys, self._ctx.epoch)])
+                          guards=[fencing.epoch_guard(self._ctx.keys, self._ctx.epoch)])
         self._unwritten = False
-        return not (self._drain.is_set() or expelled)
+        return not (self._drain.is_set() or quarantined)
 
-    def _record(self, life: EngineLifecycle, state: EngineState) -> bytes:
+    def _record(self, lifecycle: EngineLifecycle, state: EngineState) -> bytes:
         server = self._server
         return Engine(id=self._id, pool=self._pool, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
-                      url=server.url if server.pid or self._adopted else "", pid=server.pid, version=life.version,
-                      applying=life.applying, started_at=self._started_at, updated_at=time.time(),
-                      pull_apply_s=self._pull_apply_s, pause_s=self._pause_s, layout=server.layout,
-                      checksum=self._checksum, running=self._load[0], waiting=self._load[1],
-                      external=self._adopted, reason=life.reason).encode()
+                      url=server.url if server.pid or self._external else "", pid=server.pid,
+                      version=lifecycle.version, applying=lifecycle.applying, started_at=self._started_at,
+                      updated_at=time.time(), pull_apply_s=self._pull_apply_s, pause_s=self._pause_s,
+                      layout=server.layout, checksum=self._checksum, running=self._load[0], waiting=self._load[1],
+                      incarnation=self._member.incarnation, external=self._external,
+                      reason=lifecycle.reason).encode()
 
+    def _delete_record(self) -> bool:
+        """Deletes the record; false when another runner of the same engine wrote it. Raises Fenced."""
+        key = self._ctx.keys.engine(self._id)
+        found = self._etcd.get(key)
+        if found is not None and not self._mine(Engine.decode(found.value)):
+            return False
+        guards = [fencing.epoch_guard(self._ctx.keys, self._ctx.epoch),
+                  Compare.create(key, "==", found.create_revision if found else 0)]
+        if not self._etcd.txn(guards, [Op.delete(key)]).succeeded:
+            fencing.require_epoch(self._etcd, self._ctx.keys, self._ctx.epoch)
+            return False
+        return True
+
+    def _emit(self, kind: str, message: str, *, severity: Severity = Severity.INFO, **data: Any) -> None:
+        """Writes an event about this engine. Raises Fenced and EtcdUnavailable."""
+        fencing.emit(self._etcd, self._ctx.keys, self._ctx.epoch, kind, self._id, message, severity=severity,
+                     incarnation=self._member.incarnation, **data)

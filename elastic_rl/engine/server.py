@@ -1,4 +1,4 @@
-"""One SGLang server: its processes, its weights, its health. Knows nothing of etcd or of the pool."""
+"""One SGLang server: its processes, weights and health. Knows nothing of etcd or of the pool."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from elastic_rl.engine import stager
 from elastic_rl.engine.client import to_version
 from elastic_rl.engine.loader import LIMIT_ENV, LOADER, REQUEST
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
+from elastic_rl.host.leftovers import TAG_ENV, remove_files
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import free_port, wait_until
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A version that ``SGLangServer.apply`` can bring into the engine. ``checksums``: of the weights, by rank; empty
-    where they could not be staged and are to be loaded in the pause."""
+class StagedUpdate:
+    """A version that ``Server.apply`` can bring into the engine. ``checksums``: of the weights, by rank; empty when
+    they could not be staged and are loaded in the pause."""
 
     request: dict[str, Any]
     checksums: list[str]
 
 
-class StagedUpdate:
-    """A version on its way to an engine: verified, loaded and checked beside the weights that serve.
+class StagingSession:
+    """Brings one version into an engine's staged weights, part by part, while the live weights serve.
 
     Every call raises ChunkCorrupt, NodeUnavailable and StagingFailed.
     """
@@ -49,22 +50,22 @@ class StagedUpdate:
         self._stagers = stagers
 
     def add(self, reference: dict[str, Any]) -> None:
-        """Some tensors of the version, as ``Puller.pull`` hands them out."""
+        """Stages some tensors of the version, as ``Puller.pull`` passes them."""
         self._stagers.add(reference)
 
-    def finish(self, reference: dict[str, Any]) -> Prepared:
-        """All tensors were added; ``reference`` is to all of them."""
-        if not self._stagers.possible:
-            return Prepared({"reference": reference}, [])
+    def finish(self, reference: dict[str, Any]) -> StagedUpdate:
+        """Seals the version after all its tensors were added; ``reference`` names all of them."""
+        if not self._stagers.available:
+            return StagedUpdate({"reference": reference}, [])
         ticket = secrets.token_hex(8)
-        return Prepared({"ticket": ticket}, self._stagers.finish(ticket))
+        return StagedUpdate({"ticket": ticket}, self._stagers.finish(ticket))
 
 
 class Server(ABC):
-    """What an engine asks of its SGLang server, whoever runs it."""
+    """An SGLang server as its engine sees it: one that the engine starts, or an external one."""
 
     def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str) -> None:
-        """``secret``: of the stagers of its schedulers; ``log_hint``: tells where to look when it fails."""
+        """``secret``: of the stagers of its schedulers; ``log_hint``: where an operator looks when it fails."""
         self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
         self._http = httpx.Client(timeout=cfg.apply_timeout_s)
 
@@ -75,12 +76,12 @@ class Server(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """Of the main process; 0 where it is not ours, or before the start."""
+        """Of the main process; 0 for an external server, and before the start."""
 
     @property
     @abstractmethod
     def layout(self) -> str:
-        """What decides how the weights lie in memory: engines of one layout have them byte for byte alike."""
+        """What determines the layout of the weights in memory: engines of one layout and version hold equal bytes."""
 
     @property
     @abstractmethod
@@ -88,21 +89,21 @@ class Server(ABC):
         """Schedulers that share the weights."""
 
     @abstractmethod
-    def start(self, keep_waiting: Callable[[], bool] = lambda: True) -> None:
-        """Returns when the server answers. Raises EngineFailed, also when ``keep_waiting`` turns false."""
+    def start(self, wait_while: Callable[[], bool] = lambda: True) -> None:
+        """Returns when the server answers. Raises EngineFailed, also when ``wait_while`` turns false."""
 
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it still runs, and has the weights that it was given."""
+        """Whether the server runs and still has the weights that were applied to it."""
 
     @property
-    def lost(self) -> str:
-        """What happened to one that is not alive."""
+    def failure(self) -> str:
+        """Why ``alive`` is false."""
         return "a process of the SGLang server ended"
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the server, if it is ours."""
+        """Ends the server, unless it is external."""
 
     def model_version(self) -> int:
         """Version that the engine puts on its answers; 0 before the first update. Raises EngineFailed."""
@@ -113,7 +114,7 @@ class Server(ABC):
         return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in self._call("GET", "/v1/loads")["loads"])
 
     def load(self, *, timeout_s: float) -> tuple[int, int] | None:
-        """Requests that run and that wait in the engine; None when it does not say so in time."""
+        """Requests that run and that wait in the engine; None when it does not answer in time."""
         try:
             loads = self._http.get(f"{self.url}/v1/loads", timeout=timeout_s).json()["loads"]
             return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
@@ -122,28 +123,28 @@ class Server(ABC):
 
     # -- weights --------------------------------------------------------------------------------------------------
     @contextmanager
-    def preparing(self) -> Iterator[StagedUpdate]:
-        """Brings a version as near to the weights as can be while they serve; the engine is as it was."""
+    def stage(self) -> Iterator[StagingSession]:
+        """Stages a version beside the weights that serve. The live weights do not change."""
         with stager.StagingClient(self._secret, self.tensor_parallel, timeout_s=self._cfg.apply_timeout_s) as stagers:
-            yield StagedUpdate(stagers)
+            yield StagingSession(stagers)
 
-    def apply(self, prepared: Prepared, version: int) -> None:
-        """Replaces the weights, verified in the loader; sets ``version``.
+    def apply(self, update: StagedUpdate, version: int) -> None:
+        """Replaces the weights, verified in the loader, and sets ``version``.
 
-        With ``engine.pause_mode=retract`` requests in flight are taken back to the queue: what they have stays with the
-        old version, their KV cache is computed again under the new one, and the answer says where the version changed.
-        Raises EngineFailed; the weights are then in doubt and the engine must not serve again.
+        With ``engine.pause_mode=retract`` requests in flight return to the queue: the tokens that they have stay with
+        the old version, their KV cache is computed again under the new one, and the answer says where the version
+        changed. Raises EngineFailed; the weights may then be torn, and the engine must not serve again.
         """
         self._call("POST", "/pause_generation", {"mode": self._cfg.pause_mode})
         self._call("POST", "/begin_weight_update", {})
         # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
         # the prefix cache, which holds KV of the old weights (and cannot be dropped under requests that use it).
         self._call("POST", "/update_weights_from_tensor", {
-            "serialized_named_tensors": [pack(prepared.request)] * self.tensor_parallel, "load_format": LOADER,
+            "serialized_named_tensors": [pack(update.request)] * self.tensor_parallel, "load_format": LOADER,
             "weight_version": str(version), "flush_cache": self._cfg.pause_mode == "retract"})
         self._call("POST", "/end_weight_update", {})
         self._call("POST", "/continue_generation", {})
-        # Asked after the pause, to keep it short: until it is answered the record says `applying`.
+        # Checked after the pause, to keep it short; until then the record says `applying`.
         seen = self.model_version()
         if seen != version or not self.alive():
             raise EngineFailed(f"the engine reports version {seen} after version {version} was applied")
@@ -155,7 +156,7 @@ class Server(ABC):
             raise EngineFailed(f"engine {self.url} failed at {path}: {type(e).__name__}",
                                hint=self._log_hint) from e
         if not reply.is_success:
-            raise EngineFailed(f"engine {self.url} refuses {path}: {reply.status_code} {reply.text[:300]}")
+            raise EngineFailed(f"engine {self.url} refused {path}: {reply.status_code} {reply.text[:300]}")
         try:
             answer = reply.json()
         except json.JSONDecodeError:
@@ -165,26 +166,27 @@ class Server(ABC):
         return answer if isinstance(answer, dict) else {"items": answer}
 
     def close(self) -> None:
-        """Stops the server, if it is ours, and drops the connections to it."""
+        """Stops the server, unless it is external, and closes the connections to it."""
         self.stop()
         self._http.close()
 
 
 class SGLangServer(Server):
-    """A server and its scheduler and detokenizer processes, all of which end with this process.
+    """A server with its scheduler and detokenizer processes, all of which end with this process.
 
-    ``model_dir``: HF folder; its weights are nobody's version. ``seed`` seeds the sampler: engines of a pool need
-    different ones, or they would give the same samples. ``log``: file that takes stdout and stderr.
+    ``model_dir``: HF folder; its weights belong to no version. ``seed`` seeds the sampler: engines of a pool need
+    different ones, or they would produce the same samples. ``log``: file for stdout and stderr. ``tag``: put into the
+    names of the server's files in /dev/shm and the temp folder; ``stop`` removes the files of this tag.
     """
 
-    def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int,
+    def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int, tag: str,
                  host: str = "127.0.0.1") -> None:
-        super().__init__(cfg, secret=stager.new_secret(), log_hint=f"its log says why: {log}")
+        super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}")
         self._model_dir, self._device, self._log, self._seed = model_dir, device, log, seed
-        self._host = host
+        self._host, self._tag = host, tag
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._family: list[psutil.Process] = []
+        self._processes: list[psutil.Process] = []
 
     @property
     def url(self) -> str:
@@ -197,27 +199,28 @@ class SGLangServer(Server):
 
     @property
     def pids(self) -> list[int]:
-        """Of the main process and, once it answered, of its children."""
-        return [p.pid for p in self._family]
+        """Of the main process and its children; empty until the server answered."""
+        return [p.pid for p in self._processes]
 
-    def start(self, keep_waiting: Callable[[], bool] = lambda: True) -> None:
-        """Returns when the server answers. Raises EngineFailed, also when ``keep_waiting`` turns false."""
+    def start(self, wait_while: Callable[[], bool] = lambda: True) -> None:
+        """Returns when the server answers. Raises EngineFailed, also when ``wait_while`` turns false."""
         self._port = free_port(self._host)
         cuda = self.uses_cuda()
-        env = {"HF_HUB_OFFLINE": "1", stager.ENV: self._secret, LIMIT_ENV: str(self._cfg.staging_limit_bytes)}
+        env = {"HF_HUB_OFFLINE": "1", TAG_ENV: self._tag, stager.ENV: self._secret,
+               LIMIT_ENV: str(self._cfg.staging_limit_bytes)}
         if not cuda:
-            # Two threads an engine make 2 cores slower, not faster, and the allocator's arenas cost memory.
+            # Two threads per engine make 2 cores slower, not faster, and the allocator's arenas cost memory.
             env |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "MALLOC_ARENA_MAX": "2",
                     **_cores_of_ranks(self.tensor_parallel)}
         self._process = spawn(python("elastic_rl.engine.launch", *self.arguments(cuda)), log=self._log, env=env)
         try:
             wait_until(self._answers, timeout_s=self._cfg.start_timeout_s, what=f"the SGLang server (log: {self._log})",
-                       poll_s=0.1, alive=lambda: self._main_alive() and keep_waiting())
+                       poll_s=0.1, alive=lambda: self._main_alive() and wait_while())
         except DeadlineExceeded as e:
             self.stop()
             raise EngineFailed(e.message, hint=e.hint) from e
         main = psutil.Process(self._process.pid)
-        self._family = [main, *main.children(recursive=True)]
+        self._processes = [main, *main.children(recursive=True)]
 
     def uses_cuda(self) -> bool:
         return self._device.uses_cuda(torch.cuda.is_available)
@@ -238,14 +241,13 @@ class SGLangServer(Server):
 
     @property
     def layout(self) -> str:
-        """What decides how the weights lie in memory: engines of one layout have them byte for byte alike."""
         extra = zlib.crc32(json.dumps(self._cfg.extra_args).encode())
         return f"{self._device.dtype}/tp{self.tensor_parallel}/{extra:08x}"
 
     # -- health ---------------------------------------------------------------------------------------------------
     def alive(self) -> bool:
-        """Whether the main process and every child that it had when it came up still run."""
-        return self._main_alive() and all(_runs(p) for p in self._family[1:])
+        """Whether the main process and every child that it had when it first answered still run."""
+        return self._main_alive() and all(_runs(p) for p in self._processes[1:])
 
     def _main_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -258,7 +260,6 @@ class SGLangServer(Server):
 
     @property
     def tensor_parallel(self) -> int:
-        """Schedulers that share the weights."""
         extra = self._cfg.extra_args
         for flag in ("--tp-size", "--tensor-parallel-size", "--tp"):
             if flag in extra:
@@ -267,22 +268,24 @@ class SGLangServer(Server):
 
     # -- end ------------------------------------------------------------------------------------------------------
     def stop(self, *, grace_s: float = 0.0) -> None:
-        """Ends every process of the server; with no grace at once, since SGLang's own shutdown can take a minute."""
+        """Ends every process of the server and removes its files; without grace at once, since SGLang's own shutdown
+        can take a minute."""
         if self._process is None:
             return
-        for process in self._family[1:] if not grace_s else ():
+        for process in self._processes[1:] if not grace_s else ():
             if _runs(process):
                 process.kill()
         stop(self._process.pid, grace_s=grace_s)
         self._process.wait(timeout=10.0)
-        for process in self._family[1:]:  # those that had left the tree when the main process went
+        for process in self._processes[1:]:  # those that had left the tree when the main process ended
             if _runs(process):
                 process.kill()
         self._process = None
+        remove_files(self._tag)
 
 
 def _cores_of_ranks(ranks: int) -> dict[str, str]:
-    """SGLang wants a NUMA node for each rank on the CPU, unless it is told which cores a rank has."""
+    """SGLang needs a NUMA node for each rank on the CPU, unless the environment assigns cores to ranks."""
     name = "SGLANG_CPU_OMP_THREADS_BIND"
     if ranks == 1 or name in os.environ:
         return {}
@@ -298,7 +301,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 class _InBand:
-    """Makes pickle write a uint8 tensor as its bytes. torch's own way passes a shared-memory handle instead, which
+    """Makes pickle write a uint8 tensor as its bytes. torch's default passes a shared-memory handle instead, which
     needs a helper process in the sender and ends the engine when the handle cannot be opened."""
 
     def __init__(self, raw: bytes) -> None:
@@ -310,7 +313,7 @@ class _InBand:
 
 def pack(request: dict[str, Any]) -> str:
     """The request in the form that SGLang's endpoint takes: base64 of a pickle, which *its* restricted unpickler
-    reads. We only ever write one, over loopback; nothing of ours reads pickles."""
+    reads. This project only writes one, over loopback, and never reads a pickle."""
     buffer = io.BytesIO()
     pickle.dump([(REQUEST, _InBand(json.dumps(request).encode()))], buffer, protocol=4)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -1,8 +1,8 @@
 """Stand-ins for the three packages that SGLang 0.5.23 imports on its CPU path and that have no CPU build.
 
-``triton`` and ``torchvision`` are names only: whatever is called raises. ``sgl_kernel`` gets the one small function
-that the CPU scheduler really uses, written in torch. A package that is really installed is never replaced, and with
-CUDA in the machine nothing is installed at all: a stand-in there would hide a broken install behind a slow engine.
+``triton`` and ``torchvision`` are names only: calling one raises. ``sgl_kernel`` has the one small function that
+the CPU scheduler uses, written in torch. An installed package is never replaced, and on a machine with CUDA no stand-in
+is installed: it would hide a broken installation behind a slow engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_THERE = frozenset({"triton.knobs"})
 
 
 class Absent:
-    """A name of a package that is not there: it can be passed on, decorated with and subscripted, but never run."""
+    """A name of a missing package: it can be passed on, used as a decorator and subscripted, but not called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -51,7 +51,7 @@ class Absent:
 
 
 class StandIn(ModuleType):
-    """A module that makes up the names it is asked for. Capitalised ones are classes (isinstance, base classes)."""
+    """A module that makes up every name on access. Capitalised names are classes (isinstance, base classes)."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or f"{self.__name__}.{name}" in _NOT_THERE:
@@ -63,7 +63,7 @@ class StandIn(ModuleType):
 
 
 class KernelStandIn(ModuleType):
-    """``sgl_kernel``: SGLang probes it for GPU kernels, so every name but the ``*_cpu`` ones has to look absent."""
+    """``sgl_kernel``: SGLang probes it for GPU kernels, so every name but the ``*_cpu`` ones must look absent."""
 
     def __getattr__(self, name: str) -> Any:
         if not name.endswith("_cpu"):
@@ -76,7 +76,7 @@ def _accept_anything(self: object, *args: object, **kwargs: object) -> None:
 
 
 class StandInFinder(MetaPathFinder, Loader):
-    """Resolves the given packages, and for all but ``sgl_kernel`` also every submodule of theirs, to stand-ins."""
+    """Resolves the given packages, and for all but ``sgl_kernel`` their submodules too, to stand-ins."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
@@ -124,7 +124,7 @@ def install() -> list[str]:
 
 
 def _keep_torch_without_triton() -> None:
-    """torch decides by import whether it has triton; it must have decided "no" before the name becomes importable."""
+    """torch decides at import whether it has triton; it must have decided "no" before the name becomes importable."""
     import torch.utils._triton as probe
 
     def no(*args: object, **kwargs: object) -> bool:
@@ -137,7 +137,7 @@ def _keep_torch_without_triton() -> None:
 
 
 def _settle_torchvision_in_transformers() -> None:
-    """transformers caches the answer, so that it stays on the path that works without torchvision."""
+    """Makes transformers cache that torchvision is missing, so that it stays on the path that works without it."""
     from transformers.utils import import_utils
 
     for name in ("is_torchvision_available", "is_torchvision_v2_available"):
@@ -146,7 +146,7 @@ def _settle_torchvision_in_transformers() -> None:
             answer()
 
 
-# -- what the stand-ins hold beyond made-up names --------------------------------------------------------------------
+# -- contents of the stand-ins beyond made-up names ------------------------------------------------------------------
 def _kernel_decorator(*args: Any, **kwargs: Any) -> Any:
     """``@triton.jit`` and ``@triton.jit(...)``."""
     if len(args) == 1 and callable(args[0]) and not kwargs:

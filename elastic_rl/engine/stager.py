@@ -1,10 +1,10 @@
-"""Brings a version into a scheduler's staged weights while the engine serves: the part before the pause.
+"""Stages a version in a scheduler while the engine serves: the part of an update before the pause.
 
-Each scheduler process (one a tensor-parallel rank) has a thread that listens on an abstract Unix socket, whose name and
-secret come with the environment from whoever started the server. On one connection it is asked to *begin*, to *add*
-references to tensors (map, verify, load into the shadow), as often as more of the version is on this host, and to
-*finish* (check that nothing is missing), which answers with the checksum of what is staged. The live weights are
-untouched, so a failure here costs nothing. Messages are JSON; nothing is unpickled.
+Each scheduler process (one per tensor-parallel rank) has a thread that listens on an abstract Unix socket; the name and
+the secret come from the environment of the process that started the server. Requests on one connection: *begin*, then
+*add* with references to tensors (map, verify, load into the shadow) as parts of the version arrive on this host, then
+*finish* (check that nothing is missing), which returns the checksum of the staged weights. The live weights do not
+change, so a failure here costs nothing. Messages are JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from elastic_rl.errors import ChunkCorrupt, ElasticRLError, NodeUnavailable, Sta
 log = logging.getLogger(__name__)
 
 ENV = "ELASTIC_RL_STAGER"
-_HELLO_S = 10.0
-"""Longest wait of a stager for the first request on a connection."""
-_IDLE_S = 120.0
-"""And for the next one: as long as a tensor may take to arrive."""
+_FIRST_REQUEST_S = 10.0
+"""Timeout of a stager for the first request on a connection."""
+_NEXT_REQUEST_S = 120.0
+"""Timeout for each further request: as long as a tensor may take to arrive."""
 _MAX_REQUEST = 256 << 20
 """Bytes; the reference of a version of 100,000 tensors has 12 million."""
 
 
 class StagingTarget(Protocol):
-    """What a stager does with a version; see ``loader.Loader``."""
+    """Where a stager puts a version; see ``loader.Loader``."""
 
     def begin(self) -> None: ...
 
@@ -47,57 +47,57 @@ class StagingTarget(Protocol):
 
 
 def new_secret() -> str:
-    """Names the stagers of one server, and lets in who knows it."""
+    """A new secret for the stagers of one server: it names their sockets and authenticates their clients."""
     return secrets.token_hex(16)
 
 
 def _address(secret: str, rank: int) -> str:
-    # all can see the name, so it does not tell the secret
+    # Every process sees the names of abstract sockets, so the name must not contain the secret.
     return f"\0elastic-rl-stager/{digest_of(secret.encode(), BLAKE3)[:16]}/{rank}"
 
 
 class Stager(threading.Thread):
-    """Serves a loader to whoever has the secret, one at a time. A daemon: it ends with its process."""
+    """Serves a loader to clients that have the secret, one connection at a time. A daemon thread."""
 
     def __init__(self, secret: str, rank: int, loader: StagingTarget) -> None:
         super().__init__(name="stager", daemon=True)
         self._secret = secret
         self._loader = loader
         self._listener = Listener(_address(secret, rank), family="AF_UNIX")
-        # Who asks is in no context; models read theirs (parallel groups) from the thread that loads.
+        # Models read context variables (parallel groups) of the thread that loads them.
         self._context = contextvars.copy_context()
 
     def run(self) -> None:
         while True:
-            with self._listener.accept() as asking:
+            with self._listener.accept() as connection:
                 try:
-                    self._serve(asking)
-                except (OSError, EOFError, ValueError) as e:  # a stranger, or one that went
+                    self._serve(connection)
+                except (OSError, EOFError, ValueError) as e:  # not a client of ours, or one that disconnected
                     log.warning("stager: %s: %s", type(e).__name__, e)
 
-    def _serve(self, asking: Connection) -> None:
-        patience_s = _HELLO_S
-        while asking.poll(patience_s):
+    def _serve(self, connection: Connection) -> None:
+        timeout_s = _FIRST_REQUEST_S
+        while connection.poll(timeout_s):
             try:
-                request = json.loads(asking.recv_bytes(_MAX_REQUEST))
+                request = json.loads(connection.recv_bytes(_MAX_REQUEST))
             except EOFError:
-                return  # it has what it wanted
+                return  # the client is done
             if not isinstance(request, dict) or not hmac.compare_digest(str(request.get("secret", "")), self._secret):
                 return
-            asking.send_bytes(json.dumps(self._answer(request)).encode())
-            patience_s = _IDLE_S
+            connection.send_bytes(json.dumps(self._answer(request)).encode())
+            timeout_s = _NEXT_REQUEST_S
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return self._context.run(self._do, request)
+            return self._context.run(self._handle, request)
         except (ChunkCorrupt, NodeUnavailable) as e:
             return protocol.failure(e)
         except ElasticRLError as e:
             return protocol.failure(StagingFailed(e.message, hint=e.hint))
-        except Exception as e:  # whatever a model's loader raises
+        except Exception as e:  # a model's loader may raise anything
             return protocol.failure(StagingFailed(f"{type(e).__name__}: {e}"))
 
-    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _handle(self, request: dict[str, Any]) -> dict[str, Any]:
         match request["do"]:
             case "begin":
                 self._loader.begin()
@@ -106,31 +106,32 @@ class Stager(threading.Thread):
             case "finish":
                 return {"checksum": self._loader.finish(str(request["ticket"]))}
             case other:
-                raise StagingFailed(f"this stager cannot {other!r}", hint="run one release of elastic-rl everywhere")
+                raise StagingFailed(f"unknown stager request {other!r}",
+                                    hint="run one release of elastic-rl everywhere")
         return {}
 
 
 def start(loader: StagingTarget, rank: int) -> None:
-    """Starts the stager of this process, if whoever started the server wants one."""
+    """Starts the stager of this process if its environment has a secret for it."""
     if secret := os.environ.get(ENV):
         Stager(secret, rank, loader).start()
 
 
 class StagingClient:
-    """The stagers of one server, asked together to stage one version. A context manager; for one thread.
+    """Client of all stagers of one server, for one version. A context manager; for one thread.
 
-    Every call raises ChunkCorrupt, NodeUnavailable and StagingFailed; the live weights are as they were.
+    Every call raises ChunkCorrupt, NodeUnavailable and StagingFailed; the live weights do not change.
     """
 
     def __init__(self, secret: str, ranks: int, *, timeout_s: float) -> None:
-        """``timeout_s``: for each request. Where a rank has no stager, since its model cannot be staged, ``possible``
-        is false."""
+        """``timeout_s``: for each request. ``available`` is false when a rank has no stager, since its model cannot be
+        staged."""
         self._secret, self._timeout_s = secret, timeout_s
         self._ranks: list[Connection] = []
         with contextlib.ExitStack() as stack:
             self._pool = stack.enter_context(ThreadPoolExecutor(ranks, thread_name_prefix="stage"))
-            self.possible = self._connect(ranks, stack)
-            if self.possible:
+            self.available = self._connect(ranks, stack)
+            if self.available:
                 self._all({"do": "begin"})
             self._open = stack.pop_all()
 
@@ -141,26 +142,26 @@ class StagingClient:
         except ConnectionRefusedError:
             return False
         except OSError as e:
-            raise StagingFailed(f"a scheduler cannot be asked to stage weights: {e}") from e
+            raise StagingFailed(f"cannot connect to the stager of a scheduler: {e}") from e
         return True
 
     def add(self, reference: dict[str, Any]) -> None:
-        """Stages some tensors."""
-        if self.possible:
+        """Stages some tensors on every rank."""
+        if self.available:
             self._all({"do": "add", "reference": reference})
 
     def finish(self, ticket: str) -> list[str]:
-        """Has what was added be known as ``ticket``; the checksums by rank."""
+        """Names the staged version ``ticket``; returns the checksums by rank."""
         return [str(answer["checksum"]) for answer in self._all({"do": "finish", "ticket": ticket})]
 
     def _all(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         body = json.dumps({**request, "secret": self._secret}).encode()
-        answers = list(self._pool.map(lambda rank: self._ask(rank, body), self._ranks))
+        answers = list(self._pool.map(lambda rank: self._request(rank, body), self._ranks))
         for answer in answers:
             protocol.raise_failure(answer)
         return answers
 
-    def _ask(self, stager: Connection, body: bytes) -> dict[str, Any]:
+    def _request(self, stager: Connection, body: bytes) -> dict[str, Any]:
         try:
             stager.send_bytes(body)
             if not stager.poll(self._timeout_s):
@@ -168,7 +169,7 @@ class StagingClient:
             answer: dict[str, Any] = json.loads(stager.recv_bytes())
             return answer
         except (OSError, EOFError) as e:
-            raise StagingFailed(f"a scheduler went while it staged the weights: {type(e).__name__}") from e
+            raise StagingFailed(f"a scheduler disconnected while it staged the weights: {type(e).__name__}") from e
 
     def close(self) -> None:
         self._open.close()

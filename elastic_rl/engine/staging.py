@@ -2,12 +2,12 @@
 
 A *shadow* of the model shares everything with it but its parameters and persistent buffers, so the model's own
 ``load_weights`` (stacking, slicing by tensor-parallel rank, conversion of dtypes) fills it, whatever the architecture,
-and the live model does not notice. On the CPU the exchange swaps pointers; elsewhere addresses must stay (captured
-graphs hold them), so the bytes are copied within the device and compared.
+without touching the live model. On the CPU the exchange swaps pointers; on other devices addresses must not change
+(captured graphs hold them), so the bytes are copied within the device and compared.
 
 It costs the memory of the parameters once more. It is not possible for a model that keeps other tensors beside its
-parameters (derived from them, such as absorbed projections): its ``load_weights`` would change those under the feet of
-the live model. ``Staging.of`` is None then, and the model is loaded in the pause.
+parameters (derived from them, such as absorbed projections): its ``load_weights`` would change those under the live
+model. ``Staging.from_model`` returns None then, and the model is loaded in the pause.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Staging:
         self._device = next(iter(self._live.values())).device
 
     @classmethod
-    def of(cls, model: nn.Module, limit_bytes: int) -> Staging | None:
-        """None when the model's weights are more than ``limit_bytes``, or it has tensors of other kinds."""
+    def from_model(cls, model: nn.Module, limit_bytes: int) -> Staging | None:
+        """None when the model's weights exceed ``limit_bytes``, or it keeps tensors of other kinds."""
         if sum(t.nbytes for _, t in _own_tensors(model)) > limit_bytes or any(map(_has_loose_tensors, model.modules())):
             return None
         return cls(model)
@@ -53,29 +53,30 @@ class Staging:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Nothing is staged from here on."""
-        with _beside(self._device):
+        """Discards what is staged."""
+        with _side_stream(self._device):
             poison(self._staged.values())
 
     @torch.no_grad()
     def add(self, tensors: Tensors) -> None:
-        """Loads tensors under their HF names. The live model is untouched."""
-        with _beside(self._device):
+        """Loads tensors under their HF names. The live model does not change."""
+        with _side_stream(self._device):
             call_load_weights(self._shadow, tensors)
 
     @torch.no_grad()
     def finish(self) -> str:
-        """The checksum of what is staged: that of every parameter's bytes, by name, in this rank's layout.
+        """The checksum of the staged weights: over every parameter's bytes, by name, in this rank's layout.
 
-        Raises EngineFailed when a parameter was left unset or holds NaN.
+        Raises EngineFailed when a parameter is unset or holds NaN.
         """
-        with _beside(self._device):
+        with _side_stream(self._device):
             require_covered(self._staged.items())
             return digest_of("\n".join(f"{name} {checksum(t)}" for name, t in sorted(self._staged.items())).encode())
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """The staged weights become the live ones. Raises EngineFailed when a copy differs: the live ones are torn."""
+        """Makes the staged weights the live ones. Raises EngineFailed when a copy differs: the live ones are then torn.
+        """
         for name, live in self._live.items():
             staged = self._staged[name]
             if live.shape != staged.shape or live.dtype != staged.dtype:
@@ -86,22 +87,22 @@ class Staging:
                 live.copy_(staged)
             failpoints.reach("apply.torn")
         if self._device.type != "cpu":
-            self._require_same()
+            self._require_equal()
 
-    def _require_same(self) -> None:
+    def _require_equal(self) -> None:
         for name, live in self._live.items():
             if not torch.equal(_raw(live), _raw(self._staged[name])):
                 raise EngineFailed(f"{name} differs from the version after it was written")
 
 
 def call_load_weights(model: nn.Module, tensors: Tensors) -> None:
-    """What every SGLang model has."""
+    """Calls the method that every SGLang model has and ``nn.Module`` does not declare."""
     model.load_weights(iter(tensors))  # type: ignore[operator]
 
 
 def poison(tensors: Iterable[torch.Tensor]) -> None:
-    """Puts NaN where a missing piece would leave one: all over the first row, and in each further one (the last
-    dimension runs along it) at a place that moves on by more than a third, so that none can be left out unseen."""
+    """Puts NaN where a part that is not loaded leaves one: all over the first row, and in each further row (along the
+    last dimension) at one place that moves on by more than a third from row to row, so that no block goes unnoticed."""
     for tensor in tensors:
         if not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -115,7 +116,7 @@ def poison(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _stride(columns: int) -> int:
-    """About 0.38 of the columns, and coprime to them: places that far apart fill every gap evenly, and visit all."""
+    """About 0.38 of the columns and coprime to them: places that far apart are spread evenly and reach every column."""
     step = max(round(columns * 0.381966), 1)
     while math.gcd(step, columns) != 1:
         step += 1
@@ -124,14 +125,14 @@ def _stride(columns: int) -> int:
 
 def require_covered(named: Tensors) -> None:
     """Raises EngineFailed when NaN is left anywhere."""
-    bare = [name for name, t in named if t.is_floating_point() and _holds_nan(t)]
-    if bare:
-        raise EngineFailed(f"the version leaves {len(bare)} parameters unset or holds NaN, such as {bare[0]}",
+    uncovered = [name for name, t in named if t.is_floating_point() and _has_nan(t)]
+    if uncovered:
+        raise EngineFailed(f"the version leaves {len(uncovered)} parameters unset or holds NaN, such as {uncovered[0]}",
                            hint="the published tensors do not match the engine's model")
 
 
-def _holds_nan(tensor: torch.Tensor) -> bool:
-    """Whether any element is NaN. Then the sum is, too, which is found many times as fast as a mask of them all."""
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """Whether any element is NaN. The sum is NaN then too, and is many times as fast as a mask of all elements."""
     if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and not tensor.sum().isnan():
         return False
     return bool(torch.isnan(tensor).any())
@@ -151,7 +152,7 @@ def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _has_loose_tensors(module: nn.Module) -> bool:
-    """Whether a tensor is kept that is neither a parameter nor a buffer."""
+    """Whether the module keeps a tensor that is neither a parameter nor a buffer."""
     def holds(value: object) -> bool:
         if isinstance(value, dict):
             return any(map(holds, value.values()))
@@ -163,7 +164,7 @@ def _has_loose_tensors(module: nn.Module) -> bool:
 
 
 def _shadow(model: nn.Module) -> nn.Module:
-    """The tree of modules with empty tensors of its own. What is shared in the model is shared in the shadow."""
+    """A copy of the tree of modules with empty tensors. What is shared in the model is shared in the shadow."""
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, torch.Tensor] = {}
 
@@ -196,6 +197,6 @@ def _on(stream: torch.Stream) -> Iterator[None]:
     stream.synchronize()
 
 
-def _beside(device: torch.device) -> AbstractContextManager[None]:
-    """Work on the device goes to a stream of its own there, and is done at the end."""
+def _side_stream(device: torch.device) -> AbstractContextManager[None]:
+    """Queues work on the device to a stream of its own, and waits for it at the end; nothing on the CPU."""
     return contextlib.nullcontext() if device.type == "cpu" else _on(torch.Stream(device))

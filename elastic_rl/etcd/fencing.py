@@ -107,6 +107,15 @@ def write(etcd: EtcdClient, keys: Keys, number: int, *ops: Op) -> None:
     FencedWriter.of_epoch(etcd, keys, number).write(*ops)
 
 
+def emit(etcd: EtcdClient, keys: Keys, number: int, kind: str, subject: str, message: str, *,
+         severity: Severity = Severity.INFO, **data: Any) -> Event:
+    """Writes an event of now if ``number`` is still the epoch that may write; ``data`` must be JSON-able. Raises Fenced
+    and EtcdUnavailable."""
+    event = events.build(kind, subject, message, severity=severity, **data)
+    write(etcd, keys, number, events.put_op(keys, event))
+    return event
+
+
 def require_epoch(etcd: EtcdClient, keys: Keys, number: int) -> None:
     """Raises Fenced unless ``number`` is the epoch that may write."""
     now = current_epoch(etcd, keys)

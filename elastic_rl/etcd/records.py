@@ -372,4 +372,3 @@ class LedgerEntry(Record):
     """Ordinals of the prompt groups in the run's prompt order."""
     samples: int
     policy_versions: list[int] = []
-    dropped: list[int] = []

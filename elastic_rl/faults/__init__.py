@@ -1,1 +1,1 @@
-"""Faults that can be injected into a running job, and the drill that plays them."""
+"""Faults that are injected into a running job, and the drill that plays a plan of them."""

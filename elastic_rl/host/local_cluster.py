@@ -25,7 +25,7 @@ from elastic_rl.dcs.security import TOKEN_FILE, new_token
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.host import etcd_server, processes
+from elastic_rl.host import etcd_server, leftovers, processes
 from elastic_rl.host.processes import PidBook, PidRecord
 from elastic_rl.telemetry.log_files import tail
 
@@ -237,7 +237,7 @@ class Cluster:
         """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
         cluster's files except the logs. Returns the names of what was running."""
         records = self.book.all()
-        stopped = [f"compute {pid}" for pid in processes.sweep(str(self.dir))]
+        stopped = [f"compute {pid}" for pid in leftovers.sweep(self.dir)]
         stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
         # A service whose start was interrupted has no record.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]

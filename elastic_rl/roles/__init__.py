@@ -1,1 +1,1 @@
-"""The roles of a run: one Ray Serve deployment a file, all keeping the contract of roles.contract."""
+"""The roles of a run: one Ray Serve deployment per file, each a subclass of ``base.Role``."""

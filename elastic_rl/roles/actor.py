@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
 
 from ray import serve
 
 from elastic_rl.errors import ElasticRLError, Fenced
-from elastic_rl.etcd import events
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.roles.base import Role
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class ActorRole(Role):
-    """Starts the loop as soon as the replica is up: a replaced replica goes on by itself from committed state."""
+    """Starts the loop as soon as the replica is up: a new replica resumes from committed state by itself."""
 
     name = "actor"
 
@@ -30,10 +29,9 @@ class ActorRole(Role):
         cfg = ctx.config
         trainer = TrainerClient(self.etcd, ctx.keys, step_timeout_s=cfg.trainer.step_timeout_s,
                                 start_timeout_s=cfg.trainer.start_timeout_s)
-        self._peers = RoleClients(rollout=serve.get_app_handle("rollout"),
-                                  advantages=serve.get_app_handle("advantages"),
-                            timeout_s=cfg.engine.request_timeout_s * (cfg.rollout.max_attempts + 1))
-        self.loop = TrainingLoop(ctx, self.etcd, self.member, trainer, self._peers)
+        clients = RoleClients(rollout=serve.get_app_handle("rollout"), advantages=serve.get_app_handle("advantages"),
+                              timeout_s=cfg.engine.request_timeout_s * (cfg.rollout.max_attempts + 1))
+        self.loop = TrainingLoop(ctx, self.etcd, self.member, trainer, clients)
         self._failure: ElasticRLError | None = None
         self._thread = threading.Thread(target=self._run, name="training-loop", daemon=True)
         self._thread.start()
@@ -42,18 +40,18 @@ class ActorRole(Role):
         try:
             self.loop.run()
         except Fenced as e:
-            log.warning("a newer incarnation runs the job: %s", e)
+            log.warning("the training loop ends: %s", e)
             self._failure = e
         except ElasticRLError as e:
-            log.exception("the run stopped")
+            log.exception("the run failed")
             self._failure = e
             self.loop.status.write("failed", message=str(e))
-            events.emit(self.etcd, self.ctx.keys, "run.failed", self.ctx.job, str(e), severity=Severity.ERROR)
+            fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, "run.failed", self.ctx.job, str(e),
+                         severity=Severity.ERROR)
 
     def check_health(self) -> None:
-        """The loop's thread may only end by finishing or by a recorded failure; anything else replaces the replica."""
+        """Called by Ray Serve. Raises when the loop's thread has ended without a result, so that the replica is
+        replaced."""
         if not self._thread.is_alive() and self._failure is None and not self.loop.finished:
             raise RuntimeError("the training loop ended without a result")
 
-    async def status(self) -> dict[str, Any]:
-        return {"step": self.loop.step, "finished": self.loop.finished, "failure": str(self._failure or "")}

@@ -1,4 +1,4 @@
-"""The advantages role: rewards of sampled groups in, advantages out. Stateless; any replica may answer."""
+"""The advantages role: computes advantages from the rewards of prompt groups. Stateless; any replica may answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class AdvantagesRole(Role):
     name = "advantages"
 
     async def compute(self, rewards: list[list[float]]) -> list[list[float]]:
-        """Rewards [groups, samples] → advantages of the same shape."""
+        """Advantages [groups, samples] of rewards of the same shape."""
         cfg = self.ctx.config.algorithm
         return ALGOS[cfg.name].advantages(torch.tensor(rewards, dtype=torch.float32), cfg.normalize_std).tolist()

@@ -1,4 +1,4 @@
-"""What every role keeps, whatever it does: a name, a membership with progress, health that means something."""
+"""What every role has: a name, a connection to etcd, and a membership with progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_rl.telemetry import logs, traces
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """How the driver deploys a role: the class, its replicas and what one replica reserves of a machine."""
+    """How the driver deploys a role: its class, its replicas and the resources of one replica."""
 
     name: str
     cls: type[Role]
@@ -25,11 +25,10 @@ class RoleSpec:
 
 
 class Role:
-    """Base of a role's replica.
+    """Base of a role's replica. It registers as a member from inside its own process, so that the leader sees its
+    progress: a replica that hangs differs from one that is dead.
 
-    The replica registers as a member from inside its own process, so that a hung one is told from a dead one, and Ray
-    Serve's ``check_health`` fails when the member's lease is lost for good: a replica that the control plane cannot
-    see is replaced rather than trusted.
+    Ray Serve calls ``check_health``, where a subclass defines it, and replaces a replica that raises.
     """
 
     name: ClassVar[str]
@@ -44,14 +43,12 @@ class Role:
                                  ttl_s=cfg.coordinator.lease_ttl_s, epoch=ctx.epoch,
                                  info={"pid": os.getpid()}).start()
 
-    def check_health(self) -> None:
-        """Called by Ray Serve; raising makes it replace the replica."""
-
     def close(self) -> None:
+        """Signs the replica off."""
         self.member.close()
         self.etcd.close()
 
     def __del__(self) -> None:
-        # Serve's graceful shutdown calls this; after kill -9 the lease's end does the same work.
+        # Called by Serve's graceful shutdown; after kill -9 the entry expires with its lease.
         if hasattr(self, "member"):
             self.close()

@@ -1,4 +1,4 @@
-"""From sampled groups to the tensors that a train step takes. Pure."""
+"""Makes the tensors of a train step from sampled prompt groups. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from elastic_rl.trainer.batch import TrainBatch
 
 def make_batch(prompts: list[list[int]], groups: list[list[Sample]], advantages: list[list[float]], ordinals: list[int],
                *, max_prompt: int, max_response: int) -> TrainBatch:
-    """Right-pads to fixed shapes, so that no step of a run has a shape of its own.
+    """Right-pads to fixed shapes, the same in every step of a run.
 
-    ``groups``[g][k] is sample k of prompt g. Result: tokens [N, max_prompt + max_response] int64 with N = all samples,
-    engine_logprobs [N, max_response] fp32 padded with 0.
+    ``groups``[g][k] is sample k of prompt g. Result: tokens [N, max_prompt + max_response] int64, where N counts all
+    samples; engine_logprobs [N, max_response] fp32, padded with 0.
     """
     rows = [(prompt, sample, adv) for prompt, group, row in zip(prompts, groups, advantages, strict=True)
             for sample, adv in zip(group, row, strict=True)]

@@ -1,4 +1,4 @@
-"""Ends the trace of a version: the first sample that its weights made."""
+"""Completes the trace of a version: the first sample that its weights generated."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 
 class FirstSampleTrace:
-    """Of one process that asks for samples; several of them each tell what came to them first."""
+    """Of one process that requests samples; each of several such processes records its own first sample."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
         self._etcd, self._keys = etcd, keys
         self._newest = 0
 
-    def fresh(self, samples: Iterable[Sample]) -> int:
-        """The version that these samples are the first of; 0 when there is none, or nobody wants to know."""
+    def first_of(self, samples: Iterable[Sample]) -> int:
+        """The version of which these samples are the first; 0 when there is none, or tracing is off."""
         if not traces.enabled():
             return 0
         newest = max((v for s in samples for v in (s.version, *s.versions)), default=0)
@@ -33,14 +33,14 @@ class FirstSampleTrace:
         self._newest = newest
         return newest
 
-    def tell(self, version: int, asked_at: float, answered_at: float) -> None:
-        """Adds the span ``rollout.first_token`` to the version's trace: from asking for the sample to having it (unix
-        seconds). Reads etcd; without it nothing is told."""
+    def record(self, version: int, requested_at: float, answered_at: float) -> None:
+        """Adds the span ``rollout.first_token`` to the version's trace: from the request to the sample (unix seconds).
+        Reads etcd; without etcd the span is dropped."""
         try:
             found = catalog.get_version(self._etcd, self._keys, Stream.POLICY, version)
         except EtcdUnavailable as e:
-            log.warning("the first token of version %d goes untold: %s", version, e)
+            log.warning("dropping the span rollout.first_token of version %d: %s", version, e)
             return
         if found is not None:
-            traces.record("rollout.first_token", asked_at, answered_at, version=version,
+            traces.record("rollout.first_token", requested_at, answered_at, version=version,
                           parent=traces.extract(found.meta.get("trace", {})))

@@ -1,4 +1,4 @@
-"""How the actor calls the other roles: bounded, retried over a replaced replica, errors as ours."""
+"""Clients of the roles that the actor calls: bounded, and retried when a replica was replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class RoleClients:
-    """Handles of the stateless roles. Each call is idempotent, so a lost replica costs only a second try."""
+    """Handles of the stateless roles. Each call is idempotent, so it is retried when a replica is lost."""
 
     attempts = 4
 
@@ -28,10 +28,11 @@ class RoleClients:
         self._timeout_s = timeout_s
 
     def generate(self, request: GenerationRequest) -> list[list[Sample]]:
-        """Samples of every prompt. Raises EngineFailed or DeadlineExceeded once the budget is spent."""
+        """Samples of every prompt. Raises EngineFailed when the attempts are used up, and DeadlineExceeded."""
         return self._call("rollout", lambda: self._rollout.generate.remote(request))
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
+        """Advantages of rewards [groups, samples]. Raises as ``generate``."""
         return self._call("advantages", lambda: self._advantages.compute.remote(rewards))
 
     def _call(self, role: str, send: Callable[[], DeploymentResponse]) -> Any:

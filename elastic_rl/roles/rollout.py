@@ -1,7 +1,7 @@
-"""The rollout role: asks the engine pool, through the router, for samples of prompt groups and vouches for them.
+"""The rollout role: generates samples of prompt groups on the engine pool, through the router.
 
-Every sample carries the policy version that made it. A group whose samples were not all made by a version the caller
-accepts is generated again (an engine that just joined, or one that had not seen the new head), within a budget.
+Every sample carries the policy version that generated it. A group with a sample of an older version than the caller
+accepts is generated again, a limited number of times: an engine may just have joined, or not have seen the new head.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ class RolloutRole(Role):
         super().__init__(ctx)
         self.client = GenerateClient(ctx.router_url, timeout_s=ctx.config.engine.request_timeout_s,
                                      retries=ctx.config.rollout.max_attempts)
-        self._answered = self._in_flight = 0  # prompt groups
-        self._first_tokens = FirstSampleTrace(self.etcd, ctx.keys)
+        self._completed = self._in_flight = 0  # prompt groups
+        self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
 
     async def generate(self, request: GenerationRequest) -> list[list[Sample]]:
-        """One list of samples a prompt, in the prompts' order. Raises EngineFailed when the budget is spent."""
-        asked = len(request.prompts)
-        self._in_flight += asked
-        self._tell()
+        """One list of samples per prompt, in the prompts' order. Raises EngineFailed when the retries are used up."""
+        count = len(request.prompts)
+        self._in_flight += count
+        self._report()
         try:
-            answers = list(await asyncio.gather(*(self._group(p, request) for p in request.prompts)))
-            self._answered += asked
-            return answers
+            groups = list(await asyncio.gather(*(self._group(p, request) for p in request.prompts)))
+            self._completed += count
+            return groups
         finally:
-            self._in_flight -= asked
-            self._tell()
+            self._in_flight -= count
+            self._report()
 
-    def _tell(self) -> None:
-        # At rest in both: engines that do not answer are no fault of this role, and each wait for them has its end.
+    def _report(self) -> None:
+        # Neither phase counts as hung: engines that do not answer are no fault of this role, and each wait is bounded.
         phase = "waiting for the engines" if self._in_flight else "idle"
-        self.member.progress(self._answered, phase, in_flight=self._in_flight)
+        self.member.progress(self._completed, phase, in_flight=self._in_flight)
 
     async def _group(self, prompt: list[int], request: GenerationRequest) -> list[Sample]:
         for attempt in range(self.ctx.config.rollout.max_attempts):
-            asked_at = time.time()
+            requested_at = time.time()
             samples = await self.client.generate(
                 prompt, n=request.samples_per_prompt, temperature=request.temperature,
                 max_new_tokens=request.max_new_tokens, stop_token_ids=request.stop_token_ids)
-            if version := self._first_tokens.fresh(samples):
-                await asyncio.to_thread(self._first_tokens.tell, version, asked_at, time.time())
+            if version := self._first_sample.first_of(samples):
+                await asyncio.to_thread(self._first_sample.record, version, requested_at, time.time())
             if all(s.version >= request.min_version for s in samples):
                 return samples
-            await asyncio.sleep(min(0.05 * 2**attempt, 1.0))  # the engine is about to be updated or taken out
-        raise EngineFailed(f"no engine gave samples of policy version {request.min_version} or newer",
+            await asyncio.sleep(min(0.05 * 2**attempt, 1.0))  # the engine is about to be updated or removed
+        raise EngineFailed(f"no engine generated samples of policy version {request.min_version} or newer",
                            hint="`elastic-rl engines` shows which version each engine serves")

@@ -1,4 +1,4 @@
-"""What the actor knows of the engine pool: read from etcd, so that it holds after any restart of the actor."""
+"""State of the engine pool as the actor reads it from etcd."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def engines(etcd: EtcdClient, keys: Keys) -> list[Engine]:
 
 
 def in_sync(found: list[Engine], version: int) -> bool:
-    """Whether every routable engine serves ``version`` or newer, and there is one.
+    """Whether there is a routable engine, and every routable engine serves ``version`` or newer.
 
-    An engine that is still starting does not hold the step up: it becomes routable only at the head.
+    An engine that is still starting does not count: it becomes routable only at the head.
     """
     ready = [e for e in found if e.state is EngineState.READY]
     updating = [e for e in found if e.state is EngineState.SYNCING and e.version > 0]
@@ -29,21 +29,21 @@ def in_sync(found: list[Engine], version: int) -> bool:
 
 
 def wait_in_sync(etcd: EtcdClient, keys: Keys, version: int, *, timeout_s: float,
-                 sign: Callable[[], None] = lambda: None) -> list[Engine]:
-    """Waits until the pool serves ``version``; returns its engines. Calls ``sign`` at each look.
+                 report_progress: Callable[[], None] = lambda: None) -> list[Engine]:
+    """Waits until the pool serves ``version``; returns its engines. Calls ``report_progress`` at each poll.
 
-    Should an engine lag for ``timeout_s`` while others are ready, raises DeadlineExceeded naming the laggards.
+    Raises DeadlineExceeded after ``timeout_s``, which names the engines and their versions.
     """
     found: list[Engine] = []
 
     def ready() -> bool:
-        sign()
+        report_progress()
         found[:] = engines(etcd, keys)
         return in_sync(found, version)
 
     try:
         wait_until(ready, timeout_s=timeout_s, what=f"a rollout pool that serves version {version}", poll_s=0.01)
     except DeadlineExceeded as e:
-        seen = ", ".join(f"{x.id} {x.state} v{x.version}" for x in found) or "no engine at all"
-        raise DeadlineExceeded(f"{e.message}: {seen}", hint="see `elastic-rl engines` and the engines' logs") from e
+        listed = ", ".join(f"{x.id} {x.state} v{x.version}" for x in found) or "no engine"
+        raise DeadlineExceeded(f"{e.message}: {listed}", hint="see `elastic-rl engines` and the engines' logs") from e
     return found

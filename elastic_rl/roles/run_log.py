@@ -1,4 +1,4 @@
-"""The run's own record: one JSON object a line in ``steps.jsonl``; the job's status and its curve's points in etcd."""
+"""Records of the run: one JSON object per line in ``steps.jsonl``; the job's status and its step metrics in etcd."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.telemetry.trackers import Trackers
 
-"""etcd takes at most 128 operations in a transaction; the client adds its own."""
-
 
 class RunLog:
-    """Appends whole lines, flushed, so that a reader never sees half a record and a killed writer loses at most one.
-    ``trackers`` are told the same."""
+    """Appends whole lines, flushed, so that a reader skips at most one incomplete record, the last. Passes each record
+    to ``trackers``."""
 
     def __init__(self, path: Path, trackers: Trackers | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,10 +37,10 @@ class RunLog:
 
 
 class JobStatusWriter:
-    """Keeps the latest status in memory only to write the next one; the truth is the record in etcd.
+    """Writes the job's status and step metrics. The record in etcd is the truth; memory has a copy for the next write.
 
-    What belongs together is written in one transaction under the epoch: a step's status and its point of the curve, a
-    recovery's status and the end of the points that it undid.
+    One transaction under the epoch writes a step's status together with its metrics, and a recovery's status together
+    with the deletion of the metrics that it undoes.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, *, epoch: int, steps: int, seed: int) -> None:
@@ -50,35 +48,35 @@ class JobStatusWriter:
         found = etcd.get(keys.job_status())
         self.latest = JobStatus.decode(found.value) if found else JobStatus(
             phase="starting", steps=steps, seed=seed, started_at=time.time(), updated_at=time.time())
-        self._point: StepMetrics | None = None
+        self._metrics: StepMetrics | None = None
 
-    def write(self, phase: str, *, point: StepMetrics | None = None, **changes: Any) -> None:
-        """``point``: of a step that was just done. Raises Fenced when a newer incarnation runs the job."""
-        if point is not None:
-            self._point = point
-            changes["productive_s"] = self.latest.productive_s + point.seconds.get("total", 0.0)
-        self._write(phase, changes, [self._put(point)] if point is not None else [])
+    def write(self, phase: str, *, metrics: StepMetrics | None = None, **changes: Any) -> None:
+        """``metrics``: of a step that was just completed. Raises Fenced when a newer epoch has begun."""
+        if metrics is not None:
+            self._metrics = metrics
+            changes["productive_s"] = self.latest.productive_s + metrics.seconds.get("total", 0.0)
+        self._write(phase, changes, [self._put(metrics)] if metrics is not None else [])
 
     def evaluated(self, phase: str, step: int, eval_accuracy: float) -> None:
-        """The eval accuracy after ``step``, in the status and in the step's point. Raises Fenced."""
+        """Writes the eval accuracy after ``step`` to the status and to the step's metrics. Raises Fenced."""
         ops = []
-        if self._point is not None and self._point.step == step:
-            self._point = self._point.replace(eval_accuracy=eval_accuracy)
-            ops.append(self._put(self._point))
+        if self._metrics is not None and self._metrics.step == step:
+            self._metrics = self._metrics.replace(eval_accuracy=eval_accuracy)
+            ops.append(self._put(self._metrics))
         self._write(phase, {"eval_accuracy": eval_accuracy}, ops)
 
     def resume(self, phase: str, step: int, **changes: Any) -> None:
-        """The run goes on from ``step``: the points after it are deleted, and their time counts no more. Raises Fenced.
-        """
-        self._point = None
-        undone = [p for p in map(StepMetrics.decode,
+        """Records that the run resumes from ``step``: deletes the metrics of later steps, and their productive time.
+        Raises Fenced."""
+        self._metrics = None
+        undone = [m for m in map(StepMetrics.decode,
                                  (kv.value for kv in self._etcd.range(self._keys.steps_prefix())[0]))
-                  if p.step > step]
-        lost_s = sum(p.seconds.get("total", 0.0) for p in undone)
+                  if m.step > step]
+        lost_s = sum(m.seconds.get("total", 0.0) for m in undone)
         changes |= {"step": step, "productive_s": max(0.0, self.latest.productive_s - lost_s)}
-        ops = [Op.delete(self._keys.step_metrics(p.step)) for p in reversed(undone)]
+        ops = [Op.delete(self._keys.step_metrics(m.step)) for m in reversed(undone)]
         *rest, last = [*batches(ops)] or [[]]
-        for batch in rest:  # newest first: whenever this stops half-way, there is no gap
+        for batch in rest:  # newest first, so that there is no gap when this is interrupted
             fencing.write(self._etcd, self._keys, self._epoch, *batch)
         self._write(phase, changes, last)
 
@@ -86,5 +84,5 @@ class JobStatusWriter:
         self.latest = self.latest.replace(phase=phase, updated_at=time.time(), **changes)
         fencing.write(self._etcd, self._keys, self._epoch, Op.put(self._keys.job_status(), self.latest.encode()), *ops)
 
-    def _put(self, point: StepMetrics) -> Op:
-        return Op.put(self._keys.step_metrics(point.step), point.encode())
+    def _put(self, metrics: StepMetrics) -> Op:
+        return Op.put(self._keys.step_metrics(metrics.step), metrics.encode())

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a step."""
+"""Measures the seconds of the phases of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class StepTimer:
-    """Adds up named phases. ``total`` spans the others; what no phase covers is reported as ``other``."""
+    """Adds up named phases. ``total`` spans the others; ``other`` is the time that no phase covers."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
@@ -22,7 +22,8 @@ class StepTimer:
             self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self, *, inside: Mapping[str, tuple[str, float]] | None = None) -> dict[str, float]:
-        """Phases and ``other``. ``inside``: part → (phase it lies in, its seconds), which is taken out of the phase."""
+        """Seconds by phase, with ``other`` and ``total``. ``inside``: part → (its phase, its seconds); the seconds are
+        subtracted from the phase."""
         out = dict(self._spent)
         for part, (phase, spent) in (inside or {}).items():
             out[part] = spent

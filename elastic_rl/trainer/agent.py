@@ -1,8 +1,8 @@
 """``python -m elastic_rl.trainer.agent --context FILE``: torch elastic's agent for the ranks of this host.
 
-When a rank dies, all ranks of the group are ended and started again, and they resume from the newest ``trainer_state``.
-The agent ends itself as soon as the run's epoch is raised above its own, and its ranks die with it, also after kill -9.
-Exit codes: 0 stopped, 1 restarts used up, 2 bad context, 3 fenced.
+When a rank dies, the agent ends all ranks of the group and starts them again; they resume from the newest
+``trainer_state``. The agent ends when the run's epoch is raised above its own. Its ranks die with it, also after
+kill -9. Exit codes: 0 stopped, 1 restarts used up, 2 bad context, 3 fenced.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 import threading
 from typing import Any
 
-from elastic_rl.errors import ConfigError, EtcdUnavailable
-from elastic_rl.etcd import events, fencing
+from elastic_rl.errors import ConfigError, EtcdUnavailable, Fenced
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
@@ -25,13 +25,14 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime import die_with_parent
 from elastic_rl.telemetry import logs
 from elastic_rl.trainer.model import ModelArch
-from elastic_rl.trainer.parallel import require_supported
+from elastic_rl.trainer.parallel import FENCED_EXIT, require_supported
 
 log = logging.getLogger(__name__)
 
 _MONITOR_INTERVAL_S = 0.2
+_EPOCH_INTERVAL_S = 1.0
 _RANK_GRACE_S = 2
-"""After SIGTERM, before SIGKILL: a stopped or hung rank must not delay the others' restart."""
+"""Between SIGTERM and SIGKILL: a stopped or hung rank must not delay the restart of the others."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,9 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     try:
         ctx = RunContext.load(args.context)
-        # Here and not in the ranks, where torch elastic would start them again and again.
+        # Here and not in the ranks, which torch elastic would restart again and again.
         require_supported(ctx.config)
-        ModelArch.read(ctx.model_dir).geometry(ctx.config.trainer.tensor_parallel)
+        ModelArch.read(ctx.model_dir).attention_dims(ctx.config.trainer.tensor_parallel)
     except ConfigError as e:
         print(e, file=sys.stderr)
         return 2
@@ -60,7 +61,7 @@ def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # One agent a group: a run id of its own keeps it from waiting for a predecessor that was killed.
+    # There is one agent per group: with a run id of its own it does not wait for a predecessor that was killed.
     run_id = f"{ctx.epoch}-{secrets.token_hex(4)}"
     agent = _make_agent(ctx, run_id, context_file)
     try:
@@ -68,12 +69,17 @@ def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
         if not result.is_failed():
             return 0
         failure = ChildFailedError("trainer", result.failures)
-        log.error("the trainer group failed for good: %s", failure)
-        events.emit(etcd, ctx.keys, "trainer.gave_up", "trainer", severity=Severity.ERROR, message=
-                    f"{ctx.config.trainer.max_restarts} restarts did not help; the last failure: {failure}")
+        log.error("the trainer group failed: %s", failure)
+        fencing.emit(etcd, ctx.keys, ctx.epoch, "trainer.restarts_exhausted", "trainer",
+                     f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: {failure}",
+                     severity=Severity.ERROR)
         return 1
+    except Fenced as e:
+        log.error("the trainer ends: %s", e)
+        return FENCED_EXIT
     except SignalException as e:
         log.info("stopped by %s", e.sigval.name)
+        # On purpose, so it must not count as a death of the ranks.
         deregister(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, "trainer") if m.epoch == ctx.epoch])
         return 0
     finally:
@@ -100,7 +106,7 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
         backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd_endpoints), run_id=run_id, min_nodes=1, max_nodes=1,
         local_addr=ctx.host, prefix=ctx.keys.rendezvous_prefix(), join_timeout=trainer.start_timeout_s,
         last_call_timeout=1, **etcd_cfg.model_dump(exclude={"endpoints"})))
-    # Forked from a server that has imported everything but holds no thread, socket or CUDA context, a restarted rank
+    # A rank that is forked from a server that has imported everything, but holds no thread, socket or CUDA context,
     # saves the seconds of its imports. CUDA must not be forked, and there the imports are the smaller part.
     method = "spawn" if cuda else "forkserver"
     if method == "forkserver":
@@ -123,18 +129,18 @@ def _raise_signal(number: int, _frame: Any) -> None:
 
 
 def _watch_epoch(ctx: RunContext, etcd: EtcdClient) -> None:
-    """Ends this process, and with it its ranks, once the epoch is over: restarting them would be in vain."""
+    """Ends this process, and with it its ranks, once the epoch is over: restarted ranks would be fenced off at once."""
 
     def watch() -> None:
         pause = threading.Event()
-        while not pause.wait(1.0):
+        while not pause.wait(_EPOCH_INTERVAL_S):
             try:
                 now = fencing.current_epoch(etcd, ctx.keys)
             except EtcdUnavailable:
-                continue  # running work goes on without etcd; publishing is fenced by itself
+                continue  # running work continues without etcd; publishing has a fence of its own
             if now > ctx.epoch:
                 log.error("epoch %d is over (now %d): the trainer ends", ctx.epoch, now)
-                os._exit(3)
+                os._exit(FENCED_EXIT)
 
     threading.Thread(target=watch, name="epoch-watch", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""The experience of one RL step, as tensors, and its wire form (safetensors: nothing is pickled)."""
+"""The experience of one RL step as tensors, and its wire format (safetensors: nothing is pickled)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainBatch:
     advantages: torch.Tensor
     """[N] fp32."""
     policy_versions: torch.Tensor
-    """[N] int64: version that made the sample."""
+    """[N] int64: policy version that generated the sample."""
     groups: torch.Tensor
     """[G] int64: ordinals of the prompt groups in the batch."""
 
@@ -36,7 +36,7 @@ class TrainBatch:
         return int(self.tokens.shape[0])
 
     def check(self) -> TrainBatch:
-        """Returns itself. Raises ConfigError for shapes, dtypes or lengths that do not fit together."""
+        """Returns itself. Raises ConfigError for inconsistent shapes, dtypes or lengths."""
         if self.tokens.ndim != 2 or self.engine_logprobs.ndim != 2 or not self.samples:
             raise ConfigError(f"a batch needs tokens [N, T] and engine_logprobs [N, R] with N > 0, not "
                               f"{list(self.tokens.shape)} and {list(self.engine_logprobs.shape)}")
@@ -45,9 +45,9 @@ class TrainBatch:
             if list(getattr(self, name).shape) != [n]:
                 raise ConfigError(f"{name} must have shape [{n}], not {list(getattr(self, name).shape)}")
         for field in fields(self):
-            want = torch.float32 if field.name in ("engine_logprobs", "advantages") else torch.int64
-            if (got := getattr(self, field.name).dtype) != want:
-                raise ConfigError(f"{field.name} must be {want}, not {got}")
+            expected = torch.float32 if field.name in ("engine_logprobs", "advantages") else torch.int64
+            if (dtype := getattr(self, field.name).dtype) != expected:
+                raise ConfigError(f"{field.name} must be {expected}, not {dtype}")
         if self.engine_logprobs.shape[0] != n:
             raise ConfigError(f"engine_logprobs has {self.engine_logprobs.shape[0]} rows for {n} samples")
         if bool((self.prompt_len < 1).any()) or bool((self.response_len < 0).any()):
@@ -61,7 +61,7 @@ class TrainBatch:
         return self
 
     def rows(self, part: slice) -> TrainBatch:
-        """Samples of a slice; ``groups`` stays whole."""
+        """The samples of a slice, with all ``groups``."""
         return TrainBatch(**{f.name: getattr(self, f.name) if f.name == "groups" else getattr(self, f.name)[part]
                              for f in fields(self)})
 
@@ -72,19 +72,19 @@ class TrainBatch:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> TrainBatch:
-        """Raises ConfigError when the bytes are no batch."""
+        """Raises ConfigError when the bytes are not a batch."""
         try:
             tensors = load(raw)
         except SafetensorError as e:
             raise ConfigError(f"the body is not safetensors: {e}") from e
         names = {f.name for f in fields(cls)}
         if set(tensors) != names:
-            raise ConfigError(f"a batch holds the tensors {sorted(names)}, not {sorted(tensors)}")
+            raise ConfigError(f"a batch has the tensors {sorted(names)}, not {sorted(tensors)}")
         return cls(**tensors).check()
 
 
 def meta_of(raw: bytes) -> dict:
-    """The JSON that ``to_bytes`` put into the header. Raises ConfigError when the bytes are no batch."""
+    """The JSON that ``to_bytes`` put into the header. Raises ConfigError when the bytes are not a batch."""
     try:
         size = int.from_bytes(raw[:8], "little")
         return json.loads(json.loads(raw[8:8 + size])["__metadata__"]["meta"])

@@ -1,7 +1,7 @@
 """Commands from rank 0 to the other ranks: two broadcasts of plain integers and bytes, nothing pickled.
 
 Ranks wait for the next command inside a broadcast, which the collective timeout would end; so rank 0 sends ``IDLE``
-well within it when there is nothing to do. A rank that died is noticed by the next broadcast at the latest.
+well within it when there is nothing to do. The next broadcast fails at the latest when a rank has died.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Kind(IntEnum):
     """One RL step on the batch in the payload."""
     STOP = 3
     PUBLISH = 4
-    """The present weights once more: their last publish was dropped."""
+    """Publish the current weights again: their last publish was dropped."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Command:
 
 
 def broadcast_command(command: Command | None, par: ParallelDims) -> Command:
-    """Rank 0 passes a command, the others None; all return it. Blocks up to the collective timeout."""
+    """Rank 0 passes a command, the others None; all return it. Blocks up to the collective timeout. Raises
+    TrainerFailed when the ranks are out of step."""
     if par.world == 1:
         assert command is not None
         return command
@@ -58,7 +59,7 @@ def broadcast_command(command: Command | None, par: ParallelDims) -> Command:
 
 
 def broadcast_numbers(values: list[int], par: ParallelDims) -> list[int]:
-    """Rank 0's integers on every rank; the lists have one length."""
+    """Rank 0's integers on every rank; every rank passes a list of the same length."""
     tensor = torch.tensor(values, dtype=torch.int64, device=par.device)
     if par.world > 1:
         dist.broadcast(tensor, src=0)

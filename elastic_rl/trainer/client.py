@@ -1,4 +1,4 @@
-"""The controller's side of a trainer group."""
+"""Client of a trainer group: finds rank 0 through etcd and sends it commands."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from elastic_rl.etcd.records import Member
 from elastic_rl.trainer.batch import TrainBatch
 
 _POLL_S = 0.1
-_SAME_AFTER_S = 10.0
-"""A lost rank takes its group down well within this."""
+_SAME_GROUP_AFTER_S = 10.0
+"""A group that lost a rank has ended well within this."""
 
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """Where a trainer group stands."""
+    """State of a trainer group."""
 
     incarnation: str
-    """Differs after each re-formation of the group."""
+    """Random; new each time that the group forms."""
     step: int
     phase: str
     """``sft`` or ``rl``."""
@@ -36,7 +36,7 @@ class TrainerStatus:
 
 
 class TrainerClient:
-    """Talks to rank 0, found through etcd. Every wait is bounded; any loss of the group is a TrainerFailed."""
+    """Sends commands to rank 0. Every wait is bounded; any loss of the group raises TrainerFailed."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, *, step_timeout_s: float, start_timeout_s: float) -> None:
         self._etcd, self._keys = etcd, keys
@@ -49,19 +49,20 @@ class TrainerClient:
         self._http.close()
 
     def wait_ready(self, *, not_incarnation: str = "") -> TrainerStatus:
-        """Waits for a group that restored or initialised its weights, and another one than ``not_incarnation``.
+        """Waits for a group, other than ``not_incarnation``, that has restored or initialised its weights.
 
-        If that incarnation is still at work a while later, nothing died but an answer was lost: then it is
-        taken up as it is. Raises TrainerFailed after ``start_timeout_s``.
+        If that incarnation still works some time later, only an answer was lost and no rank: then its status is
+        returned. Raises TrainerFailed after ``start_timeout_s``.
         """
-        asked = time.monotonic()
+        began = time.monotonic()
         while True:
-            status, fresh = self._look(since=asked)
-            waited = time.monotonic() - asked
-            if status is not None and (status.incarnation != not_incarnation or (fresh and waited > _SAME_AFTER_S)):
+            status, works = self._read_status(since=began)
+            waited_s = time.monotonic() - began
+            if status is not None and (
+                    status.incarnation != not_incarnation or (works and waited_s > _SAME_GROUP_AFTER_S)):
                 self._incarnation = status.incarnation
                 return status
-            if waited > self._start_timeout_s:
+            if waited_s > self._start_timeout_s:
                 raise TrainerFailed(f"no trainer group was ready within {self._start_timeout_s:g} s",
                                     hint="the trainer's log says why")
             time.sleep(_POLL_S)
@@ -69,21 +70,20 @@ class TrainerClient:
     def sft(self, on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Runs or continues the SFT phase to its end and returns ``{"steps", "eval_accuracy", "loss"}``.
 
-        ``on_progress`` gets ``{"step", "loss", "eval_accuracy",
-                                "at"}`` at each evaluation. Returns at once when the phase is
-        over. Raises TrainerFailed when the group is lost or makes no progress for ``step_timeout_s``.
+        ``on_progress`` gets ``{"step", "loss", "eval_accuracy", "at"}`` at each evaluation. Returns at once when the
+        phase is over. Raises TrainerFailed when the group is lost or makes no progress for ``step_timeout_s``.
         """
-        self._ask("POST", "/sft", timeout_s=5.0)
-        seen, moved = 0, time.monotonic()
+        self._request("POST", "/sft", timeout_s=5.0)
+        seen, progress_at = 0, time.monotonic()
         while True:
-            answer = self._ask("GET", f"/sft?since={seen}", timeout_s=5.0)
+            answer = self._request("GET", f"/sft?since={seen}", timeout_s=5.0)
             for record in answer["records"]:
                 on_progress(record)
             if answer["result"]:
                 return answer["result"]
             if answer["records"]:
-                seen, moved = answer["next"], time.monotonic()
-            elif time.monotonic() - moved > self._step_timeout_s:
+                seen, progress_at = answer["next"], time.monotonic()
+            elif time.monotonic() - progress_at > self._step_timeout_s:
                 raise TrainerFailed(f"the SFT phase made no progress for {self._step_timeout_s:g} s")
             self._check_incarnation()
             time.sleep(_POLL_S)
@@ -93,17 +93,17 @@ class TrainerClient:
 
         Keys: loss, grad_norm, lr, logprob_diff_max, logprob_diff_mean, clip_fraction, kl, ratio_mean, tokens, train_s,
         gather_s, publish_stall_s (seconds), policy_version, state_version (0 when no state was saved). ``cursor`` is
-        kept with the state and handed back by ``wait_ready``. Raises TrainerFailed when the group is lost, hangs, or is
+        saved with the state and returned by ``wait_ready``. Raises TrainerFailed when the group is lost, hangs, or is
         at another step; ConfigError when the batch is refused.
         """
         body = batch.check().to_bytes(step=step, cursor=cursor or {})
-        return self._ask("POST", "/train", body, timeout_s=self._step_timeout_s)
+        return self._request("POST", "/train", body, timeout_s=self._step_timeout_s)
 
     def _member(self) -> Member | None:
         kv = self._etcd.get(self._keys.member("trainer", "rank-0"))
         return None if kv is None else Member.decode(kv.value)
 
-    def _look(self, *, since: float) -> tuple[TrainerStatus | None, bool]:
+    def _read_status(self, *, since: float) -> tuple[TrainerStatus | None, bool]:
         """The status if the group is ready, and whether all its ranks took a command after ``since`` (monotonic)."""
         member = self._member()
         if member is None or not member.url:
@@ -111,19 +111,19 @@ class TrainerClient:
         try:
             answer = self._http.get(member.url + "/status").json()
         except (httpx.HTTPError, ValueError):
-            return None, False  # its member record outlives a killed rank by the lease
+            return None, False  # the member's record outlives a killed rank by the lease
         if not answer.get("ready") or answer["incarnation"] != member.incarnation:
             return None, False
         self._url = member.url
-        fresh = time.monotonic() - float(answer["beat_age_s"]) > since
-        return TrainerStatus(**{name: answer[name] for name in TrainerStatus.__dataclass_fields__}), fresh
+        works = time.monotonic() - float(answer["heartbeat_age_s"]) > since
+        return TrainerStatus(**{name: answer[name] for name in TrainerStatus.__dataclass_fields__}), works
 
     def _check_incarnation(self) -> None:
         member = self._member()
         if member is not None and member.incarnation != self._incarnation:
             raise TrainerFailed("the trainer group re-formed")
 
-    def _ask(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> dict[str, Any]:
+    def _request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> dict[str, Any]:
         if not self._url:
             self.wait_ready()
         try:

@@ -1,7 +1,7 @@
-"""Megatron's tensor layout and HF's, both ways. Pure: tensors in, tensors out, no process group, no model.
+"""Converts tensors between Megatron's layout and HF's, both ways. Pure: no process group, no model.
 
-A parameter and its two Adam moments have one layout, so the same rules move weights and optimizer state. The full HF
-layout is what is stored; a group of any tensor-parallel size cuts its own shards from it, bit for bit.
+A parameter and its two Adam moments have one layout, so the same rules convert weights and optimizer state. The full HF
+layout is stored; a group of any tensor-parallel size splits it into its own shards, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from elastic_rl.errors import ConfigError
 
 
 class ShardLayout(Enum):
-    """How a parameter is divided over tensor-parallel ranks."""
+    """How a parameter is split over tensor-parallel ranks."""
 
     WHOLE = "whole"
     """The same on every rank."""
-    ROWS = "rows"
     COLUMNS = "columns"
     VOCAB = "vocab"
     """Rows, after padding the vocabulary to a multiple of the group size."""
@@ -33,7 +32,7 @@ class ShardLayout(Enum):
 
 @dataclass(frozen=True)
 class AttentionDims:
-    """The sizes that the layout needs. ``padded_vocab`` rows exist in Megatron, ``vocab`` of them in HF."""
+    """Sizes of attention and vocabulary. Megatron has ``padded_vocab`` rows, HF the first ``vocab`` of them."""
 
     heads: int
     kv_heads: int
@@ -49,16 +48,16 @@ class AttentionDims:
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Smallest multiple of ``tp`` that holds the vocabulary."""
+    """The smallest multiple of ``tp`` that is at least ``vocab``."""
     return -(-vocab // tp) * tp
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter: the HF tensors it is made of and how it is cut."""
+    """One Megatron parameter: its HF tensors and its layout."""
 
     hf: tuple[str, ...]
-    cut: ShardLayout
+    layout: ShardLayout
 
 
 _TOP = {
@@ -84,7 +83,7 @@ _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def with_layer_offset(megatron_name: str, first: int) -> str:
-    """The name in the whole model of a parameter of a pipeline stage whose layers begin with ``first``."""
+    """The name in the whole model of a parameter of a pipeline stage whose first layer is ``first``."""
     match = _LAYER_NAME.fullmatch(megatron_name)
     return f"decoder.layers.{int(match[1]) + first}.{match[2]}" if match else megatron_name
 
@@ -95,34 +94,32 @@ def rule_of(megatron_name: str) -> Rule:
         return _TOP[megatron_name]
     match = _LAYER_NAME.fullmatch(megatron_name)
     if match is None or match[2] not in _LAYER:
-        raise ConfigError(f"the Megatron parameter {megatron_name!r} has no place in the HF layout",
+        raise ConfigError(f"the Megatron parameter {megatron_name!r} has no HF counterpart",
                           hint="only dense Qwen3-shaped models with untied embeddings are supported")
-    names, cut = _LAYER[match[2]]
-    return Rule(tuple(f"model.layers.{match[1]}.{n}" for n in names), cut)
+    names, layout = _LAYER[match[2]]
+    return Rule(tuple(f"model.layers.{match[1]}.{n}" for n in names), layout)
 
 
-def merge(rule: Rule, shards: Sequence[torch.Tensor], geo: AttentionDims) -> dict[str, torch.Tensor]:
-    """Shards in rank order → contiguous full HF tensors by name."""
-    if rule.cut is ShardLayout.WHOLE:
+def merge(rule: Rule, shards: Sequence[torch.Tensor], dims: AttentionDims) -> dict[str, torch.Tensor]:
+    """Merges shards in rank order into contiguous full HF tensors by name."""
+    if rule.layout is ShardLayout.WHOLE:
         return {rule.hf[0]: shards[0].contiguous()}
-    if rule.cut is ShardLayout.COLUMNS:
+    if rule.layout is ShardLayout.COLUMNS:
         return {rule.hf[0]: torch.cat(list(shards), dim=1)}
-    if rule.cut is ShardLayout.GATE_UP:
+    if rule.layout is ShardLayout.GATE_UP:
         halves = [s.chunk(2, dim=0) for s in shards]
         return {name: torch.cat([h[i] for h in halves], dim=0) for i, name in enumerate(rule.hf)}
     full = torch.cat(list(shards), dim=0)
-    if rule.cut is ShardLayout.VOCAB:
-        return {rule.hf[0]: full[:geo.vocab].contiguous()}
-    if rule.cut is ShardLayout.ROWS:
-        return {rule.hf[0]: full}
-    per_group = geo.heads // geo.kv_heads
-    grouped = full.view(geo.kv_heads, per_group + 2, geo.head_dim, *full.shape[1:])
+    if rule.layout is ShardLayout.VOCAB:
+        return {rule.hf[0]: full[:dims.vocab].contiguous()}
+    per_group = dims.heads // dims.kv_heads
+    grouped = full.view(dims.kv_heads, per_group + 2, dims.head_dim, *full.shape[1:])
     parts = (grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1])
     return {name: part.reshape(-1, *full.shape[1:]).contiguous() for name, part in zip(rule.hf, parts, strict=True)}
 
 
-def split(rule: Rule, hf: Mapping[str, torch.Tensor], geo: AttentionDims, *, tp: int, tp_rank: int) -> torch.Tensor:
-    """The shard of one rank, from full HF tensors; the inverse of ``merge``. Padded vocabulary rows are zero.
+def split(rule: Rule, hf: Mapping[str, torch.Tensor], dims: AttentionDims, *, tp: int, tp_rank: int) -> torch.Tensor:
+    """The shard of one rank of full HF tensors; the inverse of ``merge``. Padded vocabulary rows are zero.
 
     Raises ConfigError when a tensor is missing.
     """
@@ -131,17 +128,17 @@ def split(rule: Rule, hf: Mapping[str, torch.Tensor], geo: AttentionDims, *, tp:
         raise ConfigError(f"the model has no tensor {', '.join(missing)}",
                           hint="only dense Qwen3-shaped models with untied embeddings are supported")
     tensors = [hf[name] for name in rule.hf]
-    if rule.cut is ShardLayout.WHOLE:
+    if rule.layout is ShardLayout.WHOLE:
         return tensors[0].clone()
-    if rule.cut is ShardLayout.GATE_UP:
+    if rule.layout is ShardLayout.GATE_UP:
         return torch.cat([t.chunk(tp, dim=0)[tp_rank] for t in tensors], dim=0)
-    if rule.cut is ShardLayout.COLUMNS:
+    if rule.layout is ShardLayout.COLUMNS:
         return tensors[0].chunk(tp, dim=1)[tp_rank].clone(memory_format=torch.contiguous_format)
     full = tensors[0]
-    if rule.cut is ShardLayout.VOCAB:
-        pad = full.new_zeros(geo.padded_vocab - full.shape[0], *full.shape[1:])
+    if rule.layout is ShardLayout.VOCAB:
+        pad = full.new_zeros(dims.padded_vocab - full.shape[0], *full.shape[1:])
         full = torch.cat([full, pad], dim=0)
-    elif rule.cut is ShardLayout.QKV:
+    else:
         rest = full.shape[1:]
-        full = torch.cat([t.view(geo.kv_heads, -1, geo.head_dim, *rest) for t in tensors], dim=1).reshape(-1, *rest)
+        full = torch.cat([t.view(dims.kv_heads, -1, dims.head_dim, *rest) for t in tensors], dim=1).reshape(-1, *rest)
     return full.chunk(tp, dim=0)[tp_rank].clone()

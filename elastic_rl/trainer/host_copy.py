@@ -1,4 +1,4 @@
-"""The one place that knows how tensors come from the trainer's device to the host."""
+"""Copies tensors from the trainer's device to the host."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 Named = tuple[int, str, torch.Tensor]
-"""Place in the version, name, tensor."""
+"""Order in the version, name, tensor."""
 
 
 class HostCopier:
-    """Brings tensors to the host one after the other; on CUDA over a side stream through two pinned buffers, so that
-    one is read while the next one is on its way. Buffers are kept from call to call."""
+    """Copies tensors one after the other; on CUDA on a side stream through two pinned buffers, so that one is read
+    while the next one is being copied. Buffers are reused over calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -20,7 +20,7 @@ class HostCopier:
         self._pinned: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def __call__(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """The same on the CPU; each is valid until the next one is asked for."""
+        """The same tensors on the CPU; each is valid until the next one is requested."""
         if not self._cuda:
             yield from tensors
             return

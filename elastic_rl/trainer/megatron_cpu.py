@@ -1,9 +1,9 @@
-"""Lets megatron-core 0.16.1 run on a host without CUDA, over gloo. Nothing here is installed where CUDA is available.
+"""Makes megatron-core 0.16.1 run on a host without CUDA, over gloo. Not installed where CUDA is available.
 
 Two layers. ``install`` redirects the few torch.cuda entry points that Megatron calls on every path; call it before any
 ``megatron.core`` import, because the jit decorator binds at import. ``cuda_literals`` is a context for the optimizer's
 code, which writes ``device='cuda'`` and compares type names; it costs a Python call per torch function, so it is only
-entered around the optimizer and never around the model.
+entered around the optimizer and the pipeline schedule, never around the model alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def install() -> None:
     """Redirects torch.cuda to the CPU for Megatron. Raises PreflightFailed when CUDA is available. Idempotent."""
     global _installed
     if torch.cuda.is_available():
-        raise PreflightFailed("the CPU stand-in for Megatron was asked for on a host with CUDA",
-                           hint="set device.type to cuda or auto")
+        raise PreflightFailed("the CPU stand-in for Megatron was requested on a host with CUDA",
+                              hint="set device.type to cuda or auto")
     if _installed:
         return
     from megatron.core.jit import disable_jit_fuser

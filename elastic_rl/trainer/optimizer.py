@@ -16,7 +16,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adam:
-    """The optimizer of one rank. Not sharded: every data-parallel replica holds the whole state of its shards."""
+    """The optimizer of one rank. Not sharded over data-parallel replicas: each holds the whole state of its shards."""
 
     def __init__(self, policy: Policy, cfg: Config) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -28,7 +28,7 @@ class Adam:
                                 clip_grad=cfg.train.max_grad_norm, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8,
                                 use_distributed_optimizer=False),
                 [policy.ddp], use_gloo_process_groups=False)
-        # One dense model: Megatron's chain has a single link, whose .optimizer is torch's, Apex's or TE's Adam.
+        # For one dense model Megatron's chain has one optimizer, whose .optimizer is torch's, Apex's or TE's Adam.
         self._inner: torch.optim.Optimizer = self._megatron.chained_optimizers[0].optimizer
         self.updates = 0
         """Updates since the moments were last zero; Adam's bias correction depends on it."""
@@ -38,9 +38,10 @@ class Adam:
         self._megatron.zero_grad()
 
     def reduce_and_step(self, lr: float) -> float:
-        """Sums gradients over replicas (and over TP for the per-head norms), clips, updates; returns the norm.
+        """Sums gradients over replicas (and over TP for the per-head norms), clips them, updates the parameters;
+        returns the norm before clipping.
 
-        Raises TrainerFailed when the gradient is not finite; the parameters are spoilt then and must be restored.
+        Raises TrainerFailed when the gradient is not finite; the parameters must then be restored.
         """
         from megatron.core.distributed import finalize_model_grads
 
@@ -55,7 +56,7 @@ class Adam:
         return float(norm)
 
     def reset(self) -> None:
-        """Forgets the moments."""
+        """Discards the moments."""
         self._inner.state.clear()
         self.updates = 0
 
@@ -69,7 +70,7 @@ class Adam:
         return out
 
     def load_moments(self, moments: Mapping[str, Mapping[str, torch.Tensor]], updates: int) -> None:
-        """Takes shards of this rank as ``moments`` gives them, and the update count they belong to."""
+        """Loads shards of this rank, in the form that ``moments`` returns, and their update count."""
         self.reset()
         self.updates = updates
         if not updates:

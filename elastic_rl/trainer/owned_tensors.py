@@ -1,4 +1,4 @@
-"""One rank's side of a publish: its share of the tensors in the arena of this host's node, sealed, kept or given up."""
+"""One rank's side of a publish: writes the tensors that it owns to the arena of this host's DCS node."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class OwnedTensorWriter:
-    """What one rank writes of one publish, in named parts. Never raises for a node's fault while tensors are gathered:
-    the other ranks wait for this one in a collective. It is told with the parts instead."""
+    """Writes one rank's tensors of one publish, in named parts. ``add`` never raises for a fault of the node, since the
+    other ranks wait for this one in a collective; ``seal`` reports it."""
 
-    def __init__(self, hub: DcsClient, arena: LocalArena, cfg: DcsConfig) -> None:
-        self._hub, self._arena, self._cfg = hub, arena, cfg
+    def __init__(self, dcs: DcsClient, arena: LocalArena, cfg: DcsConfig) -> None:
+        self._dcs, self._arena, self._cfg = dcs, arena, cfg
         self._writers: dict[str, PartWriter] = {}
         self._failure: ElasticRLError | None = None
 
     def add(self, part: str, name: str, tensor: torch.Tensor, order: int) -> None:
-        """Copies a tensor into the arena, as one of the named part."""
+        """Copies a tensor into the arena, as an element of the named part."""
         if self._failure is not None:
             return
         try:
@@ -42,7 +42,7 @@ class OwnedTensorWriter:
         return sum(w.copy_s for w in self._writers.values())
 
     def seal(self, deadline: float) -> dict[str, Any]:
-        """``{"parts": {name: Part as JSON}}``, or ``{"error": why}``; JSON-able."""
+        """``{"parts": {name: Part as JSON}}``, or ``{"error": message}``; JSON-able."""
         if self._failure is None:
             try:
                 return {"parts": {name: w.seal(deadline).to_json() for name, w in self._writers.items()}}
@@ -51,10 +51,10 @@ class OwnedTensorWriter:
         return {"error": str(self._failure)}
 
     def end(self, committed: bool) -> None:
-        """The publish is over. The node may forget that this rank held the chunks: at once if they are committed, else
-        after the grace, with the connection."""
+        """Ends the publish. The node releases this rank's hold on the chunks: at once if they are committed, else after
+        its grace period, with the connection."""
         if committed:
             with contextlib.suppress(NodeUnavailable):  # then there is nothing left to settle
-                self._hub.local().settle()
+                self._dcs.local().settle()
         else:
-            self._hub.close()
+            self._dcs.close()

@@ -1,4 +1,4 @@
-"""Who writes which tensors of a version: every byte once over all ranks, gathered bucket by bucket by its owner."""
+"""Which rank writes which tensors of a version: every byte once over all ranks. The owner gathers them in buckets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from elastic_rl.trainer.parallel import ParallelDims
 
 
 def assign(sizes: Sequence[int], ranks: int) -> list[int]:
-    """An owner for each item, so that bytes are split evenly: the largest first, each to who has least. Pure, and the
-    same for the same sizes, so that an item stays where its earlier versions are."""
+    """An owner for each item, so that bytes are split evenly: the largest first, each to the rank that has least. Pure;
+    the same sizes give the same owners, so an item stays on the host of its earlier versions."""
     load = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -24,7 +24,7 @@ def assign(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def bucketed(items: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Runs of ``items`` of at most ``limit`` bytes each, by their ``sizes``; a larger item is alone. Pure."""
+    """Splits ``items`` into runs of at most ``limit`` bytes, by their ``sizes``; a larger item is alone. Pure."""
     out: list[list[int]] = []
     size = 0
     for item in items:
@@ -40,10 +40,10 @@ def gather_to_owners(shards: Sequence[torch.Tensor], whole: Sequence[bool], par:
                      ) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yields (index, [shard of TP rank 0, 1, …]) of the tensors that this rank owns.
 
-    A collective of the tensor-parallel group; every rank of a pipeline stage passes tensors of the same shapes and of
-    one dtype, and the stage's ranks divide them among themselves. What is ``whole`` on every rank does not travel: its
-    list has one tensor. Beyond its own shards a rank holds one bucket, and
-    whatever the caller makes of the tensors that it was given last.
+    A collective of the tensor-parallel group. Every rank of a pipeline stage passes tensors of the same shapes and of
+    one dtype, and the ranks of the stage divide them among themselves. A tensor that is ``whole`` on every rank is not
+    sent: its list has one element. Besides its own shards a rank holds one bucket, and what its caller keeps of the
+    tensors that were yielded last.
     """
     full = [t.nbytes * (1 if w else par.tp) for t, w in zip(shards, whole, strict=True)]
     owners = [par.stage[i] for i in assign(full, len(par.stage))]
@@ -53,10 +53,10 @@ def gather_to_owners(shards: Sequence[torch.Tensor], whole: Sequence[bool], par:
             yield i, [shards[i].detach()]
     if par.tp == 1:
         return
-    first = par.rank - par.tp_rank  # ranks of one tensor-parallel group are neighbours
+    first = par.rank - par.tp_rank  # ranks of one tensor-parallel group are consecutive
     for owner in range(first, first + par.tp):
-        travel = [i for i in range(len(shards)) if owners[i] == owner and not whole[i]]
-        for bucket in bucketed(travel, full, bucket_bytes):
+        sent = [i for i in range(len(shards)) if owners[i] == owner and not whole[i]]
+        for bucket in bucketed(sent, full, bucket_bytes):
             yield from _gather_bucket(bucket, [shards[i].detach() for i in bucket], owner, first, par)
 
 

@@ -1,4 +1,4 @@
-"""The process group of a trainer: device, backend, Megatron's parallel groups, and the few collectives used here."""
+"""The process group of a trainer: device, backend, Megatron's parallel groups, and a few collectives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import torch.distributed as dist
 from elastic_rl.config import Config
 from elastic_rl.errors import ConfigError
 
+FENCED_EXIT = 3
+"""Exit code of ranks and of their agent when their epoch is over."""
+
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """This rank's place in the trainer group. Ranks of one tensor-parallel group are neighbours, and so are those of
-    one pipeline stage."""
+    """Sizes of the trainer group and the coordinates of this rank. The ranks of one tensor-parallel group are
+    consecutive, and so are those of one pipeline stage."""
 
     rank: int
     world: int
@@ -30,12 +33,12 @@ class ParallelDims:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the model's output comes out here."""
+        """Whether this rank computes the model's output."""
         return self.pp_rank == self.pp - 1
 
     @property
     def stage(self) -> range:
-        """The ranks that have the same layers."""
+        """The ranks that hold the same layers."""
         size = self.world // self.pp
         return range(self.pp_rank * size, (self.pp_rank + 1) * size)
 
@@ -51,20 +54,21 @@ class ParallelDims:
 
         return parallel_state.get_data_parallel_group()
 
-    def share(self, count: int) -> slice:
-        """This data-parallel rank's contiguous share of ``count`` rows; shares differ by at most one row."""
+    def dp_slice(self, count: int) -> slice:
+        """The contiguous slice of ``count`` rows of this data-parallel rank; slices differ by at most one row."""
         return slice(count * self.dp_rank // self.dp, count * (self.dp_rank + 1) // self.dp)
 
 
 def require_supported(cfg: Config) -> None:
-    """Raises ConfigError for settings that the trainer cannot honour."""
+    """Raises ConfigError for settings that the trainer does not support."""
     if cfg.device.dtype != "float32":
         raise ConfigError(f"device.dtype={cfg.device.dtype} is not supported by the trainer yet",
                           hint="set device.dtype to float32")
 
 
 def init(cfg: Config) -> ParallelDims:
-    """Joins the group that torch elastic described in the environment. Raises ConfigError when the sizes do not fit."""
+    """Joins the group that torch elastic describes in the environment. Raises ConfigError for another size than the
+    configured one."""
     trainer = cfg.trainer
     require_supported(cfg)
     cuda = cfg.device.uses_cuda(torch.cuda.is_available)
@@ -93,9 +97,9 @@ def init(cfg: Config) -> ParallelDims:
         distributed_timeout_minutes=max(1, round(trainer.collective_timeout_s / 60)),
         create_gloo_process_groups=False)
     return ParallelDims(rank=dist.get_rank(), world=world, tp=trainer.tensor_parallel,
-                    tp_rank=parallel_state.get_tensor_model_parallel_rank(), dp=trainer.data_parallel,
-                    dp_rank=parallel_state.get_data_parallel_rank(), device=device, pp=trainer.pipeline_parallel,
-                    pp_rank=parallel_state.get_pipeline_model_parallel_rank())
+                        tp_rank=parallel_state.get_tensor_model_parallel_rank(), dp=trainer.data_parallel,
+                        dp_rank=parallel_state.get_data_parallel_rank(), device=device, pp=trainer.pipeline_parallel,
+                        pp_rank=parallel_state.get_pipeline_model_parallel_rank())
 
 
 def sum_over_data(values: torch.Tensor, par: ParallelDims) -> torch.Tensor:
@@ -113,7 +117,7 @@ def max_over_data(values: torch.Tensor, par: ParallelDims) -> torch.Tensor:
 
 
 def from_last_stage(values: torch.Tensor, par: ParallelDims) -> torch.Tensor:
-    """A small tensor of the last pipeline stage on every stage, in place."""
+    """Broadcasts a small tensor from the last pipeline stage to every stage, in place."""
     if par.pp > 1:
         from megatron.core import parallel_state
 

@@ -1,7 +1,7 @@
-"""Imported by the fork server alone: what every rank needs, so that a restarted one does not import it again.
+"""Imported by the fork server only: everything that a rank imports, so that a restarted rank does not import it again.
 
 Nothing here may start a thread, open a connection or touch CUDA, since ranks are forked from the result. The server
-asks to die with the agent: ranks inherit the pipe by which it would otherwise notice, and keep it open.
+sets its parent-death signal itself: it cannot rely on the pipe to the agent, which ranks inherit and keep open.
 """
 
 from __future__ import annotations

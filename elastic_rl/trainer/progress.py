@@ -1,4 +1,4 @@
-"""Where a run stands in training: the part of a trainer_state that is not tensors."""
+"""Progress of the training: the part of a trainer_state that is not tensors."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ Phase = Literal["sft", "rl"]
 
 @dataclass(frozen=True)
 class Progress:
-    """``step`` counts the current phase's steps: supervised ones in SFT phase, RL steps after it."""
+    """``step`` counts the steps of the current phase: supervised steps in the SFT phase, RL steps after it."""
 
     phase: Phase = "sft"
     step: int = 0
     updates: int = 0
     """Adam's update count."""
     sft: dict[str, Any] = field(default_factory=dict)
-    """Result of the SFT phase once it ended: steps, eval_accuracy, loss."""
+    """Result of the SFT phase once it has ended: steps, eval_accuracy, loss."""
     cursor: dict[str, Any] = field(default_factory=dict)
-    """What the controller gave with the last step; handed back after a restart."""
+    """Sent by the controller with the last step; returned to it after a restart."""
 
     def replace(self, **changes: Any) -> Progress:
         return replace(self, **changes)
 
-    def meta(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON values, for the version's record."""
         return asdict(self)
 
     @classmethod
-    def of(cls, meta: dict[str, Any]) -> Progress:
+    def from_json(cls, value: dict[str, Any]) -> Progress:
+        """Ignores keys of other facts in the version's record."""
         names = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in meta.items() if k in names})
+        return cls(**{k: v for k, v in value.items() if k in names})

@@ -1,8 +1,8 @@
 """Rendezvous of torch elastic agents over etcd v3, as the plug-in ``elastic-rl-etcd3`` of ``torchrun.handlers``.
 
-torch's own etcd backends speak the v2 API. Here the state is one key, changed by compare-and-set on its mod revision,
-and the store that agents share lives in etcd too, so that no agent's death takes it away. Use it with
-``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: otherwise a joiner waits for a TCP store that it never hears of.
+torch's own etcd backends use the v2 API. Here the state is one key, changed by compare-and-set on its mod revision, and
+the store that agents share is in etcd too, so that it survives any agent. Use it with
+``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: otherwise a joining agent waits for a TCP store that nobody serves.
 
 Endpoint: ``host:port[,host:port…]``. Options (``--rdzv-conf``): ``prefix`` (default ``/elastic_rl/rendezvous/``),
 ``store_timeout_s``, and the settings of etcd as the configuration has them: ``call_timeout_s``, ``retry_budget_s``,
@@ -28,11 +28,11 @@ from elastic_rl.etcd.transaction import Compare, Op
 
 BACKEND = "elastic-rl-etcd3"
 _STATE_TTL_S = 2 * 3600
-"""What agents left behind goes away after this; a clean end deletes it at once."""
+"""Keys of agents that were killed expire after this; an agent that ends cleanly deletes its keys at once."""
 
 
 class _Lease:
-    """A lease that keys are put under; taken anew at half its life, so a key outlives its last writer by hours only."""
+    """A lease for keys; replaced at half its life, so that a key outlives its last writer by hours at most."""
 
     def __init__(self, etcd: EtcdClient) -> None:
         self._etcd, self._id, self._until = etcd, 0, 0.0
@@ -63,8 +63,8 @@ class Etcd3Backend(RendezvousBackend):
         return None if kv is None else (kv.value, kv.mod_revision)
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Writes if the token is still current (None: if there is no state); returns what is there then, and whether
-        it is ours."""
+        """Writes if the token is still current (None: if there is no state); returns the state that holds then, its
+        token, and whether it is the one that was passed."""
         guard = Compare.absent(self._key) if token is None else Compare.mod(self._key, "==", int(token))
         try:
             result = self._etcd.txn([guard], [Op.put(self._key, state, lease=self._lease.id())], [Op.get(self._key)])
@@ -104,8 +104,8 @@ class Etcd3Store(TorchStore):
         return int(written or 0)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Puts ``desired`` where the value is ``expected`` or, with an empty ``expected``, where there is none; returns
-        what is there then (``expected`` for an absent key, as c10d does)."""
+        """Puts ``desired`` if the value is ``expected`` or, with an empty ``expected``, if there is none; returns the
+        value that holds then (``expected`` for an absent key, as c10d does)."""
         expected, desired = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected_value, desired_value))
         name = self._key(key)
         guard = Compare.value(name, "==", expected) if expected else Compare.absent(name)
@@ -122,7 +122,7 @@ class Etcd3Store(TorchStore):
         end = time.monotonic() + limit
         while not self.check(keys):
             if time.monotonic() > end:
-                # c10d's callers tell a timeout by this kind
+                # c10d's callers recognise a timeout by this type
                 raise LookupError(f"timed out after {limit:g} s waiting for {keys}")
             time.sleep(0.02)
 
@@ -138,7 +138,7 @@ class Etcd3Store(TorchStore):
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Called by torch elastic. Raises ConfigError; RendezvousConnectionError later on, when etcd cannot be reached."""
+    """Called by torch elastic. Raises ConfigError; the handler raises RendezvousConnectionError when etcd is away."""
     endpoints = [e.strip() for e in params.endpoint.split(",") if e.strip()]
     given = {name: params.get(name) for name in EtcdConfig.model_fields if params.get(name) is not None}
     etcd = EtcdClient.from_config(config.parse({"etcd": {**given, "endpoints": endpoints}}).etcd, endpoints)

@@ -1,7 +1,8 @@
-"""Rank 0's HTTP side. Requests become jobs of a queue that the main thread works off: tensors stay on one thread.
+"""HTTP server of rank 0. Requests go into a queue for the main thread, so that one thread works on tensors.
 
 ``GET /status`` · ``GET /sft?since=N`` (progress records from N on) · ``POST /sft`` (202) · ``POST /train``
-(safetensors; answers when the step is done). Errors are JSON ``{"error": …}``: 400 bad batch, 409 wrong step or busy.
+(safetensors; answers when the step is done). Errors are JSON ``{"error": …}``: 400 bad batch, 409 wrong step or busy,
+504 a step that took too long.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _MAX_BODY = 1 << 30
 
 
 class Refused(Exception):
-    """The request cannot be served in the trainer's present state."""
+    """The request does not fit the trainer's state."""
 
 
 @dataclass
 class TrainJob:
-    """One RL step that was asked for; ``done`` gets its metrics."""
+    """A requested RL step; ``done`` gets its metrics."""
 
     step: int
     cursor: dict[str, Any]
@@ -39,7 +40,7 @@ class TrainJob:
 
 
 class StepQueue:
-    """What the HTTP threads and the main thread share."""
+    """Passes requests from the HTTP threads to the main thread, and its status back."""
 
     def __init__(self, step_timeout_s: float) -> None:
         self.step_timeout_s = step_timeout_s
@@ -50,11 +51,11 @@ class StepQueue:
         self._status: dict[str, Any] = {"ready": False}
         self._records: list[dict[str, Any]] = []
         self._sft: dict[str, Any] = {}
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
 
-    def beat(self) -> None:
-        """The main thread is between two commands, so no rank hangs."""
-        self._beat_at = time.monotonic()
+    def heartbeat(self) -> None:
+        """Called by the main thread between two commands: no rank hangs then."""
+        self._heartbeat_at = time.monotonic()
 
     def set_status(self, **fields: Any) -> None:
         with self._lock:
@@ -62,7 +63,7 @@ class StepQueue:
 
     def status(self) -> dict[str, Any]:
         with self._lock:
-            return {**self._status, "beat_age_s": time.monotonic() - self._beat_at}
+            return {**self._status, "heartbeat_age_s": time.monotonic() - self._heartbeat_at}
 
     def record_sft(self, record: dict[str, Any]) -> None:
         with self._lock:
@@ -83,7 +84,7 @@ class StepQueue:
     def train(self, body: bytes) -> dict[str, Any]:
         """Runs a step and returns its metrics. Raises Refused, ConfigError for a bad batch, TimeoutError."""
         meta = meta_of(body)
-        TrainBatch.from_bytes(body)  # refused here, while no rank has seen it
+        TrainBatch.from_bytes(body)  # a bad batch is refused before any rank gets it
         job = TrainJob(int(meta["step"]), dict(meta.get("cursor") or {}), body)
         status = self.status()
         if not status["ready"] or status["phase"] != "rl" or job.step != status["step"] + 1:
@@ -98,10 +99,10 @@ class StepQueue:
 
 
 class CommandServer:
-    """Serves a Desk on ``host`` at a free port until ``close``."""
+    """Serves a StepQueue on ``host`` at a free port until ``close``."""
 
-    def __init__(self, desk: StepQueue, host: str) -> None:
-        self._http = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"desk": desk}))
+    def __init__(self, step_queue: StepQueue, host: str) -> None:
+        self._http = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"step_queue": step_queue}))
         self._http.daemon_threads = True
         self.url = f"http://{host}:{self._http.server_address[1]}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.1},
@@ -117,43 +118,43 @@ class CommandServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    desk: StepQueue
+    step_queue: StepQueue
     protocol_version = "HTTP/1.1"
-    timeout = 120  # a client that stops sending in mid-request frees its thread
+    timeout = 120  # frees the thread of a client that stops sending
 
     def do_GET(self) -> None:
         url = urlparse(self.path)
         if url.path == "/status":
-            return self._answer(200, self.desk.status())
+            return self._answer(200, self.step_queue.status())
         if url.path == "/sft":
             since = parse_qs(url.query).get("since", ["0"])[0]
             if not since.isdecimal():
                 return self._answer(400, {"error": "since must be a number"})
-            return self._answer(200, self.desk.sft(int(since)))
+            return self._answer(200, self.step_queue.sft(int(since)))
         return self._answer(404, {"error": f"no such path: {url.path}"})
 
     def do_POST(self) -> None:
         size = self.headers.get("Content-Length", "")
         if not size.isdecimal() or int(size) > _MAX_BODY:
             self.close_connection = True
-            return self._answer(413, {"error": f"a body of 0 to {_MAX_BODY} bytes with a Content-Length is needed"})
+            return self._answer(413, {"error": f"the request needs a Content-Length of 0 to {_MAX_BODY} bytes"})
         body = self.rfile.read(int(size))
         if self.path == "/sft":
-            self.desk.start_sft()
-            return self._answer(202, self.desk.status())
+            self.step_queue.start_sft()
+            return self._answer(202, self.step_queue.status())
         if self.path == "/train":
             return self._train(body)
         return self._answer(404, {"error": f"no such path: {self.path}"})
 
     def _train(self, body: bytes) -> None:
         try:
-            self._answer(200, self.desk.train(body))
+            self._answer(200, self.step_queue.train(body))
         except Refused as e:
-            self._answer(409, {"error": str(e), "status": self.desk.status()})
+            self._answer(409, {"error": str(e), "status": self.step_queue.status()})
         except (ConfigError, KeyError, ValueError, TypeError) as e:
             self._answer(400, {"error": str(e)})
         except TimeoutError:
-            self._answer(504, {"error": f"the step took longer than {self.desk.step_timeout_s:g} s"})
+            self._answer(504, {"error": f"the step took longer than {self.step_queue.step_timeout_s:g} s"})
 
     def _answer(self, code: int, value: dict[str, Any]) -> None:
         body = json.dumps(value).encode()

@@ -1,5 +1,5 @@
-"""One optimizer step: supervised or RL. Every data-parallel rank takes its share of the rows and the loss is divided by
-the tokens of all of them, so the gradient does not depend on how the group is cut."""
+"""One training step: supervised or RL. Every data-parallel rank takes its slice of the rows, and the loss is divided by
+the tokens of all rows, so the gradient does not depend on the parallel sizes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from elastic_rl.trainer.parallel import ParallelDims, from_last_stage, max_over_
 from elastic_rl.trainer.pipeline import Finish, run
 
 _MEANS = ("loss", "logprob_diff_mean", "ratio_mean", "clip_fraction", "kl")
-"""Metrics that are means over tokens; a rank adds its part of each."""
+"""Metrics that are means over all tokens; each rank adds its part."""
 
 
 @dataclass(frozen=True)
 class ResponseIndex:
-    """Response positions of a batch, cut to the same R for all. Shapes [N, R]."""
+    """Positions of the responses of a batch, all of width R. Shapes [N, R]."""
 
     rows: torch.Tensor
     """[N, 1] row numbers, to index logits with."""
     at: torch.Tensor
-    """Position whose logits predict the response's token j."""
+    """Position whose logits predict token j of the response."""
     targets: torch.Tensor
+    """Token j of the response."""
     mask: torch.Tensor
     """fp32; 1 where the response has a token."""
 
     @classmethod
-    def of(cls, tokens: torch.Tensor, prompt_len: torch.Tensor, response_len: torch.Tensor,
-           width: int) -> ResponseIndex:
+    def from_lengths(cls, tokens: torch.Tensor, prompt_len: torch.Tensor, response_len: torch.Tensor,
+                     width: int) -> ResponseIndex:
+        """tokens [N, T], prompt_len [N], response_len [N]; ``width`` is R."""
         j = torch.arange(width, device=tokens.device)[None]
         mask = (j < response_len[:, None]).float()
         position = (prompt_len[:, None] + j).clamp(max=tokens.shape[1] - 1)
@@ -46,16 +48,16 @@ class ResponseIndex:
         return cls(rows, position - 1, tokens.gather(1, position), mask)
 
 
-def response_logprobs(logits: torch.Tensor, window: ResponseIndex) -> torch.Tensor:
-    """log p(token | before) at temperature 1 for the window's tokens: [N, R] fp32, defined where the mask is 1.
+def response_logprobs(logits: torch.Tensor, index: ResponseIndex) -> torch.Tensor:
+    """log p(token | tokens before it) at temperature 1 for the responses: [N, R] fp32, defined where the mask is 1.
 
     ``logits``: this rank's columns, of all tokens but the last: [N, T - 1, padded_vocab / TP]. Only the maximum, the
     sum and the picked logit cross the tensor-parallel group.
     """
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    picked = logits[window.rows, window.at]
-    return -vocab_parallel_cross_entropy(picked.float().contiguous(), window.targets)
+    picked = logits[index.rows, index.at]
+    return -vocab_parallel_cross_entropy(picked.float().contiguous(), index.targets)
 
 
 def _micro(count: int, size: int) -> Iterator[slice]:
@@ -64,17 +66,17 @@ def _micro(count: int, size: int) -> Iterator[slice]:
 
 
 class TrainStep:
-    """Runs steps on one rank; all ranks call the same method with the same batch."""
+    """Runs steps on one rank. All ranks call the same method with the same batch."""
 
     def __init__(self, policy: Policy, adam: Adam, cfg: Config, par: ParallelDims) -> None:
         self.policy, self.adam, self.cfg, self.par = policy, adam, cfg, par
         self._loss = ALGOS[cfg.algorithm.name].loss
 
     def train(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """``train.updates_per_step`` updates on the whole batch as RL step ``step``, counted from 1.
+        """Makes ``train.updates_per_step`` updates on the whole batch as RL step ``step``, counted from 1.
 
-        Metrics are of all ranks; the log-prob differences are taken before the first update, the others are of the last
-        one. The ratio's old log-probs are the engine's.
+        Metrics are over all ranks: the log-prob differences of the first update, the others of the last one. The old
+        log-probs of the ratio are the engine's.
         """
         start = time.perf_counter()
         lr = learning_rate(self.cfg.train, step)
@@ -92,12 +94,12 @@ class TrainStep:
         return {**gradients, "grad_norm": norm}
 
     def gradients(self, batch: TrainBatch) -> dict[str, float]:
-        """Forward and backward over this rank's rows; leaves unreduced gradients. Returns the metrics of all ranks."""
+        """Forward and backward over this rank's rows; leaves unreduced gradients. Returns metrics over all ranks."""
         self.adam.zero_grad()
         total = float(batch.response_len.sum())
-        mine = batch.rows(self.par.share(batch.samples))
+        mine = batch.rows(self.par.dp_slice(batch.samples))
         parts = [mine.rows(part) for part in _micro(mine.samples, self.cfg.trainer.micro_batch_size)]
-        sums = dict.fromkeys(_MEANS, 0.0)  # also where this rank's share has no row
+        sums = dict.fromkeys(_MEANS, 0.0)  # all of them, also where this rank's slice has no row
         worst = 0.0
 
         def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
@@ -120,37 +122,37 @@ class TrainStep:
     def _of_all(self, values: list[float],
                 over_data: Callable[[torch.Tensor, ParallelDims], torch.Tensor] = sum_over_data
                 ) -> list[float]:
-        """What the last stage has, over all replicas."""
+        """Values of the last stage, reduced over all replicas, on every rank."""
         tensor = over_data(torch.tensor(values, device=self.par.device), self.par)
         return [float(v) for v in from_last_stage(tensor, self.par).tolist()]
 
     def _loss_of(self, rows: TrainBatch, logits: torch.Tensor, total: float
                  ) -> tuple[torch.Tensor, dict[str, float], float]:
-        """A micro-batch's part of the loss and of the metrics, and its largest difference of log-probs."""
+        """A micro-batch's part of the loss and of the metrics, and its largest log-prob difference."""
         dev = self.par.device
-        window = ResponseIndex.of(rows.tokens.to(dev), rows.prompt_len.to(dev), rows.response_len.to(dev),
-                           rows.engine_logprobs.shape[1])
+        index = ResponseIndex.from_lengths(rows.tokens.to(dev), rows.prompt_len.to(dev), rows.response_len.to(dev),
+                                           rows.engine_logprobs.shape[1])
         old = rows.engine_logprobs.to(dev)
-        logp = response_logprobs(logits, window)
+        logp = response_logprobs(logits, index)
         clip = self.cfg.algorithm
-        loss, stats = self._loss(logp, old, rows.advantages.to(dev), window.mask, clip.clip_low, clip.clip_high)
-        # The loss is a mean over this micro-batch's tokens; weighted by its share it adds up to the mean over all.
-        weight = float(window.mask.sum()) / total
-        difference = ((logp.detach() - old).abs() * window.mask)
+        loss, stats = self._loss(logp, old, rows.advantages.to(dev), index.mask, clip.clip_low, clip.clip_high)
+        # A mean over this micro-batch's tokens: weighted by their fraction, the parts add up to the mean over all.
+        weight = float(index.mask.sum()) / total
+        difference = ((logp.detach() - old).abs() * index.mask)
         means = {k: float(v) * weight for k, v in stats.items()}
         means |= {"loss": float(loss.detach()) * weight, "logprob_diff_mean": float(difference.sum()) / total}
         return loss * weight, means, float(difference.max())
 
     def sft(self, problems: list[Problem], *, pad: int, lr: float) -> float:
-        """One supervised update on the problems' answers; returns the mean loss a token, over all ranks."""
+        """One supervised update on the problems' answers; returns the mean loss per token, over all ranks."""
         self.adam.zero_grad()
-        tokens, windows, total = self._windows(problems, pad, self.par.share(len(problems)))
+        tokens, indices, total = self._answers(problems, pad, self.par.dp_slice(len(problems)))
         loss_sum = 0.0
 
         def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
             nonlocal loss_sum
-            window = windows[number]
-            loss = -(response_logprobs(logits, window) * window.mask).sum() / total
+            index = indices[number]
+            loss = -(response_logprobs(logits, index) * index.mask).sum() / total
             loss_sum += float(loss.detach())
             return loss
 
@@ -160,32 +162,33 @@ class TrainStep:
 
     @torch.no_grad()
     def exact_match(self, problems: list[Problem], *, pad: int) -> float:
-        """Share of the problems whose answer is what greedy decoding gives. One teacher-forced pass is enough: greedy
-        decoding reproduces the answer exactly when every token of it is the argmax after the ones before it. Every
-        replica takes all of them."""
-        tokens, windows, _ = self._windows(problems, pad, slice(0, len(problems)))
+        """Fraction of the problems that greedy decoding answers right. One teacher-forced pass is enough: greedy
+        decoding produces the answer exactly when every token of it is the argmax after the tokens before it. Every
+        replica evaluates all of them."""
+        tokens, indices, _ = self._answers(problems, pad, slice(0, len(problems)))
         right = 0
 
         def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
             nonlocal right
-            window = windows[number]
-            best = self._argmax(logits[window.rows, window.at])
-            right += int(((best == window.targets) | (window.mask == 0)).all(dim=1).sum())
+            index = indices[number]
+            best = self._argmax(logits[index.rows, index.at])
+            right += int(((best == index.targets) | (index.mask == 0)).all(dim=1).sum())
             return logits.new_zeros(())
 
         self._run(tokens, finish, train=False)
         return int(from_last_stage(torch.tensor([right], device=self.par.device), self.par)) / len(problems)
 
-    def _windows(self, problems: list[Problem], pad: int, share: slice
+    def _answers(self, problems: list[Problem], pad: int, rows: slice
                  ) -> tuple[list[torch.Tensor], list[ResponseIndex], float]:
-        """Micro-batches of this share: their tokens and windows; and the answers' tokens of all problems."""
+        """Micro-batches of these rows: their tokens and the index of their answers; and the number of tokens in the
+        answers of all problems."""
         tokens, prompt_len, response_len = encode(problems, pad)
         width, dev = int(response_len.max()), self.par.device
-        parts = [slice(share.start + part.start, share.start + part.stop)
-                 for part in _micro(share.stop - share.start, self.cfg.trainer.micro_batch_size)]
-        windows = [ResponseIndex.of(tokens[p].to(dev), prompt_len[p].to(dev), response_len[p].to(dev),
-                                    width) for p in parts]
-        return [tokens[p] for p in parts], windows, float(response_len.sum())
+        parts = [slice(rows.start + part.start, rows.start + part.stop)
+                 for part in _micro(rows.stop - rows.start, self.cfg.trainer.micro_batch_size)]
+        indices = [ResponseIndex.from_lengths(tokens[p].to(dev), prompt_len[p].to(dev), response_len[p].to(dev), width)
+                   for p in parts]
+        return [tokens[p] for p in parts], indices, float(response_len.sum())
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region

@@ -22,16 +22,16 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, JobStatus, StepMetrics
-from elastic_rl.faults.drill import (
+from elastic_rl.faults.drill import FaultPlan
+from elastic_rl.faults.kinds import (
     CoordinatorKilled,
     EngineKilled,
-    FaultPlan,
     PoolScaled,
     Restarted,
     TrainerRankKilled,
     TrainerRankStopped,
 )
-from elastic_rl.host import processes
+from elastic_rl.host import leftovers, processes
 from elastic_rl.host.local_cluster import Cluster
 
 UNTAUGHT = {"sft.max_steps": 25}
@@ -70,6 +70,7 @@ class Job:
         mine = [p for p in psutil.process_iter(["cmdline"]) if self.cfg.job in " ".join(p.info["cmdline"] or [])]
         return [*(f"process {p.pid}" for p in [*mine, *processes.marked(run)]),
                 *map(str, Path("/dev/shm").glob(f"*{self.cfg.job}*")),
+                *map(str, leftovers.tagged_files(leftovers.file_tag(self.cluster.cfg.cluster_dir))),
                 *([str(self.cluster.cfg.ray_dir)] if self.cluster.cfg.ray_dir.exists() else [])]
 
 
@@ -81,7 +82,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
             yield job
         finally:
             job.cluster.down()
-            processes.sweep(str(job.cluster.cfg.cluster_dir))
+            leftovers.sweep(job.cluster.cfg.cluster_dir)
 
 
 def assert_sound(report: dict[str, Any], steps: int) -> None:
@@ -138,14 +139,14 @@ def fault_of(report: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 60}], indirect=True)
 def test_a_killed_engine_is_replaced_while_the_run_goes_on(job: Job) -> None:
-    report = job.run(lambda scene, steps: [(3, EngineKilled(scene))])
+    report = job.run(lambda context, steps: [(3, EngineKilled(context))])
     assert_sound(report, 60)
     assert "SIGKILL" in fault_of(report, "engine_killed")["witness"]
 
 
 @pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 12, "train.state_every_steps": 5}], indirect=True)
 def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Job) -> None:
-    report = job.run(lambda scene, steps: [(7, TrainerRankKilled(scene))])
+    report = job.run(lambda context, steps: [(7, TrainerRankKilled(context))])
     assert_sound(report, 12)
     fault_of(report, "trainer_rank_killed")
     assert 0 < report["steps_redone"] <= 5
@@ -154,8 +155,9 @@ def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Jo
 @pytest.mark.parametrize("job", [
     {**UNTAUGHT, "train.steps": 30, "train.state_every_steps": 5, "coordinator.hang_min_s": 8}], indirect=True)
 def test_a_hung_group_is_restarted_and_so_is_what_an_operator_wants_anew(job: Job) -> None:
-    report = job.run(lambda scene, steps: [(6, TrainerRankStopped(scene)), (14, Restarted(scene, "roles/advantages")),
-                                           (17, Restarted(scene, "job"))])
+    report = job.run(lambda context, steps: [(6, TrainerRankStopped(context)),
+                                             (14, Restarted(context, "roles/advantages")),
+                                             (17, Restarted(context, "job"))])
     assert_sound(report, 30)
     assert "SIGSTOP" in fault_of(report, "trainer_rank_stopped")["witness"]
     fault_of(report, "restarted_advantages")
@@ -168,15 +170,15 @@ def test_a_hung_group_is_restarted_and_so_is_what_an_operator_wants_anew(job: Jo
 @pytest.mark.parametrize("job", [
     {**UNTAUGHT, "train.steps": 20, "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}], indirect=True)
 def test_a_killed_leading_coordinator_stops_nothing_and_data_parallel_ranks_train_too(job: Job) -> None:
-    report = job.run(lambda scene, steps: [(3, CoordinatorKilled(scene))])
+    report = job.run(lambda context, steps: [(3, CoordinatorKilled(context))])
     assert_sound(report, 20)
     fault_of(report, "coordinator_killed")
 
 
 @pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 100}], indirect=True)
 def test_the_pool_grows_and_shrinks_under_a_running_job(job: Job) -> None:
-    report = job.run(lambda scene, steps: [(3, PoolScaled(scene, "pool_scaled_out", +1)),
-                                           (4, PoolScaled(scene, "pool_scaled_in", -1))])
+    report = job.run(lambda context, steps: [(3, PoolScaled(context, "pool_scaled_out", +1)),
+                                             (4, PoolScaled(context, "pool_scaled_in", -1))])
     assert_sound(report, 100)
     fault_of(report, "pool_scaled_out")
     fault_of(report, "pool_scaled_in")

@@ -92,7 +92,7 @@ def _records(cluster: ApiCluster, now: float) -> list[tuple[str, Record]]:
         (keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2, starting=1, draining=0)),
         (keys.job_status(), JobStatus(phase="rl", step=STEP, steps=STEPS, started_at=now - 260, updated_at=now,
                                       reward=0.592, eval_accuracy=0.75, policy_version=72)),
-        *((keys.step_point(s.step), s) for s in steps), *((keys.version(v.stream, v.number), v) for v in versions),
+        *((keys.step_metrics(s.step), s) for s in steps), *((keys.version(v.stream, v.number), v) for v in versions),
         *((keys.member(m.role, m.id), m) for m in members), *((keys.engine(e.id), e) for e in engines),
         *((keys.event(e.id), e) for e in _past_events(now))]
 

@@ -1,12 +1,18 @@
-"""One engine and all that it needs, real: etcd, a DCS node, a router, and runners in threads of this process."""
+"""Engines with all that they need, all real: etcd, a DCS node, a router, and runners in threads of this process."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
+import signal
+import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -15,14 +21,18 @@ from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.data.tokenizer import EOS_ID
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.engine.client import GenerateClient, Sample
-from elastic_rl.engine.router import RouterProcess
+from elastic_rl.engine.loader import LOADER
+from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.engine.runner import EngineRunner
+from elastic_rl.errors import Conflict
+from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import raise_epoch
-from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.processes import stop
-from elastic_rl.runtime import wait_until
+from elastic_rl.host.leftovers import SHM, TAG_ENV, file_tag, sweep
+from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.runtime import free_port, wait_until
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 
@@ -30,65 +40,121 @@ PROMPT = [5, 6, 3, 4, 7]
 
 
 class EngineTestbed:
-    """Of one test file. ``engine``: settings of the section of this name."""
+    """One job with a pool of engines. Tests share it, so each has engines of its own names and ends what it breaks."""
 
-    def __init__(self, etcd_servers: EtcdServers, tmp: Path, **engine: object) -> None:
-        config = parse({"job": f"t-{secrets.token_hex(6)}", "run_dir": str(tmp), "device": {"type": "cpu"},
-                        "engine": engine})
+    def __init__(self, etcd_servers: EtcdServers, tmp: Path) -> None:
+        config = parse({"job": f"t-{secrets.token_hex(6)}", "run_dir": str(tmp), "device": {"type": "cpu"}})
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log")
         self.router.start()
         model_dir = make_model_dir(tmp / "model", config)
         self.ctx = RunContext(config=config, etcd_endpoints=etcd_servers.endpoints, job=config.job, epoch=0,
-                              model_dir=str(model_dir),
-                              router_url=self.router.url)
-        epoch = raise_epoch(self.etcd, self.ctx.keys, "test")
-        self.ctx = self.ctx.model_copy(update={"epoch": epoch.number})
-        self.node = spawn_node(etcd_servers.endpoints, self.ctx.keys, "n0", tmp)
-        await_node(self.etcd, self.ctx.keys, self.node)
-        self.publisher = Publisher(self.etcd, self.ctx.keys, "policy", epoch=epoch.number, owner="test",
-                                   chunk_bytes=1 << 20, staging_ttl_s=10)
+                              model_dir=str(model_dir), router_url=self.router.url)
+        self.keys = self.ctx.keys
+        self.publisher: Publisher | None = None
+        self.raise_epoch()
+        self.node = spawn_node(etcd_servers.endpoints, self.keys, "n0", tmp)
+        await_node(self.etcd, self.keys, self.node)
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.published = self.publish(seed=0)
         self.runners: dict[str, EngineRunner] = {}
         self.threads: dict[str, threading.Thread] = {}
 
-    def run_engine(self, engine_id: str, *, attach_to: str = "") -> threading.Thread:
-        runner = self.runners[engine_id] = EngineRunner(self.ctx, engine_id, attach_to=attach_to)
-        thread = self.threads[engine_id] = threading.Thread(target=runner.run, daemon=True)
-        thread.start()
-        return thread
+    def raise_epoch(self) -> int:
+        """Begins the epoch of the next driver, which this testbed takes part in from here on."""
+        self.ctx = self.ctx.model_copy(update={"epoch": raise_epoch(self.etcd, self.keys, "test").number})
+        if self.publisher is not None:
+            self.publisher.close()
+        self.publisher = Publisher(self.etcd, self.keys, "policy", epoch=self.ctx.epoch, owner="test",
+                                   chunk_bytes=1 << 20, staging_ttl_s=10)
+        return self.ctx.epoch
 
-    def end_engine(self, engine_id: str) -> None:
-        self.runners[engine_id].stop()
-        self.threads[engine_id].join(30)
-        assert not self.threads[engine_id].is_alive()
+    # -- engines ----------------------------------------------------------------------------------------------------
+    def context(self, **engine: object) -> RunContext:
+        """The run's context with some settings of the section ``engine`` changed."""
+        config = self.ctx.config.model_copy(update={"engine": self.ctx.config.engine.model_copy(update=engine)})
+        return self.ctx.model_copy(update={"config": config})
 
+    def start_engine(self, engine_id: str, *, external_url: str = "", **engine: object) -> EngineRunner:
+        """Runs an engine in a thread of this process. ``engine``: settings of the section of this name."""
+        runner = self.runners[engine_id] = EngineRunner(self.context(**engine), engine_id, external_url=external_url)
+        self.threads[engine_id] = threading.Thread(target=runner.run, daemon=True)
+        self.threads[engine_id].start()
+        return runner
+
+    def serving_engine(self) -> str:
+        """A ready engine with the settings of production: one that an earlier test left, or a new one."""
+        ready = [e.id for e in self.records().values() if e.id.startswith("plain") and e.state is EngineState.READY]
+        if not ready:
+            ready = [f"plain-{secrets.token_hex(2)}"]
+            self.start_engine(ready[0])
+        self.wait_ready(ready[0])
+        return ready[0]
+
+    def await_end(self, engine_id: str) -> None:
+        """Waits until the engine's runner has returned."""
+        self.threads[engine_id].join(60)
+        assert not self.threads[engine_id].is_alive(), f"the runner of {engine_id} has not ended"
+
+    def stop_engines(self) -> None:
+        """Ends every engine. Each leaves the router and deletes its record, as far as it lives."""
+        for runner in self.runners.values():
+            runner.stop()
+        for engine_id in self.runners:
+            self.await_end(engine_id)
+        for engine_id in self.records():
+            self.etcd.delete(self.keys.engine(engine_id))  # of engines that died, which a driver deletes
+
+    def server_pids(self, engine_id: str) -> list[int]:
+        return self.runners[engine_id]._server.pids
+
+    def in_flight(self, engine_id: str) -> int:
+        return self.runners[engine_id]._server.in_flight()
+
+    # -- records ----------------------------------------------------------------------------------------------------
+    def records(self) -> dict[str, Engine]:
+        found = [Engine.decode(kv.value) for kv in self.etcd.range(self.keys.engines_prefix())[0]]
+        return {e.id: e for e in found}
+
+    def record(self, engine_id: str) -> Engine | None:
+        return self.records().get(engine_id)
+
+    def wait_ready(self, engine_id: str, version: int = 0) -> Engine:
+        """The record once the engine serves ``version`` (0: the last one that was published)."""
+        def ready() -> Engine | None:
+            r = self.record(engine_id)
+            return r if r and r.state is EngineState.READY and r.version == wanted and not r.applying else None
+
+        wanted = version or self.published
+        return wait_until(ready, timeout_s=180, what=f"{engine_id} at version {wanted}", poll_s=0.01)
+
+    def wait_state(self, engine_id: str, *states: EngineState) -> Engine:
+        def there() -> Engine | None:
+            r = self.record(engine_id)
+            return r if r and r.state in states else None
+
+        return wait_until(there, timeout_s=60, what=f"{engine_id} to be {' or '.join(states)}", poll_s=0.01)
+
+    def events(self, engine_id: str) -> list[Event]:
+        """Of one engine, the newest last."""
+        return [e for e in events.recent(self.etcd, self.keys, limit=1000) if e.subject == engine_id]
+
+    # -- versions and samples ---------------------------------------------------------------------------------------
     def publish(self, seed: int, dtype: torch.dtype = torch.float32) -> int:
-        """New random weights of ``dtype``, kept in ``self.model`` as the reference."""
+        """New random weights of ``dtype``, kept in ``self.model`` as the reference. Returns the version's number."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for param in self.model.parameters():
                 param.add_(torch.randn_like(param) * 0.2).copy_(param.to(dtype))
         tensors = {name: tensor.to(dtype) for name, tensor in self.model.state_dict().items()}
-        return self.publisher.publish(tensors.items(), meta={"step": seed}).number
-
-    def record(self, engine_id: str) -> Engine | None:
-        kv = self.etcd.get(self.ctx.keys.engine(engine_id))
-        return Engine.decode(kv.value) if kv else None
-
-    def wait_ready(self, engine_id: str, version: int) -> Engine:
-        def there() -> Engine | None:
-            r = self.record(engine_id)
-            return r if r and r.state is EngineState.READY and r.version == version and not r.applying else None
-        return wait_until(there, timeout_s=120, what=f"{engine_id} at version {version}", poll_s=0.01)
-
-    def wait_state(self, engine_id: str, *states: EngineState, timeout_s: float = 30) -> Engine:
-        def there() -> Engine | None:
-            r = self.record(engine_id)
-            return r if r and r.state in states else None
-        return wait_until(there, timeout_s=timeout_s, what=f"{engine_id} to be {' or '.join(states)}", poll_s=0.01)
+        for _ in range(5):
+            with contextlib.suppress(Conflict):  # the node lost its lease for a moment: the trainer publishes again too
+                self.published = self.publisher.publish(tensors.items(), meta={"step": seed}).number
+                return self.published
+        raise AssertionError("the DCS node keeps losing its lease")
 
     def ask(self, n: int = 1, temperature: float = 0.0, tokens: int = 8) -> list[Sample]:
+        """``n`` samples of ``PROMPT`` through the router."""
         async def run() -> list[Sample]:
             client = GenerateClient(self.router.url, timeout_s=60, retries=4)
             try:
@@ -99,12 +165,25 @@ class EngineTestbed:
         return asyncio.run(run())
 
     def expected(self, tokens: int = 8) -> list[int]:
+        """What greedy decoding gives with the reference weights, by transformers."""
         ids = list(PROMPT)
         for _ in range(tokens):
             ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
             if ids[-1] == EOS_ID:
                 break
         return ids[len(PROMPT):]
+
+    def assert_serves(self, version: int = 0) -> None:
+        """The pool answers with the tokens of the version that was published last."""
+        [greedy] = self.ask()
+        assert (greedy.token_ids, greedy.version) == (self.expected(), version or self.published)
+
+    def workers(self) -> dict[str, bool]:
+        """Whether each worker of the router is healthy, by URL."""
+        return RouterClient(self.router.url).workers()
+
+    def await_unrouted(self, url: str) -> None:
+        wait_until(lambda: url not in self.workers(), timeout_s=20, what=f"the removal of {url} from the router")
 
     def close(self) -> None:
         for runner in self.runners.values():
@@ -116,3 +195,51 @@ class EngineTestbed:
         self.node.wait(10)
         self.router.stop()
         self.etcd.close()
+        sweep(self.ctx.config.cluster_dir)
+
+
+class ForeignServer:
+    """An SGLang server that the test runs itself, started as the manual says."""
+
+    def __init__(self, testbed: EngineTestbed) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = testbed.ctx.config.run_dir / "foreign.log"
+        self.process: subprocess.Popen[bytes] = spawn(python(
+            "elastic_rl.engine.launch", "--model-path", testbed.ctx.model_dir, "--port", str(port),
+            "--dtype", "float32", "--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-server-warmup",
+            "--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
+            "--disable-cuda-graph", "--disable-radix-cache", "--max-total-tokens", "4096",
+            "--max-running-requests", "16", "--log-level", "warning", "--sleep-on-idle"),
+            log=self.log, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2",
+                               TAG_ENV: file_tag(testbed.ctx.config.cluster_dir, "foreign")})  # so that it is swept
+
+
+def await_gone(pids: list[int]) -> None:
+    """Waits until no process has one of the pids; orphans are reaped a moment after they ended."""
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), timeout_s=20, what="the end of every process")
+
+
+@contextlib.contextmanager
+def suspended(pid: int) -> Iterator[None]:
+    """SIGSTOP, seen to work, and SIGCONT at the end if the process still exists."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout_s=5, what="the stop")
+        yield
+    finally:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGCONT)
+
+
+def sglang_files(pids: list[int]) -> set[Path]:
+    """What processes of a server have made outside the run's folder: segments that they map, sockets that they listen
+    on. Read from the kernel, whatever the files are called."""
+    found: set[Path] = set()
+    for pid in pids:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        found |= {Path(line[line.index(str(SHM)):]) for line in maps.splitlines() if f" {SHM}/" in line}
+        found |= {Path(c.laddr) for c in psutil.Process(pid).net_connections(kind="unix")
+                  if isinstance(c.laddr, str) and c.laddr.startswith("/")}
+    # Neither the arena of the DCS node, nor what is unlinked already.
+    return {p for p in found if not p.name.startswith("elastic-rl-") and not p.name.endswith(" (deleted)")}

@@ -23,6 +23,7 @@ from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.engine.loader import LOADER
 from elastic_rl.engine.server import SGLangServer
 from elastic_rl.errors import EngineFailed
+from elastic_rl.host.leftovers import file_tag
 
 T = TypeVar("T")
 _HIDDEN, _FFN, _HEADS, _KV_HEADS, _HEAD_DIM = 1024, 3072, 16, 8, 128
@@ -70,7 +71,8 @@ class BenchEngine(SGLangServer):
 
     def __init__(self, index: int, model: Model, cfg: Config, folder: Path) -> None:
         self.folder, self.log = model.folder, folder / f"engine-{index}.log"
-        super().__init__(str(model.folder), cfg=cfg.engine, device=cfg.device, log=self.log, seed=index)
+        super().__init__(str(model.folder), cfg=cfg.engine, device=cfg.device, log=self.log, seed=index,
+                         tag=file_tag(folder, f"engine-{index}"))
         self.pauses = []
         self._asked = 0.0
 

@@ -58,8 +58,8 @@ class DcsUpdate:
         if version is None:
             raise EngineFailed("no version came")
         engine, puller = self._engines[i], self._pullers[i]
-        with engine.preparing() as new, puller.pull(STREAM, version.number, on_part=new.add) as pulled:
-            engine.apply(new.finish(pulled.reference()), version.number)
+        with engine.stage() as session, puller.pull(STREAM, version.number, on_part=session.add) as pulled:
+            engine.apply(session.finish(pulled.reference()), version.number)
 
     def forget(self) -> None:
         self._sweep()

@@ -429,7 +429,8 @@ def test_records_are_returned_as_stored(cluster: ApiCluster, api: httpx.Client) 
 def test_unreadable_records_are_left_out(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
     keys = cluster.keys
     garbage = [keys.engine("garbage"), keys.operation("op-9-garbage"), keys.event("999-garbage"),
-               keys.member("garbage", "m"), keys.version("policy", 10**6), keys.step_point(10**6), keys.alert("g/g/g")]
+               keys.member("garbage", "m"), keys.version("policy", 10**6), keys.step_metrics(10**6),
+               keys.alert("g/g/g")]
     for key in garbage:
         cluster.etcd.put(key, b"not json")
     cluster.etcd.put(keys.operation("op-9-newer"), b'{"id":"op-9-newer","state":"of a newer release"}')

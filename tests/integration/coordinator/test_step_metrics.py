@@ -32,7 +32,7 @@ def points(etcd: EtcdClient, keys: Keys) -> list[StepMetrics]:
 def test_step_status_and_metrics_are_one_write(etcd: EtcdClient, keys: Keys) -> None:
     fencing.raise_epoch(etcd, keys, "test")
     status = writer(etcd, keys)
-    status.write("rl", point=point(1), step=1, reward=0.1)
+    status.write("rl", metrics=point(1), step=1, reward=0.1)
     written = [etcd.get(key) for key in (keys.job_status(), keys.step_metrics(1))]
     assert written[0].mod_revision == written[1].mod_revision
     status.evaluated("rl", 1, 0.75)
@@ -48,13 +48,13 @@ def test_recovery_deletes_metrics_of_undone_steps(etcd: EtcdClient, keys: Keys) 
     fencing.raise_epoch(etcd, keys, "test")
     status = writer(etcd, keys)
     for step in range(1, 6):
-        status.write("rl", point=point(step), step=step)
+        status.write("rl", metrics=point(step), step=step)
     status.write("rl", productive_s=status.latest.productive_s + 30.0)  # the SFT phase's
     status.resume("rl", 3, policy_version=9)
     assert [p.step for p in points(etcd, keys)] == [1, 2, 3]
     assert (status.latest.step, status.latest.policy_version, status.latest.productive_s) == (3, 9, 36.0)
     again = writer(etcd, keys)  # another incarnation of the actor reads what the first one wrote
-    again.write("rl", point=point(4, total_s=5.0), step=4)
+    again.write("rl", metrics=point(4, total_s=5.0), step=4)
     assert JobStatus.decode(etcd.get(keys.job_status()).value).productive_s == 41.0
 
     # More than a transaction holds.
@@ -66,7 +66,7 @@ def test_recovery_deletes_metrics_of_undone_steps(etcd: EtcdClient, keys: Keys) 
 
     fencing.raise_epoch(etcd, keys, "newer")
     with pytest.raises(Fenced):
-        again.write("rl", point=point(3), step=3)
+        again.write("rl", metrics=point(3), step=3)
     assert [p.step for p in points(etcd, keys)] == [1, 2]
 
 

@@ -1,85 +1,44 @@
-"""A real SGLang server that the test runs itself, taken into a pool by the driver's part and let go of again."""
+"""A real SGLang server that the test runs itself: the driver attaches to it as an external engine, and detaches."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 import ray
-from support.engine_testbed import EngineTestbed
+from support.engine_testbed import EngineTestbed, ForeignServer
 
-from elastic_rl.driver.external_engines import AdoptedEngines
-from elastic_rl.engine.loader import LOADER
-from elastic_rl.engine.router import RouterClient
-from elastic_rl.etcd import events
-from elastic_rl.etcd.fencing import raise_epoch
+from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.host.processes import stop
+from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 POOL = "rollout"
 
 
-class Foreign:
-    """A server, started as the manual says."""
-
-    def __init__(self, rig: EngineTestbed) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = rig.ctx.config.run_dir / "foreign.log"
-        self.process: subprocess.Popen[bytes] = spawn(python(
-            "elastic_rl.engine.launch", "--model-path", rig.ctx.model_dir, "--port", str(port), "--dtype", "float32",
-            "--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-server-warmup", "--device", "cpu",
-            "--attention-backend", "torch_native", "--disable-overlap-schedule", "--disable-cuda-graph",
-            "--disable-radix-cache", "--max-total-tokens", "4096", "--max-running-requests", "16", "--log-level",
-            "warning", "--sleep-on-idle"), log=self.log, env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"})
-
-    def version(self) -> str:
-        """What it says of its weights; empty when it does not answer."""
-        try:
-            return str(httpx.get(f"{self.url}/model_info", timeout=2).json()["weight_version"])
-        except httpx.HTTPError:
-            return ""
-
-    def forget(self) -> None:
-        httpx.post(f"{self.url}/update_weight_version", json={"new_version": "default"}, timeout=5).raise_for_status()
-
-    def die(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-
-    def answers(self) -> bool:
-        body = {"input_ids": [5, 6, 3], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
-        return bool(httpx.post(f"{self.url}/generate", json=body, timeout=20).json()["output_ids"])
-
-
-@pytest.fixture
-def rig(etcd_servers, tmp_path) -> Iterator[EngineTestbed]:
-    rig = EngineTestbed(etcd_servers, tmp_path)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture
-def foreign(rig: EngineTestbed) -> Iterator[Foreign]:
-    server = Foreign(rig)
+@pytest.fixture(scope="module")
+def foreign(testbed: EngineTestbed) -> Iterator[ForeignServer]:
+    testbed.stop_engines()
+    server = ForeignServer(testbed)
+    wait_until(lambda: version(server), timeout_s=240, what=f"the server (log: {server.log})",
+               alive=lambda: server.process.poll() is None)
     yield server
     stop(server.process.pid)
     server.process.wait(10)
 
 
 @pytest.fixture
-def drivers(rig: EngineTestbed, foreign: Foreign) -> Iterator[Callable[[RunContext], AdoptedEngines]]:
-    """Makes what a driver has of it, on Ray. The server starts meanwhile."""
-    made: list[AdoptedEngines] = []
+def drivers(testbed: EngineTestbed, foreign: ForeignServer) -> Iterator[Callable[[RunContext], ExternalEngines]]:
+    """Makes the driver's part for external engines, on Ray."""
+    made: list[ExternalEngines] = []
 
-    def make(ctx: RunContext) -> AdoptedEngines:
-        made.append(AdoptedEngines(ctx, rig.etcd, lambda phase: None, POOL))
+    def make(ctx: RunContext) -> ExternalEngines:
+        made.append(ExternalEngines(ctx, testbed.etcd, lambda phase: None, POOL))
         return made[-1]
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
@@ -89,98 +48,135 @@ def drivers(rig: EngineTestbed, foreign: Foreign) -> Iterator[Callable[[RunConte
     ray.shutdown()
 
 
-def wish(rig: EngineTestbed, engine: str, url: str) -> ExternalEngine:
-    adoption = ExternalEngine(engine=engine, pool=POOL, url=url)
-    rig.etcd.put(rig.ctx.keys.external_engine(url), adoption.encode())
-    return adoption
+def version(server: ForeignServer) -> str:
+    """The version that a server reports; empty when it does not answer."""
+    try:
+        return str(httpx.get(f"{server.url}/model_info", timeout=2).json()["weight_version"])
+    except httpx.HTTPError:
+        return ""
 
 
-def records(rig: EngineTestbed) -> dict[str, Engine]:
-    found = [Engine.decode(kv.value) for kv in rig.etcd.range(rig.ctx.keys.engines_prefix())[0]]
-    return {e.id: e for e in found}
+def change_version(server: ForeignServer) -> None:
+    httpx.post(f"{server.url}/update_weight_version", json={"new_version": "default"}, timeout=5).raise_for_status()
 
 
-def ready_at(rig: EngineTestbed, plane: AdoptedEngines, engine: str, version: int) -> Engine:
-    def there() -> Engine | None:
-        plane.reconcile({}, records(rig))
-        found = records(rig).get(engine)
-        return found if found and (found.state, found.version) == (EngineState.READY, version) else None
-
-    return wait_until(there, timeout_s=90, what=f"{engine} at version {version}")
+def answers(server: ForeignServer) -> bool:
+    body = {"input_ids": [5, 6, 3], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+    return bool(httpx.post(f"{server.url}/generate", json=body, timeout=20).json()["output_ids"])
 
 
-def reason(rig: EngineTestbed, plane: AdoptedEngines, url: str) -> str:
-    """Why the engine of a server ended, once it has."""
-    def ended() -> str:
-        plane.reconcile({}, records(rig))
-        found = rig.etcd.get(rig.ctx.keys.external_engine(url))
+def register(testbed: EngineTestbed, engine: str, url: str) -> None:
+    testbed.etcd.put(testbed.keys.external_engine(url), ExternalEngine(engine=engine, pool=POOL, url=url).encode())
+
+
+def await_ready(testbed: EngineTestbed, driver: ExternalEngines, engine: str) -> Engine:
+    def ready() -> Engine | None:
+        driver.reconcile({}, testbed.records())
+        found = testbed.record(engine)
+        serves = found and (found.state, found.version) == (EngineState.READY, testbed.published)
+        return found if serves else None
+
+    return wait_until(ready, timeout_s=180, what=f"{engine} at version {testbed.published}")
+
+
+def await_end(testbed: EngineTestbed, driver: ExternalEngines, url: str) -> str:
+    """Why the registration of a server ended, once it has."""
+    def reason() -> str:
+        driver.reconcile({}, testbed.records())
+        found = testbed.etcd.get(testbed.keys.external_engine(url))
         return ExternalEngine.decode(found.value).ended if found else ""
 
-    return wait_until(ended, timeout_s=90, what=f"the end of the engine at {url}")
+    return wait_until(reason, timeout_s=180, what=f"the end of the engine at {url}")
 
 
-def workers(rig: EngineTestbed) -> dict[str, bool]:
-    return RouterClient(rig.router.url).workers()
+def kinds(testbed: EngineTestbed, engine: str) -> list[str]:
+    return [e.kind for e in testbed.events(engine)]
 
 
-def told(rig: EngineTestbed, engine: str) -> list[str]:
-    return [e.kind for e in events.recent(rig.etcd, rig.ctx.keys) if e.subject == engine]
-
-
-def test_a_server_of_somebody_else_takes_part_and_outlives_it(
-        rig: EngineTestbed, foreign: Foreign, drivers: Callable[[RunContext], AdoptedEngines]) -> None:
-    plane = drivers(rig.ctx)
-    first = rig.publish(seed=1)
-    wait_until(foreign.version, timeout_s=120, what=f"the server (log: {foreign.log})",
-               alive=lambda: foreign.process.poll() is None)
-    wish(rig, "a0", foreign.url)
-    engine = ready_at(rig, plane, "a0", first)
+def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
+        testbed: EngineTestbed, foreign: ForeignServer, drivers: Callable[[RunContext], ExternalEngines]) -> None:
+    driver = drivers(testbed.ctx)
+    register(testbed, "x0", foreign.url)
+    engine = await_ready(testbed, driver, "x0")
     assert engine.external and engine.pid == 0 and engine.url == foreign.url
-    assert workers(rig) == {foreign.url: True} and plane.reconcile({}, records(rig)) == 1
-    [greedy] = rig.ask()
-    assert (greedy.token_ids, greedy.version) == (rig.expected(), first)
-    second = rig.publish(seed=2)
-    ready_at(rig, plane, "a0", second)
-    [greedy] = rig.ask()
-    assert (greedy.token_ids, greedy.version) == (rig.expected(), second)
+    assert testbed.workers()[foreign.url] and driver.reconcile({}, testbed.records()) == 1
+    testbed.assert_serves()
+    testbed.publish(seed=2)
+    await_ready(testbed, driver, "x0")
+    testbed.assert_serves()
 
-    # Its runner is killed: the server gets no request any more, and is not taken in again.
-    ray.kill(plane._held["a0"].placed.actor)
-    assert reason(rig, plane, foreign.url)
-    assert workers(rig) == {} and "a0" not in records(rig) and told(rig, "a0")[-2:] == ["engine.dead", "engine.removed"]
-    assert foreign.version() == str(second)
+    # Its runner is killed: the server is unrouted, and the driver does not attach to it again.
+    incarnation = testbed.record("x0").incarnation
+    ray.kill(driver._attached["x0"].placed.actor)
+    assert await_end(testbed, driver, foreign.url)
+    assert foreign.url not in testbed.workers() and testbed.record("x0") is None
+    assert kinds(testbed, "x0")[-2:] == ["engine.dead", "engine.removed"]
+    assert testbed.events("x0")[-2].data["incarnation"] == incarnation
+    assert version(foreign) == str(testbed.published)
 
-    # Wished for anew; the next driver takes it in again, under its epoch; the wish is taken back: drained.
-    wish(rig, "a1", foreign.url)
-    ready_at(rig, plane, "a1", second)
-    plane.close()
-    assert workers(rig) == {} and foreign.version() == str(second)
-    epoch = raise_epoch(rig.etcd, rig.ctx.keys, "the next driver").number
-    rig.ctx = rig.ctx.model_copy(update={"epoch": epoch})
-    plane = drivers(rig.ctx)
-    assert ready_at(rig, plane, "a1", second).epoch == epoch
-    rig.etcd.delete(rig.ctx.keys.external_engine(foreign.url))
+    # Registered again. The next driver attaches to it under its own epoch; then it is deregistered, and drained.
+    register(testbed, "x1", foreign.url)
+    await_ready(testbed, driver, "x1")
+    driver.close()
+    assert foreign.url not in testbed.workers() and version(foreign) == str(testbed.published)
+    epoch = testbed.raise_epoch()
+    driver = drivers(testbed.ctx)
+    assert await_ready(testbed, driver, "x1").epoch == epoch
+    testbed.etcd.delete(testbed.keys.external_engine(foreign.url))
 
-    def left() -> bool:
-        plane.reconcile({}, records(rig))
-        return not plane._held
+    def detached() -> bool:
+        driver.reconcile({}, testbed.records())
+        return not driver._attached
 
-    wait_until(left, timeout_s=30, what="the end of the drain")
-    assert workers(rig) == {} and records(rig) == {} and told(rig, "a1")[-1] == "engine.stopped"
-    assert foreign.version() == str(second) and foreign.answers(), "it is drained and goes on for others"
+    wait_until(detached, timeout_s=60, what="the end of the drain")
+    assert foreign.url not in testbed.workers() and testbed.record("x1") is None
+    assert kinds(testbed, "x1")[-1] == "engine.stopped"
+    assert version(foreign) == str(testbed.published) and answers(foreign), "it serves others after the drain"
 
-    # Nobody is there: it is refused, and that is no death.
-    wish(rig, "a2", "http://192.0.2.1:9")
-    assert "not an address of" in reason(rig, plane, "http://192.0.2.1:9")
-    assert told(rig, "a2") == ["engine.starting", "engine.refused", "engine.removed"]
+    # A server on another host is refused, and that is no death.
+    register(testbed, "x2", "http://192.0.2.1:9")
+    assert "not an address of" in await_end(testbed, driver, "http://192.0.2.1:9")
+    assert kinds(testbed, "x2") == ["engine.starting", "engine.refused", "engine.removed"]
 
-    # Somebody else changes what it says of its weights, as a server does that was started anew; then it dies.
-    for engine_id, harm, said in (("a3", foreign.forget, "names version 0"), ("a4", foreign.die, "no longer answers")):
-        rig.run_engine(engine_id, attach_to=foreign.url)
-        rig.wait_ready(engine_id, second)
-        assert workers(rig) == {foreign.url: True}
+
+def test_runner_of_an_older_epoch_touches_nothing_of_its_successor(testbed: EngineTestbed,
+                                                                   foreign: ForeignServer) -> None:
+    """An external engine keeps its id and its server over drivers, so two runners of it can meet."""
+    stale = testbed.start_engine("x3", external_url=foreign.url)
+    thread = testbed.threads["x3"]
+    testbed.wait_ready("x3")
+    testbed.raise_epoch()
+    successor = testbed.start_engine("x3", external_url=foreign.url)
+    testbed.publish(seed=5)
+    wait_until(lambda: testbed.record("x3").incarnation == successor._member.incarnation, timeout_s=60,
+               what="the successor's record")
+    testbed.wait_ready("x3")
+    before = len(testbed.events("x3"))
+    stale.stop()
+    thread.join(60)
+    assert not thread.is_alive(), "the stale runner has not ended"
+    assert testbed.wait_ready("x3").incarnation == successor._member.incarnation
+    assert testbed.workers()[foreign.url]
+    testbed.assert_serves()
+    assert len(testbed.events("x3")) == before, "a stale runner wrote an event"
+
+    # A leader that reads a late report of the stale runner can tell it from the living one.
+    assert {e.data["incarnation"] for e in testbed.events("x3") if e.kind == "engine.ready"} == {
+        stale._member.incarnation, successor._member.incarnation}
+    successor.stop()
+    testbed.await_end("x3")
+
+
+def test_external_engine_is_dead_when_its_server_reports_another_version_or_dies(testbed: EngineTestbed,
+                                                                                 foreign: ForeignServer) -> None:
+    """Another version: as a server reports that was restarted."""
+    for engine_id, harm, message in (("x4", lambda: change_version(foreign), "reports version 0"),
+                                     ("x5", lambda: os.kill(foreign.process.pid, signal.SIGKILL), "no longer answers")):
+        testbed.start_engine(engine_id, external_url=foreign.url)
+        testbed.wait_ready(engine_id)
+        assert testbed.workers()[foreign.url]
         harm()
-        assert said in rig.wait_state(engine_id, EngineState.DEAD).reason
-        rig.threads[engine_id].join(30)
-        assert not rig.threads[engine_id].is_alive() and workers(rig) == {}
-        assert told(rig, engine_id)[-1] == "engine.dead"
+        assert message in testbed.wait_state(engine_id, EngineState.DEAD).reason
+        testbed.await_end(engine_id)
+        assert foreign.url not in testbed.workers()
+        assert kinds(testbed, engine_id)[-1] == "engine.dead"

@@ -27,18 +27,18 @@ def shared(etcd: EtcdClient, keys: Keys) -> Etcd3Store:
     return Etcd3Store(etcd, keys.rendezvous_prefix() + "store/", timeout_s=5)
 
 
-def test_a_state_is_only_written_with_the_token_of_the_state_that_is_there(backend: Etcd3Backend) -> None:
+def test_state_is_written_only_with_the_current_token(backend: Etcd3Backend) -> None:
     assert backend.get_state() is None
     first = backend.set_state(b"a")
     assert first is not None and first[0] == b"a" and first[2]
-    assert backend.set_state(b"b") == (b"a", first[1], False), "somebody who saw no state loses"
+    assert backend.set_state(b"b") == (b"a", first[1], False), "no token, but there is a state"
     second = backend.set_state(b"c", first[1])
     assert second is not None and second[2]
-    assert backend.set_state(b"d", first[1]) == (b"c", second[1], False), "an old token loses"
+    assert backend.set_state(b"d", first[1]) == (b"c", second[1], False), "an old token"
     assert backend.get_state() == (b"c", second[1])
 
 
-def test_a_state_that_was_deleted_is_not_written_with_its_old_token(backend: Etcd3Backend, etcd: EtcdClient,
+def test_deleted_state_is_not_written_with_its_old_token(backend: Etcd3Backend, etcd: EtcdClient,
                                                                     keys: Keys) -> None:
     first = backend.set_state(b"a")
     assert first is not None
@@ -46,7 +46,7 @@ def test_a_state_that_was_deleted_is_not_written_with_its_old_token(backend: Etc
     assert backend.set_state(b"b", first[1]) is None
 
 
-def test_counters_add_up_over_threads_and_waits_are_bounded(shared: Etcd3Store) -> None:
+def test_store_counts_over_threads_and_bounds_waits(shared: Etcd3Store) -> None:
     threads = [threading.Thread(target=lambda: [shared.add("n", 1) for _ in range(5)]) for _ in range(4)]
     for t in threads:
         t.start()
@@ -78,7 +78,7 @@ def two_agents(etcd: EtcdClient, keys: Keys, monkeypatch: pytest.MonkeyPatch) ->
         h.shutdown()
 
 
-def test_two_agents_meet_through_the_entry_point_and_get_different_ranks(two_agents: list[RendezvousHandler]) -> None:
+def test_two_agents_rendezvous_through_the_entry_point(two_agents: list[RendezvousHandler]) -> None:
     found: list[tuple[int, int]] = []
 
     def join(agent: RendezvousHandler) -> None:
@@ -93,7 +93,7 @@ def test_two_agents_meet_through_the_entry_point_and_get_different_ranks(two_age
     assert sorted(found) == [(0, 2), (1, 2)]
 
 
-def test_an_etcd_that_is_away_is_a_connection_error_of_the_rendezvous() -> None:
+def test_unreachable_etcd_is_a_rendezvous_connection_error() -> None:
     with EtcdClient([f"127.0.0.1:{free_port()}"], call_timeout_s=0.2, retry_budget_s=0.5) as away, \
             pytest.raises(RendezvousConnectionError):
         Etcd3Backend(away, "/k").get_state()

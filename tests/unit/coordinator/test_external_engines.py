@@ -6,7 +6,7 @@ import pytest
 
 from elastic_rl.coordinator.operations.external_engines import normalized_url
 from elastic_rl.coordinator.problems import Problem
-from elastic_rl.engine.external_server import is_here, why_unfit
+from elastic_rl.engine.external_server import incompatibility, is_local_address
 from elastic_rl.engine.loader import LOADER
 
 QWEN = ["Qwen2ForCausalLM"]
@@ -29,14 +29,14 @@ def test_invalid_server_url_is_refused(url: str) -> None:
     assert (refused.value.status, refused.value.kind) == (422, "invalid")
 
 
-def test_server_that_does_not_fit_gets_the_reason() -> None:
-    assert why_unfit(MODEL, SERVER, QWEN) == ""
-    assert "not a" in why_unfit({"architectures": ["LlamaForCausalLM"]}, SERVER, QWEN)
+def test_incompatibility_names_what_a_server_lacks() -> None:
+    assert incompatibility(MODEL, SERVER, QWEN) == ""
+    assert "not a" in incompatibility({"architectures": ["LlamaForCausalLM"]}, SERVER, QWEN)
     for loaders in (None, [], ["other.load"]):
-        assert LOADER in why_unfit(MODEL, {**SERVER, "custom_weight_loader": loaders}, QWEN)
-    assert "dp_size=2" in why_unfit(MODEL, {**SERVER, "dp_size": 2}, QWEN)
+        assert LOADER in incompatibility(MODEL, {**SERVER, "custom_weight_loader": loaders}, QWEN)
+    assert "dp_size=2" in incompatibility(MODEL, {**SERVER, "dp_size": 2}, QWEN)
 
 
-def test_address_of_another_host_is_not_local() -> None:
-    assert is_here("127.0.0.1") and is_here("localhost")
-    assert not is_here("192.0.2.1") and not is_here("no.such.host.invalid")
+def test_only_addresses_of_this_host_are_local() -> None:
+    assert is_local_address("127.0.0.1") and is_local_address("localhost")
+    assert not is_local_address("192.0.2.1") and not is_local_address("no.such.host.invalid")

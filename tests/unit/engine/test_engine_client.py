@@ -1,4 +1,4 @@
-"""The generation client: groups of one moment travel together, versions are true, failures become EngineFailed."""
+"""The generation client: batches of prompt groups, versions of samples, retries, failures as EngineFailed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ask(client, prompts, n=2):
     return asyncio.run(run())
 
 
-def test_groups_asked_for_in_one_moment_share_requests_and_each_gets_its_own_answers():
+def test_concurrent_groups_share_requests_and_each_gets_its_own_samples():
     bodies = []
     groups = ask(client_over(echo(bodies), batch=8), [[i, 7] for i in range(10)])
     assert [[s.token_ids for s in g] for g in groups] == [[[i], [i]] for i in range(10)]
@@ -48,14 +48,14 @@ def test_groups_asked_for_in_one_moment_share_requests_and_each_gets_its_own_ans
     assert bodies[0]["sampling_params"]["top_p"] == 1.0 and bodies[0]["sampling_params"]["top_k"] == -1
 
 
-def test_an_aborted_or_failed_answer_is_asked_again():
+def test_aborted_or_failed_request_is_retried():
     replies = [httpx.Response(503), httpx.Response(200, json=[answer([5], finish="abort"), answer([5])]),
                httpx.Response(200, json=[answer([5]), answer([6])])]
     [group] = ask(client_over(lambda _: replies.pop(0)), [[1]])
     assert [s.token_ids for s in group] == [[5], [6]] and not replies
 
 
-def test_a_pool_that_never_answers_ends_in_engine_failed_for_every_group():
+def test_unreachable_pool_raises_engine_failed_for_every_group():
     def down(request):
         raise httpx.ConnectError("refused")
     async def run():
@@ -65,21 +65,21 @@ def test_a_pool_that_never_answers_ends_in_engine_failed_for_every_group():
     assert all(isinstance(e, EngineFailed) and "2 attempts" in str(e) for e in asyncio.run(run()))
 
 
-def test_a_sample_over_a_weight_change_names_both_versions_and_counts_as_the_older():
+def test_sample_over_a_weight_change_names_both_versions_and_counts_as_the_older():
     sample = parse_sample(answer([5, 6], versions=("3", "4")))
     assert (sample.version, sample.versions) == (3, [3, 4])
 
 
-def test_an_engine_that_never_had_a_version_is_version_zero():
+def test_sample_of_an_engine_without_a_version_has_version_zero():
     assert parse_sample(answer([5], versions=("default",))).version == 0
 
 
 @pytest.mark.parametrize("status", [400])
-def test_a_request_that_the_engine_refuses_is_not_repeated(status):
+def test_refused_request_is_not_retried(status):
     calls = []
     def refuse(request):
         calls.append(1)
         return httpx.Response(status, text="too long")
-    with pytest.raises(EngineFailed, match="refuses"):
+    with pytest.raises(EngineFailed, match="refused"):
         ask(client_over(refuse), [[1]])
     assert len(calls) == 1

@@ -1,4 +1,4 @@
-"""The engine's state machine: whatever happens in whatever order, an unverified version never becomes routable."""
+"""The state machine of an engine: no order of events makes an unverified version routable."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_an_engine_is_routable_only_with_a_version_that_was_begun_and_verified(history):
-    life, began, seen = EngineLifecycle(), 0, []
+def test_engine_is_routable_only_with_a_version_that_was_begun_and_verified(history):
+    lifecycle, began, seen = EngineLifecycle(), 0, []
     for name, *args in history:
-        before = life
+        before = lifecycle
         try:
-            life = getattr(life, name)(*args)
+            lifecycle = getattr(lifecycle, name)(*args)
         except IllegalTransition:
-            assert life is before
+            assert lifecycle is before
             continue
         if name == "begin":
             began = args[0]
         if name == "verified":
             assert args[0] == began
             seen.append(args[0])
-        if life.routable:
-            assert seen and life.version == seen[-1] > 0
-        if life.routable and not before.routable:
+        if lifecycle.routable:
+            assert seen and lifecycle.version == seen[-1] > 0
+        if lifecycle.routable and not before.routable:
             assert name == "verified"
     assert seen == sorted(set(seen)), "a version was rolled back or applied twice"
 
 
 @given(st.lists(EVENTS, max_size=30), st.sampled_from(["torn", "died"]))
-def test_an_engine_that_was_quarantined_or_died_never_lives_again(history, end):
-    life = EngineLifecycle().up().begin(1)
-    life = life.torn("half") if end == "torn" else life.died("killed")
+def test_quarantined_or_dead_engine_accepts_no_event(history, end):
+    lifecycle = EngineLifecycle().up().begin(1)
+    lifecycle = lifecycle.torn("half") if end == "torn" else lifecycle.died("killed")
     for name, *args in history:
         with pytest.raises(IllegalTransition):
-            getattr(life, name)(*args)
+            getattr(lifecycle, name)(*args)
 
 
-def test_a_drain_during_an_update_stays_a_drain_when_the_update_is_verified():
-    life = EngineLifecycle().up().begin(1).verified(1).begin(2).drain().verified(2)
-    assert life.state is EngineState.DRAINING and life.version == 2 and not life.routable
+def test_drain_during_an_update_survives_its_verification():
+    lifecycle = EngineLifecycle().up().begin(1).verified(1).begin(2).drain().verified(2)
+    assert lifecycle.state is EngineState.DRAINING and lifecycle.version == 2 and not lifecycle.routable
 
 
-def test_a_dead_engine_keeps_the_mark_of_the_update_it_died_in():
-    life = EngineLifecycle().up().begin(1).verified(1).begin(2).died("killed")
-    assert (life.version, life.applying) == (1, 2)
+def test_dead_engine_keeps_the_version_that_was_being_applied():
+    lifecycle = EngineLifecycle().up().begin(1).verified(1).begin(2).died("killed")
+    assert (lifecycle.version, lifecycle.applying) == (1, 2)
 
 
-def test_an_update_does_not_roll_an_engine_back():
+def test_update_to_an_older_version_is_rejected():
     with pytest.raises(IllegalTransition, match="roll"):
         EngineLifecycle().up().begin(4).verified(4).begin(3)

@@ -1,4 +1,4 @@
-"""The stand-ins for packages without a CPU build: they refuse under CUDA and never replace what is installed."""
+"""The stand-ins for packages without a CPU build: not installed under CUDA or over an installed package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_rl.engine import sglang_cpu
 from elastic_rl.errors import PreflightFailed
 
 
-def test_the_stand_ins_refuse_to_install_where_cuda_is_available(monkeypatch):
+def test_stand_ins_are_not_installed_where_cuda_is_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = list(sys.meta_path)
     with pytest.raises(PreflightFailed, match="CUDA"):
@@ -20,12 +20,12 @@ def test_the_stand_ins_refuse_to_install_where_cuda_is_available(monkeypatch):
     assert sys.meta_path == before
 
 
-def test_a_package_that_is_installed_is_not_replaced(monkeypatch):
+def test_installed_package_is_not_replaced(monkeypatch):
     monkeypatch.setattr(sglang_cpu, "PACKAGES", ("json", "no_such_package_at_all"))
     assert sglang_cpu.missing() == ["no_such_package_at_all"]
 
 
-def test_a_kernel_that_the_cpu_lacks_can_be_named_but_not_run(monkeypatch):
+def test_missing_kernel_can_be_named_but_not_called(monkeypatch):
     finder = sglang_cpu.StandInFinder(["standin_pkg"])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
     module = importlib.import_module("standin_pkg.deep.er")
@@ -38,7 +38,7 @@ def test_a_kernel_that_the_cpu_lacks_can_be_named_but_not_run(monkeypatch):
             del sys.modules[name]
 
 
-def test_the_one_real_kernel_writes_each_requests_slots_into_its_row():
+def test_slot_kernel_writes_each_requests_slots_into_its_row():
     table = torch.zeros(3, 5, dtype=torch.int32)
     sglang_cpu.assign_req_to_token_pool_cpu(torch.tensor([2, 0]), table, torch.tensor([1, 0]), torch.tensor([3, 1]),
                                             torch.tensor([7, 8, 9]), 5)

@@ -1,4 +1,4 @@
-"""The stager of a scheduler: asked over its socket by who has the secret, and by nobody else."""
+"""The stager of a scheduler serves clients over its socket, and only those that have the secret."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_rl.errors import ChunkCorrupt, StagingFailed
 
 
 class Loader:
-    """Notes what it is asked; ``on_add`` may fail or take its time."""
+    """Records its calls; ``on_add`` may fail or take its time."""
 
     def __init__(self, name: str = "sum", on_add: Callable[[], object] = lambda: None) -> None:
         self.name, self.on_add = name, on_add
@@ -39,13 +39,13 @@ def start(secret: str, rank: int, loader: Loader) -> Loader:
 
 
 def stage(secret: str, *references: dict[str, Any], ranks: int = 1, timeout_s: float = 5) -> list[str]:
-    with stager.StagingClient(secret, ranks, timeout_s=timeout_s) as asking:
+    with stager.StagingClient(secret, ranks, timeout_s=timeout_s) as client:
         for reference in references:
-            asking.add(reference)
-        return asking.finish("ticket")
+            client.add(reference)
+        return client.finish("ticket")
 
 
-def test_all_ranks_stage_every_part_and_answer_in_their_order() -> None:
+def test_client_stages_every_part_on_all_ranks_and_returns_checksums_in_rank_order() -> None:
     secret = stager.new_secret()
     loaders = [start(secret, rank, Loader(f"sum-{rank}")) for rank in range(3)]
     for _ in range(2):
@@ -53,21 +53,21 @@ def test_all_ranks_stage_every_part_and_answer_in_their_order() -> None:
         assert all(loader.done == ["begin", {"x": 1}, {"y": 2}, "ticket"] for loader in loaders)
 
 
-def test_a_rank_without_a_stager_means_that_nothing_can_be_staged() -> None:
+def test_client_is_unavailable_when_a_rank_has_no_stager() -> None:
     secret = stager.new_secret()
-    with stager.StagingClient(secret, 1, timeout_s=5) as asking:
-        assert not asking.possible
-        asking.add({})
+    with stager.StagingClient(secret, 1, timeout_s=5) as client:
+        assert not client.available
+        client.add({})
     loader = start(secret, 0, Loader())
-    with stager.StagingClient(secret, 2, timeout_s=5) as asking:
-        assert not asking.possible
-        asking.add({})
+    with stager.StagingClient(secret, 2, timeout_s=5) as client:
+        assert not client.available
+        client.add({})
     assert not loader.done and stage(secret, {}) == ["sum"]
 
 
-@pytest.mark.parametrize(("raised", "told"), [
+@pytest.mark.parametrize(("raised", "reported"), [
     (ChunkCorrupt("bad"), ChunkCorrupt), (StagingFailed("no"), StagingFailed), (ValueError("shape"), StagingFailed)])
-def test_what_goes_wrong_is_told_and_the_next_version_is_staged(raised: Exception, told: type[Exception]) -> None:
+def test_stager_reports_errors_and_stages_the_next_version(raised: Exception, reported: type[Exception]) -> None:
     secret, fail = stager.new_secret(), [True]
 
     def on_add() -> None:
@@ -75,13 +75,13 @@ def test_what_goes_wrong_is_told_and_the_next_version_is_staged(raised: Exceptio
             raise raised
 
     loader = start(secret, 0, Loader(on_add=on_add))
-    with pytest.raises(told, match=str(raised)):
+    with pytest.raises(reported, match=str(raised)):
         stage(secret, {"x": 1})
     assert loader.done == ["begin"]
     assert stage(secret, {"x": 2}) == ["sum"]
 
 
-def test_a_stager_that_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_reports_that_it_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("too many open files")
 
@@ -90,7 +90,7 @@ def test_a_stager_that_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch
         stager.StagingClient(stager.new_secret(), 1, timeout_s=5)
 
 
-def test_one_that_takes_too_long_is_told_after_the_time() -> None:
+def test_client_reports_a_timeout() -> None:
     secret, go = stager.new_secret(), threading.Event()
     start(secret, 0, Loader(on_add=lambda: go.wait(10)))
     with pytest.raises(StagingFailed, match="within"):
@@ -98,16 +98,16 @@ def test_one_that_takes_too_long_is_told_after_the_time() -> None:
     go.set()
 
 
-def test_who_gives_up_half_way_leaves_the_stager_to_the_next() -> None:
+def test_stager_serves_the_next_client_after_one_that_left_early() -> None:
     secret = stager.new_secret()
     loader = start(secret, 0, Loader())
-    with stager.StagingClient(secret, 1, timeout_s=5) as asking:
-        asking.add({"x": 1})
+    with stager.StagingClient(secret, 1, timeout_s=5) as client:
+        client.add({"x": 1})
     assert loader.done == ["begin", {"x": 1}]
     assert stage(secret, {"x": 2}) == ["sum"]
 
 
-def test_a_stranger_stages_nothing() -> None:
+def test_stager_refuses_clients_without_the_secret() -> None:
     secret = stager.new_secret()
     loader = start(secret, 0, Loader())
     address = stager._address(secret, 0)
@@ -119,6 +119,6 @@ def test_a_stranger_stages_nothing() -> None:
                 stranger.recv_bytes()
     assert not loader.done
     with Client(address, family="AF_UNIX") as friend:
-        friend.send_bytes(json.dumps({"secret": secret, "do": "dance"}).encode())
-        assert "dance" in friend.recv_bytes().decode()
+        friend.send_bytes(json.dumps({"secret": secret, "do": "unknown"}).encode())
+        assert "unknown" in friend.recv_bytes().decode()
     assert stage(secret, {}) == ["sum"]

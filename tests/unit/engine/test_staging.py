@@ -1,4 +1,4 @@
-"""Weights beside the live ones: the live model notices nothing until they are exchanged, and then has exactly them."""
+"""Staged weights: the live model does not change until they are exchanged, and then equals the version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_rl.errors import EngineFailed
 
 
 class Stacked(nn.Parameter):
-    """A parameter of a class of its own that knows how it is loaded, as SGLang's do."""
+    """A parameter subclass that knows how it is loaded, as SGLang's do."""
 
 
 class Layer(nn.Module):
@@ -84,9 +84,9 @@ IDS = torch.tensor([[0, 3, 4]])
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-def test_the_live_model_is_always_the_version_that_was_exchanged_last(seeds):
+def test_live_model_equals_the_version_that_was_exchanged_last(seeds):
     model = loaded(version(99))
-    staging, addresses = Staging.of(model, 1 << 20), set()
+    staging, addresses = Staging.from_model(model, 1 << 20), set()
     before = model(IDS)
     for seed in seeds:
         found = staging.fill(version(seed))
@@ -95,14 +95,14 @@ def test_the_live_model_is_always_the_version_that_was_exchanged_last(seeds):
         assert torch.equal(model(IDS), loaded(version(seed))(IDS))
         assert model.head.weight is model.embed.weight
         own = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("scale"))]
-        assert found == Staging.of(loaded(version(seed)), 1 << 20).fill(version(seed))
+        assert found == Staging.from_model(loaded(version(seed)), 1 << 20).fill(version(seed))
         addresses.add(frozenset(t.data_ptr() for _, t in own))
         before = model(IDS)
-    assert len(addresses) <= 2, "the two sets of weights are the same two all the time"
+    assert len(addresses) <= 2, "more than two sets of weights were allocated"
 
 
-def test_the_checksum_tells_one_element_and_one_dtype_from_another():
-    staging = Staging.of(Model(), 1 << 20)
+def test_checksum_differs_when_one_element_differs():
+    staging = Staging.from_model(Model(), 1 << 20)
     tensors = version(1)
     sums = [staging.fill(tensors), staging.fill(tensors)]
     tensors[3][1][0] += 1e-6
@@ -110,19 +110,19 @@ def test_the_checksum_tells_one_element_and_one_dtype_from_another():
     assert sums[0] == sums[1] != sums[2]
 
 
-def test_another_dtype_is_converted_as_the_model_converts_it():
+def test_staging_converts_dtypes_as_the_model_does():
     model = Model()
-    staging = Staging.of(model, 1 << 20)
+    staging = Staging.from_model(model, 1 << 20)
     staging.fill(version(1, dtype=torch.bfloat16))
     staging.exchange()
     assert torch.equal(model.embed.weight, version(1, dtype=torch.bfloat16)[0][1].float())
 
 
 @pytest.mark.parametrize("broken", [lambda v: v[:-3] + v[-2:], lambda v: v[1:]])
-def test_a_version_that_leaves_a_parameter_unset_is_refused_and_changes_nothing(broken):
+def test_staging_rejects_a_version_that_leaves_a_parameter_unset(broken):
     model = loaded(version(1))
     before = {n: checksum(p) for n, p in model.state_dict().items()}
-    staging = Staging.of(model, 1 << 20)
+    staging = Staging.from_model(model, 1 << 20)
     with pytest.raises(EngineFailed, match="unset"):
         staging.fill(broken(version(2)))
     assert {n: checksum(p) for n, p in model.state_dict().items()} == before
@@ -131,30 +131,30 @@ def test_a_version_that_leaves_a_parameter_unset_is_refused_and_changes_nothing(
     assert torch.equal(model(IDS), loaded(version(2))(IDS))
 
 
-def test_nan_in_a_version_is_refused():
+def test_staging_rejects_nan():
     tensors = version(1)
     tensors[0][1][0, 0] = float("nan")
     with pytest.raises(EngineFailed, match=r"embed\.weight"):
-        Staging.of(Model(), 1 << 20).fill(tensors)
+        Staging.from_model(Model(), 1 << 20).fill(tensors)
 
 
 @pytest.mark.parametrize("keep", [lambda p: p.t(), lambda p: [p.clone()], lambda p: {"k": (p.clone(),)}])
-def test_a_model_that_keeps_tensors_derived_from_its_weights_is_not_staged(keep):
+def test_model_with_tensors_derived_from_its_weights_is_not_staged(keep):
     model = Model()
-    assert Staging.of(model, 1 << 20) is not None
+    assert Staging.from_model(model, 1 << 20) is not None
     model.layers[1].derived = keep(model.layers[1].gate_up.data)
-    assert Staging.of(model, 1 << 20) is None
+    assert Staging.from_model(model, 1 << 20) is None
 
 
-def test_a_model_over_the_limit_is_not_staged():
+def test_model_over_the_limit_is_not_staged():
     nbytes = sum(p.nbytes for p in Model().parameters()) + 2 * 32
-    assert Staging.of(Model(), nbytes) is not None
-    assert Staging.of(Model(), nbytes - 1) is None
+    assert Staging.from_model(Model(), nbytes) is not None
+    assert Staging.from_model(Model(), nbytes - 1) is None
 
 
-def test_a_model_that_works_while_it_is_staged_computes_the_same_all_the_time():
+def test_live_model_computes_the_same_while_versions_are_staged():
     model = loaded(version(1))
-    staging = Staging.of(model, 1 << 20)
+    staging = Staging.from_model(model, 1 << 20)
     expected, stop, seen = model(IDS), threading.Event(), []
 
     def work() -> None:
@@ -171,8 +171,8 @@ def test_a_model_that_works_while_it_is_staged_computes_the_same_all_the_time():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data())
-def test_no_block_of_rows_or_columns_can_be_left_out(shape, data):
-    """What loaders may leave out: a run of rows (of any of the leading dimensions), or a run of columns."""
+def test_poison_reveals_every_skipped_block_of_rows_or_columns(shape, data):
+    """A loader may skip a run of rows (of any of the leading dimensions), or a run of columns."""
     tensor = torch.zeros(shape)
     poison([tensor])
     kept = tensor.clone()
@@ -181,14 +181,14 @@ def test_no_block_of_rows_or_columns_can_be_left_out(shape, data):
     start = data.draw(st.integers(0, rows.shape[along] - 1))
     stop = data.draw(st.integers(start + 1, rows.shape[along]))
     rows.fill_(1.0)
-    require_covered([("all of it", tensor)])
+    require_covered([("complete", tensor)])
     rows.narrow(along, start, stop - start).copy_(kept_rows.narrow(along, start, stop - start))
     with pytest.raises(EngineFailed, match="unset"):
-        require_covered([("a part of it", tensor)])
+        require_covered([("incomplete", tensor)])
 
 
 @given(st.integers(1, 400), st.integers(2, 400), st.data())
-def test_few_blocks_within_a_matrix_can_be_left_out(rows, columns, data):
+def test_poison_reveals_skipped_blocks_of_three_rows_worth_of_elements(rows, columns, data):
     """A block of an expert in a stack of them: a run of rows, and of these a run of columns."""
     tensor = torch.ones(rows, columns)
     poison([tensor])
@@ -200,7 +200,7 @@ def test_few_blocks_within_a_matrix_can_be_left_out(rows, columns, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("bits", ["nan", "-nan"])
-def test_one_nan_is_seen_and_infinities_are_none(dtype, bits):
+def test_coverage_check_finds_one_nan_and_accepts_infinities(dtype, bits):
     tensor = torch.tensor([1.0, 2.0, -3.0] if dtype is torch.float8_e4m3fn else [1.0, float("inf"), -float("inf")])
     require_covered([("w", tensor.to(dtype))])
     tensor[1] = float(bits)

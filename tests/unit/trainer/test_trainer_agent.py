@@ -1,4 +1,4 @@
-"""What the agent refuses before it starts a rank."""
+"""The agent refuses what the trainer does not support before it starts a rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from elastic_rl.trainer import agent
 
 
 @pytest.fixture(autouse=True)
-def no_tie_to_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "die_with_parent", lambda: None)  # the parent here is whoever started the tests
+def no_parent_death_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "die_with_parent", lambda: None)  # here the parent of the test run
 
 
 def context(folder: Path, model: dict, **values: dict) -> str:
@@ -28,17 +28,17 @@ def context(folder: Path, model: dict, **values: dict) -> str:
     ({"model_type": "llama"}, "'llama'"),
     ({"model_type": "qwen3", "tie_word_embeddings": True}, "tied embeddings"),
     ({"model_type": "qwen3", "rope_scaling": {"rope_type": "yarn"}}, "yarn")])
-def test_a_model_that_the_trainer_cannot_take_is_named_and_no_rank_is_started(
+def test_unsupported_model_is_named_and_no_rank_is_started(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict, named: str) -> None:
     assert agent.main(["--context", context(tmp_path, model)]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_a_dtype_that_the_trainer_cannot_take_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_dtype_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert agent.main(["--context", context(tmp_path, {}, device={"dtype": "bfloat16"})]) == 2
     assert "device.dtype" in capsys.readouterr().err
 
 
-def test_a_context_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert agent.main(["--context", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err

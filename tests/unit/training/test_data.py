@@ -19,7 +19,6 @@ from elastic_rl.etcd.records import LedgerEntry
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.rewards.registry import REWARDS
 
-# Examples are not timed: the tests share the machine with others that start real processes.
 thorough = settings(deadline=None, max_examples=60)
 
 # -- tasks ------------------------------------------------------------------------------------------------------
@@ -27,16 +26,16 @@ thorough = settings(deadline=None, max_examples=60)
 
 @thorough
 @given(st.integers(5, 120), st.floats(0.05, 0.8), st.integers(0, 9))
-def test_heldout_and_train_share_no_problem_and_cover_all(below: int, fraction: float, seed: int) -> None:
+def test_eval_and_train_problems_are_disjoint_and_complete(below: int, fraction: float, seed: int) -> None:
     task = Addition(DataConfig(operand_below=below, eval_fraction=fraction), seed)
-    train, held_out = {p.text for p in task.train}, {p.text for p in task.eval}
-    assert not train & held_out
-    assert len(train) + len(held_out) == len(task.train) + len(task.eval) == below**2
+    train, evaluated = {p.text for p in task.train}, {p.text for p in task.eval}
+    assert not train & evaluated
+    assert len(train) + len(evaluated) == len(task.train) + len(task.eval) == below**2
 
 
 @thorough
 @given(st.one_of(st.integers(5, 40), st.sampled_from([100, 101, 500])), st.sampled_from(["normal", "reversed"]))
-def test_every_prompt_and_answer_has_one_length_and_is_right(below: int, order: str) -> None:
+def test_prompts_and_answers_have_one_length_and_are_right(below: int, order: str) -> None:
     task = Addition(DataConfig(operand_below=below, answer_order=order), 3)
     for p in task.train[:200] + task.eval[:50]:
         left, right = p.text.split("=")
@@ -45,13 +44,13 @@ def test_every_prompt_and_answer_has_one_length_and_is_right(below: int, order: 
         assert p.answer_ids == [*encode(right), EOS_ID] and len(p.answer_ids) == task.response_len
 
 
-def test_the_seed_alone_decides_the_split() -> None:
+def test_split_depends_on_the_seed_only() -> None:
     one, again, other = (Addition(DataConfig(), s) for s in (4, 4, 5))
     assert one.train == again.train and one.eval == again.eval
     assert {p.text for p in one.eval} != {p.text for p in other.eval}
 
 
-def test_only_the_right_answer_that_ends_is_rewarded() -> None:
+def test_exact_match_rewards_only_the_complete_right_answer() -> None:
     problem = Addition(DataConfig(), 0).train[0]
     reward, right = REWARDS["exact_match"], problem.answer_ids
     assert reward(problem, right) == 1.0 == reward(problem, tuple(right))
@@ -64,19 +63,19 @@ def test_only_the_right_answer_that_ends_is_rewarded() -> None:
 
 @thorough
 @given(st.text(CHARACTERS, min_size=1, max_size=12))
-def test_the_tokenizer_has_one_token_a_character_and_reads_back_what_it_wrote(text: str) -> None:
+def test_tokenizer_has_one_token_per_character_and_round_trips(text: str) -> None:
     tokenizer = make_tokenizer()
     ids = tokenizer(text)["input_ids"]
     assert ids == encode(text) and len(ids) == len(text)
     assert tokenizer.decode(ids) == text
 
 
-def test_ids_fit_the_models_vocabulary() -> None:
+def test_token_ids_fit_the_models_vocabulary() -> None:
     assert max(VOCABULARY.values()) < VOCAB_SIZE
     assert sorted(VOCABULARY.values()) == list(range(len(VOCABULARY)))
 
 
-def test_the_model_folder_is_complete_seeded_and_leaves_the_random_state_alone(tmp_path: Path) -> None:
+def test_model_folder_is_complete_and_seeded_and_keeps_the_random_state(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config
 
@@ -96,7 +95,7 @@ def test_the_model_folder_is_complete_seeded_and_leaves_the_random_state_alone(t
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
-def test_an_existing_model_folder_is_kept(tmp_path: Path) -> None:
+def test_existing_model_folder_is_kept(tmp_path: Path) -> None:
     from elastic_rl.data.tiny_model import make_model_dir
 
     first = (make_model_dir(tmp_path / "m", Config(seed=1)) / "model.safetensors").read_bytes()
@@ -108,25 +107,25 @@ def test_an_existing_model_folder_is_kept(tmp_path: Path) -> None:
 
 @thorough
 @given(st.integers(1, 50), st.integers(0, 5), st.integers(0, 4))
-def test_an_epoch_covers_every_problem_exactly_once(n: int, seed: int, epoch: int) -> None:
+def test_epoch_covers_every_problem_exactly_once(n: int, seed: int, epoch: int) -> None:
     assert sorted(PromptOrder(n, seed).groups(epoch * n, n)) == list(range(n))
 
 
 @thorough
 @given(st.integers(1, 30), st.integers(0, 5), st.integers(0, 100), st.integers(0, 80))
-def test_any_window_equals_the_slice_of_the_whole(n: int, seed: int, first: int, count: int) -> None:
+def test_any_range_of_ordinals_equals_the_slice_of_the_whole(n: int, seed: int, first: int, count: int) -> None:
     order = PromptOrder(n, seed)
     whole = PromptOrder(n, seed).groups(0, first + count)
     assert order.groups(first, count) == whole[first:]
-    assert order.groups(0, min(5, count)) == whole[:min(5, count)]  # going back is as good as going on
+    assert order.groups(0, min(5, count)) == whole[:min(5, count)]  # going back
 
 
-def test_epochs_and_seeds_are_shuffled_differently() -> None:
+def test_epochs_and_seeds_have_different_shuffles() -> None:
     order = PromptOrder(200, 0)
     assert order.groups(0, 200) != order.groups(200, 200) != PromptOrder(200, 1).groups(200, 200)
 
 
-def test_an_order_refuses_negative_ordinals_and_no_problems() -> None:
+def test_order_rejects_negative_ordinals_and_an_empty_problem_list() -> None:
     with pytest.raises(ValueError, match="at least one"):
         PromptOrder(0, 0)
     with pytest.raises(ValueError, match="count from 0"):
@@ -141,7 +140,7 @@ def _context() -> RunContext:
                       model_dir="/m")
 
 
-def test_a_run_context_reads_back_as_it_was_saved_and_is_private(tmp_path: Path) -> None:
+def test_run_context_round_trips_through_a_private_file(tmp_path: Path) -> None:
     path = _context().save(tmp_path / "deep" / "context.json")
     assert RunContext.load(path) == _context()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -150,7 +149,7 @@ def test_a_run_context_reads_back_as_it_was_saved_and_is_private(tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}", '{"nope": 1}'])
-def test_a_missing_or_broken_run_context_is_a_config_error_naming_it(tmp_path: Path, content: str | None) -> None:
+def test_missing_or_invalid_run_context_raises_config_error_with_its_name(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "context.json"
     if content is not None:
         path.write_text(content)
@@ -168,7 +167,7 @@ def _clean(steps: int, per_step: int) -> list[LedgerEntry]:
 
 @thorough
 @given(st.integers(1, 12), st.integers(1, 6), st.data())
-def test_the_audit_finds_every_planted_loss_and_duplicate(steps: int, per_step: int, data: st.DataObject) -> None:
+def test_audit_finds_every_lost_and_duplicated_group(steps: int, per_step: int, data: st.DataObject) -> None:
     from elastic_rl.data.ledger import audit_entries
 
     entries = _clean(steps, per_step)
@@ -183,16 +182,7 @@ def test_the_audit_finds_every_planted_loss_and_duplicate(steps: int, per_step: 
     assert found.lost == sorted(lost) and found.duplicated == sorted(twice)
 
 
-def test_a_group_that_was_dropped_on_the_record_is_not_lost() -> None:
-    from elastic_rl.data.ledger import audit_entries
-
-    entries = _clean(3, 4)
-    entries[1] = entries[1].replace(groups=[4, 5, 6], dropped=[7])
-    found = audit_entries(entries, up_to_step=3, per_step=4)
-    assert (found.lost, found.duplicated) == ([], [])
-
-
-def test_entries_after_the_audited_step_do_not_count() -> None:
+def test_audit_ignores_entries_after_its_last_step() -> None:
     from elastic_rl.data.ledger import audit_entries
 
     late = _clean(1, 4)[0].replace(step=5)

@@ -1,4 +1,4 @@
-"""Pure pieces of the roles: when a pool is in sync, how a step's seconds add up."""
+"""Pure parts of the roles: when a pool is in sync, how the seconds of a step add up, when a run ends early."""
 
 import json
 import time
@@ -18,40 +18,40 @@ def engine(state=EngineState.READY, version=5, applying=0):
     return Engine(id="e", pool="rollout", state=state, epoch=1, version=version, applying=applying)
 
 
-def test_a_pool_without_a_ready_engine_is_not_in_sync():
+def test_pool_without_a_ready_engine_is_not_in_sync():
     assert not in_sync([], 1)
     assert not in_sync([engine(EngineState.STARTING)], 1)
 
 
-def test_one_routable_engine_behind_the_version_holds_the_step_up():
+def test_routable_engine_with_an_older_version_is_not_in_sync():
     assert in_sync([engine(version=5), engine(version=6)], 5)
     assert not in_sync([engine(version=4), engine(version=5)], 5)
 
 
-def test_an_engine_that_starts_or_was_quarantined_holds_nothing_up():
+def test_engines_that_are_not_routable_do_not_count():
     for state in (EngineState.STARTING, EngineState.QUARANTINED, EngineState.DEAD, EngineState.DRAINING):
         assert in_sync([engine(), engine(state, version=0)], 5)
 
 
 @given(st.integers(0, 9))
-def test_an_engine_that_is_applying_is_never_in_sync(version):
+def test_engine_that_is_applying_a_version_is_not_in_sync(version):
     assert not in_sync([engine(version=9, applying=10)], version)
 
 
-def test_the_phases_of_a_step_add_up_to_its_total():
-    watch = StepTimer()
-    with watch.phase("total"):
-        with watch.phase("generate"):
+def test_phases_of_a_step_add_up_to_its_total():
+    timer = StepTimer()
+    with timer.phase("total"):
+        with timer.phase("generate"):
             time.sleep(0.002)
-        with watch.phase("train"):
+        with timer.phase("train"):
             time.sleep(0.004)
-    seconds = watch.seconds(inside={"publish_stall": ("train", 0.001)})
+    seconds = timer.seconds(inside={"publish_stall": ("train", 0.001)})
     total = seconds.pop("total")
     assert abs(sum(seconds.values()) - total) < 1e-9
     assert seconds["publish_stall"] == 0.001
 
 
-def test_a_half_written_last_line_of_the_run_log_is_not_read(tmp_path):
+def test_incomplete_last_line_of_the_run_log_is_skipped(tmp_path):
     log = RunLog(tmp_path / "steps.jsonl")
     log.write("step", step=1)
     with log.path.open("a") as f:
@@ -59,7 +59,7 @@ def test_a_half_written_last_line_of_the_run_log_is_not_read(tmp_path):
     assert [r["step"] for r in read_records(log.path)] == [1]
 
 
-def test_a_run_ends_early_only_after_two_evaluations_in_a_row_at_the_goal():
+def test_run_ends_early_only_after_two_consecutive_evaluations_at_the_goal():
     assert not reached([], 0.9) and not reached([0.95], 0.9)
     assert not reached([0.95, 0.8, 0.95], 0.9)
     assert reached([0.2, 0.9, 0.95], 0.9)

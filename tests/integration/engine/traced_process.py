@@ -1,7 +1,7 @@
 """Parts of a run in a process of their own, which trace.
 
-    traced.py publish CONTEXT   publishes the weights of the head again, as a new version
-    traced.py ask CONTEXT       the rollout role asks the engines for a sample of the head
+    traced_process.py publish CONTEXT   publishes the weights of the head again, as a new version
+    traced_process.py ask CONTEXT       the rollout role asks the engines for a sample of the head
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def ledger(etcd: EtcdClient, keys: Keys) -> Ledger:
     return Ledger(etcd, keys)
 
 
-def test_what_is_recorded_reads_back_in_step_order_and_audits_clean(ledger: Ledger) -> None:
+def test_entries_are_read_in_step_order_and_audit_clean(ledger: Ledger) -> None:
     for step in (3, 1, 2):
         ledger.record(entry(step))
     assert ledger.entries() == [entry(1), entry(2), entry(3)]
@@ -36,7 +36,7 @@ def test_what_is_recorded_reads_back_in_step_order_and_audits_clean(ledger: Ledg
     assert (found.lost, found.duplicated) == ([], [])
 
 
-def test_recording_the_same_entry_again_changes_nothing(ledger: Ledger, etcd: EtcdClient, keys: Keys) -> None:
+def test_recording_an_entry_is_idempotent(ledger: Ledger, etcd: EtcdClient, keys: Keys) -> None:
     ledger.record(entry(1))
     before = etcd.get(keys.ledger(1))
     ledger.record(entry(1))
@@ -50,25 +50,25 @@ def test_another_entry_for_a_recorded_step_is_a_conflict(ledger: Ledger) -> None
     assert ledger.entries() == [entry(1)]
 
 
-def test_a_rewind_deletes_the_entries_after_the_step_and_only_those(ledger: Ledger) -> None:
+def test_rewind_deletes_the_entries_after_the_step_only(ledger: Ledger) -> None:
     for step in range(1, 8):
         ledger.record(entry(step))
     assert ledger.rewind(4) == [5, 6, 7]
     assert [e.step for e in ledger.entries()] == [1, 2, 3, 4]
     assert ledger.rewind(4) == []
-    ledger.record(entry(5).replace(samples=5))  # the step is free again
+    ledger.record(entry(5).replace(samples=5))  # the step can be recorded again
     found = ledger.audit(5, PER_STEP)
     assert (found.lost, found.duplicated) == ([], [])
 
 
-def test_a_rewind_of_more_entries_than_one_transaction_holds_deletes_all(ledger: Ledger) -> None:
+def test_rewind_deletes_more_entries_than_one_transaction_takes(ledger: Ledger) -> None:
     for step in range(1, 231):
         ledger.record(entry(step))
     assert ledger.rewind(3) == list(range(4, 231))
     assert [e.step for e in ledger.entries()] == [1, 2, 3]
 
 
-def test_an_older_epoch_can_neither_record_nor_rewind(ledger: Ledger, etcd: EtcdClient, keys: Keys) -> None:
+def test_older_epoch_can_neither_record_nor_rewind(ledger: Ledger, etcd: EtcdClient, keys: Keys) -> None:
     ledger.record(entry(1))
     raise_epoch_to(etcd, keys, 2)
     for write in (lambda: ledger.record(entry(2, epoch=1)), lambda: ledger.rewind(0, epoch=1)):
@@ -78,29 +78,29 @@ def test_an_older_epoch_can_neither_record_nor_rewind(ledger: Ledger, etcd: Etcd
     ledger.record(entry(2, epoch=2))
 
 
-def test_a_write_that_is_overtaken_by_a_new_epoch_is_refused(ledger: Ledger, etcd: EtcdClient, keys: Keys,
+def test_write_during_which_a_new_epoch_begins_is_refused(ledger: Ledger, etcd: EtcdClient, keys: Keys,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    txn, overtaken = etcd.txn, []
+    txn, raised = etcd.txn, []
 
-    def overtake_then_txn(*args, **kwargs):
-        if not overtaken:
-            overtaken.append(True)
+    def raise_epoch_then_txn(*args, **kwargs):
+        if not raised:
+            raised.append(True)
             raise_epoch_to(etcd, keys, 2)  # after the ledger read the epoch, before it writes
         return txn(*args, **kwargs)
 
-    monkeypatch.setattr(etcd, "txn", overtake_then_txn)
+    monkeypatch.setattr(etcd, "txn", raise_epoch_then_txn)
     with pytest.raises(Fenced):
         ledger.record(entry(1))
-    assert overtaken and ledger.entries() == []
+    assert raised and ledger.entries() == []
 
 
-def test_nothing_is_recorded_in_a_run_without_an_epoch(etcd: EtcdClient, keys: Keys) -> None:
-    with pytest.raises(Fenced, match="no epoch"):
+def test_run_without_an_epoch_records_nothing(etcd: EtcdClient, keys: Keys) -> None:
+    with pytest.raises(Fenced, match="epoch"):
         Ledger(etcd, keys).record(entry(1))
     assert Ledger(etcd, keys).rewind(0) == []
 
 
-def test_the_audit_names_a_step_that_was_never_entered(ledger: Ledger) -> None:
+def test_audit_names_a_step_that_was_never_recorded(ledger: Ledger) -> None:
     for step in (1, 3):
         ledger.record(entry(step))
     assert ledger.audit(3, PER_STEP).lost == [4, 5, 6, 7]

@@ -1,0 +1,91 @@
+"""What a fault is, and what every fault reads and acts on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from elastic_rl.config import Config
+from elastic_rl.coordinator.client.admin_client import AdminClient
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import members
+from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
+from elastic_rl.roles.rollout_pool import ROLLOUT_POOL, engines
+from elastic_rl.runtime import wait_until
+
+INJECT_TIMEOUT_S = 60.0
+
+
+class Fault(Protocol):
+    """One fault. ``inject`` returns (target, witness) once the fault was seen to happen.
+
+    ``detected``: whether the control plane reports it; ``healed``: whether the job works as before.
+    """
+
+    name: str
+
+    def inject(self) -> tuple[str, str]: ...
+
+    def detected(self) -> bool: ...
+
+    def healed(self) -> bool: ...
+
+
+class FaultContext:
+    """The running job: its configuration, its records in etcd, and the admin API."""
+
+    def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient) -> None:
+        self.cfg, self.etcd, self.keys, self.api = cfg, etcd, keys, api
+
+    def engines(self) -> list[Engine]:
+        return engines(self.etcd, self.keys)
+
+    def ready(self) -> set[str]:
+        """Ids of the engines that are ready."""
+        return {e.id for e in self.engines() if e.state is EngineState.READY}
+
+    def pool(self) -> PoolStatus | None:
+        found = self.etcd.get(self.keys.pool_status(ROLLOUT_POOL))
+        return PoolStatus.decode(found.value) if found else None
+
+    def step(self) -> int:
+        """RL steps that the job has done; 0 before the RL phase."""
+        status = self._status()
+        return status.step if status and status.phase == "rl" else 0
+
+    def finished(self) -> bool:
+        status = self._status()
+        return status is not None and status.phase in ("finished", "failed")
+
+    def leader(self) -> Leader | None:
+        items, _ = self.etcd.range(self.keys.leader_prefix())
+        return Leader.decode(min(items, key=lambda kv: kv.create_revision).value) if items else None
+
+    def trainer_ranks(self) -> list[Member]:
+        return members(self.etcd, self.keys, "trainer")
+
+    def has_event(self, kind: str, since: float, subject: str = "") -> bool:
+        """Whether there is an event of a kind since a unix second; of one subject, or of any."""
+        return any(e.kind == kind and e.at >= since and subject in (e.subject, "")
+                   for e in events.recent(self.etcd, self.keys, limit=200))
+
+    def _status(self) -> JobStatus | None:
+        found = self.etcd.get(self.keys.job_status())
+        return JobStatus.decode(found.value) if found else None
+
+
+def kill(pid: int) -> str:
+    """kill -9 of one process; returns the witness that it has ended."""
+    process = psutil.Process(pid)
+    program, *args = process.cmdline()
+    name = " ".join([Path(program).name, *args[:3]])[:80]
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
+               timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
+    return f"pid {pid} ({name}) was sent SIGKILL and seen to end"

@@ -1,0 +1,49 @@
+"""What a compute plane may leave on this machine when it is killed: processes, and files outside the cluster's folder.
+
+Processes have the mark of their cluster in their environment (``processes.RUN_MARK``). Files in /dev/shm and in the
+temp folder have the tag of their owner in their name. The process that ends or replaces an owner removes the files of
+its tag; a sweep removes those of the whole cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from pathlib import Path
+
+from elastic_rl.host import processes
+
+TAG_ENV = "ELASTIC_RL_FILE_TAG"
+"""Environment variable with the tag for the files of a process."""
+SHM = Path("/dev/shm")
+
+
+def file_tag(cluster_dir: Path, part: str = "", start: str = "") -> str:
+    """Tag of all files of a cluster, of one part of it (an engine's id), or of one start of that part.
+
+    Each tag is a prefix of the narrower ones and of no other.
+    """
+    digest = hashlib.sha256(str(cluster_dir.resolve()).encode()).hexdigest()[:12]
+    return "".join(f"{re.sub('[^A-Za-z0-9_-]', '_', name)}." for name in (f"erl-{digest}", part, start) if name)
+
+
+def tagged_files(tag: str) -> list[Path]:
+    """Shared-memory segments, temporary files and sockets whose names carry ``tag``."""
+    return [path for folder in (SHM, Path(tempfile.gettempdir())) for path in folder.glob(f"*{tag}*")]
+
+
+def remove_files(tag: str) -> list[Path]:
+    """Unlinks the files of a tag and returns them. Call it when their owner has ended: files in use are unlinked too.
+    """
+    found = tagged_files(tag)
+    for path in found:
+        path.unlink(missing_ok=True)
+    return found
+
+
+def sweep(cluster_dir: Path) -> list[int]:
+    """Ends every process of the cluster's compute plane and removes its files; returns the pids that it ended."""
+    ended = processes.sweep(str(cluster_dir.resolve()))
+    remove_files(file_tag(cluster_dir))
+    return ended

@@ -1,0 +1,192 @@
+"""The supervisor of the driver, on real etcd and with real processes: a stub takes the driver's place."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.etcd_server import EtcdServers
+
+from elastic_rl import config
+from elastic_rl.coordinator.operations.state_machine import JOB
+from elastic_rl.driver.restart_requests import open_requests
+from elastic_rl.driver.supervisor import DriverSupervisor
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import wait_until
+
+_STUB = Path(__file__).with_name("stub_driver.py")
+
+
+class SupervisedJob:
+    """A job whose driver is a stub, and its supervisor in a thread."""
+
+    def __init__(self, endpoints: list[str], keys: Keys, etcd: EtcdClient, folder: Path) -> None:
+        cfg = config.parse({"job": keys.job, "run_dir": str(folder),
+                            "etcd": {"call_timeout_s": 2.0, "retry_budget_s": 1.0}})
+        self.ctx = RunContext(config=cfg, etcd_endpoints=endpoints, job=keys.job, epoch=0, model_dir="")
+        self.etcd, self.keys = etcd, keys
+        self.code: int | None = None
+        self._stopping = False
+
+    def start(self, behaviour: str) -> None:
+        context = self.ctx.save(self.ctx.config.cluster_dir / "run.json")
+        self._client = self.ctx.connect()
+        self._supervisor = DriverSupervisor(
+            self.ctx, self._client, [sys.executable, str(_STUB), behaviour, "--context", str(context)], env={},
+            on_tick=self._tick)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.code = self._supervisor.run()
+        except KeyboardInterrupt:
+            pass
+
+    def _tick(self) -> None:
+        if self._stopping:
+            raise KeyboardInterrupt  # as Ctrl-C does in the thread that runs the supervisor
+
+    def starts(self) -> list[str]:
+        """Ids of the drivers that were started."""
+        path = self.ctx.config.cluster_dir / "starts"
+        return path.read_text().split() if path.exists() else []
+
+    def await_driver(self, number: int) -> int:
+        """The epoch of the driver of this number, once it has begun it."""
+        def begun() -> int:
+            found = self.etcd.get(self.keys.epoch())
+            started = self.starts()
+            holds = found and len(started) >= number and Epoch.decode(found.value).holder == started[number - 1]
+            return found.version if holds else 0
+
+        return wait_until(begun, timeout_s=60, what=f"driver {number}")
+
+    def driver(self) -> psutil.Process:
+        [process] = [p for p in psutil.process_iter(["cmdline"]) if self.starts()[-1] in (p.info["cmdline"] or [])]
+        return process
+
+    def request_restart(self) -> None:
+        """As the leader does it: the request, and the end of the epoch, in one transaction."""
+        epoch = fencing.current_epoch(self.etcd, self.keys)
+        found = self.etcd.get(self.keys.restart(JOB))
+        before = RestartRequest.decode(found.value) if found else RestartRequest(target=JOB, generation=0)
+        request = before.replace(generation=before.generation + 1, epoch=epoch)
+        guard, end = fencing.ending(self.keys, epoch, holder="global restart")
+        assert self.etcd.txn([guard], [end, Op.put(self.keys.restart(JOB), request.encode())]).succeeded
+
+    def finish(self) -> int:
+        """Lets the driver end with the job; the supervisor's exit code."""
+        self.etcd.put(self.keys.job_status(), JobStatus(phase="finished").encode())
+        return self.end()
+
+    def end(self) -> int:
+        self._thread.join(60)
+        assert self.code is not None, "the supervisor has not ended"
+        return self.code
+
+    def events(self) -> list[str]:
+        return [e.message for e in events.recent(self.etcd, self.keys) if e.kind == "run.global_restart"]
+
+    def close(self) -> None:
+        self._stopping = True
+        self._thread.join(60)
+        self._client.close()
+
+
+@pytest.fixture
+def job(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[SupervisedJob]:
+    job = SupervisedJob(etcd_servers.endpoints, keys, etcd, tmp_path)
+    yield job
+    job.close()
+
+
+def await_polls() -> None:
+    """Long enough for the supervisor to read the requests twice: what must not happen would have happened."""
+    time.sleep(2.5)
+
+
+@pytest.mark.parametrize("behaviour", ["works", "hangs"])
+def test_requested_restart_of_the_job_is_carried_out_once(job: SupervisedJob, behaviour: str) -> None:
+    """A driver that works ends when it is fenced off, before the supervisor has seen the request; one that hangs has to
+    be killed for it."""
+    job.start(behaviour)
+    first = job.await_driver(1)
+    before = job.driver()
+    job.request_restart()
+    second = job.await_driver(2)
+    assert second == first + 2, "the request began one epoch, the new driver another"
+    assert not before.is_running()
+    wait_until(lambda: not open_requests(job.etcd, job.keys), timeout_s=10, what="the acknowledgement")
+    await_polls()
+    assert len(job.starts()) == 2 and job.driver().is_running()
+    assert job.events() == [], "the leader has reported this restart"
+
+
+def test_request_that_a_newer_driver_has_carried_out_is_only_acknowledged(job: SupervisedJob) -> None:
+    """The request came while the driver was starting: it ended the epoch before the one that this driver began."""
+    epoch = fencing.raise_epoch(job.etcd, job.keys, holder="an earlier driver").number
+    job.start("works")
+    job.await_driver(1)
+    job.etcd.put(job.keys.restart(JOB), RestartRequest(target=JOB, generation=1, epoch=epoch - 1).encode())
+    wait_until(lambda: not open_requests(job.etcd, job.keys), timeout_s=10, what="the acknowledgement")
+    await_polls()
+    assert len(job.starts()) == 1 and job.finish() == 0
+
+
+def test_request_from_before_the_first_start_is_carried_out_by_it(job: SupervisedJob) -> None:
+    job.request_restart()
+    job.start("works")
+    job.await_driver(1)
+    assert not open_requests(job.etcd, job.keys)
+    await_polls()
+    assert len(job.starts()) == 1 and job.finish() == 0
+
+
+@pytest.mark.parametrize("behaviour", ["crashes", "crashes-later"])
+def test_driver_that_crashes_without_progress_is_restarted_three_times(job: SupervisedJob, behaviour: str) -> None:
+    job.start(behaviour)
+    assert job.end() == 1
+    assert len(job.starts()) == 4
+    assert [m.rpartition(" ")[2] for m in job.events()] == ["1", "2", "3", "4"]
+
+
+def test_end_of_a_driver_that_another_one_fenced_off_is_not_reported(job: SupervisedJob) -> None:
+    job.start("works")
+    job.await_driver(1)
+    fencing.raise_epoch(job.etcd, job.keys, holder="a driver on another host")
+    job.await_driver(2)
+    assert job.events() == []
+    assert job.finish() == 0
+
+
+def test_supervisor_waits_for_etcd_and_then_restarts_the_driver(keys: Keys, tmp_path: Path) -> None:
+    servers = EtcdServers(tmp_path / "etcd", 1)
+    try:
+        servers.start()
+        with servers.connect() as etcd:
+            job = SupervisedJob(servers.endpoints, keys, etcd, tmp_path / "run")
+            job.start("hangs")
+            try:
+                job.await_driver(1)
+                driver = job.driver()
+                servers.stop(0)
+                driver.kill()
+                time.sleep(4)  # several times the budget of a call
+                assert job.code is None and len(job.starts()) == 1
+                servers.cont(0)
+                job.await_driver(2)
+            finally:
+                servers.cont(0)
+                job.close()
+    finally:
+        servers.close()

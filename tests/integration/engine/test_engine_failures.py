@@ -1,0 +1,139 @@
+"""Engines that fail: none serves half a version, the others serve on, and a dead one leaves no file behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.engine_testbed import EngineTestbed, await_gone, sglang_files, suspended
+
+from elastic_rl.coordinator.membership.weight_outliers import outliers
+from elastic_rl.dcs import failpoints
+from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.host.leftovers import file_tag, remove_files, sweep, tagged_files
+from elastic_rl.host.processes import spawn
+from elastic_rl.runtime import wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_scheduler_killed_in_an_update_never_serves_half_of_it(testbed: EngineTestbed,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine replaces the one that died before it, and brings the version that it died of."""
+    testbed.stop_engines()
+    for point in failpoints.ENGINE:
+        # The first load of a process passes `apply.torn` once for each tensor, and `apply.applied` once.
+        nth = {"apply.staged": 1, "apply.torn": len(list(testbed.model.parameters())), "apply.applied": 2}[point]
+        monkeypatch.setenv(failpoints.ENV, f"{point}:{nth}")
+        testbed.start_engine(point)
+        engine = testbed.wait_ready(point)
+        monkeypatch.delenv(failpoints.ENV)
+        testbed.assert_serves()
+        pids, first = testbed.server_pids(point), testbed.published
+        second = testbed.publish(seed=200 + nth)
+        dead = testbed.wait_state(point, EngineState.DEAD, EngineState.QUARANTINED)
+        assert dead.version == first and dead.applying == (0 if point == "apply.staged" else second)
+        testbed.await_end(point)
+        await_gone(pids)
+        assert engine.url not in testbed.workers()
+    testbed.wait_ready(testbed.serving_engine())
+    testbed.assert_serves()
+
+
+def test_engine_that_hangs_in_an_update_is_quarantined_while_the_others_serve_on(testbed: EngineTestbed) -> None:
+    good = testbed.serving_engine()
+    testbed.start_engine("hangs", apply_timeout_s=5.0)
+    testbed.wait_ready("hangs")
+    second = testbed.publish(seed=2)
+    engines = [testbed.wait_ready(name) for name in ("hangs", good)]
+    testbed.assert_serves()
+
+    # Staged, so the checksum is known; engines of one layout have the same.
+    assert len({(e.layout, e.checksum) for e in engines}) == 1 and engines[0].checksum
+    pids = testbed.server_pids("hangs")
+
+    # The server answers nothing from the pause on: the update has begun and never ends.
+    with suspended(engines[0].pid):
+        third = testbed.publish(seed=3)
+        torn = testbed.wait_state("hangs", EngineState.QUARANTINED)
+        assert (torn.version, torn.applying) == (second, third)
+    testbed.wait_ready(good)
+    testbed.await_unrouted(engines[0].url)
+    testbed.assert_serves()
+    testbed.await_end("hangs")
+    await_gone(pids)
+    reports = [e for e in testbed.events("hangs") if e.kind == "engine.quarantined"]
+    assert [(e.data["applying"], e.data["incarnation"]) for e in reports] == [(third, torn.incarnation)]
+
+
+def test_engine_ends_when_the_leader_quarantines_it(testbed: EngineTestbed) -> None:
+    """That the leader does so is a test of the leader's: test_weight_outliers."""
+    engine = testbed.wait_ready(testbed.serving_engine())
+    testbed.etcd.update(testbed.keys.engine(engine.id), lambda raw: Engine.decode(raw or b"").replace(
+        state=EngineState.QUARANTINED, reason="its weights differ").encode())
+    assert testbed.wait_state(engine.id, EngineState.DEAD).reason == "its weights differ"
+    testbed.await_end(engine.id)
+    assert engine.url not in testbed.workers()
+
+
+def test_killed_engine_is_unrouted_and_leaves_no_file(testbed: EngineTestbed) -> None:
+    """And before that: a model that is not staged is loaded in the pause."""
+    testbed.stop_engines()
+    testbed.start_engine("unstaged", staging_limit_bytes=0)
+    testbed.wait_ready("unstaged")
+    testbed.publish(seed=8)
+    engine = testbed.wait_ready("unstaged")
+    assert engine.checksum == "" and outliers([engine]) == []
+    testbed.assert_serves()
+
+    pids = testbed.server_pids("unstaged")
+    files = sglang_files(pids)
+    assert files and all(f.exists() for f in files)
+    os.kill(engine.pid, signal.SIGKILL)  # the witness: the record says what the runner saw
+    assert testbed.wait_state("unstaged", EngineState.DEAD).reason == "a process of the SGLang server ended"
+    testbed.await_end("unstaged")
+    await_gone(pids)
+    assert engine.url not in testbed.workers()
+    [death] = [e for e in testbed.events("unstaged") if e.kind == "engine.dead"]
+    assert death.data["incarnation"] == engine.incarnation
+    assert not [f for f in files if f.exists()]
+
+
+def test_files_of_an_engine_killed_with_its_runner_are_swept_by_its_tag(testbed: EngineTestbed, tmp_path: Path) -> None:
+    """A host's power is lost, or the driver's whole tree is killed: nobody is left to clean up but the next start. The
+    engine has two tensor-parallel ranks, which share a segment of 24 MiB."""
+    testbed.stop_engines()
+    context = testbed.context(extra_args=["--tp-size", "2"]).save(tmp_path / "context.json")
+    runner = spawn([sys.executable, str(Path(__file__).with_name("engine_process.py")), str(context), "lost"],
+                   log=tmp_path / "runner.log")
+    try:
+        engine = testbed.wait_ready("lost")
+        testbed.publish(seed=9)
+        testbed.wait_ready("lost")
+        testbed.assert_serves()
+        server = psutil.Process(engine.pid)
+        pids = [p.pid for p in (server, *server.children(recursive=True))]
+        files = sglang_files(pids)
+    finally:
+        os.kill(runner.pid, signal.SIGKILL)
+        runner.wait(10)
+    await_gone(pids)
+    assert [f for f in files if f.exists()], "nobody has removed them: this is what has to be swept"
+    assert any(f.stat().st_size > 20 << 20 for f in files if f.exists())
+
+    cluster_dir = testbed.ctx.config.cluster_dir
+    alive = testbed.serving_engine()
+    assert testbed.wait_ready(alive).pid
+    living = tagged_files(file_tag(cluster_dir, alive))
+    sweep(tmp_path / "another cluster")
+    remove_files(file_tag(cluster_dir, "los"))
+    assert any(f.exists() for f in files), "the files of another owner were removed"
+    remove_files(file_tag(cluster_dir, "lost"))
+    assert not [f for f in files if f.exists()] and not tagged_files(file_tag(cluster_dir, "lost"))
+    assert living and sorted(tagged_files(file_tag(cluster_dir, alive))) == sorted(living)
+    wait_until(lambda: not testbed.workers().get(engine.url), timeout_s=20, what="the router to see the death")
+    testbed.assert_serves()

@@ -1,0 +1,56 @@
+"""Files and processes of a killed compute plane: a sweep removes those of its cluster, and no others."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.host import leftovers, processes
+
+names = st.text(st.sampled_from("ab.-_/ é"), min_size=1, max_size=4)
+
+
+@given(names, names, names)
+def test_tag_of_a_part_never_matches_files_of_another_part(part: str, other: str, start: str) -> None:
+    cluster = Path("/runs/job/cluster")
+    tag, narrower = leftovers.file_tag(cluster, part), leftovers.file_tag(cluster, other, start)
+    assert narrower.startswith(leftovers.file_tag(cluster))
+    same = leftovers.file_tag(cluster, other) == tag
+    assert (tag in narrower) == same
+
+
+def test_tag_is_a_file_name_and_differs_between_clusters() -> None:
+    tag = leftovers.file_tag(Path("/runs/job/cluster"), "engines/a b", "1")
+    assert "/" not in tag and " " not in tag
+    assert leftovers.file_tag(Path("/other/job/cluster"), "engines/a b", "1") != tag
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two clusters, each with a process and files in both folders."""
+    clusters = tmp_path / "one", tmp_path / "two"
+    yield clusters
+    for cluster in clusters:
+        leftovers.sweep(cluster)
+
+
+def test_sweep_removes_processes_and_files_of_its_cluster_only(folders: tuple[Path, Path]) -> None:
+    running, files = {}, {}
+    for cluster in folders:
+        running[cluster] = processes.spawn([sys.executable, "-c", "import time; time.sleep(600)"],
+                                           log=cluster / "log", env={processes.RUN_MARK: str(cluster)})
+        tag = leftovers.file_tag(cluster, "engine", secrets.token_hex(4))
+        files[cluster] = [leftovers.SHM / f"sgl_{tag}_x", Path(tempfile.gettempdir()) / f"{tag}tmpx"]
+        for file in files[cluster]:
+            file.touch()
+    swept, kept = folders
+    assert leftovers.sweep(swept) == [running[swept].pid]
+    assert running[swept].poll() is not None and not any(f.exists() for f in files[swept])
+    assert running[kept].poll() is None and all(f.exists() for f in files[kept])
