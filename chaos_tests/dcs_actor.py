@@ -31,7 +31,7 @@ def main(etcd_servers: str, job: str, epoch: str, node: str, what: str, *args: s
                            staging_ttl_s=LEASE_S, io_timeout_s=10, node=node) as publisher:
                 print(publisher.publish(content(int(args[0])), meta={"seed": int(args[0])}).number, flush=True)
         elif what == "pull":
-            puller = Puller(etcd, keys, "actor", pin_ttl_s=LEASE_S, io_timeout_s=10, node=node)
+            puller = Puller(etcd, keys, "actor", io_timeout_s=10, node=node)
             with puller, puller.pull("policy") as pulled:
                 print(pulled.version.number, flush=True)
         else:

@@ -30,7 +30,7 @@ class ReloadingContext:
 
     def __init__(self, build: Callable[[], ssl.SSLContext], files: Iterable[Path | str], *,
                  recheck_s: float = RECHECK_S, clock: Callable[[], float] = time.monotonic) -> None:
-        """``build`` makes a context from ``files``; ``recheck_s`` is the shortest pause, in seconds, between two checks of them.
+        """``build`` makes a context from ``files``. ``recheck_s``: shortest pause between two checks of the files.
 
         Raises whatever the first call of ``build`` raises. When a later call raises ElasticRLError, OSError
         (``ssl.SSLError`` is one) or ValueError, that is logged and the previous context stays in use.

@@ -14,11 +14,12 @@ import signal
 ENV = "ELASTIC_RL_FAILPOINT"
 
 PUBLISHER = ("publish.begun", "publish.sealed", "publish.manifest", "publish.replicated", "publish.committed")
-PULLER = ("pull.pinned", "pull.manifest", "pull.located")
+PULLER = ("pull.connected", "pull.opened")
 JANITOR = ("gc.releasing", "gc.gone", "gc.marked", "gc.dropped")
 ENGINE = ("apply.staged", "apply.torn", "apply.applied")
+OPENING = ("open.pinned", "open.manifest", "open.located")
 NODE = ("node.received", "node.sealed", "disk.partial", "disk.saved", "disk.removed", "node.indexed")
-POINTS = frozenset((*PUBLISHER, *PULLER, *JANITOR, *ENGINE, *NODE))
+POINTS = frozenset((*PUBLISHER, *PULLER, *JANITOR, *ENGINE, *OPENING, *NODE))
 """Every place, by who comes to it. The chaos suite kills a process at each of them."""
 
 _wanted, _, _nth = os.environ.get(ENV, "").partition(":")

@@ -120,8 +120,7 @@ class EngineRunner:
 
     def _follow(self) -> None:
         dcs = self._ctx.config.dcs
-        puller = Puller(self._etcd, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=dcs.pin_ttl_s,
-                        io_timeout_s=dcs.io_timeout_s,
+        puller = Puller(self._etcd, self._ctx.keys, f"engine-{self._id}", io_timeout_s=dcs.io_timeout_s,
                         security=Security.from_config(dcs, self._ctx.config.cluster_dir / TOKEN_FILE))
         heads = puller.watch_head(Stream.POLICY)
         wanted: Version | None = None

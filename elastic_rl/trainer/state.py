@@ -75,8 +75,8 @@ class Checkpoints:
             replicas=dcs.replicas, digest=dcs.digest, staging_ttl_s=dcs.staging_ttl_s,
             io_timeout_s=dcs.io_timeout_s, security=security) for stream in Stream if par.rank == 0}
         self._etcd, self._keys = etcd, keys
-        self._puller = Puller(etcd, keys, f"trainer-{par.rank}-{incarnation}", pin_ttl_s=dcs.pin_ttl_s,
-                              io_timeout_s=dcs.io_timeout_s, security=security)
+        self._puller = Puller(etcd, keys, f"trainer-{par.rank}-{incarnation}", io_timeout_s=dcs.io_timeout_s,
+                              security=security)
         self._hub = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
         self._arena, self._to_host = LocalArena(self._hub), HostCopier(par.device)
         self._behind = AsyncPublisher(par, dcs, etcd, keys, self._publishers, on_dropped)

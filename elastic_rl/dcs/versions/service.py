@@ -179,8 +179,7 @@ class VersionService:
             return publisher.publish(hf_folder.read(source, counter), meta={"imported": str(source), "by": self.me})
 
     def _puller(self) -> Puller:
-        return Puller(self.etcd, self.keys, self.me, pin_ttl_s=self.cfg.dcs.pin_ttl_s,
-                      io_timeout_s=self.cfg.dcs.io_timeout_s, security=self._security)
+        return Puller(self.etcd, self.keys, self.me, io_timeout_s=self.cfg.dcs.io_timeout_s, security=self._security)
 
     def _model_dir(self) -> Path:
         """The folder whose config and tokenizer the run's weights belong to."""

@@ -80,7 +80,7 @@ class Cluster:
         return out
 
     def puller(self, node: str = "a") -> Puller:
-        out = Puller(self.etcd, self.keys, f"test-{next(self._names)}", pin_ttl_s=5, io_timeout_s=10, node=node)
+        out = Puller(self.etcd, self.keys, f"test-{next(self._names)}", io_timeout_s=10, node=node)
         self.closing.append(out.close)
         return out
 
@@ -153,9 +153,10 @@ def test_what_is_published_is_pulled_bit_for_bit(cluster: Cluster) -> None:
         assert pulled.version == version
         assert pulled.version.meta == {"step": 3}
         assert_same(pulled, tensors)
-        reference = pulled.reference()
-    assert [name for name, _ in mapping.load_tensors(reference)] == list(tensors)
-    assert catalog.pinned(cluster.etcd, cluster.keys, "policy") == set()
+        assert [name for name, _ in mapping.load_tensors(pulled.reference())] == list(tensors)
+        assert catalog.pinned(cluster.etcd, cluster.keys, "policy") == {1}
+    wait_until(lambda: catalog.pinned(cluster.etcd, cluster.keys, "policy") == set(), timeout_s=10,
+               what="the end of the pin")
 
 
 def test_a_second_node_gets_the_chunks_over_the_network(cluster: Cluster) -> None:
@@ -293,11 +294,10 @@ def test_a_flipped_byte_is_detected_and_a_good_copy_taken_from_a_peer(cluster: C
     tensors = model(4)
     cluster.publisher("a").publish(tensors.items(), meta={})
     with cluster.puller("a").pull("policy") as pulled:
-        reference = pulled.reference()
-    digest, offset, nbytes = reference["chunks"][1]
-    flip_a_byte(reference["path"], offset + nbytes // 2)
-    with pytest.raises(ChunkCorrupt, match=digest):
-        list(mapping.load_tensors(reference))
+        digest, offset, nbytes = pulled.chunks()[1]
+        flip_a_byte(pulled.arena_path, offset + nbytes // 2)
+        with pytest.raises(ChunkCorrupt, match=digest):
+            list(pulled.tensors())
     for _ in range(2):  # no other copy: an error, and never wrong bytes
         with pytest.raises(ChunkCorrupt, match=digest):
             cluster.puller("a").pull("policy")
@@ -308,8 +308,7 @@ def test_a_flipped_byte_is_detected_and_a_good_copy_taken_from_a_peer(cluster: C
     with cluster.puller("b").pull("policy") as pulled:
         assert_same(pulled, tensors)
     with cluster.puller("a").pull("policy") as pulled:
-        reference = pulled.reference()
-    flip_a_byte(reference["path"], reference["chunks"][0][1])
+        flip_a_byte(pulled.arena_path, pulled.chunks()[0][1])
     with cluster.puller("a").pull("policy", version.number) as pulled:
         assert_same(pulled, tensors)
     assert b"is corrupt" in (cluster.folder / "a.log").read_bytes()
@@ -330,8 +329,7 @@ def test_a_publish_does_not_rest_on_a_corrupt_copy_of_the_same_chunk(cluster: Cl
     publisher = cluster.publisher()
     publisher.publish(tensors.items(), meta={})
     with cluster.puller().pull("policy") as pulled:
-        reference = pulled.reference()
-    flip_a_byte(reference["path"], reference["chunks"][0][1] + 100)
+        flip_a_byte(pulled.arena_path, pulled.chunks()[0][1] + 100)
     publisher.publish(tensors.items(), meta={})
     with cluster.puller().pull("policy", 2) as pulled:
         assert_same(pulled, tensors)

@@ -91,7 +91,7 @@ class Hub(Nodes):
                 self.await_durable(version.number, stream)
 
     def puller(self, node: str) -> Puller:
-        return Puller(self.etcd, self.keys, "test", pin_ttl_s=5, io_timeout_s=20, node=node)
+        return Puller(self.etcd, self.keys, "test", io_timeout_s=20, node=node)
 
     def await_durable(self, number: int, stream: str = "policy") -> None:
         wait_until(lambda: self.etcd.get(self.keys.durable(stream, number)) is not None, timeout_s=60,

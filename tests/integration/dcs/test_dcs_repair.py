@@ -51,7 +51,7 @@ class Fleet(Nodes):
         return [n for n in version.nodes if not self.hub.connect(n).has([version.manifest])]
 
     def require(self, number: int, node: str) -> None:
-        puller = Puller(self.etcd, self.keys, "test", pin_ttl_s=5, io_timeout_s=20, node=node)
+        puller = Puller(self.etcd, self.keys, "test", io_timeout_s=20, node=node)
         with puller, puller.pull("policy", number) as pulled:
             found = dict(pulled.tensors())
             assert all(torch.equal(found[n], t) for n, t in model(number).items())

@@ -63,7 +63,7 @@ class Hub(Nodes):
         return out
 
     def pull(self, stream: str, number: int, node: str) -> dict[str, torch.Tensor]:
-        with Puller(self.etcd, self.keys, "test", pin_ttl_s=5, io_timeout_s=10, node=node) as puller, \
+        with Puller(self.etcd, self.keys, "test", io_timeout_s=10, node=node) as puller, \
                 puller.pull(stream, number) as pulled:
             return {name: t.clone() for name, t in pulled.tensors()}
 

@@ -176,11 +176,11 @@ def test_engines_of_two_tensor_parallel_ranks_take_versions_too(make_rig, pause:
 
     # Staged bit by bit, as the tensors of a version come to a host one by one, it is the same.
     server = rig.runners["e0"]._server
-    with (Puller(rig.etcd, rig.ctx.keys, "test", pin_ttl_s=10, io_timeout_s=30) as puller,
+    with (Puller(rig.etcd, rig.ctx.keys, "test", io_timeout_s=30) as puller,
           puller.pull("policy") as pulled, server.preparing() as preparation):
         whole = pulled.reference()
-        for tensor in reversed(whole["tensors"]):
-            preparation.add({**whole, "tensors": [tensor]})
+        for i in reversed(range(len(pulled.manifest.tensors))):
+            preparation.add({**whole, "tensors": [[i, i + 1]]})
         assert " ".join(preparation.finish(whole).checksums) == engine.checksum
     assert_serves(rig, second)
 

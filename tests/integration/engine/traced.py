@@ -20,7 +20,7 @@ from elastic_rl.telemetry import traces
 def publish(ctx: RunContext) -> None:
     traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.trainer")
     with ctx.connect() as etcd, \
-            Puller(etcd, ctx.keys, "again", pin_ttl_s=10, io_timeout_s=30) as puller, \
+            Puller(etcd, ctx.keys, "again", io_timeout_s=30) as puller, \
             Publisher(etcd, ctx.keys, "policy", epoch=ctx.epoch, owner="again", chunk_bytes=1 << 20,
                       staging_ttl_s=10) as publisher:
         with puller.pull("policy") as pulled:

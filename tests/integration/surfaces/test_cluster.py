@@ -152,7 +152,7 @@ def test_after_a_crash_of_everything_up_goes_on_with_the_versions_that_were_save
 
     again = cluster.up()
     assert len(cluster.segments()) == 1, "the dead node's segment is still there"
-    with EtcdClient(again.etcd_endpoints) as etcd, Puller(etcd, keys, "test", pin_ttl_s=5, io_timeout_s=10,
+    with EtcdClient(again.etcd_endpoints) as etcd, Puller(etcd, keys, "test", io_timeout_s=10,
                                             security=security) as puller, puller.pull("policy") as pulled:
         assert pulled.version.number == 1 and torch.equal(dict(pulled.tensors())["w"], tensor)
     cluster.down()

@@ -111,8 +111,8 @@ def test_diff_finds_the_one_element_that_changed(desk: Desk) -> None:
 
 def test_verify_sees_a_flipped_byte_and_exits_with_one(desk: Desk) -> None:
     assert desk.run("verify", "policy")[0] == 0
-    with Puller(desk.etcd, desk.keys, "test", pin_ttl_s=5, io_timeout_s=10) as puller, puller.pull("policy") as pulled:
-        digest, offset, _ = pulled.reference()["chunks"][1]
+    with Puller(desk.etcd, desk.keys, "test", io_timeout_s=10) as puller, puller.pull("policy") as pulled:
+        digest, offset, _ = pulled.chunks()[1]
     with open(desk.node.arena_path, "r+b") as arena:
         arena.seek(offset)
         byte = arena.read(1)

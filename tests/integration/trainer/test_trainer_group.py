@@ -139,7 +139,7 @@ def test_a_group_warms_up_publishes_trains_and_resumes_after_kill_9_of_a_rank(gr
     assert [bool(m["state_version"]) for m in metrics] == [False, True, False]
     assert all(m["tokens"] == int(batch.response_len.sum()) and m["grad_norm"] > 0 for m in metrics)
 
-    with (Puller(group.etcd, group.keys, "test", pin_ttl_s=5, io_timeout_s=10) as puller,
+    with (Puller(group.etcd, group.keys, "test", io_timeout_s=10) as puller,
           puller.pull("policy", warm.policy_version + 3) as pulled):
         published = [(t.name, t.shape) for t in pulled.manifest.tensors]
     with safe_open(Path(group.ctx.model_dir) / "model.safetensors", framework="pt") as file:
