@@ -1,8 +1,9 @@
 """How many connections a node serves, and how long one may stay without having authenticated. Pure.
 
 Anybody who can reach a node's port can open connections to it. Before they have authenticated they must not be able to
-occupy what others need: they have a deadline of their own for the whole handshake, there are few of them in all and of
-one host, and when there are too many the one that has waited longest makes room for the next.
+occupy what others need: they have one deadline for the whole handshake, and there are few of them in all and of one
+host. If there are too many, the one that has waited longest is closed to make room for the next, so a caller that
+authenticates at once gets in however many silent ones there are.
 """
 
 from __future__ import annotations
@@ -36,21 +37,27 @@ class Admission:
         return len(self._waiting) + len(self._authenticated)
 
     def enter(self, conn: int, host: str, now: float) -> list[int] | None:
-        """A connection was accepted: those that are to be closed to make room for it. None: refuse it."""
-        if (len(self._authenticated) >= self._limits.connections
-                or self._by_host[host] >= self._limits.unauthenticated_per_host):
+        """A connection was accepted: returns those that are to be closed to make room for it, or None if it is to be
+        refused."""
+        if len(self._authenticated) >= self._limits.connections:
             return None
         evicted = []
-        if len(self._waiting) >= self._limits.unauthenticated:
-            most = max(self._by_host.values())
-            evicted = [next(c for c, (h, _) in self._waiting.items() if self._by_host[h] == most)]
-            self.leave(evicted[0])
+        if self._by_host[host] >= self._limits.unauthenticated_per_host:
+            evicted.append(self._oldest(host))
+        elif len(self._waiting) >= self._limits.unauthenticated:
+            evicted.append(self._oldest(max(self._by_host, key=lambda h: self._by_host[h])))
+        for old in evicted:
+            self.leave(old)
         self._waiting[conn] = host, now
         self._by_host[host] += 1
         return evicted
 
+    def _oldest(self, host: str) -> int:
+        return next(conn for conn, (of, _) in self._waiting.items() if of == host)
+
     def authenticated(self, conn: int) -> bool:
-        """The connection has authenticated; false if there are too many such."""
+        """The connection has authenticated; false if it must be closed all the same: it is overdue, or there are too
+        many."""
         if len(self._authenticated) >= self._limits.connections or conn not in self._waiting:
             return False
         self.leave(conn)

@@ -127,12 +127,18 @@ class OpenVersions:
     def acquire(self, stream: str, number: int) -> OpenVersion:
         """The version for one more reader, who calls ``release``. It may still be opening: see ``OpenVersion.wait``."""
         with self._lock:
-            version = self._shared.get((stream, number))
-            if version is None or not self._shareable(version):
-                version = self._shared[stream, number] = OpenVersion(stream, number, next(self._owners))
+            shared = self._shared.get((stream, number))
+            if shared is not None and self._shareable(shared):
+                shared.readers += 1
+                return shared
+            version = OpenVersion(stream, number, next(self._owners))
+            version.readers = 1
+            try:
                 threading.Thread(target=self._open, args=(version,), name=f"open-{stream}-{number}",
                                  daemon=True).start()
-            version.readers += 1
+            except RuntimeError as e:
+                raise NodeUnavailable(f"{stream} version {number} cannot be opened: {e}") from e
+            self._shared[stream, number] = version
             return version
 
     def acquire_head(self, stream: str) -> OpenVersion:

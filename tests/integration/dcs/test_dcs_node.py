@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -27,10 +28,11 @@ from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.fetch.mapping import load_tensors
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import Security
-from elastic_rl.dcs.storage.arena import SHM
+from elastic_rl.dcs.storage.arena import SHM, Leftovers
 from elastic_rl.errors import (
     AccessDenied,
     ArenaFull,
@@ -251,8 +253,8 @@ def test_node_serves_more_versions_than_its_arena_holds(dcs: Dcs) -> None:
     def record() -> DcsNode:
         return DcsNode.decode(dcs.etcd.range(dcs.keys.dcs_nodes_prefix())[0][0].value)
 
-    wait_until(lambda: [getattr(record(), name) for name in reported] == [stat[name] for name in reported], timeout_s=20,
-               what="the node's record to say the same")
+    wait_until(lambda: [getattr(record(), name) for name in reported] == [stat[name] for name in reported],
+               timeout_s=20, what="the node's record to say the same")
     dcs.assert_pulls([*range(1, 16), *range(15, 0, -1)])
 
 
@@ -376,6 +378,75 @@ def test_persist_without_a_disk_is_reported(dcs: Dcs) -> None:
     with pytest.raises(ConfigError, match="memory only"):
         wire.call(op="persist", digests=[digest])
     assert not (dcs.folder / "disk").exists()
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+def test_node_whose_record_was_deleted_registers_again(dcs: Dcs) -> None:
+    node = dcs.start()
+    publish(dcs.publisher(), [1])
+    before = dcs.etcd.get(dcs.keys.dcs_node("a"))
+    dcs.etcd.delete(dcs.keys.dcs_node("a"))
+    after = wait_until(lambda: dcs.etcd.get(dcs.keys.dcs_node("a")), timeout_s=20, what="the record")
+    assert before is not None and after.create_revision > before.create_revision, "it counts as another registration"
+    assert DcsNode.decode(after.value).pid == node.pid and after.lease
+    dcs.assert_pulls([1])
+    assert "registering again" in dcs.log()
+
+
+def test_node_ends_when_another_process_registers_under_its_id(dcs: Dcs) -> None:
+    node = dcs.start()
+    other = node.replace(pid=node.pid + 1, arena_path="/dev/shm/of-another-host", host="10.0.0.9")
+    dcs.etcd.delete(dcs.keys.dcs_node("a"))
+    dcs.etcd.put(dcs.keys.dcs_node("a"), other.encode())
+    assert dcs.processes["a"].wait(20) == 2
+    assert "another process has registered as DCS node a" in dcs.log()
+    kept = dcs.etcd.get(dcs.keys.dcs_node("a"))
+    assert kept is not None and DcsNode.decode(kept.value) == other, "the record of the other one is gone"
+
+
+def test_killed_node_restarts_while_its_old_arena_is_mapped_and_read(dcs: Dcs) -> None:
+    node = dcs.start(arena_bytes=4 * MIB)
+    publish(dcs.publisher(), [1, 2])
+    dcs.await_saved(dcs.wire(node))
+    pulled = dcs.puller().pull("policy", 1)
+    tensors = dict(pulled.tensors())
+    fd = os.open(node.arena_path, os.O_RDONLY)
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ):  # a process that maps all of it and reads none
+        dcs.kill()
+        leftovers = Leftovers()  # as every node does when it starts; there may be others on this machine
+        assert Path(node.arena_path) in leftovers.removed and not Path(node.arena_path).exists()
+        with pytest.raises(NodeUnavailable):
+            pulled.confirm()
+        dcs.start(arena_bytes=4 * MIB)
+        assert os.fstat(fd).st_blocks * 512 < 2 * MIB, "the memory of the old arena is still allocated"
+        assert all(torch.equal(t, weights(1)[name]) for name, t in tensors.items()), "bytes changed under their reader"
+        tensors.clear()
+        leftovers.reclaim()
+        assert os.fstat(fd).st_blocks == leftovers.nbytes == 0
+    os.close(fd)
+    dcs.assert_pulls([1, 2])
+
+
+# -- trust -------------------------------------------------------------------------------------------------------------
+def test_flipped_bit_after_the_nodes_verification_is_found_by_readers_that_verify(dcs: Dcs) -> None:
+    node = dcs.start(verify_every_s=3600)
+    publish(dcs.publisher(), [1])
+    with dcs.puller().pull("policy", 1) as pulled, open(node.arena_path, "r+b") as arena:
+        digest, offset, nbytes = pulled.chunks()[0]
+        arena.seek(offset + nbytes // 2)
+        byte = arena.read(1)[0]
+        arena.seek(offset + nbytes // 2)
+        arena.write(bytes([byte ^ 0x10]))
+        arena.flush()
+        with pytest.raises(ChunkCorrupt, match=digest):
+            list(pulled.tensors())
+        with pytest.raises(ChunkCorrupt, match=digest):
+            list(load_tensors(pulled.reference(verify=True)))
+        assert len(list(load_tensors(pulled.reference()))) == 4, "within verify_every_s the node's word is trusted"
+        pulled.confirm()
+    dcs.start("b", verify_every_s=3600)
+    with pytest.raises(ChunkCorrupt, match=digest):  # another node verifies what it receives
+        dcs.puller("b").pull("policy", 1)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -545,3 +616,31 @@ def test_nodes_with_tls_and_a_token_fetch_from_each_other(dcs: Dcs) -> None:
 def test_node_does_not_start_without_its_token_file(dcs: Dcs) -> None:
     assert dcs.launch("a", token_file=dcs.folder / "none").wait(20) == 2
     assert "dcs.token_file" in dcs.log()
+
+
+def test_node_on_a_public_address_without_a_token_does_not_start(dcs: Dcs) -> None:
+    assert dcs.launch("a", host="0.0.0.0", advertise_host="127.0.0.1").wait(20) == 2
+    assert "ConfigError" in dcs.log() and "dcs.token_file" in dcs.log()
+    secret = dcs.folder / "token"
+    secret.write_text("correct horse")
+    dcs.start("b", host="0.0.0.0", advertise_host="127.0.0.1", token_file=secret)
+
+
+def test_renewed_certificate_is_used_without_a_restart(dcs: Dcs) -> None:
+    first, second = Authority(dcs.folder, "first"), Authority(dcs.folder, "second")
+    pem, renewed, client = first.issue("node"), second.issue("node"), second.issue("client")
+    node = dcs.start(tls_cert=pem.cert, tls_key=pem.key, tls_ca=first.cert)
+    context = Security.from_config(DcsConfig(tls_cert=str(client.cert), tls_key=str(client.key),
+                                             tls_ca=str(second.cert))).client_context
+    with pytest.raises(ssl.SSLCertVerificationError):
+        dcs.wire(node, context=context)
+    for old, new in ((pem.cert, renewed.cert), (pem.key, renewed.key), (first.cert, second.cert)):
+        shutil.copy(new, old)
+
+    def accepted() -> bool:
+        try:
+            return dcs.wire(node, context=context).call(op="stat")["chunks"] == 0
+        except (OSError, protocol.Closed):
+            return False
+
+    wait_until(accepted, timeout_s=60, what="the new certificate", poll_s=1.0)

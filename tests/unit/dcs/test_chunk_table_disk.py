@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.manifest import ALIGN, Packer, aligned
-from elastic_rl.dcs.storage.chunk_table import ChunkTable
+from elastic_rl.dcs.storage.chunk_table import _MANIFEST_PREFIX, ChunkTable
 from elastic_rl.dcs.storage.disk import DiskFolder, WriteBatch
 from elastic_rl.dcs.storage.disk_saver import DiskSaver
 from elastic_rl.errors import (
@@ -394,6 +394,29 @@ def test_concurrent_callers_share_one_verification(node: Node) -> None:
     for caller in callers:
         caller.join(10)
     assert node.table._tiers.verifications == before + 1
+
+
+def test_newest_whole_version_is_saved_while_publishes_outpace_the_disk(folder: Path) -> None:
+    node = Node(folder, arena=64 * KIB)
+    versions = []
+    for number in range(8):  # five chunks are published for each two that are saved
+        packer = Packer(KIB)
+        packer.add("t", "uint8", (4 * KIB,))
+        digests = [node.write(1, bytes([number * 10 + i]) * KIB) for i in range(4)]
+        digests.append(node.write(1, packer.manifest(digests).encode()))
+        node.table.settle(1)
+        versions.append(digests)
+        for _ in range(2):
+            node.saver.step(0, max_chunks=1)
+    whole = [i for i, digests in enumerate(versions) if all(node.path(d).exists() for d in digests)]
+    assert whole == [0, 2, 5], "each one the newest when its first chunk was saved"
+    node.save_all()
+    assert all(node.path(d).exists() for digests in versions for d in digests), "in the end all are"
+    node.disk.close()
+
+
+def test_manifest_is_recognized_by_its_first_bytes() -> None:
+    assert Packer(KIB).manifest([]).encode().startswith(_MANIFEST_PREFIX)
 
 
 def test_alloc_waits_for_chunks_that_are_being_saved(folder: Path) -> None:
