@@ -16,6 +16,7 @@ from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.external_server import AttachedServer
 from elastic_rl.engine.lifecycle import EngineLifecycle
+from elastic_rl.engine.retry import RetryBackoff
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server import Prepared, Server, SGLangServer
 from elastic_rl.errors import (
@@ -45,6 +46,8 @@ _RECORD_LOOK_S = 0.5
 _LOAD_LOOK_S = 5.0
 _LOAD_TIMEOUT_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
+_RETRY_S = (0.2, 30.0)
+"""First and longest pause after a version that could not be fetched or staged; a newer version is tried at once."""
 _TELL_AFTER = 5
 """Failures to fetch in a row that make an event."""
 # A pull that ended so changed nothing in the engine: it goes on with what it has and tries again.
@@ -72,6 +75,7 @@ class EngineRunner:
         self._checksum = ""
         self._tick_at = self._alive_at = time.time()
         self._fetch_failures = 0  # in a row
+        self._retry = RetryBackoff(*_RETRY_S)
         self._next_look = self._next_load = 0.0
         self._load = (0, 0)
         self._unwritten = False  # the last write failed: what etcd says is older than the truth
@@ -135,11 +139,16 @@ class EngineRunner:
                     self._obey_record()
                     if wanted is None:
                         wanted = heads.get(_TICK_S)
+                    elif not self._retry.is_due(time.monotonic()):
+                        if (newer := heads.get(_TICK_S)) is not None:
+                            wanted = newer
+                            self._retry.try_now()
                     elif self._sync(puller, wanted):
                         wanted = None
+                        self._retry.reset()
                     else:
-                        self._stop.wait(_TICK_S)
-                        wanted = puller.head(Stream.POLICY)  # the one that failed may have been released meanwhile
+                        self._retry.failed(time.monotonic())
+                        wanted = puller.head(Stream.POLICY)  # the version that failed may have been released meanwhile
                 except EtcdUnavailable as e:  # without etcd nothing new is decided, and the engine goes on serving
                     log.warning("engine %s: %s", self._id, e)
                     self._stop.wait(_TICK_S)  # a refusal comes at once, unlike the end of a budget
@@ -200,7 +209,14 @@ class EngineRunner:
                 preparation.add(part)
 
             with puller.pull(Stream.POLICY, wanted.number, on_part=stage) as pulled:
-                yield preparation.finish(pulled.reference())
+                prepared = preparation.finish(pulled.reference())
+                pulled.confirm()  # what was staged was read from memory that the node kept in place
+                yield prepared
+                if "reference" in prepared.request:  # not staged, but loaded in the pause
+                    try:
+                        pulled.confirm()
+                    except NodeUnavailable as e:
+                        raise EngineFailed(f"the weights may have changed while they were loaded: {e.message}") from e
 
     def _cannot_fetch(self, wanted: Version, error: ElasticRLError) -> None:
         """Tells it once an episode, and not of a first failure, which the next try most often mends."""

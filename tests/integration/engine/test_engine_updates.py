@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -117,13 +118,20 @@ def test_a_request_in_flight_survives_an_update_and_says_where_the_version_chang
     pytest.fail("no answer was under way when the weights changed")
 
 
-def test_a_version_that_does_not_fit_changes_nothing_and_is_told(make_rig) -> None:
+def test_a_version_that_does_not_fit_changes_nothing_and_is_told(make_rig, monkeypatch) -> None:
     rig = make_rig()
     first = rig.publish(seed=1)
     rig.run_engine("e0")
     engine = rig.wait_ready("e0", first)
     tensors = dict(rig.model.state_dict())
     tensors.pop("model.norm.weight")
+    tries, pull = list[float](), Puller.pull
+
+    def counted(*args: object, **options: object) -> object:
+        tries.append(time.monotonic())
+        return pull(*args, **options)
+
+    monkeypatch.setattr(Puller, "pull", counted)
     broken = rig.publisher.publish(tensors.items(), meta={}).number
 
     def told() -> list:
@@ -134,6 +142,8 @@ def test_a_version_that_does_not_fit_changes_nothing_and_is_told(make_rig) -> No
     found = rig.record("e0")
     assert (found.state, found.version, found.applying) == (EngineState.READY, first, 0) and broken > first
     assert_serves(rig, first)
+    pauses = [b - a for a, b in zip(tries, tries[1:], strict=False)]
+    assert all(pause > 0.75 * 0.2 * 2 ** i for i, pause in enumerate(pauses)), "it is tried without a backoff"
 
     # The next good one ends it, and its bf16 is what the fp32 engine has.
     good = rig.publish(seed=5, dtype=torch.bfloat16)
