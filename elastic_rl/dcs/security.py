@@ -95,7 +95,7 @@ def _context(cfg: DcsConfig, protocol: int) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # one that arrives between two calls would look like an answer
+        context.num_tickets = 0  # one that arrives between two calls would be taken for an answer
     try:
         context.load_cert_chain(Path(cfg.tls_cert).expanduser(), Path(cfg.tls_key).expanduser())
         context.load_verify_locations(Path(cfg.tls_ca).expanduser())

@@ -178,6 +178,7 @@ class Checkpoints:
         with found or self._puller.pull(Stream.TRAINER_STATE, number) as pulled:
             progress = Progress.of(pulled.version.meta)
             snapshot.restore(self.policy, self.adam, dict(pulled.tensors()), updates=progress.updates)
+            pulled.confirm()
             self.policy_version = int(pulled.version.meta.get("policy_version", 0))
         self.state_version = number
         log.info("restored trainer_state %d: %s step %d", number, progress.phase, progress.step)

@@ -1,4 +1,4 @@
-"""Whether a delta is worth requesting. Pure: it is told what transfers took.
+"""Whether a delta is worth requesting, learned from the durations of transfers. Pure.
 
 A delta saves bytes and costs work: the sender encodes it, the receiver decodes it and checks the result. Whether that
 pays depends on the link and on how the stream changes from version to version (bf16 weights of an RL step: a few

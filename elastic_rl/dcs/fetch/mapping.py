@@ -17,10 +17,11 @@ verified *after* it was written to this arena: when it was sealed, when it arriv
 - the node is killed, and a new one frees the arena: a mapping holds a lock on the range that it reads (``arena``);
 - the connection that keeps the version open breaks while the node lives, so the regions are reused: the process that
   holds that connection calls ``Pulled.confirm`` after the last byte was read and before the result is used;
-- a bit flips in memory, or a process writes to an arena that it has mapped: ``verify`` has every chunk checked here,
-  and a node finds it at the next verification that is due. ``Pulled.tensors`` verifies unless told otherwise, which is
-  for those who read once and for good: restoring a trainer, exporting. Engines do not: they compare the checksum of
-  what they have loaded with other engines.
+- a bit flips in memory, or a process writes to an arena that it has mapped. A node finds that at the next verification
+  that is due, before it saves the chunk to disk, and when another node receives the chunk. A reader finds it with
+  ``verify``, which checks every chunk here: the default of ``Pulled.tensors``, for those who read once and keep the
+  result (restoring a trainer, exporting). Engines do without: the coordinator compares the checksums of what engines of
+  one layout have loaded, and quarantines the odd one.
 """
 
 from __future__ import annotations

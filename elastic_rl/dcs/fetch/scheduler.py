@@ -1,7 +1,7 @@
 """Which chunk to fetch next, and from which node. Pure: no I/O, and the time is passed in.
 
-A node has one scheduler for all chunks that it lacks. Its executor asks ``next`` what to do, does it, and reports the
-outcome:
+A node has one scheduler for all chunks that it lacks. Its executor takes actions from ``next``, carries them out, and
+reports the outcome:
 
 - *ListNodes*: list the registered nodes. *QueryHave*: which of some chunks does a node have, and how busy is it? Nodes
   that are still filling are queried again and again, since they serve what they have; so a fleet of N fills in about

@@ -115,8 +115,8 @@ def _gone(path: Path, why: str) -> NodeUnavailable:
 
 
 def _lock(fd: int, command: int, kind: int, start: int, end: int) -> tuple[int, int, int, int, int]:
-    asked = _LOCK.pack(kind, os.SEEK_SET, start, end - start, 0)
-    return _LOCK.unpack(fcntl.fcntl(fd, command, asked))
+    request = _LOCK.pack(kind, os.SEEK_SET, start, end - start, 0)
+    return _LOCK.unpack(fcntl.fcntl(fd, command, request))
 
 
 # -- dead nodes --------------------------------------------------------------------------------------------------------

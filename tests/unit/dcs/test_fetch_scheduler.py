@@ -291,9 +291,9 @@ def test_restarted_node_is_queried_again() -> None:
     [get] = hand.request(["x"])
     hand.scheduler.on_failed(get.number, Failure.BROKEN, hand.now)
     hand.scheduler.on_nodes({"a": "second"}, hand.now)
-    asked = len(hand.queries)
+    before = len(hand.queries)
     [get] = hand.run()
-    assert len(hand.queries) > asked and get.peer == "a"
+    assert len(hand.queries) > before and get.peer == "a"
 
 
 def test_only_neighbours_are_queried_unless_none_of_them_has_the_chunk() -> None:
@@ -492,7 +492,7 @@ def test_share_of_an_idle_node_is_taken_over() -> None:
             began = hand.wait()
         most = max(most, hand.now - before)
         assert hand.now < 10, "it waits for idle nodes"
-    assert most > hand.limits.query_every_s, "it waited for nobody's turn: this test has shown nothing"
+    assert most > hand.limits.query_every_s, "it did not wait: this test shows nothing"
 
 
 def test_node_that_pulls_alone_does_not_wait() -> None:
