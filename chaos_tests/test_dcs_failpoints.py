@@ -21,8 +21,7 @@ from dcs_publisher_loop import CHUNK_BYTES, content
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog, failpoints
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient

@@ -17,7 +17,7 @@ from follower import Follower
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.storage.arena import SHM
 from elastic_rl.errors import ElasticRLError

@@ -26,9 +26,9 @@ _PIECE = 8 << 20
 
 _ERRORS: dict[str, type[ElasticRLError]] = {
     cls.__name__: cls for cls in (
-        errors.AccessDenied, errors.ArenaFull, errors.ChunkCorrupt, errors.ChunkMissing, errors.ConfigError,
-        errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable, errors.StagingFailed,
-        errors.EtcdDenied, errors.EtcdFull, errors.EtcdUnavailable)}
+        errors.AccessDenied, errors.ArenaFull, errors.CatalogMismatch, errors.ChunkCorrupt, errors.ChunkMissing,
+        errors.ConfigError, errors.Conflict, errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable,
+        errors.StagingFailed, errors.EtcdDenied, errors.EtcdFull, errors.EtcdUnavailable)}
 
 
 class ProtocolError(ElasticRLError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_rl.dcs.client import Located
+from elastic_rl.dcs.connection import Located
 from elastic_rl.dcs.fetch.mapping import FORMAT
 from elastic_rl.dcs.manifest import Manifest, TensorEntry
 from elastic_rl.etcd.records import Version

@@ -14,9 +14,10 @@ from typing import Any, Self
 
 import torch
 
-from elastic_rl.dcs.catalog import catalog
-from elastic_rl.dcs.client import DcsClient, Located, NodeConnection, Progress
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs import delta
+from elastic_rl.dcs.connection import Located, NodeConnection, Progress
 from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fetch import mapping
 from elastic_rl.dcs.fetch.assembly import Assembly, reference
@@ -179,11 +180,11 @@ class Puller:
 
     def _locate(self, version: Version, holder: str, node: NodeConnection, on_progress: Progress | None,
                 on_part: OnPart | None) -> Pulled:
-        [(digest, offset, nbytes)] = node.fetch([version.manifest], prefer=version.nodes, use=holder)
+        [(digest, offset, nbytes)] = node.fetch([version.manifest], prefer=version.sources, use=holder)
         manifest = Manifest.decode(mapping.read(node.node.arena_path, digest, offset, nbytes))
         reach("pull.manifest")
         last = self._last.get(version.stream)
-        fetch = partial(node.fetch, list(manifest.chunks), prefer=version.nodes, use=holder, sizes=manifest.chunks,
+        fetch = partial(node.fetch, list(manifest.chunks), prefer=version.sources, use=holder, sizes=manifest.chunks,
                         bases=delta.bases(last, manifest) if last is not None else None, on_progress=on_progress)
         chunks = (fetch() if on_part is None
                   else _in_parts(fetch, node, Assembly(version, manifest, node.node.arena_path), on_part))

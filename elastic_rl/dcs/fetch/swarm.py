@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from elastic_rl.dcs.client import NodeConnection
 from elastic_rl.dcs.codecs import delta as delta_codec
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.dcs.fetch.actions import Action, Ask, Failure, Get, Limits, Look, Lost, Recall
 from elastic_rl.dcs.fetch.scheduler import FetchScheduler
 from elastic_rl.dcs.fetch.transfers import ConnectionPool, WorkerPool

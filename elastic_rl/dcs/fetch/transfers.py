@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from elastic_rl.dcs.client import NodeConnection
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.etcd.records import DcsNode
 
 

@@ -40,7 +40,7 @@ class Registration:
         self._etcd.delete(self._key)
         self._created = self._etcd.put(self._key, self._record.encode(), lease=self._lease.id)
 
-    def beat(self, **usage: int) -> None:
+    def beat(self, **usage: int | str) -> None:
         """Registers again if that was lost, and brings the record up to date: ``usage`` are fields of it."""
         if self._lease is None or self._lease.lost.is_set():
             log.warning("the registration was lost; registering again")

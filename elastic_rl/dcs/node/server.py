@@ -17,8 +17,11 @@ and then come any of
         with ``tell``, progress comes more often, and with it those ``chunks`` that are here since the last one
     release {use} -> {}                     or the connection's end; a fetch that fails releases, too
     persist {digests} -> {}                 once they are on this node's disk
-    settle -> {}                            ends the connection's holds
-    mark -> {mark}, drop {live, mark} -> {chunks, nbytes}    see ``chunks.py``
+    release_holds -> {}                     ends the connection's holds
+    mark -> {mark, catalog, commits, versions}    see ``storage/chunk_table.py`` and ``node/version_index.py``
+    note_versions {catalog, commits, versions} -> {}
+    drop {catalog, commits, mark, live, released, more} -> {chunks, nbytes}    once ``more`` is false
+    inventory {start, limit} -> {catalog, commits, versions, more}
     stat -> numbers
 """
 
@@ -39,9 +42,11 @@ from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import failpoints, protocol
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import XXH3
+from elastic_rl.dcs.connection import VersionName
 from elastic_rl.dcs.fetch.fetcher import Fetcher
 from elastic_rl.dcs.node.fetch_progress import Arrivals
 from elastic_rl.dcs.node.sends import DeltaCache, SendLimiter
+from elastic_rl.dcs.node.version_index import VersionIndex, names_of, versions_of
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.dcs.storage.tiers import Chunk
@@ -69,6 +74,9 @@ class Session:
     node_id: str = ""
     """What a node calls itself; empty for others."""
     admitted: bool = False
+    live: list[VersionName] = field(default_factory=list)
+    released: list[VersionName] = field(default_factory=list)
+    """Of a ``drop`` whose versions come in several requests."""
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -85,9 +93,9 @@ class Server:
     """Accepts connections, one thread each, and answers their requests."""
 
     def __init__(self, table: ChunkTable, fetcher: Fetcher, hello: dict[str, Any], listener: socket.socket,
-                 settings: DcsConfig, security: Security) -> None:
+                 settings: DcsConfig, security: Security, index: VersionIndex) -> None:
         """``hello``: what the node says of itself; ``job`` is in it."""
-        self._table, self._fetcher, self._hello = table, fetcher, hello
+        self._table, self._fetcher, self._hello, self._index = table, fetcher, hello, index
         self._listener, self._settings, self._security = listener, settings, security
         self._io_timeout_s = settings.io_timeout_s
         self._gate = SendLimiter(settings.max_sends, settings.peer_sends, max_waiting=MAX_CONNECTIONS // 2)
@@ -237,18 +245,35 @@ class Server:
             case "persist":
                 table.persist(header["digests"], self._io_timeout_s / 2)
                 return {}
-            case "settle":
+            case "release_holds":
                 table.settle(conn)
                 return {}
             case "mark":
-                return {"mark": table.mark()}
+                mark, (catalog, commits) = table.mark(), self._index.summary()
+                return {"mark": mark, "catalog": catalog, "commits": commits,
+                        "versions": [list(name) for name in self._index.names()]}
+            case "note_versions":
+                self._index.note(str(header["catalog"]), int(header["commits"]), versions_of(header["versions"]))
+                return {}
             case "drop":
-                dropped, freed = table.drop(set(header["live"]), int(header["mark"]))
-                return {"chunks": dropped, "nbytes": freed}
+                return self._drop(session, header)
+            case "inventory":
+                return self._index.inventory(table, int(header["start"]), int(header["limit"]))
             case "stat":
                 return {**table.stat(), "connections": len(self._open), "load": self._gate.load()}
             case other:
                 raise ConfigError(f"this node knows no operation {other!r}")
+
+    def _drop(self, session: Session, header: dict[str, Any]) -> dict[str, Any]:
+        """The versions may come in several requests, of which the last one has no ``more``."""
+        session.live += names_of(header["live"])
+        session.released += names_of(header["released"])
+        if header["more"]:
+            return {}
+        live, released, session.live, session.released = session.live, session.released, [], []
+        manifests = self._index.kept(str(header["catalog"]), int(header["commits"]), live, released)
+        dropped, freed = self._table.drop(manifests, int(header["mark"]))
+        return {"chunks": dropped, "nbytes": freed}
 
     # -- giving chunks -----------------------------------------------------------------------------------------------
     def _get(self, session: Session, header: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from elastic_rl.dcs.durable.uploader import Uploader
 from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
 from elastic_rl.dcs.node.registration import Registration
 from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.dcs.storage import arena
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
@@ -83,10 +84,12 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         fetcher = Fetcher(table, hub, node_id, FetchSettings.of(dcs), durable)
         stack.callback(fetcher.close)
         hello = {"job": cfg.job, "id": node_id, "arena_path": str(memory.path), "arena_bytes": memory.size}
-        server = Server(table, fetcher, hello, listener, dcs, security)
+        index = VersionIndex(disk.folder if disk is not None else None, grace_s=dcs.unknown_version_grace_s)
+        server = Server(table, fetcher, hello, listener, dcs, security, index)
         server.start()
         stack.callback(server.stop)
-        registration = Registration(etcd, keys, record, ttl_s)
+        catalog, commits = index.summary()
+        registration = Registration(etcd, keys, record.replace(catalog=catalog, commits=commits), ttl_s)
         stack.callback(registration.remove)
         registration.put()
         if durable is not None:
@@ -99,7 +102,9 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         while not stop.wait(_BEAT_S):
             try:
                 stat = table.stat()
-                registration.beat(**{name: stat[name] for name in _TOLD}, disk_room_bytes=_disk_room(disk))
+                catalog, commits = index.summary()
+                registration.beat(**{name: stat[name] for name in _TOLD}, disk_room_bytes=_disk_room(disk),
+                                  catalog=catalog, commits=commits)
             except ElasticRLError as e:  # etcd is away: chunks are served on, and the next beat tries again
                 log.warning("cannot keep the registration: %s", e)
     log.info("node %s ended", node_id)

@@ -15,7 +15,7 @@ from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 from support.shared_fixtures import small_disk
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.durable.store import DurableStore
 from elastic_rl.dcs.durable.uploader import restore
 from elastic_rl.dcs.fetch.puller import Pulled, Puller

@@ -11,7 +11,7 @@ import torch
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Puller

@@ -21,8 +21,7 @@ from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog, failpoints
 from elastic_rl.dcs.catalog import garbage_collector as janitors
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy

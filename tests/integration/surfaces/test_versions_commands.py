@@ -18,7 +18,7 @@ from elastic_rl import config
 from elastic_rl.cli import main
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.fetch.puller import Puller

@@ -12,11 +12,12 @@ import pytest
 from support.tcp_link import Link, Links
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs.client import NodeConnection
 from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
 from elastic_rl.dcs.fetch.swarm import ColdStore
 from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.dcs.storage.tiers import Chunk
@@ -63,7 +64,7 @@ class Nodes:
         fetcher = self.fetcher[node_id] = Fetcher(table, self, node_id, FetchSettings(hedge_after_s=0.3), durable)
         listener = socket.create_server(("127.0.0.1", 0))
         hello = {"job": "job", "id": node_id, "arena_path": f"/{node_id}", "arena_bytes": arena_bytes}
-        server = Server(table, fetcher, hello, listener, _SETTINGS, _TOKEN)
+        server = Server(table, fetcher, hello, listener, _SETTINGS, _TOKEN, VersionIndex(None, grace_s=0))
         server.start()
         self._servers.append(server)
         link = self.link[node_id] = self._links.add(listener.getsockname()[1], bytes_per_s)
