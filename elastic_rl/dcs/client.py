@@ -77,14 +77,14 @@ class DcsClient:
         return kept is not None and kept.error is not None
 
     # -- connections -------------------------------------------------------------------------------------------------
-    def open(self, node: DcsNode, *, as_node: str = "", registration: int = 0) -> NodeConnection:
+    def open(self, node: DcsNode, *, as_node: str = "") -> NodeConnection:
         """A new connection, which the caller closes. Raises NodeUnavailable and AccessDenied."""
         return NodeConnection(node, self._keys.job, io_timeout_s=self._io_timeout_s, security=self._security,
-                              as_node=as_node, registration=registration)
+                              as_node=as_node)
 
     def open_local(self) -> NodeConnection:
         """A new connection to this host's node, which the caller closes. Raises NodeUnavailable and AccessDenied."""
-        return self._first_local(lambda n: self.open(n.node, registration=n.registration))
+        return self._first_local(lambda n: self.open(n.node))
 
     def local(self) -> NodeConnection:
         """The kept connection to this host's node. Raises NodeUnavailable and AccessDenied."""
@@ -121,7 +121,7 @@ class DcsClient:
                     and self._clock() < slot.retry_at):
                 raise NodeUnavailable(slot.error.message, hint=slot.error.hint)
             try:
-                slot.connection = self.open(found.node, registration=found.registration)
+                slot.connection = self.open(found.node)
             except NodeUnavailable as e:
                 first_s, longest_s = _SUSPECT_S
                 slot.failures = slot.failures + 1 if slot.registration == found.registration else 1

@@ -52,8 +52,8 @@ class VersionName(NamedTuple):
 class Mark:
     """What a node says at the beginning of a sweep."""
 
-    registration: int
-    """Of the process that said it."""
+    incarnation: str
+    """Of the node."""
     mark: int
     """Of its last touch: see ``storage/chunk_table.py``."""
     catalog: str
@@ -84,10 +84,9 @@ class NodeConnection:
     """
 
     def __init__(self, node: DcsNode, job: str, *, io_timeout_s: float, security: Security | None = None,
-                 as_node: str = "", registration: int = 0) -> None:
-        """``as_node``: the caller's id, if it is a node itself. ``registration``: of the node (``registered_nodes``).
-        Raises NodeUnavailable and AccessDenied."""
-        self.node, self.registration = node, registration
+                 as_node: str = "") -> None:
+        """``as_node``: the caller's id, if it is a node itself. Raises NodeUnavailable and AccessDenied."""
+        self.node = node
         self._lock = threading.Lock()  # held during a call
         self._state = threading.Lock()  # guards the two below
         self._sock: socket.socket | None = None
@@ -274,7 +273,7 @@ class NodeConnection:
     def mark(self) -> Mark:
         """Begins a sweep: what is used or held from now on is not dropped by it."""
         answer, _ = self.call({"op": "mark"})
-        return Mark(self.registration, int(answer["mark"]), str(answer["catalog"]), int(answer["commits"]),
+        return Mark(self.node.incarnation, int(answer["mark"]), str(answer["catalog"]), int(answer["commits"]),
                     frozenset(VersionName(str(s), int(n), str(m)) for s, n, m in answer["versions"]))
 
     def note_versions(self, identity: CatalogIdentity, versions: Sequence[Version]) -> None:

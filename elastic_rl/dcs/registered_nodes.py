@@ -1,8 +1,8 @@
-"""The nodes that are registered in etcd, each with the revision at which it registered.
+"""The nodes that are registered in etcd, and guards on them.
 
-That revision, the create revision of the node's record, is the node's *registration*: a restarted node has another one.
-Whoever relies on what a node said (that it holds some chunks) guards its own write with the registration under which
-the node said so.
+Whoever relies on what a node said (that it holds some chunks) guards its own write with the *incarnation* that said so:
+a restarted node is another one, and may have lost what it held. A node that only registers again, because its lease had
+ended in an outage of etcd, is the same.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ RECOVER_HINT = "run `elastic-rl versions recover`; nothing is dropped before"
 
 @dataclass(frozen=True)
 class RegisteredNode:
-    """A node's record, and its registration."""
+    """A node's record."""
 
     node: DcsNode
     registration: int
+    """Create revision of the record: when the node registered, in revisions of etcd."""
 
     def belongs_to(self, catalog: str) -> bool:
         """Whether it may hold chunks for this catalog: it knows this one, or none yet."""
@@ -56,9 +57,11 @@ def _decoded(kv: KeyValue) -> RegisteredNode | None:
         return None
 
 
-def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str, int], catalog: str) -> list[Compare]:
-    """Checks that each node is still registered as it was when it acknowledged chunks, and returns the conditions under
-    which that holds later too. ``acknowledged``: node id → registration; ``catalog``: id of the catalog written to.
+def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str, str], catalog: str
+                        ) -> tuple[list[Compare], int]:
+    """Checks that each node is registered and still the process that acknowledged chunks, and returns the conditions
+    under which that holds later too, and the revision of the check. ``acknowledged``: node id → incarnation;
+    ``catalog``: id of the catalog written to.
 
     The conditions are a single comparison (no node has registered since the check), so their number does not grow with
     that of the nodes. They do not notice a node whose record goes away after the check; that is the failure of one
@@ -67,13 +70,13 @@ def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str,
     Raises Conflict for a node that is gone or restarted, CatalogMismatch for one that belongs to another catalog.
     """
     if not acknowledged:
-        return []
+        return [], 0
     nodes, revision = read_nodes(etcd, keys)
-    for node_id, registration in acknowledged.items():
+    for node_id, incarnation in acknowledged.items():
         found = nodes.get(node_id)
-        if found is None or found.registration != registration:
+        if found is None or found.node.incarnation != incarnation:
             raise Conflict(f"DCS node {node_id} was lost or restarted after it had stored chunks of the version")
         if not found.belongs_to(catalog):
             raise CatalogMismatch(f"DCS node {node_id} holds versions of catalog {found.node.catalog}, and etcd has "
                                   f"catalog {catalog}", hint=RECOVER_HINT)
-    return [Compare.none_created_since(keys.dcs_nodes_prefix(), revision)]
+    return [Compare.none_created_since(keys.dcs_nodes_prefix(), revision)], revision

@@ -316,6 +316,8 @@ class Placement(Record):
 
     parts: list[list[str]]
     """For each part of the manifest the ids of the nodes that hold all chunks of it; the first one wrote it."""
+    as_of: int = 0
+    """Revision of etcd at which the nodes were read: what is said of one that has registered since is to be checked."""
 
 
 class CatalogIdentity(Record):
@@ -365,6 +367,11 @@ class DcsNode(Record):
     """Id of the catalog that its chunks belong to; empty before it learned of one with a commit."""
     commits: int = 0
     """Highest ``CatalogIdentity.commits`` that it has seen."""
+
+    @property
+    def incarnation(self) -> str:
+        """Differs after each start of the node: the process makes its arena anew, under a random name."""
+        return self.arena_path
 
 
 class LedgerEntry(Record):

@@ -74,6 +74,8 @@ class DcsCluster(Nodes):
     """Nodes of one job, by default without a grace for orphans, so that garbage goes at once."""
 
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    killed: set[str] = field(default_factory=set)
+    """Nodes that were killed and not started again."""
     _names: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @classmethod
@@ -85,16 +87,21 @@ class DcsCluster(Nodes):
             yield out
         finally:
             out.close()
+            for node in out.killed:  # what the next start on their host would do
+                for path in SHM.glob(f"elastic-rl-{keys.job}-{node}-*"):
+                    path.unlink()
             assert not list(SHM.glob(f"elastic-rl-{keys.job}-*")), "a node left its arena behind"
 
     # -- nodes -------------------------------------------------------------------------------------------------------
     def start(self, *nodes: str, **dcs: object) -> None:
         for node in nodes:
             self.start_node(node, **{"orphan_grace_s": 0, **dcs})
+            self.killed.discard(node)
 
     def kill(self, node: str) -> None:
         """Kills a node and waits until its registration has ended."""
         super().kill(node)
+        self.killed.add(node)
         self.await_unregistered(node)
 
     def stop(self, node: str) -> None:

@@ -22,7 +22,7 @@ from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import Conflict
+from elastic_rl.errors import Conflict, ElasticRLError
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -49,16 +49,23 @@ class GarbageCollector:
     def sweep(self, guard: Sequence[Compare]) -> list[str]:
         """One round; a line for each thing that was done or could not be. ``guard``: conditions that hold while the
         caller leads. Raises EtcdUnavailable, and RecordUnreadable for the identity of the catalog."""
-        identity, _ = reads.read_identity(self._etcd, self._keys)
+        marks, failed = on_each(self._client, self._client.registered(), NodeConnection.mark)
+        reach("gc.marked")
+        # After the marks: a node that has seen more commits than this reading is newer than the catalog.
+        identity, revision = reads.read_identity(self._etcd, self._keys)
         if identity is not None and identity.suspended:
             return self._mismatch(f"the catalog of job {self._keys.job} is suspended: {identity.suspended}", guard)
+        if identity is not None and (older := _older_than_nodes(identity, marks)):
+            leader_writes.suspend(self._etcd, self._keys, identity, revision, older, guard)
+            return self._mismatch(older, guard)
         contents = reads.read_catalog(self._etcd, self._keys)
         lines = [f"{key} cannot be decoded; no chunk is dropped meanwhile" for key in contents.unreadable]
         for stream, entries in contents.streams.items():
             lines += self._abort_orphans(entries, guard)
             lines += self._release(stream, entries, guard)
             self._delete_records(entries, guard)
-        return lines + self._drop(guard)
+        lines += self._drop(identity, marks, failed, guard)
+        return lines + [f"could not sweep node {n}: {e.message}" for n, e in failed.items()]
 
     # -- records -----------------------------------------------------------------------------------------------------
     def _abort_orphans(self, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
@@ -100,22 +107,16 @@ class GarbageCollector:
             leader_writes.delete_record(self._etcd, self._keys, entry, guard)
 
     # -- chunks ------------------------------------------------------------------------------------------------------
-    def _drop(self, guard: Sequence[Compare]) -> list[str]:
-        """Has each node note the committed versions and drop what no version refers to.
+    def _drop(self, identity: CatalogIdentity | None, marks: Mapping[str, Mark], failed: dict[str, ElasticRLError],
+              guard: Sequence[Compare]) -> list[str]:
+        """Has each node note the committed versions and drop what no version refers to. Adds nodes that could not be
+        swept to ``failed``.
 
         The drops need no guard: what a node may drop follows from the order mark, then read (see
         ``storage/chunk_table.py``) and from its own index, whoever asks.
         """
-        marks, failed = on_each(self._client, self._client.registered(), NodeConnection.mark)
-        reach("gc.marked")
-        # After the marks: a node that has seen more commits than this reading is newer than the catalog.
-        identity, revision = reads.read_identity(self._etcd, self._keys)
         contents = reads.read_catalog(self._etcd, self._keys)
         lines = []
-        if problem := self._older_than_nodes(identity, marks):
-            assert identity is not None
-            leader_writes.suspend(self._etcd, self._keys, identity, revision, problem, guard)
-            return self._mismatch(problem, guard)
         known = {(e.version.stream, e.version.number): e.version.manifest for e in contents.entries()}
         foreign = {node_id: why for node_id, mark in marks.items() if (why := _why_foreign(identity, known, mark))}
         if foreign:
@@ -123,23 +124,12 @@ class GarbageCollector:
         if identity is not None and not contents.unreadable:
             sweep = _NodeSweep(self._client, identity, contents, marks)
             dropped, late = in_parallel((n for n in marks if n not in foreign), sweep)
-            failed |= {n: e for n, e in late.items() if not isinstance(e, Conflict)}
+            failed.update((n, e) for n, e in late.items() if not isinstance(e, Conflict))
             for node_id, (chunks, nbytes) in dropped.items():
                 reach("gc.dropped")
                 if chunks:
                     lines.append(f"dropped {chunks} chunks, {nbytes} bytes, of node {node_id}")
-        return lines + [f"could not sweep node {n}: {e.message}" for n, e in failed.items()]
-
-    def _older_than_nodes(self, identity: CatalogIdentity | None, marks: Mapping[str, Mark]) -> str:
-        """How the catalog is older than what some node has seen of it; empty if it is not."""
-        if identity is None:
-            return ""
-        newer = {n: m.commits for n, m in marks.items() if m.catalog == identity.id and m.commits > identity.commits}
-        if not newer:
-            return ""
-        node_id = max(newer, key=lambda n: newer[n])
-        return (f"etcd has catalog {identity.id} after {identity.commits} commits, and DCS node {node_id} has seen "
-                f"{newer[node_id]}: was etcd restored from an old backup?")
+        return lines
 
     def _mismatch(self, message: str, guard: Sequence[Compare]) -> list[str]:
         """Reports a mismatch, as an event too: at once, and then now and again."""
@@ -168,12 +158,22 @@ class _NodeSweep:
         """Chunks and bytes that were dropped. Raises Conflict for a node that was restarted after its mark, or noted a
         newer commit since: its next sweep will do."""
         mark, connection = self._marks[node_id], self._client.connect(node_id)
-        if connection.registration != mark.registration:
+        if connection.node.incarnation != mark.incarnation:
             raise Conflict(f"DCS node {node_id} was restarted since its mark")
         new = [v for name, v in self._live.items() if name not in mark.versions]
         if new or mark.commits < self._identity.commits:
             connection.note_versions(self._identity, new)
         return connection.drop(self._identity, mark.mark, self._live, self._released & mark.versions)
+
+
+def _older_than_nodes(identity: CatalogIdentity, marks: Mapping[str, Mark]) -> str:
+    """How the catalog is older than what some node has seen of it; empty if it is not."""
+    newer = {n: m.commits for n, m in marks.items() if m.catalog == identity.id and m.commits > identity.commits}
+    if not newer:
+        return ""
+    node_id = max(newer, key=lambda n: newer[n])
+    return (f"etcd has catalog {identity.id} after {identity.commits} commits, and DCS node {node_id} has seen "
+            f"{newer[node_id]}: was etcd restored from an old backup?")
 
 
 def _why_foreign(identity: CatalogIdentity | None, known: Mapping[tuple[str, int], str], mark: Mark) -> str:

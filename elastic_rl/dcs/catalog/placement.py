@@ -44,7 +44,8 @@ def parts_by_node(placement: Placement) -> dict[str, list[int]]:
 
 def without(placement: Placement, lost: Mapping[str, Collection[int]]) -> Placement:
     """The placement without the given parts on the given nodes."""
-    return Placement(parts=[[n for n in nodes if i not in lost.get(n, ())] for i, nodes in enumerate(placement.parts)])
+    return placement.replace(parts=[[n for n in nodes if i not in lost.get(n, ())]
+                                    for i, nodes in enumerate(placement.parts)])
 
 
 def with_copies(placement: Placement, copies: Iterable[tuple[int, str]]) -> Placement:
@@ -53,7 +54,7 @@ def with_copies(placement: Placement, copies: Iterable[tuple[int, str]]) -> Plac
     for i, node_id in copies:
         if node_id not in parts[i]:
             parts[i].append(node_id)
-    return Placement(parts=parts)
+    return placement.replace(parts=parts)
 
 
 def short_of(placement: Placement, replicas: int) -> list[int]:

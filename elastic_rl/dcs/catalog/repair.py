@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from elastic_rl.dcs.catalog import leader_writes, placement, reads
 from elastic_rl.dcs.catalog.reads import Entry, PlacementEntry
@@ -18,7 +18,7 @@ from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import matches
 from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.manifest import Manifest
-from elastic_rl.dcs.registered_nodes import RegisteredNode, registration_guards
+from elastic_rl.dcs.registered_nodes import RegisteredNode, read_nodes, registration_guards
 from elastic_rl.errors import ArenaFull, ChunkMissing, DiskFull, ElasticRLError, NodeUnavailable
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -43,8 +43,8 @@ class Repairer:
     """Level-triggered: each round reads every committed version and the registered nodes. A version that has all its
     copies is not examined again before a node registers or goes away.
 
-    A node is trusted to hold the parts that a placement lists for it if it registered before the placement was written:
-    this very process has acknowledged them. A node that was restarted since is asked.
+    A node is trusted to hold the parts that a placement lists for it if it registered before the nodes were read for
+    that placement: this very process has acknowledged them. A node that has registered since is asked.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, client: DcsClient, *, replicas: int,
@@ -64,7 +64,8 @@ class Repairer:
         identity, _ = reads.read_identity(self._etcd, self._keys)
         if identity is None or identity.suspended:
             return []
-        nodes = {i: n for i, n in self._client.registered().items() if n.belongs_to(identity.id)}
+        found, as_of = read_nodes(self._etcd, self._keys)
+        nodes = {i: n for i, n in found.items() if n.belongs_to(identity.id)}
         there = frozenset((i, n.registration) for i, n in nodes.items())
         committed = {(e.version.stream, e.version.number): e for e in self._committed()}
         for state in (self._examined, self._confirmed, self._failed):
@@ -76,7 +77,7 @@ class Repairer:
             if self._examined.get(key) == there or self._clock() < retry_at:
                 continue
             try:
-                lines += self._repair(entry, nodes, identity.id, guard)
+                lines += self._repair(entry, nodes, as_of, identity.id, guard)
             except ElasticRLError as e:
                 first_s, longest_s = _RETRY_S
                 pause_s = min(longest_s, first_s * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
@@ -93,8 +94,8 @@ class Repairer:
                    if e.version.state is VersionState.COMMITTED]
         return sorted(entries, key=lambda e: -e.version.number)
 
-    def _repair(self, entry: Entry, nodes: _Nodes, catalog: str, guard: Sequence[Compare]) -> list[str]:
-        """Raises ElasticRLError where a later try may do better."""
+    def _repair(self, entry: Entry, nodes: _Nodes, as_of: int, catalog: str, guard: Sequence[Compare]) -> list[str]:
+        """``as_of``: revision at which the nodes were read. Raises ElasticRLError where a later try may do better."""
         version = entry.version
         found = reads.read_placement(self._etcd, self._keys, version.stream, version.number)
         holding = placement.without(found.placement, self._lost(version, found, nodes))
@@ -105,9 +106,9 @@ class Repairer:
         acknowledged = merge_acknowledged(copies.values())
         now = placement.with_copies(holding, ((part, n) for part, made in copies.items() for n in made))
         try:
+            registered, _ = registration_guards(self._etcd, self._keys, acknowledged, catalog)
             if now != found.placement and not leader_writes.update_placement(
-                    self._etcd, self._keys, entry, found, now,
-                    [*registration_guards(self._etcd, self._keys, acknowledged, catalog), *guard]):
+                    self._etcd, self._keys, entry, found, now.replace(as_of=as_of), [*registered, *guard]):
                 raise NodeUnavailable("its record changed meanwhile, or this replica no longer leads")
         finally:
             on_each(self._client, acknowledged, lambda connection: connection.release_holds())
@@ -121,7 +122,7 @@ class Repairer:
         listed = {n: set(parts) for n, parts in placement.parts_by_node(found.placement).items()}
         lost = {n: parts for n, parts in listed.items() if n not in nodes}
         confirmed = self._confirmed.setdefault((version.stream, version.number), {})
-        restarted = [n for n in listed if n in nodes and nodes[n].registration > found.revision
+        restarted = [n for n in listed if n in nodes and nodes[n].registration > found.placement.as_of
                      and confirmed.get(n) != nodes[n].registration]
         if not restarted:
             return lost
@@ -164,11 +165,11 @@ class Repairer:
 
     # -- making copies -----------------------------------------------------------------------------------------------
     def _copy(self, version: Version, part: int, holding: Placement, nodes: _Nodes, errors: list[ElasticRLError]
-              ) -> dict[str, int]:
-        """Has as many nodes fetch a part as it lacks copies; which, with their registrations. Fewer where there are no
+              ) -> dict[str, str]:
+        """Has as many nodes fetch a part as it lacks copies; which, with their incarnations. Fewer where there are no
         more nodes, or these failed: why is added to ``errors`` then."""
         digests = self._parts(version, nodes)[part]
-        made: dict[str, int] = {}
+        made: dict[str, str] = {}
         last: ElasticRLError | None = None
         for target in sorted(placement.candidates(holding, part, list(nodes)), key=self._client.is_suspect):
             if len(holding.parts[part]) + len(made) >= self._replicas:
@@ -176,7 +177,7 @@ class Repairer:
             try:
                 connection = self._client.connect(target)
                 connection.fetch([version.manifest, *digests], prefer=holding.parts[part], hold=True)
-                made[target] = connection.registration
+                made[target] = connection.node.incarnation
             except (NodeUnavailable, ArenaFull, DiskFull) as e:
                 last = e
         if last is not None and len(holding.parts[part]) + len(made) < self._replicas:
@@ -184,15 +185,15 @@ class Repairer:
         return made
 
 
-def _report(version: Version, now: Placement, made: Mapping[str, int], replicas: int) -> list[str]:
+def _report(version: Version, now: Placement, made: Iterable[str], replicas: int) -> list[str]:
     what = f"{version.stream} version {version.number}"
     fewest = min(map(len, now.parts), default=0)
     if fewest < replicas:
         return [f"{what} has {fewest} of {replicas} copies, and there is no other node"]
-    if not made:
+    if not (to := ", ".join(made)):
         return []
     some = "" if len(now.parts) == 1 else "parts of "
-    return [f"copied {some}{what} to node {', '.join(made)}"]
+    return [f"copied {some}{what} to node {to}"]
 
 
 class RepairThread(threading.Thread):

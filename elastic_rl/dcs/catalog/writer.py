@@ -40,8 +40,8 @@ class PendingCommit:
     """Digest of the manifest."""
     nbytes: int
     placement: Placement
-    acknowledged: Mapping[str, int]
-    """Node id → registration, for every node that stored chunks or the manifest: the commit holds only for these very
+    acknowledged: Mapping[str, str]
+    """Node id → incarnation, for every node that stored chunks or the manifest: the commit holds only for these very
     processes."""
 
 
@@ -155,10 +155,11 @@ class StreamWriter:
         return [Compare.mod(version, "==", revision), Compare.mod(owner, "==", revision),
                 Compare.mod(head, "==", self._head[1])]
 
-    def _commit_writes(self, pending: PendingCommit, version: Version) -> list[Op]:
+    def _commit_writes(self, pending: PendingCommit, version: Version, as_of: int) -> list[Op]:
         key, owner, head = self._commit_keys(pending)
+        placement = pending.placement.replace(as_of=as_of)
         return [Op.put(key, version.encode()), Op.put(head, version.encode()), Op.delete(owner),
-                Op.put(self.keys.placement(version.stream, version.number), pending.placement.encode())]
+                Op.put(self.keys.placement(version.stream, version.number), placement.encode())]
 
     def _committed(self, number: int, identity: CatalogIdentity, revision: int) -> None:
         self._head, self.identity, self._identity_revision = (number, revision), identity, revision
@@ -190,12 +191,13 @@ def commit_together(pending: Sequence[PendingCommit], *, also: Sequence[Op] = ()
         if first.identity is None:
             raise Conflict("a version can only be committed by the writer that began it")
         identity = first.identity.replace(commits=first.identity.commits + 1)
-        registered = registration_guards(etcd, keys, acknowledged, identity.id)
+        registered, as_of = registration_guards(etcd, keys, acknowledged, identity.id)
         done = etcd.txn(
             [fencing.epoch_guard(keys, first.epoch), first._identity_guard(), *registered,
              *(c for p in pending for c in p.writer._commit_conditions(p))],
             [Op.put(keys.dcs_catalog(), identity.encode()),
-             *(op for p, v in zip(pending, versions, strict=True) for op in p.writer._commit_writes(p, v)), *also],
+             *(op for p, v in zip(pending, versions, strict=True) for op in p.writer._commit_writes(p, v, as_of)),
+             *also],
             [Op.get(keys.dcs_catalog()), *(Op.get(key) for p in pending for key in p.writer._commit_keys(p))])
         if done.succeeded:
             for p in pending:
@@ -212,13 +214,13 @@ def commit_together(pending: Sequence[PendingCommit], *, also: Sequence[Op] = ()
     raise Conflict(f"other commits or registrations of nodes won each of {_TRIES} tries to commit {names}")
 
 
-def merge_acknowledged(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """One mapping of node id → registration. Raises Conflict for a node that acknowledged under two of them: it was
-    restarted in between, so that it no longer has what it acknowledged first."""
-    out: dict[str, int] = {}
+def merge_acknowledged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """One mapping of node id → incarnation. Raises Conflict for a node of which two incarnations acknowledged: it may
+    no longer have what it acknowledged first."""
+    out: dict[str, str] = {}
     for acknowledged in several:
-        for node_id, registration in acknowledged.items():
-            if out.setdefault(node_id, registration) != registration:
+        for node_id, incarnation in acknowledged.items():
+            if out.setdefault(node_id, incarnation) != incarnation:
                 raise Conflict(f"DCS node {node_id} was restarted while chunks of a version were stored on it")
     return out
 

@@ -37,8 +37,13 @@ class Registration:
         if self._lease is not None:
             self._lease.close()
         self._lease = self._etcd.keepalive(self._ttl_s)
-        self._etcd.delete(self._key)
-        self._created = self._etcd.put(self._key, self._record.encode(), lease=self._lease.id)
+        try:
+            self._etcd.delete(self._key)
+            self._created = self._etcd.put(self._key, self._record.encode(), lease=self._lease.id)
+        except BaseException:
+            lease, self._lease = self._lease, None  # the next beat registers again
+            lease.close()
+            raise
 
     def beat(self, **usage: int | str) -> None:
         """Registers again if that was lost, and brings the record up to date: ``usage`` are fields of it."""

@@ -138,7 +138,7 @@ class PartWriter:
             self._seal_next(keep_rest=self._ends[i:i + 1] == self._ends[i + 1:i + 2])
         manifest = self._packer.manifest(self._digests)
         entries: tuple[TensorEntry, ...] = manifest.tensors
-        return Part(self.node_id, self._node.registration, tuple(zip(self._orders, entries, strict=True)),
+        return Part(self.node_id, self._node.node.incarnation, tuple(zip(self._orders, entries, strict=True)),
                     manifest.chunks)
 
 

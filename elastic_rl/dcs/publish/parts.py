@@ -20,7 +20,7 @@ class Part:
 
     node: str
     """Id of the node."""
-    registration: int
+    incarnation: str
     """Of that node: the commit holds only for this very process."""
     tensors: tuple[tuple[int, TensorEntry], ...]
     """Each with its place in the version: tensors are published in ascending order of these."""
@@ -34,7 +34,7 @@ class Part:
 
     def to_json(self) -> dict[str, Any]:
         index = {digest: i for i, digest in enumerate(self.chunks)}
-        return {"node": self.node, "registration": self.registration,
+        return {"node": self.node, "incarnation": self.incarnation,
                 "chunks": [[d, n] for d, n in self.chunks.items()],
                 "tensors": [[place, t.name, t.dtype, list(t.shape), [[index[s.digest], s.offset, s.nbytes]
                                                                      for s in t.slices]] for place, t in self.tensors]}
@@ -44,7 +44,7 @@ class Part:
         """From ``to_json``'s value. Raises ConfigError when it is malformed."""
         try:
             chunks = [(str(d), int(n)) for d, n in value["chunks"]]
-            return cls(str(value["node"]), int(value["registration"]), tuple(
+            return cls(str(value["node"]), str(value["incarnation"]), tuple(
                 (int(place), TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape), tuple(
                     Slice(chunks[i][0], int(offset), int(nbytes)) for i, offset, nbytes in slices)))
                 for place, name, dtype, shape, slices in value["tensors"]), dict(chunks))

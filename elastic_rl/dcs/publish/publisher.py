@@ -141,7 +141,7 @@ class Publisher:
 
     def _store_parts(self, staged: Staged, of: Sequence[Part], hold: bool, deadline: float) -> StoredVersion:
         manifest, writers = parts.merge(of)
-        written = merge_acknowledged({part.node: part.registration} for part in of if part.chunks)
+        written = merge_acknowledged({part.node: part.incarnation} for part in of if part.chunks)
         local = self._client.local()
         digest = local.put(manifest.encode(), digest=self._digest)
         failpoints.reach("publish.manifest")
@@ -150,12 +150,12 @@ class Publisher:
         sources = dict(zip(writers, manifest.part_digests(), strict=True))
         held = {n: [d for part in of if part.node == n for d in part.chunks] if hold else [] for n in writers}
         stored, failed = in_parallel(
-            sources, lambda node: replication.store_part(node, written.get(node, 0), sources[node], held[node]),
+            sources, lambda node: replication.store_part(node, written.get(node, ""), sources[node], held[node]),
             threads=_COPIERS)
         for error in failed.values():
             raise error
         failpoints.reach("publish.replicated")
-        acknowledged = merge_acknowledged([written, {local.node.id: local.registration},
+        acknowledged = merge_acknowledged([written, {local.node.id: local.node.incarnation},
                                            *stored.values()])
         placement = Placement(parts=[list(nodes) for nodes in stored.values()])
         pending = PendingCommit(self._writer, staged, digest, manifest.nbytes, placement, acknowledged)
@@ -225,20 +225,20 @@ class _Replication:
         catalog = writer.identity.id if writer.identity is not None else ""
         self._ids = [i for i, n in client.registered().items() if n.belongs_to(catalog)] if replicas > 1 else []
 
-    def store_part(self, source: str, registration: int, digests: Sequence[str], held: Sequence[str]
-                   ) -> dict[str, int]:
+    def store_part(self, source: str, incarnation: str, digests: Sequence[str], held: Sequence[str]
+                   ) -> dict[str, str]:
         """Has ``source`` hold the chunks ``held`` and the manifest (by which a node knows what it must keep), and then
-        ``replicas - 1`` others fetch the part's chunks and the manifest. ``registration``: under which the source
-        stored them; 0 for a version without chunks. Returns the nodes that hold the part now, the source first, each
-        with the registration under which it acknowledged. Raises Conflict when the source was restarted since."""
+        ``replicas - 1`` others fetch the part's chunks and the manifest. ``incarnation``: of the source when it
+        stored them; empty for a version without chunks. Returns the nodes that hold the part now, the source first,
+        each with the incarnation that acknowledged. Raises Conflict when the source was restarted since."""
         connection = self._client.connect(source)
-        if registration and connection.registration != registration:
+        if incarnation and connection.node.incarnation != incarnation:
             raise Conflict(f"DCS node {source} was restarted after chunks of the version had been stored on it")
         if held:
             connection.fetch(held, hold=True, on_progress=self._in_time)
         if source != self._manifest_node:
             connection.fetch([self._digest], prefer=[self._manifest_node], hold=True, on_progress=self._in_time)
-        acknowledged = {source: connection.registration}
+        acknowledged = {source: connection.node.incarnation}
         last: ElasticRLError | None = None
         for other in self._candidates(source):
             if len(acknowledged) == self._replicas:
@@ -255,13 +255,13 @@ class _Replication:
                 hint="start more DCS nodes or set fewer replicas") from last
         return acknowledged
 
-    def _copy(self, target: str, source: str, digests: Sequence[str]) -> int:
-        """Has a node fetch a part; the registration under which it acknowledged."""
+    def _copy(self, target: str, source: str, digests: Sequence[str]) -> str:
+        """Has a node fetch a part; the incarnation that acknowledged."""
         connection = self._client.connect(target)
         connection.fetch(
             [self._digest, *digests], prefer=[source], hold=True, sizes={d: self._manifest.chunks[d] for d in digests},
             bases={d: self._bases[d] for d in digests if d in self._bases}, on_progress=self._in_time)
-        return connection.registration
+        return connection.node.incarnation
 
     def _candidates(self, source: str) -> list[str]:
         """Nodes that may be given copies, in this order: after the source in the ring of ids; those that could not be

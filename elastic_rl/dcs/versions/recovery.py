@@ -30,6 +30,7 @@ from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.connection import HeldVersion, NodeConnection
 from elastic_rl.dcs.durable.store import DurableStore
 from elastic_rl.dcs.fan_out import on_each
+from elastic_rl.dcs.registered_nodes import read_nodes
 from elastic_rl.errors import CatalogMismatch, ConfigError, Conflict, ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
@@ -72,6 +73,8 @@ class Sources:
     marks: Sequence[StoredMark]
     unreachable: Mapping[str, ElasticRLError]
     """Registered nodes that did not answer, and why."""
+    as_of: int = 0
+    """Revision of etcd at which the nodes were listed."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ def gather(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableStor
     def ask(connection: NodeConnection) -> NodeInventory:
         return NodeInventory(*connection.inventory())
 
-    nodes, unreachable = on_each(client, client.registered(), ask)
+    registered, as_of = read_nodes(etcd, keys)
+    nodes, unreachable = on_each(client, registered, ask)
     identity, _ = reads.read_identity(etcd, keys)
     contents = reads.read_catalog(etcd, keys)
     numbers = {}
@@ -132,7 +136,8 @@ def gather(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableStor
     marks = []
     if durable is not None:
         marks = [durable.mark(stream, n) for stream in durable.streams() for n in durable.numbers(stream)]
-    return Sources(identity, contents, numbers, nodes, [StoredMark(m.version, m.parts) for m in marks], unreachable)
+    return Sources(identity, contents, numbers, nodes, [StoredMark(m.version, m.parts) for m in marks], unreachable,
+                   as_of)
 
 
 def plan(sources: Sources, catalog: str = "") -> Plan:
@@ -152,7 +157,8 @@ def plan(sources: Sources, catalog: str = "") -> Plan:
         known = found[key]
         missing = [i for i in range(known.parts) if not known.holders.get(i)]
         if known.durable or (known.parts and not missing):
-            placement = Placement(parts=[sorted(known.holders.get(i, ())) for i in range(known.parts)])
+            placement = Placement(parts=[sorted(known.holders.get(i, ())) for i in range(known.parts)],
+                                  as_of=sources.as_of)
             version = known.version.replace(state=VersionState.COMMITTED, sources=placements.sources(placement))
             versions.append(Recovered(version, placement, known.durable, known.entry.revision if known.entry else 0))
         else:

@@ -24,8 +24,8 @@ def part_of(rank: int, mine: list[tuple[int, tuple[int, ...]]]) -> Part:
     for at, shape in mine:
         packer.add(f"t{at}", "float32", shape)
     manifest = packer.manifest([f"{rank:02d}-{i}" for i in range(len(packer.sizes))])
-    return Part(f"n{rank % 3}", 7 + rank, tuple((at, t) for (at, _), t in zip(mine, manifest.tensors, strict=True)),
-                manifest.chunks)
+    tensors = tuple((at, t) for (at, _), t in zip(mine, manifest.tensors, strict=True))
+    return Part(f"n{rank % 3}", f"arena-{rank % 3}", tensors, manifest.chunks)
 
 
 def deal(dealt: list[Item]) -> list[Part]:
@@ -53,10 +53,10 @@ def test_merge_groups_chunks_by_the_node_that_wrote_them(dealt: list[Item]) -> N
 
 def test_chunk_written_by_two_nodes_belongs_to_the_first() -> None:
     a, b = part_of(0, [(0, (300,)), (1, (5,))]), part_of(1, [(2, (3,))])
-    shared = Part(b.node, b.registration, b.tensors, {**dict(list(a.chunks.items())[:1]), **b.chunks})
+    shared = Part(b.node, b.incarnation, b.tensors, {**dict(list(a.chunks.items())[:1]), **b.chunks})
     manifest, nodes = merge([a, shared])
     assert nodes == ["n0", "n1"] and manifest.part_digests() == [list(a.chunks), list(b.chunks)]
-    only_shared = Part(b.node, b.registration, (), dict(a.chunks))
+    only_shared = Part(b.node, b.incarnation, (), dict(a.chunks))
     assert merge([a, only_shared])[1] == ["n0"]
 
 
@@ -71,17 +71,17 @@ def test_merge_rejects_parts_with_the_same_name_or_place() -> None:
     with pytest.raises(ConfigError, match="place 0"):
         merge([a, b])
     with pytest.raises(ConfigError, match="tensor name 't0'"):
-        merge([a, Part(b.node, b.registration, ((1, b.tensors[0][1]),), b.chunks)])
+        merge([a, Part(b.node, b.incarnation, ((1, b.tensors[0][1]),), b.chunks)])
 
 
 def test_merge_rejects_parts_that_disagree_on_the_size_of_a_chunk() -> None:
     a = part_of(0, [(0, (3,))])
     with pytest.raises(ConfigError, match="disagree"):
-        merge([a, Part("x", 1, (), {digest: n + 1 for digest, n in a.chunks.items()})])
+        merge([a, Part("x", "x", (), {digest: n + 1 for digest, n in a.chunks.items()})])
 
 
-@pytest.mark.parametrize("value", [{}, {"node": "a", "registration": "x", "chunks": [], "tensors": []}, {
-    "node": "a", "registration": 1, "chunks": [], "tensors": [[0, "t", "uint8", [1], [[0, 0, 1]]]]}])
+@pytest.mark.parametrize("value", [{}, {"node": "a", "incarnation": "x", "chunks": [], "tensors": [1]}, {
+    "node": "a", "incarnation": "x", "chunks": [], "tensors": [[0, "t", "uint8", [1], [[0, 0, 1]]]]}])
 def test_malformed_part_is_rejected(value: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="part"):
         Part.from_json(value)
