@@ -2,7 +2,7 @@
 
     dcs_actor.py ETCD JOB EPOCH NODE publish SEED | pull | sweep KEEP
 
-Publishes the content of a seed, pulls the head and checks it, or sweeps once; prints what came of it.
+Publishes the content of a seed, pulls the head and checks it, or sweeps once; prints the result.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def main(etcd_servers: str, job: str, epoch: str, node: str, what: str, *args: s
             with puller, puller.pull("policy") as pulled:
                 print(pulled.version.number, flush=True)
         else:
-            janitor = GarbageCollector(etcd, keys, RetentionPolicy(int(args[0])))
-            print(janitor.sweep([]), flush=True)
-            janitor.close()
+            collector = GarbageCollector(etcd, keys, RetentionPolicy(int(args[0])))
+            print(collector.sweep([]), flush=True)
+            collector.close()
 
 
 if __name__ == "__main__":

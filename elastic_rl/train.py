@@ -24,7 +24,7 @@ from elastic_rl.coordinator.failure.policy import progress_of
 from elastic_rl.coordinator.operations.state_machine import JOB
 from elastic_rl.data.ledger import Ledger
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.dcs.catalog.catalog import list_versions
+from elastic_rl.dcs.catalog import list_versions
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import ConfigError, EtcdUnavailable
 from elastic_rl.etcd import events

@@ -51,6 +51,9 @@ class DcsConfig(Section):
     """Lease of a publish in progress; when it ends the version is aborted."""
     orphan_grace_s: Annotated[float, Field(ge=0)] = 15.0
     """How long the chunks of a publisher that died stay; longer than ``staging_ttl_s``."""
+    unknown_version_grace_s: Annotated[float, Field(ge=0)] = 86400.0
+    """How long a node keeps the chunks of a committed version that the catalog has no record of, though it did not
+    release it: time to find out what happened to etcd, and to run `elastic-rl versions recover`."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 64 << 20
     """Weights that the trainer gathers at once; a rank holds at most two of these more than its own shards."""
     publish_timeout_s: Seconds = 120.0

@@ -33,9 +33,10 @@ _PIECE = 8 << 20
 
 _ERRORS: dict[str, type[ElasticRLError]] = {
     cls.__name__: cls for cls in (
-        errors.AccessDenied, errors.ArenaFull, errors.ChunkCorrupt, errors.ChunkMissing, errors.ConfigError,
-        errors.Conflict, errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable, errors.StagingFailed,
-        errors.VersionNotFound, errors.LeaseLost, errors.EtcdDenied, errors.EtcdFull, errors.EtcdUnavailable)}
+        errors.AccessDenied, errors.ArenaFull, errors.CatalogMismatch, errors.ChunkCorrupt, errors.ChunkMissing,
+        errors.ConfigError, errors.Conflict, errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable,
+        errors.RecordUnreadable, errors.StagingFailed, errors.VersionNotFound, errors.LeaseLost, errors.EtcdDenied,
+        errors.EtcdFull, errors.EtcdUnavailable)}
 
 
 class ProtocolError(ElasticRLError):

@@ -54,7 +54,7 @@ class OwnedTensorWriter:
         """The publish is over. The node may forget that this rank held the chunks: at once if they are committed, else
         after the grace, with the connection."""
         if committed:
-            with contextlib.suppress(NodeUnavailable):  # then there is nothing left to settle
-                self._hub.local().settle()
+            with contextlib.suppress(NodeUnavailable):  # then nothing is held any more
+                self._hub.local().release_holds()
         else:
             self._hub.close()

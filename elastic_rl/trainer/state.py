@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.config import Stream
-from elastic_rl.dcs.catalog import catalog
-from elastic_rl.dcs.catalog.catalog import Staged
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import Staged
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Pulled, Puller
 from elastic_rl.dcs.publish.part_writer import LocalArena

@@ -26,7 +26,7 @@ export class Versions {
         } },
         plain("Step", (v) => v.meta?.step ?? "–", "num"),
         plain("Size", (v) => bytes(v.nbytes), "num"),
-        plain("Nodes", (v) => v.nodes?.length || "–", "num minor"),
+        plain("Sources", (v) => v.sources?.join(", ") || "–", "minor"),
         time("Committed", (v) => v.committed_at || v.created_at),
       ] });
   }

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from elastic_rl.dcs.client import NodeConnection
 from elastic_rl.dcs.codecs import delta as delta_codec
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.dcs.fetch.delta_policy import DeltaPolicy, Outcome
 from elastic_rl.dcs.fetch.model import (
     Abandon,

@@ -14,8 +14,9 @@ from typing import Any, Self
 
 import torch
 
-from elastic_rl.dcs.catalog import catalog
-from elastic_rl.dcs.client import DcsClient, NodeConnection, Progress
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.connection import NodeConnection, Progress
 from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fetch import mapping
 from elastic_rl.dcs.manifest import Manifest

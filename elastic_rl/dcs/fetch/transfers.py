@@ -9,7 +9,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-from elastic_rl.dcs.client import NodeConnection
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.etcd.records import DcsNode
 
 log = logging.getLogger(__name__)

@@ -190,11 +190,11 @@ class OpenVersions:
         version.pin = self._pins.pin(version.stream, version.number)
         reach("open.pinned")
         record = version.pin.version
-        manifest = self._manifest(version, record.manifest, record.nodes)
+        manifest = self._manifest(version, record.manifest, record.sources)
         reach("open.manifest")
         table = self._write_map(version, manifest)
         version.step(total=sum(manifest.chunks.values()))
-        self._place_chunks(version, table, manifest, record.nodes)
+        self._place_chunks(version, table, manifest, record.sources)
         reach("open.located")
         version.expires_at = self._table.proof_expires_at(version.owner)
         self._last[version.stream] = record.manifest, manifest

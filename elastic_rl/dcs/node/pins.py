@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.errors import EtcdUnavailable, VersionNotFound
 from elastic_rl.etcd.client import EtcdClient, KeptLease
 from elastic_rl.etcd.keys import Keys

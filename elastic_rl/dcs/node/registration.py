@@ -45,10 +45,15 @@ class Registration:
         if self._lease is not None:
             self._lease.close()
         self._lease = self._etcd.keepalive(self._ttl_s)
-        self._etcd.delete(self._key)
-        self._created = self._etcd.put(self._key, self._record.encode(), lease=self._lease.id)
+        try:
+            self._etcd.delete(self._key)
+            self._created = self._etcd.put(self._key, self._record.encode(), lease=self._lease.id)
+        except BaseException:
+            lease, self._lease = self._lease, None  # the next beat registers again
+            lease.close()
+            raise
 
-    def beat(self, **usage: int) -> None:
+    def beat(self, **usage: int | str) -> None:
         """Updates the record, of which ``usage`` are fields, and registers again if it was lost. Raises Conflict when
         another process has registered under this node's id."""
         record = self._record.replace(**usage)
@@ -81,7 +86,7 @@ class Registration:
         kv = self._etcd.get(self._key)
         if kv is not None and kv.create_revision != self._created:
             other = DcsNode.decode(kv.value)
-            if other.arena_path == self._record.arena_path:
+            if other.incarnation == self._record.incarnation:
                 self._created = kv.create_revision  # our own, of a write whose answer was lost
                 return
             raise Conflict(f"another process has registered as DCS node {other.id} of job {self._keys.job}: process "

@@ -21,8 +21,11 @@ and then come any of
     confirm {use} -> {}                     if it is still open under this token
     release {use} -> {}
     persist {digests} -> {}                 once they are on this node's disk
-    settle -> {}                            ends the connection's holds
-    mark -> {mark}, drop {live, mark} -> {chunks, nbytes}    see ``chunk_table.py``
+    release_holds -> {}                     ends the connection's holds
+    mark -> {mark, catalog, commits, versions}    see ``storage/chunk_table.py`` and ``node/version_index.py``
+    note_versions {catalog, commits, versions} -> {}
+    drop {catalog, commits, mark, live, released, more} -> {chunks, nbytes}    once ``more`` is false
+    inventory {start, limit} -> {catalog, commits, versions, more}
     stat -> numbers
 
 At most ``protocol.MAX_DIGESTS`` digests go into one request.
@@ -42,11 +45,13 @@ from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import failpoints, protocol
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import XXH3
+from elastic_rl.dcs.connection import VersionName
 from elastic_rl.dcs.fetch.fetcher import Fetcher
 from elastic_rl.dcs.fetch.version_map import to_ranges
 from elastic_rl.dcs.node.admission import Admission, Limits
 from elastic_rl.dcs.node.open_versions import OpenVersion, OpenVersions
 from elastic_rl.dcs.node.sends import DeltaCache, SendLimiter
+from elastic_rl.dcs.node.version_index import VersionIndex, names_of, versions_of
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk import Chunk
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
@@ -87,6 +92,9 @@ class Session:
     authenticated: bool = False
     open: dict[str, OpenVersion] = field(default_factory=dict)
     """By token."""
+    live: list[VersionName] = field(default_factory=list)
+    released: list[VersionName] = field(default_factory=list)
+    """Of a ``drop`` whose versions come in several requests."""
 
     @property
     def peer(self) -> str:
@@ -107,10 +115,11 @@ class Session:
 class Server:
     """Accepts connections, one thread each, and answers their requests."""
 
-    def __init__(self, table: ChunkTable, fetcher: Fetcher, versions: OpenVersions, hello: dict[str, Any],
-                 listener: socket.socket, settings: DcsConfig, security: Security) -> None:
+    def __init__(self, table: ChunkTable, fetcher: Fetcher, versions: OpenVersions, index: VersionIndex,
+                 hello: dict[str, Any], listener: socket.socket, settings: DcsConfig, security: Security) -> None:
         """``hello``: what the node says of itself; ``job`` is in it."""
-        self._table, self._fetcher, self._versions, self._hello = table, fetcher, versions, hello
+        self._table, self._fetcher, self._versions, self._index = table, fetcher, versions, index
+        self._hello = hello
         self._listener, self._settings, self._security = listener, settings, security
         self._io_timeout_s = settings.io_timeout_s
         limits = Limits(deadline_s=min(Limits.deadline_s, settings.io_timeout_s))
@@ -306,18 +315,35 @@ class Server:
             case "persist":
                 table.persist(_digests(header), self._io_timeout_s / 2)
                 return {}
-            case "settle":
-                table.settle(conn)
+            case "release_holds":
+                table.release_holds(conn)
                 return {}
             case "mark":
-                return {"mark": table.mark()}
+                mark, (catalog, commits) = table.mark(), self._index.summary()
+                return {"mark": mark, "catalog": catalog, "commits": commits,
+                        "versions": [list(name) for name in self._index.names()]}
+            case "note_versions":
+                self._index.note(str(header["catalog"]), int(header["commits"]), versions_of(header["versions"]))
+                return {}
             case "drop":
-                dropped, freed = table.drop(set(header["live"]), int(header["mark"]))
-                return {"chunks": dropped, "nbytes": freed}
+                return self._drop(session, header)
+            case "inventory":
+                return self._index.inventory(table, int(header["start"]), int(header["limit"]))
             case "stat":
                 return {**table.stat(), "connections": len(self._admission), "load": self._limiter.load()}
             case other:
                 raise ConfigError(f"this node knows no operation {other!r}")
+
+    def _drop(self, session: Session, header: dict[str, Any]) -> dict[str, Any]:
+        """The versions may come in several requests, of which the last one has no ``more``."""
+        session.live += names_of(header["live"])
+        session.released += names_of(header["released"])
+        if header["more"]:
+            return {}
+        live, released, session.live, session.released = session.live, session.released, [], []
+        manifests = self._index.kept(str(header["catalog"]), int(header["commits"]), live, released)
+        dropped, freed = self._table.drop(manifests, int(header["mark"]))
+        return {"chunks": dropped, "nbytes": freed}
 
     # -- giving chunks -----------------------------------------------------------------------------------------------
     def _get(self, session: Session, header: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from elastic_rl.dcs.node.open_versions import OpenVersions
 from elastic_rl.dcs.node.pins import NodePins
 from elastic_rl.dcs.node.registration import Registration
 from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.dcs.storage import arena
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
@@ -88,10 +89,12 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         pins = NodePins(etcd, keys, node_id, dcs.pin_ttl_s)
         stack.callback(pins.close)
         hello = {"job": cfg.job, "id": node_id, "arena_path": str(memory.path), "arena_bytes": memory.size}
-        server = Server(table, fetcher, OpenVersions(table, fetcher, pins), hello, listener, dcs, security)
+        index = VersionIndex(disk.folder if disk is not None else None, grace_s=dcs.unknown_version_grace_s)
+        server = Server(table, fetcher, OpenVersions(table, fetcher, pins), index, hello, listener, dcs, security)
         server.start()
         stack.callback(server.stop)
-        registration = Registration(etcd, keys, record, ttl_s)
+        catalog, commits = index.summary()
+        registration = Registration(etcd, keys, record.replace(catalog=catalog, commits=commits), ttl_s)
         stack.callback(registration.remove)
         registration.put()
         if durable is not None:
@@ -104,8 +107,9 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         while not stop.wait(_BEAT_S):
             leftovers.reclaim()
             try:
-                usage = table.usage()
-                registration.beat(**{name: usage[name] for name in _REPORTED}, disk_room_bytes=_disk_room(disk))
+                usage, (catalog, commits) = table.usage(), index.summary()
+                registration.beat(**{name: usage[name] for name in _REPORTED}, disk_room_bytes=_disk_room(disk),
+                                  catalog=catalog, commits=commits)
             except Conflict:
                 raise
             except ElasticRLError as e:  # etcd is away: chunks are served meanwhile, and the next beat tries again

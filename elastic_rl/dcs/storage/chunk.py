@@ -38,7 +38,7 @@ class Chunk:
     holders: set[int] = field(default_factory=set)
     """Connections that hold it."""
     keep_until: float = 0.0
-    """End of the grace after a holder that closed without settling, by the table's clock."""
+    """End of the grace after a holder that closed without releasing its holds, by the table's clock."""
     busy: threading.Lock = field(default_factory=threading.Lock)
     """Held while its bytes are verified or read from disk, so that concurrent callers share one pass. Acquired before
     the table's lock, never under it."""

@@ -4,8 +4,8 @@ A sealed chunk has a copy in the arena, one on disk, or both; readers never see 
 
 When may a chunk be *dropped*, so that no committed version ever loses one?
 - A *hold* belongs to a connection: sealing a chunk, also one that is there already, holds it until that connection
-  settles (after the commit) or closes. After a close without settling the chunk stays for ``orphan_grace_s``, longer
-  than a publish can still commit by itself.
+  releases its holds (after the commit) or closes. After a close without that the chunk stays for ``orphan_grace_s``,
+  longer than a publish can still commit by itself.
 - Each use of a chunk, and the end of a hold, gives it a new *touch* number. The garbage collector takes the node's
   ``mark`` (the last number) first, then reads from etcd which versions are live, then requests a drop of what none of
   them refers to. A chunk that was touched after the mark stays; one that was touched before it and is not held belongs
@@ -298,7 +298,7 @@ class ChunkTable:
         self._queue.persist(digests, timeout_s)
 
     # -- releasing and dropping --------------------------------------------------------------------------------------
-    def settle(self, conn: int) -> None:
+    def release_holds(self, conn: int) -> None:
         """Ends the connection's holds: what it sealed is committed by now, or abandoned."""
         self._end_holds(conn, 0.0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.etcd.run_context import RunContext

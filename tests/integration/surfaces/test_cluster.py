@@ -19,7 +19,7 @@ from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import TOKEN_FILE, Security

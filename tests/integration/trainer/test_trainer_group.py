@@ -24,7 +24,7 @@ from support.otlp_collector import Collector, Span, collecting
 from elastic_rl import config
 from elastic_rl.data.tasks import Addition
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd import events, fencing

@@ -73,18 +73,18 @@ def test_drop_keeps_chunks_of_live_manifests() -> None:
     digest = write(chunks, 1, b"a" * 100)
     manifest = manifest_of(chunks, 1, digest, 100)
     loose = write(chunks, 1, b"b" * 100)
-    chunks.settle(1)
+    chunks.release_holds(1)
     assert chunks.drop({manifest}, chunks.mark())[0] == 1
     assert chunks.has(digest) and chunks.has(manifest) and not chunks.has(loose)
     assert chunks.drop(set(), chunks.mark())[0] == 2
 
 
 def test_drop_keeps_chunk_committed_between_mark_and_drop() -> None:
-    """Order: seal, mark and catalog read of the garbage collector, commit, settle, drop."""
+    """Order: seal, mark and catalog read of the garbage collector, commit, release of the holds, drop."""
     chunks, _ = table()
     write(chunks, 1, b"a" * 100)
     mark = chunks.mark()
-    chunks.settle(1)
+    chunks.release_holds(1)
     assert chunks.drop(set(), mark) == (0, 0)
     assert chunks.drop(set(), chunks.mark()) == (1, 100)
 
@@ -93,10 +93,10 @@ def test_drop_keeps_chunk_used_after_the_mark() -> None:
     """The garbage collector read the catalog before a new version with an old chunk was committed."""
     chunks, _ = table()
     digest = write(chunks, 1, b"a" * 100)
-    chunks.settle(1)
+    chunks.release_holds(1)
     mark = chunks.mark()
     write(chunks, 2, b"a" * 100)
-    chunks.settle(2)
+    chunks.release_holds(2)
     assert chunks.drop(set(), mark) == (0, 0)
     mark = chunks.mark()
     chunks.use(digest, None)  # a pull that found it here
@@ -107,7 +107,7 @@ def test_drop_keeps_chunk_used_after_the_mark() -> None:
 def test_drop_refuses_while_a_live_manifest_is_unreadable() -> None:
     chunks, _ = table()
     digest, unreadable = write(chunks, 1, b"a" * 100), write(chunks, 1, b"no manifest")
-    chunks.settle(1)
+    chunks.release_holds(1)
     with pytest.raises(ChunkCorrupt):
         chunks.drop({unreadable}, chunks.mark())
     assert chunks.has(digest)
@@ -116,7 +116,7 @@ def test_drop_refuses_while_a_live_manifest_is_unreadable() -> None:
 def test_dropped_chunk_keeps_its_bytes_until_the_reader_is_done() -> None:
     chunks, _ = table(size=1024)
     digest = write(chunks, 1, b"a" * 400)
-    chunks.settle(1)
+    chunks.release_holds(1)
     with chunks.reading(digest) as data:
         assert chunks.drop(set(), chunks.mark())[0] == 1
         assert not chunks.has(digest)
@@ -168,7 +168,7 @@ def test_locate_all_locates_every_chunk_or_none() -> None:
     now = [0.0]
     chunks = ChunkTable(memoryview(bytearray(ALIGN * 80)), orphan_grace_s=0, verify_every_s=60, clock=lambda: now[0])
     digests = [write(chunks, 1, bytes([i]) * ALIGN) for i in range(3)]
-    chunks.settle(1)
+    chunks.release_holds(1)
     assert chunks.locate_all([*digests, "0" * 32], 5, "t") is None
     assert chunks.stat()["located"] == 0
     found = chunks.locate_all(digests, 5, "t")

@@ -57,7 +57,7 @@ class Node:
 
     def commit(self, data: bytes) -> str:
         digest = self.write(1, data)
-        self.table.settle(1)
+        self.table.release_holds(1)
         return digest
 
     def save_all(self) -> None:
@@ -87,11 +87,11 @@ def node(folder: Path) -> Iterator[Node]:
     out.disk.close()
 
 
-def test_saver_saves_chunk_once_it_is_settled(node: Node) -> None:
+def test_saver_saves_chunk_once_its_holds_are_released(node: Node) -> None:
     digest = node.write(1, b"a" * KIB)
     node.saver.step(0)
     assert not node.path(digest).exists()
-    node.table.settle(1)
+    node.table.release_holds(1)
     node.saver.step(0)
     assert node.path(digest).read_bytes() == b"a" * KIB and node.table.stat()["unsaved"] == 0
 
@@ -141,7 +141,7 @@ def test_spill_spares_held_unsaved_read_and_located_chunks(node: Node) -> None:
     assert not node.resident(read) and bytes(node.table.view[offset:offset + nbytes]) == b"\x03" * KIB
     node.table.release(8, "t")
     assert node.table.alloc(2, KIB) == offset
-    node.table.settle(7)
+    node.table.release_holds(7)
     assert node.table.alloc(2, KIB) >= 0 and not node.resident(held) and node.resident(unsaved)
 
 
@@ -174,12 +174,12 @@ def test_located_chunk_keeps_its_region_after_a_drop_until_release(node: Node, h
         node.table.locate(digest, 5, "three")
 
 
-def test_locate_neither_settles_nor_holds_a_chunk(node: Node) -> None:
+def test_locate_neither_holds_a_chunk_nor_releases_a_hold(node: Node) -> None:
     digest = node.write(1, b"a" * KIB)
     node.table.locate(digest, 1, "t")
     node.table.release(1, "t")
     assert node.table.stat()["held"] == 1 and node.table.drop(set(), node.table.mark()) == (0, 0)
-    node.table.settle(1)
+    node.table.release_holds(1)
     assert node.table.stat()["held"] == 0 and node.table.drop(set(), node.table.mark()) == (1, KIB)
 
 
@@ -192,7 +192,7 @@ def test_alloc_reports_full_disk_once_the_arena_is_full_and_recovers(folder: Pat
         for _ in range(3):  # two have a copy on disk and make room
             node.commit(bytes([9]) * KIB + bytes([_]))
     assert all(node.read(d) == bytes([i]) * KIB for i, d in enumerate(digests))
-    node.table.settle(1)
+    node.table.release_holds(1)
     mark = node.table.mark()
     kept = digests[3]
     node.table.use(kept, None)
@@ -404,7 +404,7 @@ def test_newest_whole_version_is_saved_while_publishes_outpace_the_disk(folder: 
         packer.add("t", "uint8", (4 * KIB,))
         digests = [node.write(1, bytes([number * 10 + i]) * KIB) for i in range(4)]
         digests.append(node.write(1, packer.manifest(digests).encode()))
-        node.table.settle(1)
+        node.table.release_holds(1)
         versions.append(digests)
         for _ in range(2):
             node.saver.step(0, max_chunks=1)
@@ -476,7 +476,7 @@ def test_concurrent_writers_readers_and_drops_see_only_right_bytes(folder: Path)
         data = rng.choice(list(pieces.values()))
         digest = node.write(conn, data)
         assert node.read(digest) == data, "a chunk that is held is there"
-        node.table.settle(conn)
+        node.table.release_holds(conn)
 
     def read(rng: random.Random) -> None:
         digest = rng.choice(list(pieces))
@@ -552,8 +552,8 @@ class TieredTable(RuleBasedStateMachine):
         self.held.add((conn, item))
 
     @rule(conn=CONNS)
-    def settle(self, conn: int) -> None:
-        self.node.table.settle(conn)
+    def release_holds(self, conn: int) -> None:
+        self.node.table.release_holds(conn)
         self.held = {h for h in self.held if h[0] != conn}
 
     @rule(conn=CONNS)

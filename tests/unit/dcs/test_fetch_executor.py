@@ -13,13 +13,14 @@ import pytest
 from support.tcp_link import Link, Links
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs.client import NodeConnection
 from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
 from elastic_rl.dcs.fetch.transfers import DurableChunks
 from elastic_rl.dcs.node.open_versions import OpenVersions
 from elastic_rl.dcs.node.pins import NodePins
 from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk import Chunk
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
@@ -68,7 +69,7 @@ class Nodes:
         listener = socket.create_server(("127.0.0.1", 0))
         hello = {"job": "job", "id": node_id, "arena_path": f"/{node_id}", "arena_bytes": arena_bytes}
         versions = OpenVersions(table, fetcher, NodePins(None, Keys("job"), node_id, 5))
-        server = Server(table, fetcher, versions, hello, listener, _SETTINGS, _TOKEN)
+        server = Server(table, fetcher, versions, VersionIndex(None, grace_s=0), hello, listener, _SETTINGS, _TOKEN)
         server.start()
         self._servers.append(server)
         link = self.link[node_id] = self._links.add(listener.getsockname()[1], bytes_per_s)
@@ -137,7 +138,7 @@ def test_chunk_is_held_for_its_caller_from_its_arrival(nodes: Nodes) -> None:
     nodes.start("b")
     nodes.fetcher["b"].fetch(DIGESTS, [], 7)
     assert nodes.table["b"].drop(set(), nodes.table["b"].mark()) == (0, 0)
-    nodes.table["b"].settle(7)
+    nodes.table["b"].release_holds(7)
     assert nodes.table["b"].drop(set(), nodes.table["b"].mark())[0] == COUNT
 
 
@@ -203,7 +204,7 @@ def _changed(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("corrupt", [False, True])
 def test_delta_needs_a_local_base_and_a_corrupt_one_is_replaced_by_the_chunk(nodes: Nodes, corrupt: bool) -> None:
-    nodes.start("a", DATA)
+    nodes.start("a", DATA, bytes_per_s=2 << 20)  # a link on which deltas pay, however busy the machine is
     nodes.start("b")
     nodes.fetch("b").result(20)
     new = [_changed(d) for d in DATA]

@@ -68,7 +68,7 @@ class Node:
         packer.add("u", "uint8", (ALIGN,))
         self.chunks = [self._put(bytes([number, i] * (ALIGN // 2))) for i in range(count + 1)]
         manifest = self._put(packer.manifest(self.chunks).encode())
-        self.table.settle(1)
+        self.table.release_holds(1)
         self.pins.versions[number] = Version(stream=STREAM, number=number, state=VersionState.COMMITTED, epoch=1,
                                              manifest=manifest)
 
