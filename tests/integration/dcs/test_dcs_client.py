@@ -178,7 +178,7 @@ def test_a_million_digests_fit_into_bounded_requests(dcs: DcsCluster) -> None:
 
 def test_drop_with_versions_in_several_requests_keeps_all_of_them(
         dcs: DcsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_rl.dcs.connection._BATCH", 1)
+    monkeypatch.setattr("elastic_rl.dcs.protocol.MAX_DIGESTS", 1)
     monkeypatch.setattr("elastic_rl.dcs.connection._RECORDS_BATCH", 1)
     dcs.start("a")
     dcs.publish(1, 2, 3, 4, 5)
