@@ -2,7 +2,7 @@
 
     dcs_actor.py ETCD JOB EPOCH NODE publish SEED | pull | sweep KEEP
 
-Publishes the content of a seed, pulls the head and checks it, or sweeps once; prints what came of it.
+Publishes the content of a seed, pulls the head and checks it, or sweeps once; prints the result.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def main(etcd_servers: str, job: str, epoch: str, node: str, what: str, *args: s
                            staging_ttl_s=LEASE_S, io_timeout_s=10, node=node) as publisher:
                 print(publisher.publish(content(int(args[0])), meta={"seed": int(args[0])}).number, flush=True)
         elif what == "pull":
-            puller = Puller(etcd, keys, "actor", pin_ttl_s=LEASE_S, io_timeout_s=10, node=node)
+            puller = Puller(etcd, keys, "actor", io_timeout_s=10, node=node)
             with puller, puller.pull("policy") as pulled:
                 print(pulled.version.number, flush=True)
         else:
-            janitor = GarbageCollector(etcd, keys, RetentionPolicy(int(args[0])))
-            print(janitor.sweep([]), flush=True)
-            janitor.close()
+            collector = GarbageCollector(etcd, keys, RetentionPolicy(int(args[0])))
+            print(collector.sweep([]), flush=True)
+            collector.close()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class Follower(threading.Thread):
 
     def __init__(self, etcd: EtcdClient, keys: Keys, node: str, name: str = "follower") -> None:
         super().__init__(name=name, daemon=True)
-        self.puller = Puller(etcd, keys, name, pin_ttl_s=5, io_timeout_s=10, node=node)
+        self.puller = Puller(etcd, keys, name, io_timeout_s=10, node=node)
         self.seen: list[int] = []
         self.torn: list[int] = []
         self.failures: Counter[str] = Counter()

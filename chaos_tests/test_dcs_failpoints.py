@@ -1,6 +1,6 @@
-"""A process of the checkpoint service is killed at every step of publish, pull, clean-up and storing, one by one.
+"""A process of the checkpoint service is killed at every step of publish, pull, garbage collection and storing.
 
-Whoever dies, and wherever: what is committed stays whole (I2, I3), nothing half-done is ever visible, the next publish
+Whichever dies, wherever: committed versions stay whole (I2, I3), nothing incomplete is ever visible, the next publish
 works, and after a sweep nothing is left of the dead (I8).
 """
 
@@ -21,14 +21,14 @@ from dcs_publisher_loop import CHUNK_BYTES, content
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog, failpoints
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.storage.arena import SHM
+from elastic_rl.errors import NodeUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -41,8 +41,8 @@ KILLED = -signal.SIGKILL
 
 
 @dataclass
-class Hub:
-    """One node, and actors around it."""
+class OneNode:
+    """One node, and actors that use it."""
 
     etcd_servers: EtcdServers
     etcd: EtcdClient
@@ -52,7 +52,7 @@ class Hub:
     node: subprocess.Popen[bytes] | None = None
 
     def start_node(self, point: str = "") -> None:
-        """Starts the node; with a point it may die before it has registered."""
+        """Starts the node, which dies at ``point``."""
         with patch.dict(os.environ, {failpoints.ENV: point}):
             self.node = spawn_node(self.etcd_servers.endpoints, self.keys, NODE, self.folder, disk_bytes=64 << 20,
                                    orphan_grace_s=0)
@@ -65,7 +65,7 @@ class Hub:
         self.node.wait(timeout=10)
 
     def run(self, what: str, *args: object, point: str = "") -> subprocess.CompletedProcess[str]:
-        """An actor's step, from start to end; ``point`` names the place where it dies."""
+        """An actor's step, from start to end; it dies at ``point``."""
         script = Path(__file__).with_name("dcs_actor.py")
         command = [sys.executable, str(script), self.etcd_servers.endpoints[0], self.keys.job, str(self.epoch), NODE,
                    what]
@@ -79,10 +79,10 @@ class Hub:
             return publisher.publish(content(seed), meta={"seed": seed}).number
 
     def puller(self) -> Puller:
-        return Puller(self.etcd, self.keys, "judge", pin_ttl_s=5, io_timeout_s=10, node=NODE)
+        return Puller(self.etcd, self.keys, "judge", io_timeout_s=10, node=NODE)
 
     def require_whole(self, number: int | None = None) -> int:
-        """Pulls a version, compares every byte with what its publisher meant, and returns its number."""
+        """Pulls a version, compares every byte with what was published, and returns its number."""
         with self.puller() as puller, puller.pull("policy", number) as pulled:
             found, wanted = dict(pulled.tensors()), dict(content(pulled.version.meta["seed"]))
             assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
@@ -90,30 +90,30 @@ class Hub:
 
     def require_clean(self) -> None:
         """After enough sweeps there is one version, its chunks, and nothing else."""
-        janitor, hub = GarbageCollector(self.etcd, self.keys, RetentionPolicy(1)), DcsClient(self.etcd, self.keys,
-                                                                                             io_timeout_s=5)
+        collector = GarbageCollector(self.etcd, self.keys, RetentionPolicy(1))
+        client = DcsClient(self.etcd, self.keys, io_timeout_s=5)
         try:
             def swept() -> bool:
-                janitor.sweep([])
+                collector.sweep([])
                 versions = catalog.list_versions(self.etcd, self.keys, "policy")
                 living = [v for v in versions if catalog.TRANSITIONS[v.state]]
-                stat = hub.connect(NODE).stat()
+                stat = client.connect(NODE).stat()
                 with self.puller() as puller, puller.pull("policy") as pulled:
                     chunks = len(pulled.manifest.chunks) + 1
                 return ([v.state for v in living] == [VersionState.COMMITTED] and stat["chunks"] == chunks
                         and stat["pending"] == 0 and stat["held"] == 0)
 
-            wait_until(swept, timeout_s=30, what="a hub with nothing left of the dead", poll_s=0.3)
+            wait_until(swept, timeout_s=30, what="a node with nothing left of the dead", poll_s=0.3)
         finally:
-            janitor.close()
-            hub.close()
+            collector.close()
+            client.close()
         assert len(list(SHM.glob(f"elastic-rl-{self.keys.job}-*"))) == 1
         wait_until(lambda: not list(self.folder.rglob("*.partial")), timeout_s=10, what="the end of partial files")
 
 
 @pytest.fixture
-def hub(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Hub]:
-    out = Hub(etcd_servers, etcd, keys, tmp_path, fencing.raise_epoch(etcd, keys, "test").number)
+def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[OneNode]:
+    out = OneNode(etcd_servers, etcd, keys, tmp_path, fencing.raise_epoch(etcd, keys, "test").number)
     out.start_node()
     try:
         yield out
@@ -122,51 +122,66 @@ def hub(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path)
 
 
 @pytest.mark.parametrize("point", failpoints.PUBLISHER)
-def test_a_publisher_that_dies_at_any_step_shows_a_whole_version_or_none(hub: Hub, point: str) -> None:
-    assert hub.publish(1) == 1
-    assert hub.run("publish", 2, point=point).returncode == KILLED
-    assert hub.require_whole() == (2 if point == "publish.committed" else 1)
-    assert hub.publish(3) == 3, "a number was used again, or the dead one stood in the way"
-    assert hub.require_whole() == 3
-    hub.require_clean()
+def test_killed_publisher_leaves_a_whole_version_or_none(dcs: OneNode, point: str) -> None:
+    assert dcs.publish(1) == 1
+    assert dcs.run("publish", 2, point=point).returncode == KILLED
+    assert dcs.require_whole() == (2 if point == "publish.committed" else 1)
+    assert dcs.publish(3) == 3, "a number was used again, or the dead publisher blocked it"
+    assert dcs.require_whole() == 3
+    dcs.require_clean()
 
 
 @pytest.mark.parametrize("point", failpoints.PULLER)
-def test_a_puller_that_dies_at_any_step_keeps_nothing_for_ever(hub: Hub, point: str) -> None:
-    hub.publish(1)
-    assert hub.run("pull", point=point).returncode == KILLED
-    assert catalog.pinned(hub.etcd, hub.keys, "policy") == {1}, "it died before it had pinned: nothing was shown"
-    hub.publish(2)
-    assert hub.require_whole() == 2
-    hub.require_clean()  # with the pin's lease version 1 goes, too
-    assert catalog.pinned(hub.etcd, hub.keys, "policy") == set()
+def test_killed_puller_leaves_no_pin(dcs: OneNode, point: str) -> None:
+    dcs.publish(1)
+    assert dcs.run("pull", point=point).returncode == KILLED
+    wait_until(lambda: catalog.pinned(dcs.etcd, dcs.keys, "policy") == set(), timeout_s=10, what="the end of its pin")
+    dcs.publish(2)
+    assert dcs.require_whole() == 2
+    dcs.require_clean()  # version 1 goes, too
 
 
-@pytest.mark.parametrize("point", failpoints.JANITOR)
-def test_a_janitor_that_dies_at_any_step_is_followed_by_one_that_ends_its_work(hub: Hub, point: str) -> None:
+@pytest.mark.parametrize("point", failpoints.OPENING)
+def test_node_killed_during_a_pull_leaves_no_pin(dcs: OneNode, point: str) -> None:
+    dcs.publish(1)
+    dcs.stop_node()  # which saves what is not on disk yet
+    dcs.start_node(point)
+    assert dcs.node is not None
+    with dcs.puller() as puller, pytest.raises(NodeUnavailable):
+        puller.pull("policy")
+    assert dcs.node.wait(timeout=30) == KILLED
+    assert catalog.pinned(dcs.etcd, dcs.keys, "policy") == {1}, "it died before it had pinned: this shows nothing"
+    dcs.start_node()
+    assert dcs.require_whole() == 1
+    dcs.publish(2)
+    dcs.require_clean()
+
+
+@pytest.mark.parametrize("point", failpoints.COLLECTOR)
+def test_killed_collector_is_completed_by_the_next_one(dcs: OneNode, point: str) -> None:
     for seed in (1, 2, 3):
-        hub.publish(seed)
-    assert hub.run("sweep", 1, point=point).returncode == KILLED
-    assert hub.require_whole() == 3
-    assert hub.publish(4) == 4
-    hub.require_clean()
-    assert hub.require_whole() == 4
+        dcs.publish(seed)
+    assert dcs.run("sweep", 1, point=point).returncode == KILLED
+    assert dcs.require_whole() == 3
+    assert dcs.publish(4) == 4
+    dcs.require_clean()
+    assert dcs.require_whole() == 4
 
 
 @pytest.mark.parametrize("point", failpoints.NODE)
-def test_a_node_that_dies_at_any_step_has_every_saved_version_after_its_restart(hub: Hub, point: str) -> None:
-    hub.publish(1)
-    hub.publish(2)
-    hub.stop_node()  # which saves what is not on disk yet
-    hub.start_node(point)
-    assert hub.node is not None
+def test_killed_node_has_every_saved_version_after_its_restart(dcs: OneNode, point: str) -> None:
+    dcs.publish(1)
+    dcs.publish(2)
+    dcs.stop_node()  # which saves what is not on disk yet
+    dcs.start_node(point)
+    assert dcs.node is not None
     for what, arg in (("publish", 3), ("sweep", 2)):  # which bring the node to each of its points
-        if hub.node.poll() is None:
-            hub.run(what, arg)
-    assert hub.node.wait(timeout=30) == KILLED
-    hub.start_node()
-    assert hub.require_whole(2) == 2  # with one copy, what was published and not saved yet may be gone with the node
-    head = catalog.head(hub.etcd, hub.keys, "policy")
+        if dcs.node.poll() is None:
+            dcs.run(what, arg)
+    assert dcs.node.wait(timeout=30) == KILLED
+    dcs.start_node()
+    assert dcs.require_whole(2) == 2  # with one copy, what was published and not saved yet may be gone with the node
+    head = catalog.head(dcs.etcd, dcs.keys, "policy")
     assert head is not None and head.number in (2, 3)
-    assert hub.publish(4) > head.number
-    hub.require_clean()
+    assert dcs.publish(4) > head.number
+    dcs.require_clean()

@@ -17,7 +17,7 @@ from follower import Follower
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.storage.arena import SHM
 from elastic_rl.errors import ElasticRLError
@@ -40,7 +40,7 @@ class Fleet(Nodes):
 
 
 class Trainer(threading.Thread):
-    """Publishes for ever through node a, as a trainer on its host would; a publish that fails is left out."""
+    """Publishes through node a, as a trainer on its host would; a publish that fails is skipped."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int) -> None:
         super().__init__(name="trainer", daemon=True)
@@ -77,7 +77,7 @@ def fleet(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pat
 
 
 @pytest.mark.timeout(300)
-def test_eight_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: EtcdClient, keys: Keys) -> None:
+def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: EtcdClient, keys: Keys) -> None:
     rng = random.Random(11)
     trainer = Trainer(etcd, keys, fencing.raise_epoch(etcd, keys, "test").number)
     followers = [Follower(etcd, keys, NODES[i % 3], f"follower-{i}") for i in range(PULLERS)]
@@ -102,7 +102,7 @@ def test_eight_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd
         for thread in threads:
             thread.close()
     assert interrupted == KILLS
-    assert sum(sum(f.failures.values()) for f in followers) + trainer.failed > 0, "no kill was felt by anybody"
+    assert sum(sum(f.failures.values()) for f in followers) + trainer.failed > 0, "no kill had an effect"
     assert [f.torn for f in followers] == [[]] * PULLERS                                        # I2
     assert all(f.seen == sorted(set(f.seen)) for f in followers)                                # I3: never back
     assert trainer.committed == sorted(set(trainer.committed))
@@ -111,7 +111,7 @@ def test_eight_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("lost", NODES)
-def test_no_committed_version_is_lost_with_one_node(fleet: Fleet, etcd: EtcdClient, keys: Keys, lost: str) -> None:
+def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdClient, keys: Keys, lost: str) -> None:
     epoch = fencing.raise_epoch(etcd, keys, "test").number
     with Publisher(etcd, keys, "policy", epoch=epoch, owner="trainer", chunk_bytes=CHUNK_BYTES, replicas=2,
                    staging_ttl_s=2, io_timeout_s=10, node="a") as publisher:

@@ -1,4 +1,4 @@
-"""Publishers are killed in mid-publish, again and again, while a puller follows the head and the janitor cleans up.
+"""Publishers are killed during publishes while a puller follows the head and the garbage collector runs.
 
 Judged by I1 (no commit of a stale epoch), I2 (what is seen is whole), I3 (numbers only grow, none is used twice) and I8
 (nothing is left of the dead).
@@ -19,7 +19,7 @@ from follower import Follower
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.storage.arena import SHM
@@ -55,9 +55,9 @@ def versions(etcd: EtcdClient, keys: Keys) -> list[Version]:
 
 
 @pytest.mark.timeout(180)
-def test_killed_publishers_never_show_half_a_version_and_leave_nothing(
+def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, node: DcsNode) -> None:
-    rng, janitor = random.Random(7), GarbageCollector(etcd, keys, RetentionPolicy(2))
+    rng, collector = random.Random(7), GarbageCollector(etcd, keys, RetentionPolicy(2))
     epoch = fencing.raise_epoch(etcd, keys, "first").number
     follower = Follower(etcd, keys, NODE)
     follower.start()
@@ -72,8 +72,8 @@ def test_killed_publishers_never_show_half_a_version_and_leave_nothing(
         assert victim.wait(timeout=10) == -9
         victim.stdout.close()
         interrupted += any(v.state is VersionState.STAGING for v in versions(etcd, keys))
-        janitor.sweep([])
-    assert interrupted, "no kill hit a publish in progress: this test has shown nothing"
+        collector.sweep([])
+    assert interrupted, "no kill hit a publish in progress: this shows nothing"
 
     zombie = publisher(etcd_servers, keys, epoch)
     assert zombie.stdout is not None and zombie.stdout.readline()
@@ -96,19 +96,19 @@ def test_killed_publishers_never_show_half_a_version_and_leave_nothing(
     assert last > max(before)                                          # I3: over the epochs too
 
     def settled() -> bool:
-        janitor.sweep([])
+        collector.sweep([])
         return all(v.state is not VersionState.STAGING for v in versions(etcd, keys))
 
-    wait_until(settled, timeout_s=20, what="the abort of what the dead had staged", poll_s=0.2)
+    wait_until(settled, timeout_s=20, what="the abort of what the dead publishers had staged", poll_s=0.2)
     kept = versions(etcd, keys)
     assert len({v.number for v in kept}) == len(kept)
     by_number = sorted((v.number, v.epoch) for v in kept if v.committed_at)
     assert [e for _, e in by_number] == sorted(e for _, e in by_number)  # I1
-    janitor.close()
+    collector.close()
 
 
 @pytest.mark.timeout(60)
-def test_the_segment_of_a_stopped_node_is_gone(node: DcsNode) -> None:
+def test_stopped_node_removes_its_segment(node: DcsNode) -> None:
     segment = Path(node.arena_path)
     assert segment.parent == SHM and segment.exists()
     stop(node.pid)

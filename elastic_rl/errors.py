@@ -120,6 +120,15 @@ class VersionNotFound(ElasticRLError):
     """The stream has no such committed version."""
 
 
+class CatalogMismatch(ElasticRLError):
+    """The catalog in etcd is not the one that the nodes' chunks belong to, or is an older state of it. Nothing is
+    published or dropped until a person has said what to do."""
+
+
+class RecordUnreadable(ElasticRLError):
+    """A record in etcd cannot be decoded; the message names its key."""
+
+
 class IllegalTransition(ElasticRLError):
     """A state machine has no such transition."""
 

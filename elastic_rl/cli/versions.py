@@ -56,7 +56,7 @@ def ls(ctx: typer.Context, stream: Annotated[str, typer.Option("--stream", help=
         rows = service.listing(stream)
     if output is not Format.JSON:
         rows = [{**r, "is": "head" if r["head"] else "", "durable": "yes" if r["durable"] else ""} for r in rows]
-    tables.show(out, rows, ("stream", "number", "state", "is", "nbytes", "step", "committed_at", "durable", "nodes",
+    tables.show(out, rows, ("stream", "number", "state", "is", "nbytes", "step", "committed_at", "durable", "sources",
                              "pins"), output, wide=("epoch", "manifest", "meta"))
 
 
@@ -69,6 +69,7 @@ def show(ctx: typer.Context, name: Name, file: File = None, output: Output = For
         manifest = service.manifest(version)
         older = service.before(version)
         shared = _shared(manifest, service.manifest(older)) if older is not None else 0
+        nodes = service.nodes(version)
     rows = tensor_rows(manifest)
     if output is Format.JSON:
         tables.write_json({"version": version.model_dump(mode="json"), "chunks": dict(manifest.chunks),
@@ -76,7 +77,7 @@ def show(ctx: typer.Context, name: Name, file: File = None, output: Output = For
         return
     facts = {"version": f"{version.stream}/{version.number}", "state": version.state, "epoch": version.epoch,
              "committed": tables.cell(version.committed_at, "committed_at"), "bytes": tables.size(manifest.nbytes),
-             "tensors": len(manifest.tensors), "chunks": len(manifest.chunks), "nodes": ", ".join(version.nodes),
+             "tensors": len(manifest.tensors), "chunks": len(manifest.chunks), "nodes": _some(nodes),
              "manifest": version.manifest, **version.meta}
     if older is not None:
         facts[f"as in {older.number}"] = tables.size(shared)
@@ -84,6 +85,10 @@ def show(ctx: typer.Context, name: Name, file: File = None, output: Output = For
         out.print(f"{key:<14} {tables.cell(value, key)}", highlight=False, markup=False, soft_wrap=True)
     out.print()
     tables.show(out, rows, ("dtype", "shape", "nbytes", "name"), output, wide=("slices",))
+
+
+def _some(nodes: list[str], most: int = 5) -> str:
+    return ", ".join(nodes[:most]) + (f" and {len(nodes) - most} more" if len(nodes) > most else "")
 
 
 def _shared(new: Manifest, old: Manifest) -> int:
@@ -114,13 +119,14 @@ def verify(ctx: typer.Context, name: Name, file: File = None, output: Output = F
     with _service(ctx, file) as service, _bar("reading") as progress:
         version = service.resolve(name)
         findings, nbytes = service.verify(name, progress)
+        nodes = service.nodes(version)
     if output is Format.JSON:
         tables.write_json({"version": f"{version.stream}/{version.number}", "read_bytes": nbytes,
                             "findings": [asdict(f) for f in findings]})
     elif findings:
         tables.show(out, [asdict(f) for f in findings], ("node", "what", "digest"), output)
     else:
-        where = f"on {', '.join(version.nodes)}" if version.nodes else "(no node should have it)"
+        where = f"on {_some(nodes)}" if nodes else "(no node should have it)"
         out.print(f"{version.stream}/{version.number} is complete {where}: {tables.size(nbytes)} read", highlight=False)
     if findings:
         raise typer.Exit(Exit.FAILED)
@@ -168,3 +174,34 @@ def import_(ctx: typer.Context, folder: Annotated[Path, typer.Argument(help="Mod
     with _service(ctx, file) as service, _bar("reading") as progress:
         version = service.import_(folder, stream, yes=yes, progress=progress)
     out.print(f"{version.stream}/{version.number}: {tables.size(version.nbytes)}", highlight=False)
+
+
+# -- recovery ---------------------------------------------------------------------------------------------------------
+@app.command(context_settings=EXTRA)
+def recover(ctx: typer.Context,
+            catalog: Annotated[str, typer.Option(help="Id of the catalog, where nodes belong to several.")] = "",
+            dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be recovered.")] = False,
+            yes: Annotated[bool, typer.Option("--yes", help="Also while a trainer is running; it is fenced.")] = False,
+            file: File = None, output: Output = Format.TABLE) -> None:
+    """Rebuild the catalog of versions after etcd lost its data or was restored from an old backup.
+
+    It is rebuilt from the disks of the registered nodes and from the durable store: start the nodes first. Publishing
+    and the dropping of chunks, which are suspended until then, work again afterwards.
+    """
+    with _service(ctx, file) as service:
+        planned, unreachable = service.plan_recovery(catalog)
+        if not dry_run:
+            planned = service.recover(catalog, yes=yes)
+    rows = [{"stream": r.version.stream, "number": r.version.number, "nbytes": r.version.nbytes,
+             "durable": "yes" if r.durable else "", "found": "whole"} for r in planned.versions]
+    rows += [{"stream": v.stream, "number": v.number, "nbytes": v.nbytes, "durable": "", "found": why}
+             for v, why in planned.lost]
+    if output is Format.JSON:
+        tables.write_json({"catalog": planned.catalog, "recovered": not dry_run, "versions": rows,
+                           "unreachable_nodes": unreachable})
+        return
+    tables.show(out, rows, ("stream", "number", "nbytes", "durable", "found"), output)
+    if unreachable:
+        err.print(f"no answer from {_some(unreachable)}: run this again when they are back", highlight=False)
+    out.print("nothing was changed (--dry-run)" if dry_run else f"recovered {len(planned.versions)} versions",
+              highlight=False)

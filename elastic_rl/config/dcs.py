@@ -57,6 +57,9 @@ class DcsConfig(Section):
     orphan_grace_s: Annotated[float, Field(ge=0)] = 15.0
     """Seconds for which a node keeps the chunks of a publisher whose connection ended before the commit. Set it above
     ``staging_ttl_s``, since the version may still be committed until then."""
+    unknown_version_grace_s: Annotated[float, Field(ge=0)] = 86400.0
+    """Seconds for which a node keeps the chunks of a committed version that the catalog has no record of, though it did
+    not release it: time to find out what happened to etcd, and to run ``elastic-rl versions recover``."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 64 << 20
     """Bytes of weights that the trainer gathers at once for a publish. A rank needs memory for at most two of these
     beside its own shards."""

@@ -1,6 +1,6 @@
 """The distributed checkpoint service: immutable, checksummed versions of named tensors, committed whole or not at all.
 
-Pure: ``manifest`` (what a version consists of), ``arena.Allocator``, ``catalog.move``. Processes: ``node`` (owns a
-host's shared-memory arena and serves chunks). For trainers ``publisher``, for everyone who reads ``puller``, for code
-inside an engine ``mapping`` (no etcd), for the leading coordinator ``janitor``.
+Packages: ``catalog`` (versions in etcd, and what the leading coordinator does for them), ``publish`` (for trainers),
+``fetch`` (for readers; ``mapping`` for code inside an engine, without etcd), ``node`` and ``storage`` (the process
+that owns a host's shared-memory arena and disk), ``durable`` (copies outside the nodes), ``versions`` (for people).
 """

@@ -1,6 +1,9 @@
 """What a version consists of: tensors, and where in which chunks their bytes lie. Pure, and free of torch, so that
 nodes and coordinators can read manifests without loading it.
 
+The chunks are divided into *parts*: what one node was given by the publisher's ranks on its host. Copies are made, kept
+track of and repaired by part (``catalog/placement.py``); readers need not know of them.
+
 Tensors are little-endian and row-major. Within a chunk each tensor starts at a multiple of ALIGN, so that a mapped
 chunk can be viewed in any dtype without a copy; the bytes between are zero, so that equal tensors always make equal
 chunks.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +23,7 @@ import orjson
 
 from elastic_rl.errors import ChunkCorrupt, ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 ALIGN = 64
 """Bytes; a multiple of every itemsize, and a cache line."""
 DTYPES: Mapping[str, int] = {
@@ -33,7 +37,7 @@ DTYPES: Mapping[str, int] = {
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Garbage is not looked for meanwhile: to make 100,000 tuples sets off collections that find nothing, and takes as
+    """Disables garbage collection meanwhile: making 100,000 tuples triggers collections that find nothing and take as
     long again."""
     if not gc.isenabled():
         yield
@@ -77,7 +81,14 @@ class Manifest:
 
     tensors: tuple[TensorEntry, ...]
     chunks: Mapping[str, int]
-    """Digest → bytes, each chunk once."""
+    """Digest → bytes, each chunk once, part after part."""
+    parts: tuple[int, ...] = ()
+    """Number of chunks of each part; empty: all are one part."""
+
+    def part_digests(self) -> list[list[str]]:
+        """Digests of the chunks of each part; at least one part."""
+        rest = iter(self.chunks)
+        return [list(itertools.islice(rest, n)) for n in self.parts or (len(self.chunks),)]
 
     @property
     def nbytes(self) -> int:
@@ -90,13 +101,14 @@ class Manifest:
         index = {digest: i for i, digest in enumerate(self.chunks)}
         return orjson.dumps({
             "schema": SCHEMA, "chunks": [(d, n) for d, n in self.chunks.items()],
+            "parts": self.parts or (len(self.chunks),),
             "tensors": [(name, dtype, shape, [(index[digest], offset, nbytes) for digest, offset, nbytes in slices])
                         for name, dtype, shape, slices in self.tensors]})
 
     @classmethod
     @uncollected()
     def decode(cls, raw: bytes | memoryview) -> Manifest:
-        """Reads ``encode``'s bytes and checks that they make sense. Raises ChunkCorrupt."""
+        """Decodes ``encode``'s bytes and checks them. Raises ChunkCorrupt."""
         try:
             value = orjson.loads(raw)
             if value["schema"] != SCHEMA:
@@ -108,27 +120,30 @@ class Manifest:
                 TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape),
                             tuple(Slice(numbered[i][0], int(offset), int(nbytes)) for i, offset, nbytes in slices))
                 for name, dtype, shape, slices in value["tensors"])
+            parts = tuple(int(n) for n in value["parts"])
         except (ValueError, KeyError, TypeError, IndexError) as e:
             raise ChunkCorrupt(f"a manifest cannot be read: {e!r}") from e
-        manifest = cls(tensors, dict(chunks))
+        manifest = cls(tensors, dict(chunks), parts if len(parts) > 1 else ())
+        if sum(parts) != len(manifest.chunks) or any(n < 0 for n in parts):
+            raise ChunkCorrupt(f"a manifest of {len(manifest.chunks)} chunks has parts of {list(parts)[:10]}")
         manifest.check()
         return manifest
 
     def check(self) -> None:
-        """Raises ChunkCorrupt when the slices do not make up the tensors, or leave their chunks."""
+        """Raises ChunkCorrupt when slices do not cover their tensors, or exceed their chunks."""
         names: set[str] = set()
         for t in self.tensors:
             if t.name in names or t.dtype not in DTYPES or any(n < 0 for n in t.shape):
-                raise ChunkCorrupt(f"a manifest's tensor {t.name!r} ({t.dtype}, {t.shape}) is double or malformed")
+                raise ChunkCorrupt(f"a manifest's tensor {t.name!r} ({t.dtype}, {t.shape}) is a duplicate or malformed")
             names.add(t.name)
             for s in t.slices:
                 if s.offset < 0 or s.nbytes <= 0 or s.offset + s.nbytes > self.chunks.get(s.digest, -1):
-                    raise ChunkCorrupt(f"a manifest's tensor {t.name!r} leaves its chunk {s.digest}")
+                    raise ChunkCorrupt(f"a manifest's tensor {t.name!r} exceeds its chunk {s.digest}")
             if sum(s.nbytes for s in t.slices) != t.nbytes:
-                raise ChunkCorrupt(f"a manifest's tensor {t.name!r} has slices of another length than its shape")
+                raise ChunkCorrupt(f"a manifest's tensor {t.name!r} has slices that do not add up to its shape")
 
 
-class Placement(NamedTuple):
+class SliceCopy(NamedTuple):
     """Copy ``nbytes`` from a tensor's ``source`` offset to ``offset`` of chunk number ``chunk``."""
 
     chunk: int
@@ -139,16 +154,15 @@ class Placement(NamedTuple):
 
 @dataclass
 class Packer:
-    """Lays tensors out in chunks, one after the other, before all of them are known.
+    """Lays tensors out in chunks one after the other, without knowing those to come.
 
-    A tensor that fits in a chunk is never cut, so it can be viewed where it lies; a larger one starts a chunk of its
-    own.
+    A tensor that fits in a chunk is never split, so that it can be viewed in place; a larger one starts a new chunk.
     """
 
     chunk_bytes: int
     sizes: list[int] = field(default_factory=list)
     """Bytes in use of each chunk so far; only the last one still grows."""
-    _tensors: list[tuple[str, str, tuple[int, ...], list[Placement]]] = field(default_factory=list)
+    _tensors: list[tuple[str, str, tuple[int, ...], list[SliceCopy]]] = field(default_factory=list)
     _entries: list[TensorEntry] = field(default_factory=list)
     _names: set[str] = field(default_factory=set)
 
@@ -157,7 +171,7 @@ class Packer:
         if self.chunk_bytes <= 0:
             raise ConfigError(f"chunks must have at least {ALIGN} bytes", hint="set a larger dcs.chunk_bytes")
 
-    def add(self, name: str, dtype: str, shape: Sequence[int]) -> list[Placement]:
+    def add(self, name: str, dtype: str, shape: Sequence[int]) -> list[SliceCopy]:
         """Where the next tensor's bytes go. Raises ValueError for a name used before or a dtype not in DTYPES."""
         if name in self._names:
             raise ValueError(f"two tensors are named {name!r}")
@@ -165,7 +179,7 @@ class Packer:
             raise ValueError(f"tensor {name!r} has dtype {dtype}, which cannot be stored")
         self._names.add(name)
         nbytes = math.prod(shape) * DTYPES[dtype]
-        parts: list[Placement] = []
+        parts: list[SliceCopy] = []
         at = 0
         while at < nbytes:
             room = self.chunk_bytes - aligned(self.sizes[-1]) if self.sizes else 0
@@ -173,15 +187,15 @@ class Packer:
                 self.sizes.append(0)
                 room = self.chunk_bytes
             start, n = aligned(self.sizes[-1]), min(room, nbytes - at)
-            parts.append(Placement(len(self.sizes) - 1, start, at, n))
+            parts.append(SliceCopy(len(self.sizes) - 1, start, at, n))
             self.sizes[-1] = start + n
             at += n
         self._tensors.append((name, dtype, tuple(shape), parts))
         return parts
 
     def alias(self, name: str, index: int) -> None:
-        """Another name for the ``index``-th tensor added, which has its bytes already: tied weights are stored once.
-        Raises ValueError for a name used before."""
+        """Another name for the ``index``-th tensor added, whose bytes it shares: tied weights are stored once. Raises
+        ValueError for a name used before."""
         if name in self._names:
             raise ValueError(f"two tensors are named {name!r}")
         self._names.add(name)
@@ -189,8 +203,8 @@ class Packer:
         self._tensors.append((name, dtype, shape, parts))
 
     @uncollected()
-    def settle(self, digests: Sequence[str]) -> None:
-        """The digests of the first chunks are known: what lies in these alone is ready for the manifest."""
+    def resolve(self, digests: Sequence[str]) -> None:
+        """Makes the manifest entries of tensors that lie in the first chunks alone, whose digests are known now."""
         known = len(digests)
         for i in range(len(self._entries), len(self._tensors)):
             name, dtype, shape, parts = self._tensors[i]
@@ -201,5 +215,5 @@ class Packer:
 
     def manifest(self, digests: Sequence[str]) -> Manifest:
         """The manifest, given the digest of each chunk in order."""
-        self.settle(digests)
+        self.resolve(digests)
         return Manifest(tuple(self._entries), dict(zip(digests, self.sizes, strict=True)))

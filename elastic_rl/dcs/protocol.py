@@ -1,9 +1,14 @@
-"""How nodes and their clients talk: a fixed preamble, a JSON header, and raw bytes, over TCP. Sizes are bounded before
-anything is allocated; errors cross the wire by name and come out as the same type."""
+"""The wire protocol between nodes and their clients: a fixed preamble, a JSON header, and raw bytes, over TCP.
+
+Sizes are checked against limits before anything is allocated. Errors are sent by name and raised as the same type on
+the other side.
+"""
 
 from __future__ import annotations
 
+import select
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +25,22 @@ MAX_HEADER = 32 << 20
 """Bytes; room for the digests of half a million chunks."""
 MAX_PAYLOAD = 4 << 30
 """Bytes; one chunk or one manifest."""
+MAX_DIGESTS = 50_000
+"""Digests in one request; longer lists are sent in several."""
 _UNSENT_BYTES = 256 << 10
 _PIECE = 8 << 20
-"""Bytes; also what TLS, which takes 2 GiB at most, is given at once."""
+"""Bytes that are sent with one call: TLS takes 2 GiB at most, and the timeout is for each call."""
 
 _ERRORS: dict[str, type[ElasticRLError]] = {
     cls.__name__: cls for cls in (
-        errors.AccessDenied, errors.ArenaFull, errors.ChunkCorrupt, errors.ChunkMissing, errors.ConfigError,
-        errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable, errors.StagingFailed,
-        errors.EtcdDenied, errors.EtcdFull, errors.EtcdUnavailable)}
+        errors.AccessDenied, errors.ArenaFull, errors.CatalogMismatch, errors.ChunkCorrupt, errors.ChunkMissing,
+        errors.ConfigError, errors.Conflict, errors.DeadlineExceeded, errors.DiskFull, errors.NodeUnavailable,
+        errors.RecordUnreadable, errors.StagingFailed, errors.VersionNotFound, errors.LeaseLost, errors.EtcdDenied,
+        errors.EtcdFull, errors.EtcdUnavailable)}
 
 
 class ProtocolError(ElasticRLError):
-    """The peer does not speak this protocol; the connection is of no more use."""
+    """The peer does not speak this protocol; the connection cannot be used any more."""
 
 
 class Closed(Exception):
@@ -44,10 +52,10 @@ Receiver = Callable[[dict[str, Any], int], memoryview]
 
 
 def configure(sock: socket.socket, *, io_timeout_s: float) -> None:
-    """Low latency, bounded waits, and a peer whose host vanished is noticed in about ten seconds.
+    """Sets low latency and timeouts; a peer whose host vanished is noticed in about ten seconds.
 
-    Little that was not sent yet waits in the kernel: a send that counts as done is done but for what is on its way, so
-    that a node's load is what its link still has before it.
+    The kernel keeps little unsent data: a send that returns is done but for what is in flight, so a node's load says
+    what its link still has to carry.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -57,9 +65,25 @@ def configure(sock: socket.socket, *, io_timeout_s: float) -> None:
     sock.settimeout(io_timeout_s)
 
 
+def wait_readable(sock: socket.socket, timeout_s: float) -> bool:
+    """Whether there is something to read, or the end of the connection, within the time. Raises OSError when the
+    socket is closed. Unlike ``select.select`` it takes descriptors of any number."""
+    if isinstance(sock, ssl.SSLSocket) and sock.pending():
+        return True
+    poll = select.poll()
+    try:
+        poll.register(sock, select.POLLIN)
+    except ValueError as e:
+        raise OSError("the socket is closed") from e
+    events = poll.poll(timeout_s * 1000)
+    if any(event & select.POLLNVAL for _, event in events):
+        raise OSError("the socket is closed")
+    return bool(events)
+
+
 def send(sock: socket.socket, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
-    """Sends one message; the payload's bytes are not copied on the way. Raises OSError, also for a timeout: a peer must
-    take each ``_PIECE`` of it within one."""
+    """Sends one message without copying the payload. Raises OSError, also for a timeout: a peer must take each
+    ``_PIECE`` of it within one."""
     text = orjson.dumps(header)
     if len(text) > MAX_HEADER or len(payload) > MAX_PAYLOAD:
         raise ProtocolError(f"a message of {len(text)} + {len(payload)} bytes is too large")
@@ -70,9 +94,9 @@ def send(sock: socket.socket, header: dict[str, Any], payload: memoryview | byte
         rest = rest[_PIECE:]
 
 
-def receive(sock: socket.socket, into: Receiver | None = None, *, max_header: int = MAX_HEADER
-            ) -> tuple[dict[str, Any], memoryview]:
-    """Receives one message; ``into`` decides where the payload goes (default: new memory).
+def receive(sock: socket.socket, into: Receiver | None = None, *, max_header: int = MAX_HEADER,
+            max_payload: int = MAX_PAYLOAD) -> tuple[dict[str, Any], memoryview]:
+    """Receives one message; ``into`` decides where the payload is stored (default: new memory).
 
     Raises Closed, ProtocolError, and OSError, also for a timeout.
     """
@@ -82,8 +106,10 @@ def receive(sock: socket.socket, into: Receiver | None = None, *, max_header: in
         raise Closed
     _fill(sock, memoryview(preamble)[first:])
     magic, header_bytes, payload_bytes = _PREAMBLE.unpack(preamble)
-    if magic != MAGIC or header_bytes > max_header or payload_bytes > MAX_PAYLOAD:
+    if magic != MAGIC:
         raise ProtocolError(f"not a message of this protocol: {bytes(preamble)!r}")
+    if header_bytes > max_header or payload_bytes > max_payload:
+        raise ProtocolError(f"a message of {header_bytes} + {payload_bytes} bytes is too large here")
     text = bytearray(header_bytes)
     _fill(sock, memoryview(text))
     try:
@@ -108,12 +134,12 @@ def _fill(sock: socket.socket, target: memoryview) -> None:
 
 
 def failure(error: ElasticRLError) -> dict[str, Any]:
-    """The answer that tells of an error."""
+    """The answer that reports an error."""
     return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
 
 
 def raise_failure(header: dict[str, Any]) -> None:
-    """Raises the error that an answer tells of, if it does."""
+    """Raises the error that an answer reports, if it does."""
     if name := header.get("error"):
         kind = _ERRORS.get(str(name), NodeUnavailable)
         raise kind(str(header.get("message", name)), hint=str(header.get("hint", "")))

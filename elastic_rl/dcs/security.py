@@ -1,16 +1,19 @@
-"""Who may talk to a node: those who know the job's token and, with TLS, have a certificate of the job's authority."""
+"""Who may call a node: those that know the job's token and, with TLS, have a certificate of its authority."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import secrets
 import ssl
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.errors import ConfigError
+from elastic_rl.tls import ReloadingContext
 
 TOKEN_FILE = "dcs.token"
 """Name of the token's file in a cluster's folder, unless ``dcs.token_file`` names another."""
@@ -21,14 +24,14 @@ class Security:
     """What one process needs to serve, or to call, the nodes of a job."""
 
     token: str = ""
-    """Empty: none is asked for."""
-    server_context: ssl.SSLContext | None = None
-    client_context: ssl.SSLContext | None = None
+    """Empty: none is required."""
+    server: ReloadingContext | None = None
+    client: ReloadingContext | None = None
     """Both None: no TLS."""
 
     @classmethod
     def from_config(cls, cfg: DcsConfig, default_token_file: Path | None = None) -> Self:
-        """Reads the files that ``dcs`` names; ``default_token_file`` counts where it names none and the file exists.
+        """Reads the files that ``dcs`` names; ``default_token_file`` is used if it names none and the file exists.
 
         Raises ConfigError, which names the setting and the file.
         """
@@ -39,11 +42,32 @@ class Security:
             token = _token(default_token_file)
         if not cfg.tls_cert:
             return cls(token)
-        return cls(token, _context(cfg, ssl.PROTOCOL_TLS_SERVER), _context(cfg, ssl.PROTOCOL_TLS_CLIENT))
+        files = (cfg.tls_cert, cfg.tls_key, cfg.tls_ca)
+        return cls(token, *(ReloadingContext(partial(_context, cfg, protocol), files)
+                            for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)))
+
+    @property
+    def server_context(self) -> ssl.SSLContext | None:
+        """For the next connection that is accepted; None without TLS."""
+        return self.server.current() if self.server is not None else None
+
+    @property
+    def client_context(self) -> ssl.SSLContext | None:
+        """For the next connection that is opened; None without TLS."""
+        return self.client.current() if self.client is not None else None
 
     def admits(self, token: object) -> bool:
         """Whether this is the token; takes as long for a nearly right one as for a wrong one."""
         return not self.token or hmac.compare_digest(str(token).encode(errors="replace"), self.token.encode())
+
+    def require_for(self, address: str) -> None:
+        """Raises ConfigError when a node bound to this IP address would serve everybody who can reach it."""
+        if self.token or self.server is not None or ipaddress.ip_address(address).is_loopback:
+            return
+        raise ConfigError(f"a DCS node at {address} would serve, and take chunks from, everybody who can reach that "
+                          f"address: it has neither a token nor TLS certificates",
+                          hint="set dcs.token_file (a secret for all processes of the job: `openssl rand -hex 32`), or "
+                               "dcs.tls_cert, dcs.tls_key and dcs.tls_ca, or bind a loopback address")
 
 
 def new_token() -> str:
@@ -59,24 +83,25 @@ def _token(path: Path) -> str:
                           hint="name a text file that this user may read") from e
     if not token:
         raise ConfigError(f"the token file {path} is empty (dcs.token_file)",
-                          hint="put a secret in it: `openssl rand -hex 32`")
+                          hint="write a secret to it: `openssl rand -hex 32`")
     return token
 
 
 def _context(cfg: DcsConfig, protocol: int) -> ssl.SSLContext:
-    """Both sides show a certificate, and both check that the other's comes from ``tls_ca``. Nodes move between hosts
-    and are found by address, so it is the authority that vouches for them and not a host name."""
+    """Both sides present a certificate, and both check that the other's comes from ``tls_ca``. Nodes move between hosts
+    and are found by address, so the authority is what is trusted, and no host name is checked."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # one that arrives between two calls would look like an answer
+        context.num_tickets = 0  # one that arrives between two calls would be taken for an answer
     try:
         context.load_cert_chain(Path(cfg.tls_cert).expanduser(), Path(cfg.tls_key).expanduser())
         context.load_verify_locations(Path(cfg.tls_ca).expanduser())
     except (OSError, ssl.SSLError) as e:
         raise ConfigError(f"TLS cannot be set up from dcs.tls_cert={cfg.tls_cert}, dcs.tls_key={cfg.tls_key} and "
                           f"dcs.tls_ca={cfg.tls_ca}: {e}",
-                          hint="all three must be readable PEM files, and the key the certificate's") from e
+                          hint="all three must be readable PEM files, and the key must belong to the certificate"
+                          ) from e
     return context

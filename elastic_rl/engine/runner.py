@@ -17,6 +17,7 @@ from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.external_server import ExternalServer
 from elastic_rl.engine.lifecycle import EngineLifecycle
+from elastic_rl.engine.retry import RetryBackoff
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server import Server, SGLangServer, StagedUpdate
 from elastic_rl.errors import (
@@ -49,6 +50,8 @@ _RECORD_INTERVAL_S = 0.5
 _LOAD_INTERVAL_S = 5.0
 _LOAD_TIMEOUT_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
+_RETRY_S = (0.2, 30.0)
+"""First and longest pause after a version that could not be fetched or staged; a newer version is tried at once."""
 _FAILURES_TO_REPORT = 5
 """Failed fetches, one after the other, that make an event; most single failures are gone with the next attempt."""
 # A pull that fails with one of these changed nothing in the engine, which serves on and retries.
@@ -76,6 +79,7 @@ class EngineRunner:
         self._checksum = ""
         self._alive_at = time.time()
         self._fetch_failures = 0  # one after the other
+        self._retry = RetryBackoff(*_RETRY_S)
         self._next_record = self._next_load = 0.0
         self._load = (0, 0)
         self._unwritten = False  # the last write failed: the record in etcd is outdated
@@ -126,8 +130,7 @@ class EngineRunner:
     def _follow(self) -> None:
         """Applies each new head until the engine leaves. Raises EngineFailed and Fenced."""
         dcs = self._ctx.config.dcs
-        puller = Puller(self._etcd, self._ctx.keys, f"engine-{self._id}", pin_ttl_s=dcs.pin_ttl_s,
-                        io_timeout_s=dcs.io_timeout_s,
+        puller = Puller(self._etcd, self._ctx.keys, f"engine-{self._id}", io_timeout_s=dcs.io_timeout_s,
                         security=Security.from_config(dcs, self._ctx.config.cluster_dir / TOKEN_FILE))
         heads = puller.watch_head(Stream.POLICY)
         target: Version | None = None
@@ -141,10 +144,15 @@ class EngineRunner:
                     self._check_record()
                     if target is None:
                         target = heads.get(_TICK_S)
+                    elif not self._retry.is_due(time.monotonic()):
+                        if (newer := heads.get(_TICK_S)) is not None:
+                            target = newer
+                            self._retry.try_now()
                     elif self._sync(puller, target):
                         target = None
+                        self._retry.reset()
                     else:
-                        self._stop.wait(_TICK_S)
+                        self._retry.failed(time.monotonic())
                         target = puller.head(Stream.POLICY)  # the version that failed may have been released meanwhile
                 except EtcdUnavailable as e:  # without etcd nothing new is decided, and the engine serves on
                     log.warning("engine %s: %s", self._id, e)
@@ -205,7 +213,14 @@ class EngineRunner:
                 session.add(part)
 
             with puller.pull(Stream.POLICY, target.number, on_part=on_part) as pulled:
-                yield session.finish(pulled.reference())
+                update = session.finish(pulled.reference())
+                pulled.confirm()  # what was staged was read from memory that the node kept in place
+                yield update
+                if "reference" in update.request:  # not staged, but loaded in the pause
+                    try:
+                        pulled.confirm()
+                    except NodeUnavailable as e:
+                        raise EngineFailed(f"the weights may have changed while they were loaded: {e.message}") from e
 
     def _on_fetch_failed(self, target: Version, error: ElasticRLError) -> None:
         """Counts the failure, and reports a row of them once."""

@@ -173,6 +173,10 @@ class Keys:
     def dcs_node(self, node_id: str) -> str:
         return self.dcs_nodes_prefix() + node_id
 
+    def dcs_catalog(self) -> str:
+        """Identity of the catalog of versions, and how many commits it has seen."""
+        return f"{self.root}dcs/catalog"
+
     def stream_next(self, stream: str) -> str:
         return f"{self.root}dcs/streams/{stream}/next"
 
@@ -187,6 +191,11 @@ class Keys:
 
     def version(self, stream: str, number: int) -> str:
         return f"{self.versions_prefix(stream)}{number:012d}"
+
+    def placement(self, stream: str, number: int) -> str:
+        """Which nodes hold which part of a committed version. Not in the version's record, which every engine watches:
+        a version of 1,000 hosts has a placement of some 50 KB."""
+        return f"{self.root}dcs/placements/{stream}/{number:012d}"
 
     def staging_owner(self, stream: str, number: int) -> str:
         """Leased by the publisher; the version is aborted when it expires."""
@@ -205,8 +214,20 @@ class Keys:
     def durable(self, stream: str, number: int) -> str:
         return f"{self.durable_prefix(stream)}{number:012d}"
 
+    def durable_parts_prefix(self) -> str:
+        """One key for each part of the version being copied to the durable store that is there already."""
+        return f"{self.root}dcs/durable_parts/"
+
+    def durable_failing(self) -> str:
+        """There while a failure to copy to the durable store is reported, so that whichever node copies again can
+        report the end of it."""
+        return f"{self.root}dcs/durable_failing"
+
+    def durable_part(self, part: int) -> str:
+        return f"{self.durable_parts_prefix()}{part:06d}"
+
     def uploader(self) -> str:
-        """Leased by the node that copies versions to the durable store."""
+        """Which version is copied to the durable store now; leased by the node that chose it."""
         return f"{self.root}dcs/uploader"
 
     # -- experience ---------------------------------------------------------------------------------------------

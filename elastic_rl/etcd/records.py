@@ -335,12 +335,46 @@ class Version(Record):
     manifest: str = ""
     """Digest of the manifest; empty before the commit."""
     nbytes: int = 0
-    nodes: list[str] = []
-    """DCS nodes that held every chunk at the commit."""
+    sources: list[str] = []
+    """A few DCS nodes to ask first for its chunks. ``Placement`` has all of them."""
     created_at: float = 0.0
     committed_at: float = 0.0
     meta: dict[str, Any] = {}
     """Set by the publisher: train step, model id, policy version of a trainer_state, trace context."""
+
+
+class Placement(Record):
+    """Where the chunks of a committed version are, and its manifest with them."""
+
+    parts: list[list[str]]
+    """For each part of the manifest the ids of the nodes that hold all chunks of it; the first one wrote it."""
+    as_of: int = 0
+    """Revision of etcd at which the nodes were read: what is said of one that has registered since is to be checked."""
+
+
+class CatalogIdentity(Record):
+    """Which catalog of versions this is. Nodes remember the identity beside their chunks, so that an etcd that lost its
+    data, was restored from an old backup, or is another one, cannot have them dropped."""
+
+    id: str
+    """Random; made with the catalog."""
+    commits: int = 0
+    """Transactions that made versions visible. Lower than what a node has seen: the catalog is older than the node."""
+    created_at: float = 0.0
+    suspended: str = ""
+    """Why nothing may be published until ``elastic-rl versions recover``; empty: it may."""
+
+
+class UploadTask(Record):
+    """The version that the nodes copy to the durable store now; each node copies the parts that it holds."""
+
+    node: str
+    """Which node chose it, and completes it."""
+    stream: str = ""
+    """Empty: nothing is to be copied."""
+    number: int = 0
+    anchor: int = 0
+    """Version whose chunks, whole in the store, deltas are made against; ``number`` itself for a whole copy."""
 
 
 class DcsNode(Record):
@@ -361,6 +395,15 @@ class DcsNode(Record):
     chunks: int = 0
     unsaved: int = 0
     """Chunks that are not yet on its disk."""
+    catalog: str = ""
+    """Id of the catalog that its chunks belong to; empty before it learned of one with a commit."""
+    commits: int = 0
+    """Highest ``CatalogIdentity.commits`` that it has seen."""
+
+    @property
+    def incarnation(self) -> str:
+        """Differs after each start of the node: the process makes its arena anew, under a random name."""
+        return self.arena_path
 
 
 class LedgerEntry(Record):

@@ -53,12 +53,15 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Compare:
-    """A condition of a transaction on one key. An absent key has revisions and version 0, and no value."""
+    """A condition of a transaction on one key, or on every key of a range. An absent key has revisions and version 0,
+    and no value; a range without keys meets every condition but one on a value."""
 
     key: str
     target: Literal["mod", "create", "version", "value"]
     relation: Relation
     operand: int | bytes
+    prefix: bool = False
+    """Whether ``key`` is a prefix, and the condition is on each key that begins with it."""
 
     @classmethod
     def mod(cls, key: str, relation: Relation, revision: int) -> Compare:
@@ -81,6 +84,11 @@ class Compare:
         return cls(key, "value", relation, value)
 
     @classmethod
+    def none_created_since(cls, prefix: str, revision: int) -> Compare:
+        """No key of the range came into being after ``revision``. One comparison, however many keys there are."""
+        return cls(prefix, "create", "<", revision + 1, prefix=True)
+
+    @classmethod
     def exists(cls, key: str) -> Compare:
         return cls.create(key, ">", 0)
 
@@ -98,7 +106,7 @@ class Compare:
     def to_message(self) -> Any:
         operand: dict[str, Any] = {_FIELDS[self.target]: self.operand}
         return pb.Compare(key=self.key.encode(), result=_RESULTS[self.relation], target=_TARGETS[self.target],
-                          **operand)
+                          range_end=range_end(self.key) if self.prefix else b"", **operand)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from elastic_rl.config import Config
 from elastic_rl.coordinator.api import auth, tls
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.security import TOKEN_FILE, new_token
+from elastic_rl.dcs.storage.arena import Leftovers
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -104,7 +105,7 @@ class Cluster:
             return
         if self.cfg.dcs.port:
             runtime.require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
-        self._unlink_segments()  # of a crashed run of this job
+        Leftovers().close()  # frees the arenas of killed nodes, also while others map them
         free = shutil.disk_usage(SHM).free
         if free < self.cfg.dcs.arena_bytes:
             raise PreflightFailed(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from elastic_rl.config import Stream
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.engine.client import Sample
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs.catalog.catalog import Staged
+from elastic_rl.dcs.catalog import Staged
 from elastic_rl.dcs.publish import publisher
 from elastic_rl.dcs.publish.parts import Part
 from elastic_rl.dcs.publish.publisher import Publisher
@@ -133,7 +133,7 @@ class AsyncPublisher:
             self._drop(publish, e)
         except ElasticRLError as e:
             for stream, staged in publish.staged.items():
-                self._publishers[stream].give_up(staged)
+                self._publishers[stream].abort(staged)
             self._drop(publish, e)
         finally:
             for rank in range(1, self._par.world):
@@ -146,13 +146,12 @@ class AsyncPublisher:
                 raise NodeUnavailable(f"rank {rank} could not store its tensors: {message['error']}")
         stored = []
         for stream, staged in publish.staged.items():
-            parts = [Part.of(m["parts"][name]) for m in messages for name in publish.parts[stream]
+            parts = [Part.from_json(m["parts"][name]) for m in messages for name in publish.parts[stream]
                      if name in m["parts"]]
             stored.append(self._publishers[stream].store(staged, parts, hold=True, deadline=deadline))
-        for version in publisher.commit(stored):
+        for one, version in zip(stored, publisher.commit(stored), strict=True):
             log.info("published %s %d (step %d)", version.stream, version.number, publish.step)
-        for one in stored:
-            self._publishers[one.draft.writer.stream].settle(one)
+            one.publisher.release_holds(one, version)
 
     def _drop(self, publish: InFlightPublish, error: ElasticRLError) -> None:
         names = " and ".join(f"{stream} version {s.version.number}" for stream, s in publish.staged.items())

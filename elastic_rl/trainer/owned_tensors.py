@@ -54,7 +54,7 @@ class OwnedTensorWriter:
         """Ends the publish. The node releases this rank's hold on the chunks: at once if they are committed, else after
         its grace period, with the connection."""
         if committed:
-            with contextlib.suppress(NodeUnavailable):  # then there is nothing left to settle
-                self._dcs.local().settle()
+            with contextlib.suppress(NodeUnavailable):  # then nothing is held any more
+                self._dcs.local().release_holds()
         else:
             self._dcs.close()

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.config import Stream
-from elastic_rl.dcs.catalog import catalog
-from elastic_rl.dcs.catalog.catalog import Staged
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import Staged
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Pulled, Puller
 from elastic_rl.dcs.publish.part_writer import LocalArena
@@ -75,8 +75,8 @@ class Checkpoints:
             replicas=dcs.replicas, digest=dcs.digest, staging_ttl_s=dcs.staging_ttl_s,
             io_timeout_s=dcs.io_timeout_s, security=security) for stream in Stream if par.rank == 0}
         self._etcd, self._keys = etcd, keys
-        self._puller = Puller(etcd, keys, f"trainer-{par.rank}-{incarnation}", pin_ttl_s=dcs.pin_ttl_s,
-                              io_timeout_s=dcs.io_timeout_s, security=security)
+        self._puller = Puller(etcd, keys, f"trainer-{par.rank}-{incarnation}", io_timeout_s=dcs.io_timeout_s,
+                              security=security)
         self._dcs = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
         self._arena, self._to_host = LocalArena(self._dcs), HostCopier(par.device)
         self._background = AsyncPublisher(par, dcs, etcd, keys, self._publishers, on_dropped)
@@ -182,6 +182,7 @@ class Checkpoints:
         with found or self._puller.pull(Stream.TRAINER_STATE, number) as pulled:
             progress = Progress.from_json(pulled.version.meta)
             snapshot.restore(self.policy, self.adam, dict(pulled.tensors()), updates=progress.updates)
+            pulled.confirm()
             self.policy_version = int(pulled.version.meta.get("policy_version", 0))
         self.state_version = number
         log.info("restored trainer_state %d: %s step %d", number, progress.phase, progress.step)

@@ -38,7 +38,7 @@ def await_node(etcd: EtcdClient, keys: Keys, process: subprocess.Popen[bytes]) -
         records = (DcsNode.decode(kv.value) for kv in etcd.range(keys.dcs_nodes_prefix())[0])
         return next((r for r in records if r.pid == process.pid), None)
 
-    return wait_until(registered, timeout_s=30, what="the DCS node", alive=lambda: process.poll() is None)
+    return wait_until(registered, timeout_s=120, what="the DCS node", alive=lambda: process.poll() is None)
 
 
 @dataclass(kw_only=True)

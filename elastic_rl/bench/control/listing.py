@@ -65,6 +65,6 @@ def _fill(rig: Testbed, keys: Keys) -> None:
         numbers = range(start + 1, start + _BATCH + 1)
         rig.etcd.txn([], [Op.put(keys.version("policy", n), Version(
             stream="policy", number=n, state=VersionState.COMMITTED, epoch=1, manifest=f"{n:032x}", nbytes=1 << 30,
-            nodes=["node-0"], created_at=now + n, committed_at=now + n, meta={"step": n}).encode()) for n in numbers])
+            sources=["node-0"], created_at=now + n, committed_at=now + n, meta={"step": n}).encode()) for n in numbers])
         rig.etcd.txn([], [events.put_op(keys, events.build(
             "version.committed", "policy", f"version {n} is committed", at=now - COUNT + n)) for n in numbers])

@@ -33,7 +33,7 @@ class Holder:
     def follow(self, endpoint: str, job: str, stream: str, node: str) -> None:
         etcd, keys = EtcdClient([endpoint], call_timeout_s=5.0), Keys(job)
         self._stream = stream
-        self._puller = Puller(etcd, keys, f"holder-{time.monotonic_ns()}", pin_ttl_s=60, io_timeout_s=120.0, node=node)
+        self._puller = Puller(etcd, keys, f"holder-{time.monotonic_ns()}", io_timeout_s=120.0, node=node)
         self._heads = self._puller.watch_head(stream)
 
     def hold(self, after: int, verify: bool, names: int, nbytes: int) -> dict[str, float]:
@@ -46,10 +46,7 @@ class Holder:
         if version is None:
             raise WorkerFailed("no version came")
         self._pulled = self._puller.pull(self._stream, version.number)
-        reference = self._pulled.reference()
-        if not verify:
-            reference["chunks"] = []  # those that are to be verified before they are mapped
-        return self._got(mapping.load_tensors(reference), names, nbytes)
+        return self._got(mapping.load_tensors(self._pulled.reference(verify=verify)), names, nbytes)
 
     def rest(self) -> None:
         """Lets go of what is held."""

@@ -17,7 +17,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.workers import Worker
 from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import hf_config
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime import free_port, wait_until
 

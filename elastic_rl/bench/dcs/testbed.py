@@ -120,7 +120,7 @@ class Cluster:
         return out
 
     def puller(self, node: str) -> Puller:
-        out = Puller(self.etcd, self.keys, f"bench-{next(self._names)}", pin_ttl_s=60, io_timeout_s=120.0, node=node)
+        out = Puller(self.etcd, self.keys, f"bench-{next(self._names)}", io_timeout_s=120.0, node=node)
         self._stack.callback(out.close)
         return out
 

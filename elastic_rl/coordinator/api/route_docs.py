@@ -116,7 +116,7 @@ _OPERATION = {"id": "op-1763724040123-5be1d2", "kind": "scale", "target": "pools
               "3 of 4 engines ready", "by": "ada", "created_at": 1763724040.1, "updated_at": 1763724051.7,
               "deadline_at": 1763724280.1}
 _VERSION = {"stream": "policy", "number": 118, "state": "committed", "epoch": 2, "manifest": "9f1c…", "nbytes": 1048576,
-            "nodes": ["node-0"], "created_at": 1763724031.2, "committed_at": 1763724031.9, "meta": {"step": 117}}
+            "sources": ["node-0"], "created_at": 1763724031.2, "committed_at": 1763724031.9, "meta": {"step": 117}}
 _MEMBER = {"role": "trainer", "id": "rank-0", "pid": 4242, "host": "gpu-1", "epoch": 2, "step": 117, "phase": "train",
            "progress_at": 1763724049.0, "beat_at": 1763724050.0}
 _ALERT = {"id": "a81c", "kind": "engine.dead", "subject": "rollout-1b07", "message": "engine rollout-1b07 died",

@@ -21,7 +21,7 @@ export class Versions {
         } },
         plain("Step", (v) => v.meta?.step ?? "–", "num minor"),
         plain("Size", (v) => bytes(v.nbytes), "num minor"),
-        plain("Nodes", (v) => v.nodes?.length || "–", "num minor"),
+        plain("Sources", (v) => v.sources?.join(", ") || "–", "minor"),
         time("Committed", (v) => v.committed_at || v.created_at),
       ] });
   }

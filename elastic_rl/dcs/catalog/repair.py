@@ -1,125 +1,221 @@
-"""Copies that were lost with a node are made again, so that the next loss finds as many as the first did."""
+"""Repair: copies of parts that were lost with a node are made again on other nodes, so that the next loss finds as many
+copies as the first one did."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from elastic_rl.dcs.catalog import catalog
-from elastic_rl.dcs.catalog.catalog import Entry
+from elastic_rl.dcs.catalog import leader_writes, placement, reads
+from elastic_rl.dcs.catalog.reads import Entry, PlacementEntry
+from elastic_rl.dcs.catalog.writer import merge_acknowledged
 from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.codecs.digests import matches
+from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.manifest import Manifest
-from elastic_rl.errors import ElasticRLError, NodeUnavailable
+from elastic_rl.dcs.registered_nodes import RegisteredNode, read_nodes, registration_guards
+from elastic_rl.errors import ArenaFull, ChunkMissing, DiskFull, ElasticRLError, NodeUnavailable
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import DcsNode, VersionState
+from elastic_rl.etcd.records import Placement, Version, VersionState
 
 log = logging.getLogger(__name__)
 
-_Registration = tuple[str, int]
-"""A node's id and pid: another process of the same id must be asked anew what it has."""
+_COPIES = 8
+"""Parts that are copied at once."""
+_ASKED = 16
+"""Nodes that are asked for a manifest before one is told to fetch it from wherever it is."""
+_MANIFESTS = 4
+"""Manifests that are kept decoded: that of a 1T model takes tens of MiB."""
+_RETRY_S = (2.0, 120.0)
+"""Pause after a version could not be repaired, at first and at most; doubled each time, with jitter."""
+
+_Nodes = Mapping[str, RegisteredNode]
+_VersionKey = tuple[str, int]
 
 
 class Repairer:
-    """Level-triggered: each round looks at every committed version and at the nodes there are. What was found whole is
-    not asked about again before a node has come or gone."""
+    """Level-triggered: each round reads every committed version and the registered nodes. A version that has all its
+    copies is not examined again before a node registers or goes away.
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, hub: DcsClient, *, replicas: int) -> None:
-        self._etcd, self._keys, self._hub, self._replicas = etcd, keys, hub, replicas
-        self._seen: dict[tuple[str, int], frozenset[_Registration]] = {}
+    A node is trusted to hold the parts that a placement lists for it if it registered before the nodes were read for
+    that placement: this very process has acknowledged them. A node that has registered since is asked.
+    """
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, client: DcsClient, *, replicas: int,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._etcd, self._keys, self._client, self._replicas, self._clock = etcd, keys, client, replicas, clock
+        self._examined: dict[_VersionKey, frozenset[tuple[str, int]]] = {}
+        """(Node, registration) of all nodes when nothing more could be done for a version."""
+        self._confirmed: dict[_VersionKey, dict[str, int]] = {}
+        """Nodes that were asked and have what the placement lists for them, with their registration."""
+        self._failed: dict[_VersionKey, tuple[int, float]] = {}
+        """How often in a row a version could not be repaired, and when it is tried again."""
+        self._manifests: OrderedDict[str, list[list[str]]] = OrderedDict()
 
     def round(self, guard: Sequence[Compare]) -> list[str]:
-        """Makes what copies are missing, as far as there are nodes for them; a line for each that was made or could not
-        be. ``guard``: conditions that hold while the caller leads. Raises EtcdUnavailable."""
-        nodes = self._hub.nodes()
-        there = frozenset((n.id, n.pid) for n in nodes)
-        lines, found = [], {}
-        for entry in self._committed():
-            key = (entry.version.stream, entry.version.number)
-            if self._seen.get(key) != there:
-                try:
-                    lines += self._look(entry, nodes, guard)
-                except ElasticRLError as e:
-                    lines.append(f"could not copy {key[0]} version {key[1]}: {e.message}")
-                    continue
-            found[key] = there
-        self._seen = found
+        """Makes the copies that are missing, as far as there are nodes for them; a line for each version that got or
+        lacks some. ``guard``: conditions that hold while the caller leads. Raises EtcdUnavailable, RecordUnreadable."""
+        identity, _ = reads.read_identity(self._etcd, self._keys)
+        if identity is None or identity.suspended:
+            return []
+        found, as_of = read_nodes(self._etcd, self._keys)
+        nodes = {i: n for i, n in found.items() if n.belongs_to(identity.id)}
+        there = frozenset((i, n.registration) for i, n in nodes.items())
+        committed = {(e.version.stream, e.version.number): e for e in self._committed()}
+        for state in (self._examined, self._confirmed, self._failed):
+            for key in [k for k in state if k not in committed]:
+                del state[key]  # type: ignore[attr-defined]
+        lines = []
+        for key, entry in committed.items():
+            failures, retry_at = self._failed.get(key, (0, 0.0))
+            if self._examined.get(key) == there or self._clock() < retry_at:
+                continue
+            try:
+                lines += self._repair(entry, nodes, as_of, identity.id, guard)
+            except ElasticRLError as e:
+                first_s, longest_s = _RETRY_S
+                pause_s = min(longest_s, first_s * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
+                self._failed[key] = (failures + 1, self._clock() + pause_s)
+                lines.append(f"could not repair {key[0]} version {key[1]}: {e.message}")
+            else:
+                self._failed.pop(key, None)
+                self._examined[key] = there
         return lines
 
     def _committed(self) -> list[Entry]:
-        """Heads first: they are what the next failure must not take."""
-        streams = catalog.entries_by_stream(self._etcd, self._keys).values()
-        entries = [e for stream in streams for e in stream if e.version.state is VersionState.COMMITTED]
+        """Newest first: the next failure must not take the heads."""
+        entries = [e for e in reads.read_catalog(self._etcd, self._keys).entries()
+                   if e.version.state is VersionState.COMMITTED]
         return sorted(entries, key=lambda e: -e.version.number)
 
-    def _look(self, entry: Entry, nodes: Sequence[DcsNode], guard: Sequence[Compare]) -> list[str]:
+    def _repair(self, entry: Entry, nodes: _Nodes, as_of: int, catalog: str, guard: Sequence[Compare]) -> list[str]:
+        """``as_of``: revision at which the nodes were read. Raises ElasticRLError where a later try may do better."""
         version = entry.version
-        what = f"{version.stream} version {version.number}"
-        registered = {n.id for n in nodes}
-        if len(registered.intersection(version.nodes)) == len(version.nodes) >= self._replicas and not self._new(nodes):
-            return []
-        digests = self._digests(version.manifest, [*version.nodes, *(n.id for n in nodes)])
-        holding = [n.id for n in nodes if not self._missing(n.id, digests)]
-        spare = [n.id for n in nodes if n.id not in holding]
-        made: list[str] = []
-        while len(holding) + len(made) < self._replicas and spare:
-            target = spare.pop(0)
-            with contextlib.suppress(NodeUnavailable):
-                self._hub.connect(target).fetch(digests, prefer=holding, hold=True)
-                made.append(target)
-        now = [*holding, *made]
+        found = reads.read_placement(self._etcd, self._keys, version.stream, version.number)
+        holding = placement.without(found.placement, self._lost(version, found, nodes))
+        missing = placement.short_of(holding, self._replicas)
+        errors: list[ElasticRLError] = []
+        copies, failed = in_parallel(missing, lambda part: self._copy(version, part, holding, nodes, errors),
+                                     threads=_COPIES)
+        acknowledged = merge_acknowledged(copies.values())
+        now = placement.with_copies(holding, ((part, n) for part, made in copies.items() for n in made))
         try:
-            if set(now) != set(version.nodes) and not catalog.relocate(self._etcd, self._keys, entry, now, guard):
-                return []  # it changed meanwhile, or another one leads: the next round sees to it
+            registered, _ = registration_guards(self._etcd, self._keys, acknowledged, catalog)
+            if now != found.placement and not leader_writes.update_placement(
+                    self._etcd, self._keys, entry, found, now.replace(as_of=as_of), [*registered, *guard]):
+                raise NodeUnavailable("its record changed meanwhile, or this replica no longer leads")
         finally:
-            for node_id in made:
-                with contextlib.suppress(NodeUnavailable):
-                    self._hub.connect(node_id).settle()
-        if len(now) < self._replicas:
-            return [f"{what} has {len(now)} of {self._replicas} copies, and there is no other node"]
-        return [f"copied {what} to node {', '.join(made)}"] if made else []
+            on_each(self._client, acknowledged, lambda connection: connection.release_holds())
+        for error in (*failed.values(), *errors):
+            raise error
+        return _report(version, now, acknowledged, self._replicas)
 
-    def _new(self, nodes: Sequence[DcsNode]) -> bool:
-        """Whether a node is there that was not at the last round: it may be another process under an old id."""
-        known = {n for seen in self._seen.values() for n in seen}
-        return not {(n.id, n.pid) for n in nodes} <= known
+    # -- what is lost ------------------------------------------------------------------------------------------------
+    def _lost(self, version: Version, found: PlacementEntry, nodes: _Nodes) -> dict[str, set[int]]:
+        """Parts that nodes of the placement do not hold any more."""
+        listed = {n: set(parts) for n, parts in placement.parts_by_node(found.placement).items()}
+        lost = {n: parts for n, parts in listed.items() if n not in nodes}
+        confirmed = self._confirmed.setdefault((version.stream, version.number), {})
+        restarted = [n for n in listed if n in nodes and nodes[n].registration > found.placement.as_of
+                     and confirmed.get(n) != nodes[n].registration]
+        if not restarted:
+            return lost
+        digests = self._parts(version, nodes)
 
-    def _digests(self, manifest: str, candidates: Sequence[str]) -> list[str]:
-        for node_id in dict.fromkeys(candidates):
+        def missing(node_id: str) -> set[int]:
+            parts = listed[node_id]
+            wanted = [version.manifest, *(d for i in parts for d in digests[i])]
+            lacking = set(self._client.connect(node_id).has(wanted))
+            return parts if version.manifest in lacking else {i for i in parts if not lacking.isdisjoint(digests[i])}
+
+        answers, silent = in_parallel(restarted, missing)
+        lost |= {n: parts for n, parts in answers.items() if parts} | {n: listed[n] for n in silent}
+        confirmed |= {n: nodes[n].registration for n, parts in answers.items() if not parts}
+        return lost
+
+    def _parts(self, version: Version, nodes: _Nodes) -> list[list[str]]:
+        """Digests of the chunks of each part. Raises ChunkMissing when nobody has the manifest."""
+        digest = version.manifest
+        if digest not in self._manifests:
+            self._manifests[digest] = self._read_manifest(version, nodes).part_digests()
+            while len(self._manifests) > _MANIFESTS:
+                self._manifests.popitem(last=False)
+        self._manifests.move_to_end(digest)
+        return self._manifests[digest]
+
+    def _read_manifest(self, version: Version, nodes: _Nodes) -> Manifest:
+        asked = [n for n in dict.fromkeys([*version.sources, *nodes]) if n in nodes][:_ASKED]
+        for node_id in asked:
             with contextlib.suppress(ElasticRLError):
-                found = Manifest.decode(self._hub.connect(node_id).get(manifest))
-                return [manifest, *found.chunks]
-        raise NodeUnavailable(f"no node has its manifest {manifest}")
+                data = self._client.connect(node_id).get(version.manifest)
+                if matches(data, version.manifest):
+                    return Manifest.decode(data)
+        for node_id in asked:  # perhaps another node has it, or the durable store
+            with contextlib.suppress(ElasticRLError):
+                connection = self._client.connect(node_id)
+                connection.fetch([version.manifest])
+                return Manifest.decode(connection.get(version.manifest))
+        raise ChunkMissing(f"no node has a valid manifest {version.manifest}")
 
-    def _missing(self, node_id: str, digests: Sequence[str]) -> bool:
-        try:
-            return bool(self._hub.connect(node_id).has(digests))
-        except NodeUnavailable:
-            return True
+    # -- making copies -----------------------------------------------------------------------------------------------
+    def _copy(self, version: Version, part: int, holding: Placement, nodes: _Nodes, errors: list[ElasticRLError]
+              ) -> dict[str, str]:
+        """Has as many nodes fetch a part as it lacks copies; which, with their incarnations. Fewer where there are no
+        more nodes, or these failed: why is added to ``errors`` then."""
+        digests = self._parts(version, nodes)[part]
+        made: dict[str, str] = {}
+        last: ElasticRLError | None = None
+        for target in sorted(placement.candidates(holding, part, list(nodes)), key=self._client.is_suspect):
+            if len(holding.parts[part]) + len(made) >= self._replicas:
+                return made
+            try:
+                connection = self._client.connect(target)
+                connection.fetch([version.manifest, *digests], prefer=holding.parts[part], hold=True)
+                made[target] = connection.node.incarnation
+            except (NodeUnavailable, ArenaFull, DiskFull) as e:
+                last = e
+        if last is not None and len(holding.parts[part]) + len(made) < self._replicas:
+            errors.append(last)
+        return made
+
+
+def _report(version: Version, now: Placement, made: Iterable[str], replicas: int) -> list[str]:
+    what = f"{version.stream} version {version.number}"
+    fewest = min(map(len, now.parts), default=0)
+    if fewest < replicas:
+        return [f"{what} has {fewest} of {replicas} copies, and there is no other node"]
+    if not (to := ", ".join(made)):
+        return []
+    some = "" if len(now.parts) == 1 else "parts of "
+    return [f"copied {some}{what} to node {to}"]
 
 
 class RepairThread(threading.Thread):
-    """Runs rounds off the leader's own loop, which must not wait for bytes on their way. ``kick`` asks for one."""
+    """Runs rounds in a thread of their own, since they wait for bytes to be copied. ``request`` asks for one."""
 
     def __init__(self, repairer: Repairer) -> None:
         super().__init__(name="repair", daemon=True)
         self._repairer = repairer
         self._guard: list[Compare] | None = None
-        self._kicked = threading.Condition()
+        self._changed = threading.Condition()
         self._stopping = False
 
-    def kick(self, guard: Sequence[Compare]) -> None:
-        """Asks for a round under this guard; while one runs, the last one asked for is the next."""
-        with self._kicked:
+    def request(self, guard: Sequence[Compare]) -> None:
+        """Asks for a round under this guard; of several requests during one round, the last one counts."""
+        with self._changed:
             self._guard = list(guard)
-            self._kicked.notify()
+            self._changed.notify()
 
     def run(self) -> None:
         while True:
-            with self._kicked:
-                self._kicked.wait_for(lambda: self._stopping or self._guard is not None)
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._guard is not None)
                 guard, self._guard = self._guard, None
                 if self._stopping or guard is None:
                     return
@@ -128,11 +224,13 @@ class RepairThread(threading.Thread):
                     log.info("repair: %s", line)
             except ElasticRLError as e:
                 log.warning("repair: %s", e)
+            except Exception:  # the next round reads everything again; without this thread no copy is ever made
+                log.exception("a round of repair failed")
 
     def close(self) -> None:
-        """Ends the thread after the round that it is in, for which nobody waits long."""
-        with self._kicked:
+        """Ends the thread after its present round, for which this does not wait long."""
+        with self._changed:
             self._stopping = True
-            self._kicked.notify()
+            self._changed.notify()
         if self.is_alive():
             self.join(timeout=2.0)

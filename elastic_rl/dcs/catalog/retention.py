@@ -1,4 +1,4 @@
-"""Which versions are kept, here and in the durable store. Pure."""
+"""Which versions are kept, on the nodes and in the durable store. Pure."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from elastic_rl.etcd.records import Version
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What is kept of a stream: the newest ``versions``, of those what is not older than ``age_s``, and of those as
-    many as have ``nbytes`` together. 0: no limit of that kind. The head is always kept."""
+    """What is kept of a stream: the newest ``versions``; of these, those that are not older than ``age_s``; of these,
+    as many as have ``nbytes`` together. 0: no limit of that kind. The head is always kept."""
 
     versions: int
     age_s: float = 0.0
     nbytes: int = 0
 
 
-def to_release(committed: Sequence[Version], pinned: Collection[int], keep: RetentionPolicy, now: float) -> list[int]:
+def to_release(committed: Sequence[Version], pinned: Collection[int], policy: RetentionPolicy, now: float) -> list[int]:
     """Numbers of the versions to be released, oldest first. ``committed``: those of one stream, oldest first; ``now``:
-    unix seconds. What is pinned stays, and takes nothing from what the others may have."""
+    unix seconds. Pinned versions stay, and do not count against the limits of the others."""
     kept, total, out = 0, 0, []
     for version in reversed(committed):
         total += version.nbytes
         is_head = version is committed[-1]
-        fits = (kept < keep.versions and (not keep.age_s or now - version.committed_at <= keep.age_s)
-                and (not keep.nbytes or total <= keep.nbytes))
+        fits = (kept < policy.versions and (not policy.age_s or now - version.committed_at <= policy.age_s)
+                and (not policy.nbytes or total <= policy.nbytes))
         if is_head or fits:
             kept += 1
         else:
@@ -37,8 +37,8 @@ def to_release(committed: Sequence[Version], pinned: Collection[int], keep: Rete
 
 
 def durable_to_drop(anchors: Mapping[int, int], keep: int) -> list[int]:
-    """Numbers of the durable copies to be dropped. ``anchors``: each copy's number and that of the copy whose chunks it
-    is told against (its own for a whole one). The newest ``keep`` stay, and every copy that one of those rests on."""
+    """Numbers of the durable versions to be dropped. ``anchors``: number of each version → that of the version whose
+    chunks its deltas are against (its own for a whole one). The newest ``keep`` stay, and the anchors of these."""
     newest = sorted(anchors)[-keep:]
     needed = {*newest, *(anchors[n] for n in newest)}
     return sorted(n for n in anchors if n not in needed)

@@ -1,7 +1,7 @@
 """Digests: the names of chunks and the checksums of what a version consists of. Pure.
 
-A digest says by its length how it was made, so chunks of several kinds live side by side, and a change of
-``dcs.digest`` makes no version unreadable.
+The length of a digest tells its kind, so chunks of several kinds exist side by side, and a change of ``dcs.digest``
+makes no version unreadable.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import xxhash
 from elastic_rl.errors import ConfigError
 
 XXH3 = "xxh3-128"
-"""Against accidents; about the speed of memory. The default."""
+"""Detects accidental changes; about as fast as memory. The default."""
 BLAKE3 = "blake3"
-"""Also against those who forge chunks; a quarter of the speed."""
+"""Detects forged chunks too; a quarter of the speed."""
 
 
 def _blake3(data: Any) -> str:
@@ -31,12 +31,12 @@ _KINDS: Mapping[str, tuple[int, Callable[[Any], str]]] = {
 def digest_of(data: Any, kind: str = XXH3) -> str:
     """Hex digest of a buffer. Raises ConfigError for a kind that is not known."""
     if kind not in _KINDS:
-        raise ConfigError(f"no digest is called {kind!r}", hint=f"dcs.digest is one of {', '.join(_KINDS)}")
+        raise ConfigError(f"unknown kind of digest {kind!r}", hint=f"dcs.digest is one of {', '.join(_KINDS)}")
     return _KINDS[kind][1](data)
 
 
 def kind_of(digest: str) -> str:
-    """How a digest was made. Raises ConfigError for what is none."""
+    """The kind of a digest. Raises ConfigError for a text that is none."""
     for kind, (length, _) in _KINDS.items():
         if len(digest) == length:
             return kind
@@ -44,5 +44,5 @@ def kind_of(digest: str) -> str:
 
 
 def matches(data: Any, digest: str) -> bool:
-    """Whether the buffer has this digest; never for what is none."""
+    """Whether the buffer has this digest; false for a text that is none."""
     return any(len(digest) == length and digest == make(data) for length, make in _KINDS.values())

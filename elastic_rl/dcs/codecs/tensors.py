@@ -1,4 +1,4 @@
-"""Between tensors and bytes. Pure."""
+"""Conversion between tensors and bytes. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes in row-major order: uint8, shape [nbytes], on the CPU; a view where the tensor allows one."""
-    # resolve_*: lazy conjugates and negations (complex tensors) have other bytes than they show
+    # resolve_*: the bytes of lazy conjugates and negations (complex tensors) differ from their values
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 

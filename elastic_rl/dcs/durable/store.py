@@ -1,10 +1,12 @@
 """Copies of committed versions outside the nodes: any folder or object store that fsspec can reach.
 
-    chunks/<aa>/<digest>                 a chunk, whole
-    chunks/<aa>/<digest>.<base digest>   what makes it of another chunk, which is there whole (``delta.py``)
-    versions/<stream>/<number>.json      the commit mark: the version's record and every object that it needs
+    chunks/<aa>/<digest>                       a chunk, whole
+    chunks/<aa>/<digest>.<base digest>         the delta that makes it of another chunk, which is there whole
+    versions/<stream>/<number>/<part>.json     the mark of a part: every object that it needs
+    versions/<stream>/<number>.json            the commit mark: the version's record, and how many parts it has
 
-The mark is written last, after each object was read back and verified; what has no mark is not there.
+Nodes store their own parts at the same time. The mark of a part is written after each of its objects was read back and
+verified, the commit mark after those of all parts; a version without a commit mark is not there.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,9 +37,10 @@ from elastic_rl.errors import (
 )
 from elastic_rl.etcd.records import Version
 
-SCHEMA = 1
+SCHEMA = 2
+_PARTIAL = ".partial"
 ORPHAN_AGE_S = 3600.0
-"""An object without a mark stays for so long: its version may still be on its way."""
+"""An object without a mark is kept for so long: the copy that it belongs to may not be complete yet."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +50,52 @@ class Mark:
     version: Version
     anchor: int
     """Number of the version whose chunks its deltas are made against; its own if it has none."""
-    objects: Mapping[str, str] = field(default_factory=dict)
-    """Digest of each chunk, the manifest's first → digest of its base, empty for a whole one."""
+    parts: int = 1
+    """Number of its parts."""
 
     def encode(self) -> bytes:
         return json.dumps({"schema": SCHEMA, "version": json.loads(self.version.encode()), "anchor": self.anchor,
-                           "objects": dict(self.objects)}).encode()
+                           "parts": self.parts}).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> Mark:
         """Raises ChunkCorrupt."""
-        try:
-            value = json.loads(raw)
-            if value["schema"] != SCHEMA:
-                raise ChunkCorrupt(f"a commit mark has schema {value['schema']}; this release reads {SCHEMA}")
+        with _decoding("a commit mark"):
+            value = _value(raw)
             version = Version.decode(json.dumps(value["version"]).encode())
-            return cls(version, int(value["anchor"]), {str(d): str(b) for d, b in value["objects"].items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ChunkCorrupt(f"a commit mark cannot be read: {e!r}") from e
+            return cls(version, int(value["anchor"]), int(value["parts"]))
+
+
+@dataclass(frozen=True)
+class PartMark:
+    """A part of a version that is there completely. The first part has the manifest too."""
+
+    objects: Mapping[str, str] = field(default_factory=dict)
+    """Digest of each chunk → digest of its base, empty for a whole one."""
+
+    def encode(self) -> bytes:
+        return json.dumps({"schema": SCHEMA, "objects": dict(self.objects)}).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> PartMark:
+        """Raises ChunkCorrupt."""
+        with _decoding("the mark of a part"):
+            return cls({str(d): str(b) for d, b in _value(raw)["objects"].items()})
+
+
+def _value(raw: bytes) -> dict[str, Any]:
+    value = json.loads(raw)
+    if value["schema"] != SCHEMA:
+        raise ChunkCorrupt(f"a mark has schema {value['schema']}; this release reads {SCHEMA}")
+    return dict(value)
+
+
+@contextlib.contextmanager
+def _decoding(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ChunkCorrupt(f"{what} in the durable store cannot be decoded: {e!r}") from e
 
 
 class DurableStore:
@@ -83,26 +115,21 @@ class DurableStore:
     # -- chunks ------------------------------------------------------------------------------------------------------
     def put_chunk(self, digest: str, data: bytes | memoryview) -> None:
         """Stores a chunk whole, unless it is there, and reads it back. Raises DiskFull, AccessDenied, ChunkCorrupt
-        (the store gave back other bytes) and NodeUnavailable."""
+        (the store returned other bytes) and NodeUnavailable."""
         path = self._chunk(digest)
         with _typed(self.url):
             if self._fs.exists(path) and matches(self._fs.cat_file(path), digest):
                 return
             self._write(path, bytes(data))
             if not matches(self._fs.cat_file(path), digest):
-                raise ChunkCorrupt(f"{self.url} gave back other bytes of chunk {digest} than were written")
+                raise ChunkCorrupt(f"{self.url} returned other bytes of chunk {digest} than were written")
 
     def put_delta(self, digest: str, base: str, payload: bytes) -> None:
-        """Stores what makes a chunk of ``base``, which is there whole. The same errors."""
+        """Stores the delta that makes a chunk of ``base``, which is there whole. The same errors."""
         path = f"{self._chunk(digest)}.{base}"
         with _typed(self.url):
             self._write(path, payload)
         self._decoded(digest, base)
-
-    def has_chunk(self, digest: str) -> bool:
-        """Whether an object of a whole chunk is there; not whether its bytes are sound."""
-        with _typed(self.url):
-            return bool(self._fs.exists(self._chunk(digest)))
 
     def read_chunk(self, digest: str) -> bytes:
         """A chunk's bytes, verified. Raises ChunkMissing, ChunkCorrupt, AccessDenied and NodeUnavailable."""
@@ -111,14 +138,14 @@ class DurableStore:
                 data: bytes = self._fs.cat_file(self._chunk(digest))
                 if matches(data, digest):
                     return data
-                rotten = True
+                corrupt = True
             except FileNotFoundError:
-                rotten = False
+                corrupt = False
             found = self._glob(f"{self._chunk(digest)}.*")
         for path in found:
             with contextlib.suppress(ChunkMissing, ChunkCorrupt):
                 return self._decoded(digest, path.rpartition(".")[2])
-        if rotten or found:
+        if corrupt or found:
             raise ChunkCorrupt(f"chunk {digest} is corrupt in {self.url}")
         raise ChunkMissing(f"chunk {digest} is not in {self.url}")
 
@@ -128,7 +155,7 @@ class DurableStore:
                 payload = self._fs.cat_file(f"{self._chunk(digest)}.{base}")
                 old = self._fs.cat_file(self._chunk(base))
             except FileNotFoundError as e:
-                raise ChunkMissing(f"what chunk {digest} is made of is not in {self.url}") from e
+                raise ChunkMissing(f"the delta of chunk {digest}, or its base, is not in {self.url}") from e
         out = bytearray(len(old))
         delta.decode(payload, memoryview(old), memoryview(out))
         if not matches(out, digest):
@@ -136,8 +163,13 @@ class DurableStore:
         return bytes(out)
 
     # -- versions ----------------------------------------------------------------------------------------------------
+    def commit_part(self, stream: str, number: int, part: int, mark: PartMark) -> None:
+        """Marks a part as complete; all its objects must be there."""
+        with _typed(self.url):
+            self._write(self._part(stream, number, part), mark.encode())
+
     def commit(self, mark: Mark) -> None:
-        """Makes the version be there; every object of it is, by now."""
+        """Makes the version visible; all its parts must be there."""
         with _typed(self.url):
             self._write(self._mark(mark.version.stream, mark.version.number), mark.encode())
 
@@ -160,25 +192,47 @@ class DurableStore:
         with _typed(self.url):
             return sorted({p.split("/")[-2] for p in self._glob(f"{self._root}/versions/*/*.json")})
 
+    def part(self, stream: str, number: int, part: int) -> PartMark:
+        """The mark of a part. Raises ChunkMissing and ChunkCorrupt."""
+        with _typed(self.url):
+            try:
+                return PartMark.decode(self._fs.cat_file(self._part(stream, number, part)))
+            except FileNotFoundError as e:
+                raise ChunkMissing(f"{self.url} has no part {part} of {stream} version {number}") from e
+
     def drop(self, stream: str, number: int) -> None:
-        """Takes a version away: its mark first; its objects go with the next ``sweep``."""
+        """Removes a version's commit mark; the rest goes with the next ``sweep``."""
         with _typed(self.url), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._mark(stream, number))
 
     def sweep(self, *, older_than_s: float = ORPHAN_AGE_S) -> int:
-        """Removes objects that no mark refers to; how many. Raises ChunkCorrupt, and removes nothing, when a mark
-        cannot be read."""
-        needed = {f"{digest}.{base}" if base else digest
-                  for stream in self.streams() for number in self.numbers(stream)
-                  for digest, base in self.mark(stream, number).objects.items()}
+        """Removes objects that no committed version needs and that are older than that; how many. Raises ChunkCorrupt,
+        and removes nothing, when a mark of a committed version cannot be decoded."""
+        committed = {(stream, number): self.mark(stream, number)
+                     for stream in self.streams() for number in self.numbers(stream)}
+        needed = set[str]()
+        for (stream, number), mark in committed.items():
+            for i in range(mark.parts):
+                for digest, base in self.part(stream, number, i).objects.items():
+                    needed |= {f"{digest}.{base}", base} if base else {digest}
         removed = 0
         with _typed(self.url):
-            for path in self._glob(f"{self._root}/chunks/*/*"):
-                if path.rpartition("/")[2] not in needed and time.time() - self._changed_at(path) > older_than_s:
-                    with contextlib.suppress(FileNotFoundError):
-                        self._fs.rm_file(path)
-                        removed += 1
+            for path in map(str, self._fs.glob(f"{self._root}/chunks/*/*")):  # also what dead writers left half written
+                if path.rpartition("/")[2] not in needed:
+                    removed += self._remove_old(path, older_than_s)
+            for path in self._glob(f"{self._root}/versions/*/*/*.json"):
+                owner, folder = path.split("/")[-3:-1]
+                if not folder.isdecimal() or (owner, int(folder)) not in committed:
+                    self._remove_old(path, older_than_s)
         return removed
+
+    def _remove_old(self, path: str, older_than_s: float) -> bool:
+        if time.time() - self._changed_at(path) <= older_than_s:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(path)
+            return True
+        return False
 
     # -- the file system ---------------------------------------------------------------------------------------------
     def _chunk(self, digest: str) -> str:
@@ -187,8 +241,11 @@ class DurableStore:
     def _mark(self, stream: str, number: int) -> str:
         return f"{self._root}/versions/{stream}/{number:012d}.json"
 
+    def _part(self, stream: str, number: int, part: int) -> str:
+        return f"{self._root}/versions/{stream}/{number:012d}/{part:06d}.json"
+
     def _glob(self, pattern: str) -> list[str]:
-        return [str(p) for p in self._fs.glob(pattern) if not str(p).endswith(".partial")]
+        return [str(p) for p in self._fs.glob(pattern) if not str(p).endswith(_PARTIAL)]
 
     def _changed_at(self, path: str) -> float:
         try:
@@ -197,11 +254,11 @@ class DurableStore:
             return time.time()
 
     def _write(self, path: str, data: bytes) -> None:
-        """An object store takes an object whole or not at all; a folder needs a second name for that."""
+        """Writes a file as a whole or not at all: object stores do, a folder needs a rename for it."""
         if "file" not in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)):
             self._fs.pipe_file(path, data)
             return
-        partial = f"{path}.partial"
+        partial = f"{path}.{secrets.token_hex(4)}{_PARTIAL}"  # two nodes may store one chunk at the same time
         try:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(partial, data)
@@ -214,8 +271,8 @@ class DurableStore:
 
 @contextlib.contextmanager
 def _typed(url: str) -> Iterator[None]:
-    """The errors of a file system as ours. Back ends raise the errors of their own libraries too, of any type; to who
-    waits for the store they all mean that it did not do its work."""
+    """Turns the errors of a file system into ours. Back ends also raise the errors of their own libraries, of any type;
+    to the caller they all mean that the store does not work now."""
     try:
         yield
     except (FileNotFoundError, ElasticRLError):

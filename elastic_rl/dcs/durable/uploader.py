@@ -1,8 +1,12 @@
-"""Copying committed versions to the durable store, behind everybody's back, and bringing a catalog back from there.
+"""Copying committed versions to the durable store, in the background, by all nodes together.
 
-One node copies for the whole job: one that has the newest version, so that it need not fetch what it copies. It takes
-the newest version of each stream, whole or as deltas against the last whole copy; what was outdated meanwhile is left
-out.
+One node leads: it chooses the newest version of a stream that is not durable yet as the *task*, for all nodes, and pins
+it. Each node copies the parts that it wrote (``catalog/placement.py``), and puts a key in etcd for each that is
+complete. When all are, the leader writes the commit mark. Versions that are superseded before they were chosen are
+skipped.
+
+Chunks are stored whole, or as deltas against the *anchor*, the last version of the stream that was copied whole. The
+leader pins that one too, so that the nodes have its chunks at hand.
 """
 
 from __future__ import annotations
@@ -12,21 +16,23 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog.reads import decode
 from elastic_rl.dcs.catalog.retention import durable_to_drop
 from elastic_rl.dcs.codecs import delta
-from elastic_rl.dcs.durable.store import DurableStore, Mark
+from elastic_rl.dcs.durable.store import DurableStore, Mark, PartMark
 from elastic_rl.dcs.manifest import Manifest
-from elastic_rl.errors import ChunkMissing, Conflict, ElasticRLError, EtcdUnavailable, VersionNotFound
-from elastic_rl.etcd import events, fencing
+from elastic_rl.errors import ChunkMissing, Conflict, ElasticRLError, EtcdUnavailable, NodeUnavailable, VersionNotFound
+from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeptLease, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Severity, Version, VersionState
+from elastic_rl.etcd.records import Severity, UploadTask, Version
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +40,13 @@ _POLL_S = 1.0
 _RETRY_S = (1.0, 60.0)
 """First and longest pause after a failure; doubled each time, with jitter."""
 _LEASE_S = 15
+_TAKEOVER_S = 300.0
+"""A part that its first node has not copied by then is copied by the next one that holds it, which need not wait when
+the first one is gone."""
+_STALL_S = 2 * _TAKEOVER_S
+"""A task of which no part is completed for so long is given up."""
 _SWEEP_EVERY = 16
-"""Copies between two looks for objects that nothing refers to."""
-_RESTORED_MOST = 60
-"""Versions of a stream that are brought back: they go into one transaction of etcd."""
+"""Versions between two searches for objects that no version needs."""
 
 
 class Chunks(Protocol):
@@ -50,27 +59,48 @@ class Chunks(Protocol):
 
 @dataclass
 class Anchor:
-    """The last whole copy of a stream. It stays pinned, so that its chunks are at hand to make deltas against."""
+    """The version of a stream that was copied whole last."""
 
+    number: int
+    deltas: int = 0
+    """Versions that were copied as deltas against it since."""
+
+
+@dataclass
+class _Work:
+    """This node's share of a task."""
+
+    task: UploadTask
+    revision: int
+    """Mod revision of the task."""
     version: Version
-    manifest: Manifest
-    copies: int = 0
-    """Copies that were made since."""
+    placement: list[list[str]]
+    since: float
+    manifest: Manifest | None = None
+    bases: dict[str, str] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
+    """Chunks that are whole in the store, as far as this node knows."""
+    done: set[int] = field(default_factory=set)
+    """Parts that are complete, by whomever."""
+    progress: tuple[int, float] = (0, 0.0)
+    """On the leader: parts that were complete at the last look, and when that number changed."""
 
 
 class Uploader(threading.Thread):
     """The copying thread of one node."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, dcs: DcsConfig, chunks: Chunks, node_id: str,
-                 durable: DurableStore, *,
-                 poll_s: float = _POLL_S) -> None:
+                 durable: DurableStore, *, poll_s: float = _POLL_S,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(name="uploader", daemon=True)
         self._etcd, self._keys, self._dcs, self._chunks = etcd, keys, dcs, chunks
-        self._node_id, self._durable, self._poll_s = node_id, durable, poll_s
+        self._node_id, self._durable, self._poll_s, self._clock = node_id, durable, poll_s, clock
         self._lease: KeptLease | None = None
-        self._claimed = 0  # mod revision of the claim; 0: another node copies, or nobody does
+        self._leading = 0  # mod revision of the task while this node leads; 0 while it does not
         self._anchors: dict[str, Anchor] = {}
-        self._stored: set[str] = set()  # whole chunks that this process has seen in the store
+        self._work: _Work | None = None
+        self._last: dict[str, tuple[int, set[str]]] = {}
+        """Stream → the last version of which this node copied parts, and their chunks that are whole in the store."""
         self._copied = 0
         self._failures = 0
         self._stopping = threading.Event()
@@ -83,109 +113,180 @@ class Uploader(threading.Thread):
             try:
                 self.step()
             except ElasticRLError as e:
-                low, high = _RETRY_S
-                pause = min(high, low * 2 ** min(self._failures, 10)) * random.uniform(0.5, 1.0)
-                self._failed(e)
+                pause = self._failed(e)
+            except Exception as e:  # whatever it was: without this thread nothing becomes durable any more
+                log.exception("the uploader failed")
+                pause = self._failed(NodeUnavailable(f"the uploader failed: {e!r}"))
 
     def step(self) -> list[Version]:
-        """Copies the newest version of each stream that is not there yet; which. Raises what stands in the way."""
+        """Does what is due; the versions that this node, as leader, has made durable. Raises what prevents it."""
         done = []
-        for stream in self._dcs.durable_streams:
-            head = catalog.head(self._etcd, self._keys, stream)
-            if head is None or self._etcd.get(self._keys.durable(stream, head.number)) is not None:
-                continue
-            if self._node_id not in head.nodes:
-                self._step_down()
-            elif self._claim():
-                with contextlib.suppress(VersionNotFound):  # released meanwhile: there is a newer one
-                    self._copy(head)
-                    done.append(head)
-        if done:
-            self._recovered()
+        while (work := self._read_task()) is not None:
+            self._copy_parts(work)
+            if not self._leading or not self._complete(work):
+                break
+            self._finish(work)
+            done.append(work.version)
         return done
 
     def close(self) -> None:
-        """Ends the thread and gives the work up to another node."""
+        """Ends the thread; another node leads from then on."""
         self._stopping.set()
         if self.is_alive():
             self.join(timeout=self._dcs.io_timeout_s)
         with contextlib.suppress(EtcdUnavailable):
             self._step_down()
 
-    # -- who copies --------------------------------------------------------------------------------------------------
-    def _claim(self) -> bool:
-        """Whether it is this node that copies."""
-        if self._claimed and self._lease is not None and self._lease.alive:
-            return True
+    # -- the task ----------------------------------------------------------------------------------------------------
+    def _read_task(self) -> _Work | None:
+        """This node's share of the present task; None while there is nothing to copy."""
+        kv = self._etcd.get(self._keys.uploader())
+        if kv is None:
+            self._claim()
+        elif kv.mod_revision != self._leading:
+            if self._leading:
+                self._step_down()
+            task = decode(UploadTask, kv)
+            return self._join(task, kv.mod_revision) if task.stream else None
+        elif self._lease is None or not self._lease.alive:
+            self._step_down()
+        if not self._leading:
+            return None
+        if self._work is None or self._work.revision != self._leading:
+            self._work = self._choose()
+        return self._work
+
+    def _join(self, task: UploadTask, revision: int) -> _Work | None:
+        """The share of a task that another node has chosen."""
+        if self._work is None or self._work.revision != revision:
+            version = catalog.get_version(self._etcd, self._keys, task.stream, task.number)
+            self._work = self._share(task, revision, version) if version is not None else None
+        return self._work
+
+    def _share(self, task: UploadTask, revision: int, version: Version) -> _Work:
+        now = self._clock()
+        work = _Work(task, revision, version, self._parts(version), now, progress=(0, now))
+        for stream, (number, whole) in self._last.items():
+            if self._etcd.get(self._keys.durable(stream, number)) is not None:  # so no sweep removes its objects
+                work.known |= whole
+        return work
+
+    def _parts(self, version: Version) -> list[list[str]]:
+        return catalog.read_placement(self._etcd, self._keys, version.stream, version.number).placement.parts
+
+    def _claim(self) -> None:
+        """Leads, if no other node does."""
         self._step_down()
         self._lease = self._etcd.keepalive(_LEASE_S)
         key = self._keys.uploader()
-        outcome = self._etcd.txn([Compare.absent(key)], [Op.put(key, self._node_id.encode(), self._lease.id)])
-        if not outcome.succeeded:
+        done = self._etcd.txn([Compare.absent(key)],
+                              [Op.put(key, UploadTask(node=self._node_id).encode(), self._lease.id)])
+        if done.succeeded:
+            self._leading = done.revision
+        else:
             self._step_down()
-            return False
-        self._claimed = outcome.revision
-        return True
 
     def _step_down(self) -> None:
-        """Ends the claim, and every pin with it."""
-        self._claimed = 0
+        """Leads no more; every pin ends with the lease."""
+        self._leading, self._work = 0, None
         self._anchors.clear()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
 
     def _guard(self) -> Compare:
-        return Compare.mod(self._keys.uploader(), "==", self._claimed)
+        return Compare.mod(self._keys.uploader(), "==", self._leading)
 
-    # -- copying -----------------------------------------------------------------------------------------------------
-    def _copy(self, version: Version) -> None:
+    def _choose(self) -> _Work | None:
+        """The leader's next task."""
+        for stream in self._dcs.durable_streams:
+            head = catalog.head(self._etcd, self._keys, stream)
+            if (head is None or self._etcd.get(self._keys.durable(stream, head.number)) is not None
+                    or not self._parts(head)):
+                continue
+            assert self._lease is not None
+            with contextlib.suppress(VersionNotFound):  # released meanwhile: there is a newer one
+                catalog.pin(self._etcd, self._keys, stream, head.number, self._holder, self._lease.id)
+                anchor = self._anchors.get(stream)
+                is_delta = anchor is not None and anchor.deltas + 2 <= self._dcs.durable_full_every
+                task = UploadTask(node=self._node_id, stream=stream, number=head.number,
+                                  anchor=anchor.number if anchor is not None and is_delta else head.number)
+                self._put_task(task)
+                return self._share(task, self._leading, head)
+        return None
+
+    def _put_task(self, task: UploadTask, *also: Op) -> None:
         assert self._lease is not None
-        stream, started = version.stream, time.monotonic()
-        catalog.pin(self._etcd, self._keys, stream, version.number, self._holder, self._lease.id)
-        try:
-            manifest, anchor = self._copy_pinned(version)
-        except ElasticRLError:
-            with contextlib.suppress(EtcdUnavailable):
-                catalog.unpin(self._etcd, self._keys, stream, version.number, self._holder)
-            raise
-        self._keep_as_anchor(version, manifest, anchor)
-        log.info("%s version %d is durable after %.3f s", stream, version.number, time.monotonic() - started)
-        self._clean(stream)
-
-    def _copy_pinned(self, version: Version) -> tuple[Manifest, Anchor | None]:
-        """Copies it; its manifest, and the anchor that its deltas rest on, None for a whole copy."""
-        stream = version.stream
-        with self._chunks.reading(version.manifest) as data:
-            manifest = Manifest.decode(data)
-        anchor = self._anchors.get(stream)
-        if anchor is not None and anchor.copies + 1 >= self._dcs.durable_full_every:
-            anchor = None
-        bases = delta.bases(anchor.manifest, manifest) if anchor else {}
-        objects = {d: self._put(d, bases.get(d, "")) for d in (version.manifest, *manifest.chunks)}
-        self._durable.commit(Mark(version, anchor.version.number if anchor else version.number, objects))
-        done = self._etcd.txn([self._guard()], [Op.put(self._keys.durable(stream, version.number), b"{}")])
+        done = self._etcd.txn([self._guard()], [Op.put(self._keys.uploader(), task.encode(), self._lease.id),
+                                                Op.delete_prefix(self._keys.durable_parts_prefix()), *also])
         if not done.succeeded:
             self._step_down()
-            raise Conflict(f"another node copies for job {self._keys.job} now")
-        return manifest, anchor
+            raise Conflict(f"another node leads the copying for job {self._keys.job} now")
+        self._leading = done.revision
 
-    @property
-    def _holder(self) -> str:
-        return f"durable-{self._node_id}"
+    # -- copying -----------------------------------------------------------------------------------------------------
+    def _copy_parts(self, work: _Work) -> None:
+        for part, nodes in enumerate(work.placement):
+            if self._stopping.is_set():
+                return
+            if self._node_id in nodes and part not in work.done and self._is_due(work, part, nodes):
+                self._copy_part(work, part)
 
-    def _put(self, digest: str, base: str) -> str:
+    def _is_due(self, work: _Work, part: int, nodes: list[str]) -> bool:
+        """Whether this node should copy a part that it holds: its first node at once, the others where that fails."""
+        before = nodes[:nodes.index(self._node_id)]
+        if not before:
+            return True
+        if self._etcd.get(self._keys.durable_part(part)) is not None:
+            work.done.add(part)
+            return False
+        return (self._clock() - work.since > len(before) * _TAKEOVER_S
+                or all(self._etcd.get(self._keys.dcs_node(n)) is None for n in before))
+
+    def _copy_part(self, work: _Work, part: int) -> None:
+        stream, number = work.task.stream, work.task.number
+        if work.manifest is None:
+            work.manifest = self._manifest(work.version)
+            work.bases = self._bases(work)
+        digests = [*([work.version.manifest] if part == 0 else []), *work.manifest.part_digests()[part]]
+        objects = {d: self._put(d, work) for d in digests}
+        self._durable.commit_part(stream, number, part, PartMark(objects))
+        if self._etcd.txn([Compare.mod(self._keys.uploader(), "==", work.revision)],
+                          [Op.put(self._keys.durable_part(part), b"{}")]).succeeded:
+            work.done.add(part)
+            if not self._leading:
+                self._failures = 0
+        whole = self._last.get(stream, (0, set()))
+        known = whole[1] if whole[0] == number else set()
+        self._last[stream] = (number, known | {d for d, base in objects.items() if not base})
+
+    def _manifest(self, version: Version) -> Manifest:
+        with self._chunks.reading(version.manifest) as data:
+            return Manifest.decode(data)
+
+    def _bases(self, work: _Work) -> dict[str, str]:
+        """Chunk → the chunk of the anchor to make a delta against."""
+        task = work.task
+        anchor = (catalog.get_version(self._etcd, self._keys, task.stream, task.anchor)
+                  if task.anchor != task.number else None)
+        if anchor is None or work.manifest is None:
+            return {}
+        try:
+            return delta.bases(self._manifest(anchor), work.manifest)
+        except ChunkMissing:  # this node got its part after the anchor was published
+            return {}
+
+    def _put(self, digest: str, work: _Work) -> str:
         """Stores a chunk; the base of the delta that it was stored as, empty for a whole one."""
-        if digest in self._stored:
+        if digest in work.known:
             return ""
+        base = work.bases.get(digest, "")
         with self._chunks.reading(digest) as new:
-            if base:
-                payload = self._encoded(base, new)
-                if payload is not None:
-                    self._durable.put_delta(digest, base, payload)
-                    return base
+            if base and (payload := self._encoded(base, new)) is not None:
+                self._durable.put_delta(digest, base, payload)
+                return base
             self._durable.put_chunk(digest, new)
-        self._stored.add(digest)
+        work.known.add(digest)
         return ""
 
     def _encoded(self, base: str, new: memoryview) -> bytes | None:
@@ -195,69 +296,78 @@ class Uploader(threading.Thread):
         except ChunkMissing:
             return None
 
-    def _keep_as_anchor(self, version: Version, manifest: Manifest, anchor: Anchor | None) -> None:
-        """A whole copy takes the former one's place and keeps its pin; another one gives its pin up."""
-        stream = version.stream
-        if anchor is not None:
-            anchor.copies += 1
-            catalog.unpin(self._etcd, self._keys, stream, version.number, self._holder)
-            return
-        old = self._anchors.pop(stream, None)
-        if old is not None:
-            catalog.unpin(self._etcd, self._keys, stream, old.version.number, self._holder)
-        self._anchors[stream] = Anchor(version, manifest)
+    # -- the leader's end of a task ----------------------------------------------------------------------------------
+    def _complete(self, work: _Work) -> bool:
+        """Whether all parts are in the store. Raises NodeUnavailable when none was completed for long."""
+        parts, done = len(work.placement), self._etcd.count(self._keys.durable_parts_prefix())
+        if done >= parts:
+            return True
+        before, since = work.progress
+        now = self._clock()
+        if done != before:
+            work.progress = (done, now)
+        elif now - since > _STALL_S:
+            raise NodeUnavailable(f"{parts - done} of {parts} parts of {work.task.stream} version {work.task.number} "
+                                  f"were not copied for {_STALL_S:g} s",
+                                  hint="the logs of the nodes that hold them say why")
+        return False
+
+    def _finish(self, work: _Work) -> None:
+        task, version = work.task, work.version
+        self._durable.commit(Mark(version, task.anchor, len(work.placement)))
+        self._put_task(UploadTask(node=self._node_id), Op.put(self._keys.durable(task.stream, task.number), b"{}"))
+        log.info("%s version %d is durable after %.3f s", task.stream, task.number, self._clock() - work.since)
+        self._report_recovery()
+        anchor = self._anchors.get(task.stream)
+        if task.anchor == task.number:
+            self._anchors[task.stream] = Anchor(task.number)
+            if anchor is not None:
+                self._unpin(task.stream, anchor.number)
+        else:
+            if anchor is not None:
+                anchor.deltas += 1
+            self._unpin(task.stream, task.number)
+        self._clean(task.stream)
+
+    @property
+    def _holder(self) -> str:
+        return f"durable-{self._node_id}"
+
+    def _unpin(self, stream: str, number: int) -> None:
+        catalog.unpin(self._etcd, self._keys, stream, number, self._holder)
 
     def _clean(self, stream: str) -> None:
-        """Drops copies that are too many, and now and then the objects that nothing refers to any more."""
+        """Drops versions over ``dcs.durable_keep_versions``, and now and then the objects that no version needs."""
         anchors = {n: self._durable.mark(stream, n).anchor for n in self._durable.numbers(stream)}
         for number in durable_to_drop(anchors, self._dcs.durable_keep_versions):
-            self._etcd.delete(self._keys.durable(stream, number))
-            self._durable.drop(stream, number)
+            if self._etcd.txn([self._guard()], [Op.delete(self._keys.durable(stream, number))]).succeeded:
+                self._durable.drop(stream, number)
         self._copied += 1
         if self._copied % _SWEEP_EVERY == 0:
-            # What goes now may have been seen before; whoever needs it again must look again.
-            self._stored.clear()
             self._durable.sweep()
 
-    # -- telling -----------------------------------------------------------------------------------------------------
-    def _failed(self, error: ElasticRLError) -> None:
+    # -- failures ----------------------------------------------------------------------------------------------------
+    def _failed(self, error: ElasticRLError) -> float:
+        """Handles a failure; how long to pause. A leader reports it and steps down, so that another node can try."""
         log.warning("cannot copy to the durable store: %s", error)
         self._failures += 1
-        self._stored.clear()
-        if self._failures == 1 and not isinstance(error, EtcdUnavailable):
-            self._tell("dcs.durable_failed", f"versions cannot be copied to the durable store: {error}",
-                       Severity.WARNING)
-
-    def _recovered(self) -> None:
-        if self._failures:
-            self._failures = 0
-            self._tell("dcs.durable_recovered", "versions are copied to the durable store again", Severity.INFO)
-
-    def _tell(self, kind: str, message: str, severity: Severity) -> None:
         with contextlib.suppress(EtcdUnavailable):
-            events.emit(self._etcd, self._keys, kind, "durable", message, severity=severity, node=self._node_id)
+            if self._leading and not isinstance(error, EtcdUnavailable):
+                self._report("dcs.durable_failed", f"versions cannot be copied to the durable store: {error}",
+                             Severity.WARNING, Compare.absent(self._keys.durable_failing()),
+                             Op.put(self._keys.durable_failing(), b"{}"))
+            self._step_down()
+        low, high = _RETRY_S
+        return min(high, low * 2 ** min(self._failures - 1, 10)) * random.uniform(0.5, 1.0)
 
+    def _report_recovery(self) -> None:
+        """Reports that versions are copied again, if a failure was reported, be it by another node."""
+        self._failures = 0
+        if self._etcd.get(self._keys.durable_failing()) is not None:
+            self._report("dcs.durable_recovered", "versions are copied to the durable store again", Severity.INFO,
+                         Compare.exists(self._keys.durable_failing()), Op.delete(self._keys.durable_failing()))
 
-def restore(etcd: EtcdClient, keys: Keys, durable: DurableStore, stream: str, *, epoch: int) -> list[Version]:
-    """Brings the durable versions of a stream back into a catalog that knows nothing of it, under their numbers; the
-    newest is the head. Their chunks are fetched from the durable store when someone pulls them.
-
-    Raises Conflict when the stream has a version already, and Fenced when the epoch is over.
-    """
-    versions = [durable.mark(stream, n).version.replace(nodes=[], state=VersionState.COMMITTED)
-                for n in durable.numbers(stream)[-_RESTORED_MOST:]]
-    if not versions:
-        return []
-    head = versions[-1]
-    puts = [Op.put(keys.version(stream, v.number), v.encode()) for v in versions]
-    marks = [Op.put(keys.durable(stream, v.number), b"{}") for v in versions]
-    outcome = etcd.txn(
-        [fencing.epoch_guard(keys, epoch), Compare.absent(keys.stream_next(stream)),
-         Compare.absent(keys.stream_head(stream))],
-        [Op.put(keys.stream_next(stream), str(head.number).encode()), Op.put(keys.stream_head(stream), head.encode()),
-         *puts, *marks])
-    if not outcome.succeeded:
-        fencing.require_epoch(etcd, keys, epoch)
-        raise Conflict(f"stream {stream} of job {keys.job} has versions already",
-                       hint="only a stream that is empty can be restored")
-    return versions
+    def _report(self, kind: str, message: str, severity: Severity, condition: Compare, also: Op) -> None:
+        """An event of the leader, under its claim."""
+        event = events.build(kind, "durable", message, severity=severity, node=self._node_id)
+        self._etcd.txn([self._guard(), condition], [events.put_op(self._keys, event), also])

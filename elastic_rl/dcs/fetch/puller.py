@@ -1,40 +1,41 @@
-"""Pulling a committed version: pin it, have this host's node get what it lacks, and read it in place."""
+"""Pulling a committed version: this host's node pins it, fetches what the host lacks and verifies it, once for all
+processes of the host; each of them reads it in place."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 
-from elastic_rl.dcs.catalog import catalog
-from elastic_rl.dcs.client import DcsClient, Located, NodeConnection, Progress
-from elastic_rl.dcs.codecs import delta
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.connection import NodeConnection, Progress
 from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fetch import mapping
-from elastic_rl.dcs.fetch.assembly import Assembly, reference
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import Compacted, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd.client import EtcdClient, KeptLease, Watch
+from elastic_rl.etcd.client import EtcdClient, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version
 from elastic_rl.telemetry import traces
 
 OnPart = Callable[[dict[str, Any]], object]
-"""Gets a reference (``mapping``) to some tensors of a version."""
+"""Called with a reference (``mapping``) to some tensors of a version."""
+MapAt = Sequence[Any]
+"""Where the table of a version lies in the arena: offset, bytes, digest."""
 
 
 class HeadWatch:
     """Follows the head of a stream. The first ``get`` returns the present head, if there is one; each later one the
-    newest head that was not returned yet (those in between are skipped). Read by one thread."""
+    newest head that was not returned yet (those in between are skipped). For one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, stream: str) -> None:
         self._etcd, self._key = etcd, keys.stream_head(stream)
@@ -55,7 +56,7 @@ class HeadWatch:
             except Compacted:
                 self.close()
                 continue
-            except EtcdUnavailable:  # we may not watch; a new one can be had when that was mended
+            except EtcdUnavailable:  # the watch was refused; a new one may be allowed later
                 self.close()
                 raise
             if event is not None:
@@ -95,29 +96,41 @@ class HeadWatch:
 class Pulled:
     """A version whose every chunk lies, verified, in this host's arena, and stays there until this is closed."""
 
-    def __init__(self, puller: Puller, version: Version, pin: str, node: NodeConnection, manifest: Manifest,
-                 chunks: Sequence[Located]) -> None:
-        self.version, self.manifest = version, manifest
+    def __init__(self, puller: Puller, version: Version, node: NodeConnection, token: str, map_at: MapAt) -> None:
+        self.version = version
         self.arena_path = node.node.arena_path
-        self._puller, self._pin, self._node = puller, pin, node
-        self._at = {digest: offset for digest, offset, _ in chunks}
+        self._puller, self._node, self._token, self._map_at = puller, node, token, map_at
         self._lock = threading.Lock()
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, read-only view) of every tensor, valid while this is open. Raises ChunkCorrupt."""
-        return mapping.load_tensors(self.reference())
+    def tensors(self, *, verify: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, read-only view) of every tensor, valid while this is open. ``verify``: check every chunk here too
+        (``mapping`` says what the node has checked). Raises ChunkCorrupt and NodeUnavailable."""
+        return mapping.load_tensors(self.reference(verify=verify))
 
-    def reference(self) -> dict[str, Any]:
+    def reference(self, *, verify: bool = False) -> dict[str, Any]:
         """For ``mapping.load_tensors`` in another process of this host; JSON-able, valid while this is open."""
-        return reference(self.version, self.manifest, self.arena_path, self._at, self.manifest.tensors,
-                         self.manifest.chunks)
+        return reference(self.version.stream, self.version.number, self.arena_path, self._map_at, verify=verify)
+
+    def confirm(self) -> None:
+        """Returns if this host's node has kept every byte in place since the pull. Call it after the last byte was read
+        and before the result is relied upon. Raises NodeUnavailable: what was read may be anything."""
+        self._node.call({"op": "confirm", "use": self._token})
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Tensors, chunks and where they lie in them. Raises ChunkCorrupt and NodeUnavailable."""
+        return mapping.read_map(self.arena_path, *self._map_at).manifest()
+
+    def chunks(self) -> list[tuple[str, int, int]]:
+        """Digest, offset in the arena, and bytes of every chunk."""
+        return mapping.read_map(self.arena_path, *self._map_at).chunks_of()
 
     def close(self) -> None:
-        """Ends the pin; views must not be used any more."""
+        """Releases the version; its views must not be used any more."""
         with self._lock:
-            pin, self._pin = self._pin, ""
-        if pin:
-            self._puller.give_back(self.version, pin, self._node)
+            token, self._token = self._token, ""
+        if token:
+            self._puller.release(self._node, token)
 
     def __enter__(self) -> Self:
         return self
@@ -126,21 +139,26 @@ class Pulled:
         self.close()
 
 
-class Puller:
-    """Pulls versions to this host. Thread-safe; connections and the lease of the pins are kept between pulls."""
+def reference(stream: str, number: int, arena_path: str, map_at: MapAt, tensors: Sequence[Sequence[int]] | None = None,
+              *, verify: bool = False) -> dict[str, Any]:
+    """What ``mapping.load_tensors`` takes. ``tensors``: ranges of their numbers; all by default."""
+    return {"format": mapping.FORMAT, "path": arena_path, "stream": stream, "version": number, "map": list(map_at),
+            **({"tensors": tensors} if tensors is not None else {}), "verify": verify}
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, holder: str, *, pin_ttl_s: int, io_timeout_s: float,
-                 node: str = "", security: Security | None = None) -> None:
-        """``holder`` names who pins. ``node``: id of the node to pull to, where a host has several."""
-        self._etcd, self._keys, self._holder, self._pin_ttl_s = etcd, keys, holder, pin_ttl_s
-        self._hub = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, node=node, security=security)
-        self._lease: KeptLease | None = None
+
+class Puller:
+    """Pulls versions to this host. Thread-safe; connections are kept between pulls."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, name: str, *, io_timeout_s: float, node: str = "",
+                 security: Security | None = None) -> None:
+        """``name``: of the reader. ``node``: id of the node to pull to, where a host has several."""
+        self._etcd, self._keys, self._name = etcd, keys, name
+        self._dcs = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, node=node, security=security)
         self._lock = threading.Lock()
-        # A version that is pulled has a connection of its own, so that letting go of one never waits for the pull of
-        # another; these are free.
+        # Each pulled version has a connection of its own, so that releasing one never waits for the pull of another;
+        # these are free.
         self._idle: list[NodeConnection] = []
         self._in_use: set[NodeConnection] = set()
-        self._last: dict[str, Manifest] = {}  # by stream: what this host most likely has still
         self._ids = itertools.count(1)
 
     def head(self, stream: str) -> Version | None:
@@ -153,43 +171,83 @@ class Puller:
 
     def pull(self, stream: str, number: int | None = None, *, on_progress: Progress | None = None,
              on_part: OnPart | None = None) -> Pulled:
-        """Pins a committed version (the head by default) and brings it to this host. A context manager.
+        """Has this host's node pin a committed version (the head by default) and bring it to this host. A context
+        manager. The node does so once, however many processes of the host pull the version.
 
-        What is here already is not fetched again, so a pull that failed half-way goes on where it ended, and of what
-        resembles the version pulled before only the difference is. Each chunk is verified as it arrives.
+        Chunks that are here are not fetched again, so a pull that failed continues where it ended; of a version that
+        resembles the one pulled before only the difference is fetched. Each chunk is verified as it arrives.
 
         ``on_progress`` is called about every second with the bytes that are here and the bytes in all. ``on_part`` gets
-        the version bit by bit while the rest is under way: references to tensors that are complete, each tensor once.
+        the version in parts while the rest is being fetched: references to tensors that are complete, each tensor once.
 
         Raises VersionNotFound, NodeUnavailable, ChunkMissing, ChunkCorrupt (no sound copy anywhere), ArenaFull,
-        DiskFull, and what ``on_part`` raises.
+        DiskFull, EtcdUnavailable, and what ``on_part`` raises.
         """
-        holder = f"{self._holder}.{next(self._ids)}"  # the same version may be pulled twice at once
-        version = catalog.pin(self._etcd, self._keys, stream, number, holder, self._pin_lease())
-        reach("pull.pinned")
+        token = f"{self._name}.{next(self._ids)}"
+        request = {"op": "open", "stream": stream, "use": token, "parts": on_part is not None,
+                   **({"number": number} if number is not None else {})}
         node: NodeConnection | None = None
+        began_at = time.time()
         try:
             node = self._take()
-            with traces.span("dcs.pull", parent=traces.current_or(version.meta.get("trace", {})), stream=stream,
-                             version=version.number, nbytes=version.nbytes, holder=holder):
-                return self._locate(version, holder, node, on_progress, on_part)
+            reach("pull.connected")
+            answer = (self._call(node, request, on_progress, None) if on_part is None
+                      else self._in_parts(node, request, on_progress, on_part))
+            reach("pull.opened")
+            version = Version.decode(answer["version"].encode())
         except BaseException:
-            self.give_back(version, holder, node)
+            if node is not None:
+                self.release(node, token)
             raise
+        traces.record("dcs.pull", began_at, time.time(), parent=traces.current_or(version.meta.get("trace", {})),
+                      stream=stream, version=version.number, nbytes=version.nbytes, holder=token)
+        return Pulled(self, version, node, token, answer["map"])
 
-    def _locate(self, version: Version, holder: str, node: NodeConnection, on_progress: Progress | None,
-                on_part: OnPart | None) -> Pulled:
-        [(digest, offset, nbytes)] = node.fetch([version.manifest], prefer=version.nodes, use=holder)
-        manifest = Manifest.decode(mapping.read(node.node.arena_path, digest, offset, nbytes))
-        reach("pull.manifest")
-        last = self._last.get(version.stream)
-        fetch = partial(node.fetch, list(manifest.chunks), prefer=version.nodes, use=holder, sizes=manifest.chunks,
-                        bases=delta.bases(last, manifest) if last is not None else None, on_progress=on_progress)
-        chunks = (fetch() if on_part is None
-                  else _in_parts(fetch, node, Assembly(version, manifest, node.node.arena_path), on_part))
-        reach("pull.located")
-        self._last[version.stream] = manifest
-        return Pulled(self, version, holder, node, manifest, chunks)
+    @staticmethod
+    def _call(node: NodeConnection, request: dict[str, Any], on_progress: Progress | None,
+              on_message: Callable[[dict[str, Any]], object] | None) -> dict[str, Any]:
+        def receive(message: dict[str, Any]) -> None:
+            if on_progress is not None:
+                on_progress(*map(int, message["progress"]))
+            if on_message is not None and message.get("tensors"):
+                on_message(message)
+
+        answer, _ = node.call(request, on_progress=receive)
+        if on_progress is not None:
+            on_progress(answer["nbytes"], answer["nbytes"])
+        return answer
+
+    def _in_parts(self, node: NodeConnection, request: dict[str, Any], on_progress: Progress | None, on_part: OnPart
+                  ) -> dict[str, Any]:
+        """Receives in another thread, since the node waits for no reader, and hands out in this one what is
+        complete."""
+        messages: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()  # no longer than the tensors
+
+        def run() -> dict[str, Any]:
+            try:
+                return self._call(node, request, on_progress, messages.put)
+            finally:
+                messages.put(None)
+
+        def hand_out(message: Mapping[str, Any], ranges: list[list[int]]) -> None:
+            on_part(reference(request["stream"], int(message["number"]), node.node.arena_path, message["map"], ranges))
+
+        with ThreadPoolExecutor(1, thread_name_prefix="pull") as pool:
+            opened = pool.submit(run)
+            try:
+                ranges: list[list[int]] = []
+                while (message := messages.get()) is not None:
+                    ranges += message["tensors"]
+                    if messages.empty():
+                        hand_out(message, ranges)
+                        ranges = []
+                answer = opened.result()
+                if ranges := ranges + answer["tensors"]:
+                    hand_out(answer, ranges)
+                return answer
+            except BaseException:
+                node.close()  # ends the call
+                raise
 
     def _take(self) -> NodeConnection:
         """A connection to this host's node for one pull."""
@@ -197,7 +255,7 @@ class Puller:
             with self._lock:
                 kept = self._idle.pop() if self._idle else None
             if kept is None:
-                kept = self._hub.open_local()
+                kept = self._dcs.open_local()
             elif kept.stale():
                 kept.close()
                 continue
@@ -205,71 +263,28 @@ class Puller:
                 self._in_use.add(kept)
             return kept
 
-    def _pin_lease(self) -> int:
+    def release(self, node: NodeConnection, token: str) -> None:
+        """Ends one pull: the node may unpin the version and reuse its memory."""
+        try:
+            node.call({"op": "release", "use": token})
+        except ElasticRLError:
+            node.close()  # which releases, too
         with self._lock:
-            if self._lease is None or not self._lease.alive:
-                if self._lease is not None:
-                    self._lease.close()
-                self._lease = self._etcd.keepalive(self._pin_ttl_s)
-            return self._lease.id
-
-    def give_back(self, version: Version, holder: str, node: NodeConnection | None) -> None:
-        """Ends one pull: its chunks may move, and its pin ends; if etcd is away, that does with this puller's
-        lease."""
-        if node is not None:
-            try:
-                node.release(holder)
-            except ElasticRLError:
-                node.close()  # which releases, too
-            with self._lock:
-                self._in_use.discard(node)
-                if not node.closed:
-                    self._idle.append(node)
-        with contextlib.suppress(EtcdUnavailable):
-            catalog.unpin(self._etcd, self._keys, version.stream, version.number, holder)
+            self._in_use.discard(node)
+            if not node.closed:
+                self._idle.append(node)
 
     def close(self) -> None:
-        """Ends every pin of this puller."""
-        self._hub.close()
+        """Releases every version of this puller."""
+        self._dcs.close()
         with self._lock:
             for node in (*self._idle, *self._in_use):
                 node.close()
             self._idle.clear()
             self._in_use.clear()
-            if self._lease is not None:
-                self._lease.close()
-                self._lease = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _in_parts(fetch: Callable[..., list[Located]], node: NodeConnection, assembly: Assembly, on_part: OnPart
-              ) -> list[Located]:
-    """Fetches in another thread, and hands out in this one what is complete."""
-    arrived: queue.SimpleQueue[Sequence[Located] | None] = queue.SimpleQueue()  # no longer than the manifest
-
-    def run() -> list[Located]:
-        try:
-            return fetch(on_chunks=arrived.put)
-        finally:
-            arrived.put(None)
-
-    with ThreadPoolExecutor(1, thread_name_prefix="fetch") as pool:
-        fetched = pool.submit(run)
-        try:
-            while (chunks := arrived.get()) is not None:
-                assembly.add(chunks)
-                if arrived.empty() and (part := assembly.part()) is not None:
-                    on_part(part)
-            located = fetched.result()
-            assembly.add(located)
-            if (part := assembly.part()) is not None:
-                on_part(part)
-            return located
-        except BaseException:
-            node.close()  # ends the fetch
-            raise

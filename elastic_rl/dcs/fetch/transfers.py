@@ -1,21 +1,41 @@
-"""What transfers run on: kept connections to other nodes, and threads that are started when they are needed."""
+"""What transfers run on: sources of chunks, kept connections to other nodes, and threads that are started on demand."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Protocol
 
-from elastic_rl.dcs.client import NodeConnection
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.etcd.records import DcsNode
+
+log = logging.getLogger(__name__)
+
+
+class PeerSource(Protocol):
+    """The part of a ``DcsClient`` that is needed."""
+
+    def nodes(self) -> list[DcsNode]: ...
+
+    def open(self, node: DcsNode, *, as_node: str = "") -> NodeConnection: ...
+
+
+class DurableChunks(Protocol):
+    """Where chunks are that no node has any more."""
+
+    def read_chunk(self, digest: str) -> bytes:
+        """The chunk's bytes, verified. Raises ChunkMissing, ChunkCorrupt, and errors of the store."""
+        ...
 
 
 class ConnectionPool:
-    """Idle connections to nodes, ``most_idle`` of them; those used longest ago are closed first. Thread-safe."""
+    """Idle connections to nodes, ``max_idle`` of them; the least recently used ones are closed first. Thread-safe."""
 
-    def __init__(self, open_: Callable[[DcsNode], NodeConnection], most_idle: int) -> None:
-        self._open, self._most_idle = open_, most_idle
+    def __init__(self, open_: Callable[[DcsNode], NodeConnection], max_idle: int) -> None:
+        self._open, self._max_idle = open_, max_idle
         self._lock = threading.Lock()
         self._idle: deque[NodeConnection] = deque()
         self._closed = False
@@ -34,13 +54,13 @@ class ConnectionPool:
         return self._open(node)
 
     def give(self, connection: NodeConnection) -> None:
-        """Takes it back; one that is closed is forgotten."""
+        """Takes a connection back, unless it is closed."""
         if connection.closed:
             return
         surplus: list[NodeConnection] = []
         with self._lock:
             self._idle.appendleft(connection)
-            while len(self._idle) > (0 if self._closed else self._most_idle):
+            while len(self._idle) > (0 if self._closed else self._max_idle):
                 surplus.append(self._idle.pop())
         for old in surplus:
             old.close()
@@ -54,8 +74,7 @@ class ConnectionPool:
 
 
 class WorkerPool:
-    """Daemon threads that run what they are given at once; as many as there were jobs at one time. Whoever gives them
-    jobs bounds their number."""
+    """Daemon threads that run jobs at once; as many as there were jobs at one time. The caller bounds their number."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,18 +83,21 @@ class WorkerPool:
         self._threads = self._idle = 0
 
     def run(self, job: Callable[[], None]) -> None:
-        """``job`` raises nothing."""
+        """Has a thread run ``job``, whose errors are logged. Raises RuntimeError when no thread can be started."""
         with self._lock:
             if self._idle:
                 self._idle -= 1
             else:
+                threading.Thread(target=self._work, name=f"{self._name}-{self._threads + 1}", daemon=True).start()
                 self._threads += 1
-                threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
         self._jobs.put(job)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # the thread must survive: a job was promised to it
+                log.exception("a job of pool %s failed", self._name)
             with self._lock:
                 self._idle += 1
 

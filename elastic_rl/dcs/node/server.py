@@ -1,4 +1,4 @@
-"""The serving side of a node: accepts connections, lets in who may, and answers their requests.
+"""The serving side of a node: accepts connections, authenticates callers, and answers their requests.
 
 Every message is a JSON header and bytes (``protocol.py``). The first request of a connection is
 
@@ -8,30 +8,36 @@ and then come any of
 
     alloc {nbytes, upto?} -> {offset, nbytes}   a region of the arena to write; of up to ``upto`` bytes if there is room
     seal {offset, nbytes, digest, rest?} -> {digest, offset}    its bytes as a chunk that this connection holds; with
-        ``rest`` what is behind them stays open
+        ``rest`` what follows them stays open
     put {digest} + bytes -> {digest}        the same for bytes that come over the wire; ``digest`` here: which kind
-    has {digests} -> {missing, load}        ``load``: sends to others under way and waiting here
+    has {digests} -> {missing, load}        ``load``: sends to others that are in progress or waiting here
     get {digest, base?} -> {} + bytes, or {delta: bytes of the chunk} + what differs from chunk ``base``
-    fetch {digests, prefer, hold, use?, sizes?, bases?, tell?} -> {progress: [bytes done, in all]} each second, then
-        {chunks: [[digest, offset, bytes], ..]}    sound copies in this arena, which stay in place until ``release``;
-        with ``tell``, progress comes more often, and with it those ``chunks`` that are here since the last one
-    release {use} -> {}                     or the connection's end; a fetch that fails releases, too
+    fetch {digests, prefer, hold, sizes?, bases?, stream?} -> {progress: [bytes done, in all]} each second, then
+        {chunks: [[digest, offset, bytes], ..]}    sound copies in this arena
+    open {stream, number?, use, parts?} -> {progress, number, tensors?, map?} each second, or with ``parts`` more often
+        with the ``tensors`` that are complete since the last one, then {version, number, nbytes, map, tensors}
+        a version whose chunks are verified and stay in place until ``release`` or the connection's end
+        (``open_versions``)
+    confirm {use} -> {}                     if it is still open under this token
+    release {use} -> {}
     persist {digests} -> {}                 once they are on this node's disk
-    settle -> {}                            ends the connection's holds
-    mark -> {mark}, drop {live, mark} -> {chunks, nbytes}    see ``chunks.py``
+    release_holds -> {}                     ends the connection's holds
+    mark -> {mark, catalog, commits, versions}    see ``storage/chunk_table.py`` and ``node/version_index.py``
+    note_versions {catalog, commits, versions} -> {}
+    drop {catalog, commits, mark, live, released, more} -> {chunks, nbytes}    once ``more`` is false
+    inventory {start, limit} -> {catalog, commits, versions, more}
     stat -> numbers
+
+At most ``protocol.MAX_DIGESTS`` digests go into one request.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import select
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,37 +45,56 @@ from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import failpoints, protocol
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import XXH3
+from elastic_rl.dcs.connection import VersionName
 from elastic_rl.dcs.fetch.fetcher import Fetcher
-from elastic_rl.dcs.node.fetch_progress import Arrivals
+from elastic_rl.dcs.fetch.version_map import to_ranges
+from elastic_rl.dcs.node.admission import Admission, Limits
+from elastic_rl.dcs.node.open_versions import OpenVersion, OpenVersions
 from elastic_rl.dcs.node.sends import DeltaCache, SendLimiter
+from elastic_rl.dcs.node.version_index import VersionIndex, names_of, versions_of
 from elastic_rl.dcs.security import Security
+from elastic_rl.dcs.storage.chunk import Chunk
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
-from elastic_rl.dcs.storage.tiers import Chunk
-from elastic_rl.errors import AccessDenied, ChunkMissing, ConfigError, ElasticRLError, NodeUnavailable
+from elastic_rl.errors import (
+    AccessDenied,
+    ChunkMissing,
+    ConfigError,
+    ElasticRLError,
+    NodeUnavailable,
+    VersionNotFound,
+)
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 512
 _STOP_POLL_S = 0.5
-_HELLO_BYTES = 64 << 10
-"""Longest header of a connection that was not let in yet."""
+_HELLO_BYTES = 16 << 10
+"""Longest header of a connection that has not authenticated."""
 _DELTA_CACHE_BYTES = 64 << 20
 _TLS_HANDSHAKE = b"\x16"
 """First byte of a TLS connection; never that of a message of ours."""
+_PROGRESS_S = 1.0
+"""Between two progress messages, by which the caller distinguishes slow from dead."""
+_PARTS_S = 0.02
+_HEAD_TRIES = 5
+_MAX_OPEN = 64
+"""Versions that one connection may have open."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """A connection that is being served."""
 
     conn: int
     sock: socket.socket
     host: str
-    began: float
     node_id: str = ""
-    """What a node calls itself; empty for others."""
-    admitted: bool = False
-    sending: threading.Lock = field(default_factory=threading.Lock)
+    """Id of a caller that is a node itself; empty for others."""
+    authenticated: bool = False
+    open: dict[str, OpenVersion] = field(default_factory=dict)
+    """By token."""
+    live: list[VersionName] = field(default_factory=list)
+    released: list[VersionName] = field(default_factory=list)
+    """Of a ``drop`` whose versions come in several requests."""
 
     @property
     def peer(self) -> str:
@@ -77,24 +102,35 @@ class Session:
         return f"{self.host}/{self.node_id}"
 
     def send(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
-        with self.sending:
-            protocol.send(self.sock, header, payload)
+        protocol.send(self.sock, header, payload)
+
+    def cut(self) -> None:
+        """Ends the connection from another thread; its own thread closes the socket."""
+        try:
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended
 
 
 class Server:
     """Accepts connections, one thread each, and answers their requests."""
 
-    def __init__(self, table: ChunkTable, fetcher: Fetcher, hello: dict[str, Any], listener: socket.socket,
-                 settings: DcsConfig, security: Security) -> None:
+    def __init__(self, table: ChunkTable, fetcher: Fetcher, versions: OpenVersions, index: VersionIndex,
+                 hello: dict[str, Any], listener: socket.socket, settings: DcsConfig, security: Security) -> None:
         """``hello``: what the node says of itself; ``job`` is in it."""
-        self._table, self._fetcher, self._hello = table, fetcher, hello
+        self._table, self._fetcher, self._versions, self._index = table, fetcher, versions, index
+        self._hello = hello
         self._listener, self._settings, self._security = listener, settings, security
         self._io_timeout_s = settings.io_timeout_s
-        self._gate = SendLimiter(settings.max_sends, settings.max_sends_per_peer, max_waiting=MAX_CONNECTIONS // 2)
+        limits = Limits(deadline_s=min(Limits.deadline_s, settings.io_timeout_s))
+        self._limiter = SendLimiter(settings.max_sends, settings.max_sends_per_peer,
+                                    max_waiting=limits.connections // 2)
         self._deltas = DeltaCache(_DELTA_CACHE_BYTES)
         self._stop = threading.Event()
         self._ids = itertools.count(1)
-        self._open: set[int] = set()
+        self._lock = threading.Lock()
+        self._admission = Admission(limits)
+        self._sessions: dict[int, Session] = {}
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
@@ -106,63 +142,93 @@ class Server:
     # -- connections -------------------------------------------------------------------------------------------------
     def _accept(self) -> None:
         while not self._stop.is_set():
+            self._cut(self._overdue(), "it did not authenticate in time")
             try:
-                if not select.select([self._listener], [], [], _STOP_POLL_S)[0]:
+                if not protocol.wait_readable(self._listener, _STOP_POLL_S):
                     continue
                 sock, address = self._listener.accept()
-            except (OSError, ValueError):
-                if not self._stop.wait(_STOP_POLL_S):
-                    continue
-                return
-            if len(self._open) >= MAX_CONNECTIONS:
-                log.warning("%s refused: %d connections are open", address, len(self._open))
-                sock.close()
+            except OSError as e:
+                if self._stop.is_set():
+                    return
+                log.error("a connection cannot be accepted: %s", e)  # no descriptors, or gone already
+                self._stop.wait(_STOP_POLL_S)
                 continue
-            conn = next(self._ids)
-            self._open.add(conn)
-            threading.Thread(target=self._serve, args=(conn, sock, str(address[0])), name=f"conn-{conn}",
-                             daemon=True).start()
+            self._enter(Session(next(self._ids), sock, str(address[0])))
 
-    def _serve(self, conn: int, sock: socket.socket, host: str) -> None:
+    def _enter(self, session: Session) -> None:
+        with self._lock:
+            evicted = self._admission.enter(session.conn, session.host, time.monotonic())
+            if evicted is not None:
+                self._sessions[session.conn] = session
+        if evicted is None:
+            log.warning("connection from %s refused: %d connections are open", session.host, len(self._admission))
+            session.sock.close()
+            return
+        self._cut(evicted, "it has not authenticated and others are waiting")
         try:
-            protocol.configure(sock, io_timeout_s=self._io_timeout_s)
-            sock = self._secured(sock)
-            session = Session(conn, sock, host, time.monotonic())
+            threading.Thread(target=self._serve, args=(session,), name=f"conn-{session.conn}", daemon=True).start()
+        except RuntimeError as e:
+            log.error("connection from %s refused, a thread cannot be started: %s", session.host, e)
+            self._leave(session)
+
+    def _overdue(self) -> list[int]:
+        with self._lock:
+            return self._admission.overdue(time.monotonic())
+
+    def _cut(self, conns: list[int], why: str) -> None:
+        for conn in conns:
+            with self._lock:
+                session = self._sessions.get(conn)
+            if session is not None:
+                log.info("connection %d from %s is closed: %s", conn, session.host, why)
+                session.cut()
+
+    def _leave(self, session: Session) -> None:
+        with self._lock:
+            self._admission.leave(session.conn)
+            self._sessions.pop(session.conn, None)
+        # First the socket, then the regions: no caller may believe in a connection whose regions are free.
+        session.sock.close()
+        self._table.close(session.conn)
+        for version in session.open.values():
+            self._versions.release(version)
+        session.open.clear()
+
+    def _serve(self, session: Session) -> None:
+        try:
+            protocol.configure(session.sock, io_timeout_s=self._io_timeout_s)
+            self._secure(session)
             while self._wait_readable(session):
                 self._one(session)
         except protocol.Closed:
             pass
         except AccessDenied as e:
-            log.warning("connection %d from %s was refused: %s", conn, host, e.message)
+            log.warning("connection %d from %s was refused: %s", session.conn, session.host, e.message)
         except (OSError, protocol.ProtocolError) as e:
-            log.info("connection %d from %s ended: %s", conn, host, e)
+            log.info("connection %d from %s ended: %s", session.conn, session.host, e)
+        except Exception:
+            log.exception("connection %d from %s failed", session.conn, session.host)
         finally:
-            # First the socket, then the regions: whoever still writes to a region must not outlive our word on it.
-            sock.close()
-            self._table.close(conn)
-            self._open.discard(conn)
+            self._leave(session)
 
-    def _secured(self, sock: socket.socket) -> socket.socket:
-        """The connection, with TLS where that is on; the handshake ends within ``io_timeout_s``. Raises AccessDenied,
-        after telling the caller, to one that does not speak TLS."""
+    def _secure(self, session: Session) -> None:
+        """Wraps the connection in TLS if that is on. Raises AccessDenied, after reporting it to the caller, for one
+        that does not speak TLS."""
         context = self._security.server_context
         if context is None:
-            return sock
-        if sock.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE:
-            return context.wrap_socket(sock, server_side=True)
-        protocol.receive(sock, max_header=_HELLO_BYTES)
+            return
+        if session.sock.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE:
+            session.sock = context.wrap_socket(session.sock, server_side=True)
+            return
+        protocol.receive(session.sock, max_header=_HELLO_BYTES, max_payload=0)
         denied = AccessDenied("this node speaks TLS only", hint="set dcs.tls_cert, dcs.tls_key and dcs.tls_ca")
-        protocol.send(sock, protocol.failure(denied))
+        session.send(protocol.failure(denied))
         raise denied
 
     def _wait_readable(self, session: Session) -> bool:
         while not self._stop.is_set():
-            if isinstance(session.sock, ssl.SSLSocket) and session.sock.pending():
+            if protocol.wait_readable(session.sock, _STOP_POLL_S):
                 return True
-            if select.select([session.sock], [], [], _STOP_POLL_S)[0]:
-                return True
-            if not session.admitted and time.monotonic() - session.began > self._io_timeout_s:
-                raise AccessDenied("it said no hello")
         return False
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -171,7 +237,7 @@ class Server:
 
         def place(header: dict[str, Any], nbytes: int) -> memoryview:
             nonlocal incoming
-            if not session.admitted or header.get("op") != "put" or nbytes > len(self._table.view):
+            if header.get("op") != "put" or nbytes > len(self._table.view):
                 raise protocol.ProtocolError(f"a payload of {nbytes} bytes with {header.get('op')!r}")
             try:
                 incoming = self._table.alloc(session.conn, nbytes)
@@ -179,13 +245,15 @@ class Server:
                 return memoryview(bytearray(nbytes))  # received in full all the same, so that the answer can be read
             return self._table.view[incoming:incoming + nbytes]
 
-        limit = protocol.MAX_HEADER if session.admitted else _HELLO_BYTES
-        header, payload = protocol.receive(session.sock, place, max_header=limit)
+        if session.authenticated:
+            header, payload = protocol.receive(session.sock, place)
+        else:
+            header, payload = protocol.receive(session.sock, max_header=_HELLO_BYTES, max_payload=0)
         if incoming >= 0:
             failpoints.reach("node.received")
         try:
-            if not session.admitted:
-                answer = self._admit(session, header)
+            if not session.authenticated:
+                answer = self._authenticate(session, header)
             elif header.get("op") == "get":
                 self._get(session, header)
                 return
@@ -200,13 +268,16 @@ class Server:
             answer = protocol.failure(ConfigError(f"a malformed request {header.get('op')!r}: {e!r}"))
         session.send(answer)
 
-    def _admit(self, session: Session, header: dict[str, Any]) -> dict[str, Any]:
+    def _authenticate(self, session: Session, header: dict[str, Any]) -> dict[str, Any]:
         if header.get("op") != "hello" or not self._security.admits(header.get("token", "")):
-            raise AccessDenied("this node asks for a token that the caller does not have",
+            raise AccessDenied("this node requires a token that the caller does not have",
                                hint="all processes of a job must have the same dcs.token_file")
         if header["job"] != self._hello["job"]:
             raise NodeUnavailable(f"this is a node of job {self._hello['job']}, not of {header['job']}")
-        session.admitted, session.node_id = True, str(header.get("id", ""))
+        with self._lock:
+            if not self._admission.authenticated(session.conn):
+                raise NodeUnavailable("this node serves too many connections")
+        session.authenticated, session.node_id = True, str(header.get("id", ""))
         return self._hello
 
     def _answer(self, session: Session, header: dict[str, Any], incoming: int, nbytes: int) -> dict[str, Any]:
@@ -215,46 +286,71 @@ class Server:
             case "hello":
                 return self._hello
             case "alloc":
-                offset, nbytes = table.extent(conn, int(header["nbytes"]), int(header.get("upto", 0)))
+                offset, nbytes = table.alloc_extent(conn, int(header["nbytes"]), int(header.get("upto", 0)))
                 return {"offset": offset, "nbytes": nbytes}
             case "seal":
                 chunk = table.seal(conn, int(header["offset"]), int(header["nbytes"]), kind=header.get("digest", XXH3),
                                    keep_rest=bool(header.get("rest")))
                 return {"digest": chunk.digest, "offset": chunk.offset}
             case "put":
-                # Without a region of its own the payload found no room; asking again raises the error to send.
+                # Without a region of its own the payload found no room; a new try raises the error to send.
                 region = incoming if incoming >= 0 else table.alloc(conn, nbytes)
                 chunk = table.seal(conn, region, nbytes, kind=header.get("digest", XXH3))
                 return {"digest": chunk.digest}
             case "has":
-                missing = [d for d in header["digests"] if not table.has(d)]
-                return {"missing": missing, "load": self._gate.load(besides=session.peer)}
+                missing = [d for d in _digests(header) if not table.has(d)]
+                return {"missing": missing, "load": self._limiter.load(excluding=session.peer)}
             case "fetch":
                 return {"chunks": self._fetch(session, header)}
+            case "open":
+                return self._open(session, header)
+            case "confirm":
+                if str(header["use"]) not in session.open:
+                    raise NodeUnavailable("this connection does not have that version open",
+                                          hint="what was read may have changed: pull again")
+                return {}
             case "release":
-                table.release(conn, str(header["use"]))
+                if (version := session.open.pop(str(header["use"]), None)) is not None:
+                    self._versions.release(version)
                 return {}
             case "persist":
-                table.persist(header["digests"], self._io_timeout_s / 2)
+                table.persist(_digests(header), self._io_timeout_s / 2)
                 return {}
-            case "settle":
-                table.settle(conn)
+            case "release_holds":
+                table.release_holds(conn)
                 return {}
             case "mark":
-                return {"mark": table.mark()}
+                mark, (catalog, commits) = table.mark(), self._index.summary()
+                return {"mark": mark, "catalog": catalog, "commits": commits,
+                        "versions": [list(name) for name in self._index.names()]}
+            case "note_versions":
+                self._index.note(str(header["catalog"]), int(header["commits"]), versions_of(header["versions"]))
+                return {}
             case "drop":
-                dropped, freed = table.drop(set(header["live"]), int(header["mark"]))
-                return {"chunks": dropped, "nbytes": freed}
+                return self._drop(session, header)
+            case "inventory":
+                return self._index.inventory(table, int(header["start"]), int(header["limit"]))
             case "stat":
-                return {**table.stat(), "connections": len(self._open), "load": self._gate.load()}
+                return {**table.stat(), "connections": len(self._admission), "load": self._limiter.load()}
             case other:
                 raise ConfigError(f"this node knows no operation {other!r}")
+
+    def _drop(self, session: Session, header: dict[str, Any]) -> dict[str, Any]:
+        """The versions may come in several requests, of which the last one has no ``more``."""
+        session.live += names_of(header["live"])
+        session.released += names_of(header["released"])
+        if header["more"]:
+            return {}
+        live, released, session.live, session.released = session.live, session.released, [], []
+        manifests = self._index.kept(str(header["catalog"]), int(header["commits"]), live, released)
+        dropped, freed = self._table.drop(manifests, int(header["mark"]))
+        return {"chunks": dropped, "nbytes": freed}
 
     # -- giving chunks -----------------------------------------------------------------------------------------------
     def _get(self, session: Session, header: dict[str, Any]) -> None:
         digest, base = str(header["digest"]), str(header.get("base") or "")
-        # In the slot until the last byte is with the kernel: a peer that stops reading gives it back by its timeout.
-        with self._gate.slot(session.peer, self._io_timeout_s / 2):
+        # In the slot until the last byte is with the kernel: a peer that stops reading frees it by its timeout.
+        with self._limiter.slot(session.peer, self._io_timeout_s / 2):
             change = None
             if base and self._settings.delta:
                 change = self._deltas.get(digest, base, lambda: self._encode(digest, base))
@@ -265,7 +361,7 @@ class Server:
                     session.send({"delta": len(data)}, change)
 
     def _encode(self, digest: str, base: str) -> bytes | None:
-        if not (self._table.sound(base) and self._table.sound(digest)):
+        if not (self._table.verify(base) and self._table.verify(digest)):
             return None
         try:
             with self._table.reading(base) as old, self._table.reading(digest) as new:
@@ -273,26 +369,74 @@ class Server:
         except ChunkMissing:  # dropped meanwhile
             return None
 
+    # -- getting chunks ----------------------------------------------------------------------------------------------
     def _fetch(self, session: Session, header: dict[str, Any]) -> list[tuple[str, int, int]]:
-        digests, token = [str(d) for d in header["digests"]], header.get("use")
-        sizes = header.get("sizes") or {}
-        if token is not None and not header["hold"]:
-            here = self._table.locate_all(digests, session.conn, str(token))
-            if here is not None:
-                return here
+        digests, sizes = _digests(header), header.get("sizes") or {}
+        progress = _Progress(session, sum(map(int, sizes.values())))
+        chunks = self._fetcher.fetch(digests, header["prefer"], session.conn if header["hold"] else None, sizes,
+                                     header.get("bases"), stream=str(header.get("stream", "")),
+                                     on_chunk=progress.add, tick=progress.tick)
+        return [(c.digest, c.offset, c.nbytes) for c in chunks]
 
-        def located(chunks: Iterable[Chunk]) -> list[tuple[str, int, int]]:
-            if token is None:
-                return [(c.digest, c.offset, c.nbytes) for c in chunks]
-            return [(c.digest, *self._table.locate(c.digest, session.conn, str(token))) for c in chunks]
+    def _open(self, session: Session, header: dict[str, Any]) -> dict[str, Any]:
+        token, parts, number = str(header["use"]), bool(header.get("parts")), header.get("number")
+        if token in session.open or len(session.open) >= _MAX_OPEN:
+            raise ConfigError(f"this connection has {token!r} open already, or {_MAX_OPEN} versions")
+        for tries_left in reversed(range(_HEAD_TRIES if number is None else 1)):
+            version = (self._versions.acquire(str(header["stream"]), int(number)) if number is not None
+                       else self._versions.acquire_head(str(header["stream"])))
+            try:
+                reported = self._report_opening(session, version, parts)
+                record = version.record()
+            except BaseException as e:
+                self._versions.release(version)
+                if isinstance(e, VersionNotFound) and tries_left:
+                    continue  # the head was replaced and released
+                raise
+            break
+        session.open[token] = version
+        return {"version": record.encode().decode(), "number": version.number, "nbytes": version.total,
+                "map": version.map_at, "tensors": to_ranges(version.complete[reported:])}
 
-        try:
-            arrivals = Arrivals(sum(map(int, sizes.values())), located if header.get("tell") else None)
-            with arrivals.told(session.send):
-                chunks = self._fetcher.fetch(digests, header["prefer"], session.conn if header["hold"] else None,
-                                             sizes, header.get("bases"), arrivals)
-                return located(chunks)
-        except ElasticRLError:
-            if token is not None:
-                self._table.release(session.conn, str(token))
-            raise
+    @staticmethod
+    def _report_opening(session: Session, version: OpenVersion, parts: bool) -> int:
+        """Sends progress until the version is open or has failed; how many complete tensors were reported."""
+        reported = steps = 0
+        sent_at = time.monotonic()
+        while not (progress := version.wait(_PARTS_S if parts else _PROGRESS_S)).over:
+            complete = len(version.complete) if parts else 0
+            alive = progress.steps != steps and time.monotonic() - sent_at >= _PROGRESS_S
+            if complete == reported and not alive:
+                continue  # silence when the opening hangs, too: then the caller's timeout ends the wait
+            message: dict[str, Any] = {"progress": [progress.done, progress.total], "number": version.number}
+            if complete > reported:
+                message |= {"map": version.map_at, "tensors": to_ranges(version.complete[reported:complete])}
+            session.send(message)
+            reported, steps, sent_at = complete, progress.steps, time.monotonic()
+        return reported
+
+
+class _Progress:
+    """Reports the progress of a fetch to its caller, each second, from the thread that fetches."""
+
+    def __init__(self, session: Session, total: int) -> None:
+        """``total``: bytes in all, as far as it is known."""
+        self._session, self._total = session, total
+        self._done = 0
+        self._sent_at = time.monotonic()
+
+    def add(self, chunk: Chunk) -> None:
+        self._done += chunk.nbytes
+        self.tick()
+
+    def tick(self) -> None:
+        if time.monotonic() - self._sent_at >= _PROGRESS_S:
+            self._session.send({"progress": [self._done, max(self._done, self._total)]})
+            self._sent_at = time.monotonic()
+
+
+def _digests(header: dict[str, Any]) -> list[str]:
+    digests = [str(d) for d in header["digests"]]
+    if len(digests) > protocol.MAX_DIGESTS:
+        raise ConfigError(f"a request names {len(digests)} chunks; {protocol.MAX_DIGESTS} are allowed at once")
+    return digests

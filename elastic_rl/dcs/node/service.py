@@ -1,10 +1,10 @@
 """A DCS node: one process a host that owns the shared-memory arena and a folder on disk, and serves their chunks over
-TCP. What was on its disk when it ended, however it ended, it has again after the next start under the same id.
+TCP. What was on its disk when it ended, even by a kill, it has again after the next start under the same id.
 
     python -m elastic_rl.dcs.node.service --etcd host:port[,..] --id N [--config FILE] [--key.sub=value ...]
 
 ``dcs.port`` 0 takes a free one. Logs go to stderr. SIGTERM and SIGINT end it cleanly; exit status 2 means that it
-could not start.
+could not start, or that another process has registered under its id.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.durable.store import DurableStore
 from elastic_rl.dcs.durable.uploader import Uploader
 from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
+from elastic_rl.dcs.node.open_versions import OpenVersions
+from elastic_rl.dcs.node.pins import NodePins
 from elastic_rl.dcs.node.registration import Registration
 from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.dcs.storage import arena
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.dcs.storage.disk import DiskFolder
-from elastic_rl.errors import ElasticRLError, PreflightFailed
+from elastic_rl.errors import Conflict, ElasticRLError, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
@@ -43,24 +46,25 @@ from elastic_rl.telemetry.log_files import LogRotation
 log = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
-"""Pause between two looks at the registration."""
-_TOLD = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved")
-"""Of the table's numbers, those that the registration tells."""
+"""Between two updates of the registration."""
+_REPORTED = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved")
+"""Of the table's numbers, those that are in the record."""
 _FLUSH_S = 2.0
-"""How long a node that is stopped goes on copying chunks to disk; well within the grace it is given."""
+"""How long a node that is stopped continues to save chunks; well within the grace of its supervisor."""
 
 
 def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Event) -> None:
-    """Serves until ``stop`` is set. Raises MachineUnfit (memory, disk, port, a second node), ConfigError (token or TLS
-    files) and EtcdUnavailable."""
+    """Serves until ``stop`` is set. Raises PreflightFailed (memory, disk, port, a second node), ConfigError (token or
+    TLS files, or none on a public address), EtcdUnavailable, and Conflict when another process took over its id."""
     keys, dcs, ttl_s = Keys(cfg.job), cfg.dcs, cfg.coordinator.lease_ttl_s
     security = Security.from_config(dcs, cfg.cluster_dir / TOKEN_FILE)
-    for path in arena.remove_leftovers():
-        log.warning("removed %s, left by a dead node", path)
     with contextlib.ExitStack() as stack:
         stack.callback(LogRotation(cfg.log_dir, cfg.telemetry).close)
+        leftovers = _remove_leftovers()
+        stack.callback(leftovers.close)
         etcd = stack.enter_context(EtcdClient.from_config(cfg.etcd, list(endpoints)))
         listener = stack.enter_context(_listen(dcs.host, dcs.port))
+        security.require_for(listener.getsockname()[0])
         record = DcsNode(id=node_id, host=dcs.advertise_host or dcs.host,
                          port=dcs.advertise_port or listener.getsockname()[1], pid=os.getpid(), arena_path="",
                          arena_bytes=dcs.arena_bytes)
@@ -71,7 +75,7 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         memory = arena.ArenaFile.create(cfg.job, node_id, dcs.arena_bytes)
         stack.callback(memory.close)
         record = record.replace(arena_path=str(memory.path))
-        # Waits for room end well before a client's patience does.
+        # Waits for room end well before a client's timeout.
         table = ChunkTable(memory.view, disk=disk, orphan_grace_s=dcs.orphan_grace_s,
                            verify_every_s=dcs.verify_every_s, wait_s=dcs.io_timeout_s / 3)
         if disk is not None:
@@ -79,16 +83,20 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
             saver = table.saver()
             saver.start()
             stack.callback(saver.stop, _FLUSH_S)
-        hub = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
-        stack.callback(hub.close)
+        client = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
+        stack.callback(client.close)
         durable = _durable(cfg)
-        fetcher = Fetcher(table, hub, node_id, FetchSettings.of(dcs), durable)
+        fetcher = Fetcher(table, client, node_id, FetchSettings.from_config(dcs), durable)
         stack.callback(fetcher.close)
+        pins = NodePins(etcd, keys, node_id, dcs.pin_ttl_s)
+        stack.callback(pins.close)
         hello = {"job": cfg.job, "id": node_id, "arena_path": str(memory.path), "arena_bytes": memory.size}
-        server = Server(table, fetcher, hello, listener, dcs, security)
+        index = VersionIndex(disk.folder if disk is not None else None, grace_s=dcs.unknown_version_grace_s)
+        server = Server(table, fetcher, OpenVersions(table, fetcher, pins), index, hello, listener, dcs, security)
         server.start()
         stack.callback(server.stop)
-        registration = Registration(etcd, keys, record, ttl_s)
+        catalog, commits = index.summary()
+        registration = Registration(etcd, keys, record.replace(catalog=catalog, commits=commits), ttl_s)
         stack.callback(registration.remove)
         registration.put()
         if durable is not None:
@@ -99,12 +107,25 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
                  memory.size)
         freeze_heap()
         while not stop.wait(_BEAT_S):
+            leftovers.reclaim()
             try:
-                stat = table.stat()
-                registration.beat(**{name: stat[name] for name in _TOLD}, disk_room_bytes=_disk_room(disk))
-            except ElasticRLError as e:  # etcd is away: chunks are served on, and the next beat tries again
-                log.warning("cannot keep the registration: %s", e)
+                usage, (catalog, commits) = table.usage(), index.summary()
+                registration.beat(**{name: usage[name] for name in _REPORTED}, disk_room_bytes=_disk_room(disk),
+                                  catalog=catalog, commits=commits)
+            except Conflict:
+                raise
+            except ElasticRLError as e:  # etcd is away: chunks are served meanwhile, and the next beat tries again
+                log.warning("cannot update the registration: %s", e)
     log.info("node %s ended", node_id)
+
+
+def _remove_leftovers() -> arena.Leftovers:
+    leftovers = arena.Leftovers()
+    for path in leftovers.removed:
+        log.warning("removed %s, left by a dead node", path)
+    if leftovers.nbytes:
+        log.warning("%d bytes of these are freed when their readers are done", leftovers.nbytes)
+    return leftovers
 
 
 def _disk(cfg: Config, node_id: str) -> DiskFolder | None:
@@ -115,8 +136,8 @@ def _disk(cfg: Config, node_id: str) -> DiskFolder | None:
 
 
 def _disk_room(disk: DiskFolder | None) -> int:
-    """Bytes that the node could still add to its disk, in steps of a 64th of what it may fill: others use the file
-    system too, and not each of their bytes is worth a write to etcd."""
+    """Bytes that the node can still add to its disk, in steps of a 64th of its limit: others use the file system too,
+    and not every change is worth a write to etcd."""
     if disk is None:
         return 0
     step = max(1, disk.limit_bytes // 64)
@@ -132,8 +153,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=128)
     except OSError as e:
         raise PreflightFailed(f"port {port} on {host} cannot be bound (dcs.port): {e.strerror}",
-                           hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or set another dcs.port"
-                           ) from e
+                              hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`), or set another dcs.port"
+                              ) from e
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""One rank's share of a publish: copies tensors into the arena of this host's node and has them hashed there."""
+"""One rank's part of a publish: copies tensors into the arena of this host's node and has them hashed there."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.client import DcsClient, NodeConnection
+from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import XXH3
 from elastic_rl.dcs.codecs.tensors import dtype_name, to_bytes
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.dcs.manifest import Packer, TensorEntry, aligned
 from elastic_rl.dcs.publish.parts import Part
 from elastic_rl.dcs.storage.arena import ArenaFile
-from elastic_rl.errors import ConfigError, DeadlineExceeded, NodeUnavailable
+from elastic_rl.errors import DeadlineExceeded, NodeUnavailable
 
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool, int]
-
-
 _EXTENT_CHUNKS = 16
-"""Chunks that room is asked for at once: the training waits for each question, and they lie one behind the other."""
+"""Chunks whose room is allocated at once: training waits for each request, and they lie one behind the other."""
 
 
 class LocalArena:
     """The arena of this host's node as a uint8 tensor; the mapping is kept between publishes."""
 
-    def __init__(self, hub: DcsClient) -> None:
-        self.hub = hub
+    def __init__(self, client: DcsClient) -> None:
+        self.client = client
         self._file: ArenaFile | None = None
         self._view: torch.Tensor | None = None
         self._lock = threading.Lock()
@@ -62,20 +61,19 @@ class LocalArena:
 class PartWriter:
     """Takes tensors one after the other; ``add`` only copies, ``seal`` has the node hash what was copied.
 
-    A tensor that shows the same elements of the same memory as one before it (tied weights) is stored once. Change a
-    tensor between two calls through torch only, which counts changes, or the two are taken for the same.
+    A tensor that views the same elements of the same memory as an earlier one (tied weights) is stored once. Between
+    two calls, change tensors through torch only: it counts changes, by which a changed tensor is recognised.
     """
 
     def __init__(self, arena: LocalArena, *, chunk_bytes: int, digest: str = XXH3, seal_early: bool = False) -> None:
         """``seal_early``: seal each chunk as soon as the next one begins. Raises NodeUnavailable and AccessDenied."""
-        self._node = arena.hub.local()
-        self._registered = arena.hub.guard(self._node.node.id).operand
+        self._node = arena.client.local()
         self._arena = arena.attach(self._node)
         self._packer = Packer(chunk_bytes)
         self._digest, self._seal_early = digest, seal_early
         self._regions: list[int] = []
         self._filled: list[int] = []
-        self._ends: list[int] = []  # of the extent that each region is in
+        self._ends: list[int] = []  # of the extent that contains each region
         self._digests: list[str] = []
         self._orders: list[int] = []
         self._views: dict[_View, tuple[StorageWeakRef, int]] = {}
@@ -95,12 +93,12 @@ class PartWriter:
         if view in self._views:
             self._packer.alias(name, self._views[view][1])
             return
-        # The weak reference keeps the key from being used for other memory.
+        # The weak reference keeps the key from being reused for other memory.
         self._views[view] = (StorageWeakRef(tensor.untyped_storage()), len(self._orders) - 1)
         data = to_bytes(tensor)
         for part in self._packer.add(name, dtype_name(tensor.dtype), tuple(tensor.shape)):
             if part.chunk == len(self._regions):
-                self._next_region()
+                self._open_region()
             region, filled = self._regions[part.chunk], self._filled[part.chunk]
             if part.offset > filled:
                 self._arena[region + filled:region + part.offset] = 0  # the region may hold old bytes
@@ -109,7 +107,7 @@ class PartWriter:
             self._filled[part.chunk] = part.offset + part.nbytes
         self.copy_s += time.perf_counter() - start
 
-    def _next_region(self) -> None:
+    def _open_region(self) -> None:
         size = self._packer.chunk_bytes
         start, end = (self._regions[-1] + aligned(self._filled[-1]), self._ends[-1]) if self._regions else (0, 0)
         fits = end - start >= size
@@ -127,24 +125,24 @@ class PartWriter:
         i = len(self._digests)
         self._digests.append(self._node.seal(self._regions[i], self._filled[i], digest=self._digest,
                                              keep_rest=keep_rest))
-        self._packer.settle(self._digests)
+        self._packer.resolve(self._digests)
         failpoints.reach("publish.sealed")
 
     def seal(self, deadline: float = float("inf")) -> Part:
-        """Has every chunk hashed, and tells what was written. ``deadline``: monotonic time, for DeadlineExceeded."""
+        """Has every chunk hashed; what was written. ``deadline``: monotonic time, after which DeadlineExceeded is
+        raised."""
         while (i := len(self._digests)) < len(self._regions):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"node {self.node_id} hashed only {i} of "
                                        f"{len(self._regions)} chunks in time")
             self._seal_next(keep_rest=self._ends[i:i + 1] == self._ends[i + 1:i + 2])
         manifest = self._packer.manifest(self._digests)
-        if not isinstance(self._registered, int):
-            raise ConfigError(f"the registration of node {self.node_id} has no revision")
         entries: tuple[TensorEntry, ...] = manifest.tensors
-        return Part(self.node_id, self._registered, tuple(zip(self._orders, entries, strict=True)), manifest.chunks)
+        return Part(self.node_id, self._node.node.incarnation, tuple(zip(self._orders, entries, strict=True)),
+                    manifest.chunks)
 
 
 def _view_of(tensor: torch.Tensor) -> _View:
-    """What tells whether two tensors are the same elements of the same memory, at the same state."""
+    """Equal for two tensors if they view the same elements of the same memory, unchanged in between."""
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()),
             tensor.dtype, tensor.is_conj(), tensor.is_neg(), 0 if tensor.is_inference() else tensor._version)

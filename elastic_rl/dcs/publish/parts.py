@@ -1,7 +1,7 @@
-"""What each rank of a publisher contributes to a version, and how the parts become one manifest. Pure.
+"""What each rank of a publisher contributes to a version, and how these become one manifest. Pure.
 
-Every rank writes a share of the tensors to its own host's node and tells what it wrote in a ``Part``, which is small
-and JSON-able. The parts of all ranks together are the version.
+Every rank writes some of the tensors to its own host's node and reports what it wrote as a ``Part``. The parts of all
+ranks together are the version; what the ranks of one host wrote is one part of its manifest.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from elastic_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors that one rank wrote to one node, where every chunk of them is held until the publish is over."""
+    """Tensors that one rank wrote to one node, where every chunk of them is held until the publish ends."""
 
     node: str
     """Id of the node."""
-    registered: int
-    """Create revision of the node's record: the commit holds only for this very process."""
+    incarnation: str
+    """Of that node: the commit holds only for this very process."""
     tensors: tuple[tuple[int, TensorEntry], ...]
     """Each with its place in the version: tensors are published in ascending order of these."""
     chunks: Mapping[str, int]
@@ -34,40 +34,51 @@ class Part:
 
     def to_json(self) -> dict[str, Any]:
         index = {digest: i for i, digest in enumerate(self.chunks)}
-        return {"node": self.node, "registered": self.registered, "chunks": [[d, n] for d, n in self.chunks.items()],
-                "tensors": [[at, t.name, t.dtype, list(t.shape), [[index[s.digest], s.offset, s.nbytes]
-                                                                  for s in t.slices]] for at, t in self.tensors]}
+        return {"node": self.node, "incarnation": self.incarnation,
+                "chunks": [[d, n] for d, n in self.chunks.items()],
+                "tensors": [[place, t.name, t.dtype, list(t.shape), [[index[s.digest], s.offset, s.nbytes]
+                                                                     for s in t.slices]] for place, t in self.tensors]}
 
     @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Part:
-        """From ``to_json``'s value. Raises ConfigError when it is none."""
+    def from_json(cls, value: Mapping[str, Any]) -> Part:
+        """From ``to_json``'s value. Raises ConfigError when it is malformed."""
         try:
             chunks = [(str(d), int(n)) for d, n in value["chunks"]]
-            return cls(str(value["node"]), int(value["registered"]), tuple(
-                (int(at), TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape), tuple(
+            return cls(str(value["node"]), str(value["incarnation"]), tuple(
+                (int(place), TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape), tuple(
                     Slice(chunks[i][0], int(offset), int(nbytes)) for i, offset, nbytes in slices)))
-                for at, name, dtype, shape, slices in value["tensors"]), dict(chunks))
+                for place, name, dtype, shape, slices in value["tensors"]), dict(chunks))
         except (KeyError, TypeError, ValueError, IndexError) as e:
-            raise ConfigError(f"a part of a version cannot be read: {e!r}") from e
+            raise ConfigError(f"a part of a version cannot be decoded: {e!r}") from e
 
 
 @uncollected()
-def merge(parts: Sequence[Part]) -> Manifest:
-    """One manifest of all parts: tensors in the order of publication, each chunk once.
+def merge(parts: Sequence[Part]) -> tuple[Manifest, list[str]]:
+    """One manifest of all parts, with the tensors in the order of publication and each chunk once, and for each part of
+    the manifest the node that wrote it. A chunk that several nodes wrote belongs to the part of the first.
 
     Raises ConfigError when two parts hold a tensor of one name or claim one place, and what ``Manifest.check`` raises.
     """
-    placed = sorted((item for part in parts for item in part.tensors), key=lambda item: item[0])
-    _require_distinct((at for at, _ in placed), "place")
-    _require_distinct((entry.name for _, entry in placed), "tensor name")
-    chunks: dict[str, int] = {}
+    tensors = sorted((item for part in parts for item in part.tensors), key=lambda item: item[0])
+    _require_distinct((place for place, _ in tensors), "place")
+    _require_distinct((entry.name for _, entry in tensors), "tensor name")
+    by_node: dict[str, list[Part]] = {}
     for part in parts:
-        for digest, nbytes in part.chunks.items():
-            if chunks.setdefault(digest, nbytes) != nbytes:
-                raise ConfigError(f"parts of one version disagree on the bytes of chunk {digest}")
-    manifest = Manifest(tuple(entry for _, entry in placed), chunks)
+        by_node.setdefault(part.node, []).append(part)
+    chunks: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for node, written in by_node.items():
+        before = len(chunks)
+        for part in written:
+            for digest, nbytes in part.chunks.items():
+                if chunks.setdefault(digest, nbytes) != nbytes:
+                    raise ConfigError(f"parts of one version disagree on the bytes of chunk {digest}")
+        if len(chunks) > before:
+            counts[node] = len(chunks) - before
+    sizes = tuple(counts.values())
+    manifest = Manifest(tuple(entry for _, entry in tensors), chunks, sizes if len(sizes) > 1 else ())
     manifest.check()
-    return manifest
+    return manifest, list(counts) or list(by_node)[:1]
 
 
 def _require_distinct(values: Iterable[int | str], what: str) -> None:

@@ -1,29 +1,31 @@
-"""Publishing a version: every rank copies its share into its host's arena and has it hashed (``part_writer.py``); one
-of them merges the parts, has the chunks replicated, and makes the version visible in one transaction.
+"""Publishing a version: every rank copies its tensors into its host's arena and has them hashed (``part_writer.py``);
+one rank merges the parts, has their chunks replicated, and makes the version visible in one transaction.
 
-    begin ─▶ parts of all ranks ─▶ store ─▶ commit ─▶ settle
-                                     └─ any failure ─▶ give_up: nothing was ever visible
+    begin ─▶ parts of all ranks ─▶ store ─▶ commit ─▶ release_holds
+                                     └─ any failure ─▶ abort: nothing was ever visible
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
 from elastic_rl.dcs import failpoints
-from elastic_rl.dcs.catalog import catalog
-from elastic_rl.dcs.catalog.catalog import Draft, Staged, Writer
-from elastic_rl.dcs.client import DcsClient, Progress
+from elastic_rl.dcs.catalog import placement as placements
+from elastic_rl.dcs.catalog import writer as catalog_writer
+from elastic_rl.dcs.catalog.writer import PendingCommit, Staged, StreamWriter, merge_acknowledged
+from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import XXH3
+from elastic_rl.dcs.connection import NodeConnection, Progress
+from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.publish import parts
 from elastic_rl.dcs.publish.part_writer import LocalArena, PartWriter
@@ -31,34 +33,40 @@ from elastic_rl.dcs.publish.parts import Part
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import (
     ArenaFull,
+    Conflict,
     DeadlineExceeded,
     DiskFull,
     ElasticRLError,
     NodeUnavailable,
     OutcomeUnknown,
 )
-from elastic_rl.etcd.client import Compare, EtcdClient, KeptLease, Op
+from elastic_rl.etcd.client import EtcdClient, KeptLease, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Version
+from elastic_rl.etcd.records import Placement, Version
 from elastic_rl.telemetry import traces
 
-_COPIERS = 8
-"""Nodes whose chunks are replicated at once."""
+log = logging.getLogger(__name__)
+
+_COPIERS = 16
+"""Parts that are replicated at once."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A version whose chunks and manifest have their copies, and what must still hold when it is committed."""
+class StoredVersion:
+    """A version whose chunks and manifest have their copies, ready for ``commit``."""
 
-    draft: Draft
+    pending: PendingCommit
     manifest: Manifest
-    guards: tuple[Compare, ...]
-    """Registrations of the nodes: the very processes that were given the chunks."""
+    publisher: Publisher
+
+    @property
+    def stream(self) -> str:
+        return self.publisher.stream
 
 
 class Publisher:
     """Publishes versions of one stream under one fencing epoch. One publish at a time; connections stay open
-    between."""
+    in between."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, stream: str, *, epoch: int, owner: str, chunk_bytes: int,
                  replicas: int = 1, digest: str = XXH3, staging_ttl_s: int, io_timeout_s: float = 30.0,
@@ -69,9 +77,9 @@ class Publisher:
         self._etcd, self._keys = etcd, keys
         self._owner, self._chunk_bytes, self._replicas = owner, chunk_bytes, replicas
         self._digest, self._staging_ttl_s = digest, staging_ttl_s
-        self._hub = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, node=node, security=security)
-        self._arena = LocalArena(self._hub)
-        self._writer = Writer(etcd, keys, stream, epoch=epoch)
+        self._client = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, node=node, security=security)
+        self._arena = LocalArena(self._client)
+        self._writer = StreamWriter(etcd, keys, stream, epoch=epoch)
         self._lease: KeptLease | None = None
         self._last: Manifest | None = None
         self._lock = threading.Lock()
@@ -84,9 +92,10 @@ class Publisher:
         ``meta`` must be JSON-able; ``also`` are writes that happen in the commit's transaction, or not at all. The
         tensors are read once, in order, and may be made while they are read.
 
-        Raises Fenced (the epoch is over: stop), ArenaFull, NodeUnavailable, Conflict (aborted meanwhile), and whatever
-        ``tensors`` raises; then nothing is visible, and the number is not used again.
-        Raises OutcomeUnknown when etcd went away during the commit: look at the catalog before you go on.
+        Raises Fenced (the epoch is over: stop), ArenaFull, NodeUnavailable, Conflict (aborted meanwhile, or a node was
+        restarted), CatalogMismatch, and whatever ``tensors`` raises; then nothing is visible, and the number is not
+        used again. Raises OutcomeUnknown when etcd went away during the commit: read the catalog before publishing
+        again.
         """
         with self._lock, traces.span("dcs.publish", stream=self.stream):
             staged: Staged | None = None
@@ -101,15 +110,15 @@ class Publisher:
                 self.drop_lease()
                 raise
             except BaseException:
-                self.give_up(staged)
+                self.abort(staged)
                 raise
-            self.settle(stored)
+            self.release_holds(stored, version)
             return version
 
     # -- step by step ------------------------------------------------------------------------------------------------
     def begin(self, meta: Mapping[str, Any]) -> Staged:
-        """Takes the stream's next number. The current trace goes with the version, in ``meta["trace"]``, so that what
-        follows from it is seen as its consequence. Raises Fenced, EtcdUnavailable and LeaseLost."""
+        """Takes the stream's next number. The current trace is stored with the version, in ``meta["trace"]``, so that
+        later spans can refer to it. Raises Fenced, CatalogMismatch, EtcdUnavailable and LeaseLost."""
         if self._lease is None or not self._lease.alive:
             self.drop_lease()
             self._lease = self._etcd.keepalive(self._staging_ttl_s)
@@ -120,102 +129,80 @@ class Publisher:
         return staged
 
     def store(self, staged: Staged, of: Sequence[Part], *, hold: bool = False, deadline: float = float("inf")
-              ) -> Stored:
+              ) -> StoredVersion:
         """Merges the parts, stores the manifest and has everything replicated.
 
-        ``hold``: hold the parts' chunks for this publisher, too, since whoever wrote them may die before the commit.
-        ``deadline``: monotonic time. Raises DeadlineExceeded, NodeUnavailable, ChunkMissing, ArenaFull and DiskFull.
+        ``hold``: hold the parts' chunks for this publisher too, since whoever wrote them may die before the commit.
+        ``deadline``: monotonic time. Raises DeadlineExceeded, NodeUnavailable, Conflict (a node was restarted),
+        ChunkMissing, ArenaFull and DiskFull.
         """
         with traces.span("dcs.store", stream=self.stream, version=staged.version.number):
             return self._store_parts(staged, of, hold, deadline)
 
-    def _store_parts(self, staged: Staged, of: Sequence[Part], hold: bool, deadline: float) -> Stored:
-        manifest = parts.merge(of)
-        for part in of if hold else ():
-            self._hub.connect(part.node).fetch(list(part.chunks), hold=True, on_progress=_within(deadline))
-        node = self._hub.local()
-        digest = node.put(manifest.encode(), digest=self._digest)
+    def _store_parts(self, staged: Staged, of: Sequence[Part], hold: bool, deadline: float) -> StoredVersion:
+        manifest, writers = parts.merge(of)
+        written = merge_acknowledged({part.node: part.incarnation} for part in of if part.chunks)
+        local = self._client.local()
+        digest = local.put(manifest.encode(), digest=self._digest)
         failpoints.reach("publish.manifest")
-        # Every node that holds a chunk of the version has its manifest too: by it the node knows what it must keep.
-        sources: dict[str, dict[str, None]] = {node.node.id: {digest: None}}
-        for part in of:
-            if part.node not in sources:
-                self._hub.connect(part.node).fetch([digest], prefer=[node.node.id], hold=True,
-                                                   on_progress=_within(deadline))
-            sources.setdefault(part.node, {digest: None}).update(dict.fromkeys(part.chunks))
-        copies = self._replicate({n: list(digests) for n, digests in sources.items()}, manifest, deadline)
+        replication = _Replication(self._client, self._writer, manifest, digest, local.node.id, self._replicas,
+                                   deadline, delta.bases(self._last, manifest) if self._last is not None else {})
+        sources = dict(zip(writers, manifest.part_digests(), strict=True))
+        held = {n: [d for part in of if part.node == n for d in part.chunks] if hold else [] for n in writers}
+        stored, failed = in_parallel(
+            sources, lambda node: replication.store_part(node, written.get(node, ""), sources[node], held[node]),
+            threads=_COPIERS)
+        for error in failed.values():
+            raise error
         failpoints.reach("publish.replicated")
-        guards = {Compare.create(self._keys.dcs_node(p.node), "==", p.registered) for p in of}
-        guards |= {self._hub.guard(n) for n in (node.node.id, *copies)}
-        nodes = tuple(dict.fromkeys((*sources, *copies)))
-        return Stored(Draft(self._writer, staged, digest, manifest.nbytes, nodes), manifest, tuple(guards))
+        acknowledged = merge_acknowledged([written, {local.node.id: local.node.incarnation},
+                                           *stored.values()])
+        placement = Placement(parts=[list(nodes) for nodes in stored.values()])
+        pending = PendingCommit(self._writer, staged, digest, manifest.nbytes, placement, acknowledged)
+        return StoredVersion(pending, manifest, self)
 
-    def settle(self, stored: Stored) -> None:
-        """After the commit: the nodes need not hold the chunks for this publisher any more."""
+    def release_holds(self, stored: StoredVersion, version: Version) -> None:
+        """After the commit: the nodes need not hold the chunks for this publisher any more. Some of them note the
+        version on their disks first; the leader has the others do so. Nodes that fail are skipped: the version is
+        committed, and their holds end with the connection."""
         self._last = stored.manifest
-        for node_id in stored.draft.nodes:
-            with contextlib.suppress(NodeUnavailable):  # committed all the same
-                self._hub.connect(node_id).settle()
+        identity = stored.pending.writer.identity
+        noting = set(version.sources) if identity is not None else set()
 
-    def give_up(self, staged: Staged | None) -> None:
-        """Leaves nothing behind; what cannot be reached now is cleaned up by the janitor, since our lease ends."""
+        def release(connection: NodeConnection) -> None:
+            if identity is not None and connection.node.id in noting:
+                with contextlib.suppress(ElasticRLError):
+                    connection.note_versions(identity, [version])
+            connection.release_holds()
+
+        _, failed = on_each(self._client, stored.pending.acknowledged, release)
+        for node_id, error in failed.items():
+            log.info("node %s holds chunks of %s version %d until its connection ends: %s", node_id, version.stream,
+                     version.number, error.message)
+
+    def abort(self, staged: Staged | None) -> None:
+        """Aborts the version, and gives back all that was stored for it. The garbage collector cleans up what cannot be
+        reached now, once the lease has ended."""
         try:
             if staged is not None:
                 self._writer.abort(staged)
         except ElasticRLError:
             self.drop_lease()
-        self._hub.close()  # gives open regions back and ends the holds
+        self._client.close()  # gives open regions back and ends the holds
 
     def drop_lease(self) -> None:
         """Ends the lease, and with it every publish that is not committed.
 
-        After OutcomeUnknown this and not ``give_up``: the chunks stay held, as the commit may have happened, or may
-        happen still; but without the lease that it depends on not for ever.
+        Use after OutcomeUnknown instead of ``abort``: the chunks stay held, as the commit may have happened, or may
+        still happen; but, without the lease that it depends on, not for ever.
         """
         old, self._lease = self._lease, None
         if old is not None:
             old.close()
 
-    # -- copies ------------------------------------------------------------------------------------------------------
-    def _replicate(self, sources: Mapping[str, Sequence[str]], manifest: Manifest, deadline: float) -> list[str]:
-        """Has ``replicas - 1`` other nodes fetch each source's chunks; the ids of all of them."""
-        if self._replicas <= 1:
-            return []
-        bases = delta.bases(self._last, manifest) if self._last is not None else {}
-        with ThreadPoolExecutor(min(_COPIERS, len(sources)), "replicate") as pool:
-            done = list(pool.map(lambda source: self._copy(source, sources[source], manifest, bases, deadline),
-                                 sources))
-        return list(dict.fromkeys(itertools.chain.from_iterable(done)))
-
-    def _copy(self, source: str, digests: Sequence[str], manifest: Manifest, bases: Mapping[str, str],
-              deadline: float) -> list[str]:
-        """Nodes after ``source`` in the ring of ids that have copies of its chunks now. Raises NodeUnavailable."""
-        done: list[str] = []
-        last: ElasticRLError | None = None
-        in_time = _within(deadline)
-        others = sorted((n.id for n in self._hub.nodes() if n.id != source), key=lambda n: (n < source, n))
-        for other in others:
-            if len(done) == self._replicas - 1:
-                break
-            in_time(0, 0)
-            try:
-                self._hub.connect(other).fetch(
-                    digests, prefer=[source], hold=True,
-                    sizes={d: manifest.chunks[d] for d in digests if d in manifest.chunks},
-                    bases={d: bases[d] for d in digests if d in bases}, on_progress=in_time)
-                done.append(other)
-            except (NodeUnavailable, ArenaFull, DiskFull) as e:
-                last = e
-        if len(done) < self._replicas - 1:
-            raise NodeUnavailable(
-                f"{self._replicas} copies are wanted and only {1 + len(done)} nodes can hold one"
-                + (f" (the last one said: {last})" if last else ""),
-                hint="start more DCS nodes or set fewer replicas") from last
-        return done
-
     def close(self) -> None:
         with self._lock:
-            self._hub.close()
+            self._client.close()
             self._arena.close()
             self.drop_lease()
 
@@ -226,8 +213,64 @@ class Publisher:
         self.close()
 
 
+class _Replication:
+    """Copies the parts of one version from the nodes that wrote them to others. Thread-safe."""
+
+    def __init__(self, client: DcsClient, writer: StreamWriter, manifest: Manifest, manifest_digest: str,
+                 manifest_node: str, replicas: int, deadline: float, bases: Mapping[str, str]) -> None:
+        """``manifest_node``: where the manifest is. ``bases``: see ``NodeConnection.fetch``."""
+        self._client, self._manifest, self._digest = client, manifest, manifest_digest
+        self._manifest_node, self._replicas, self._bases = manifest_node, replicas, bases
+        self._in_time = _within(deadline)
+        catalog = writer.identity.id if writer.identity is not None else ""
+        self._ids = [i for i, n in client.registered().items() if n.belongs_to(catalog)] if replicas > 1 else []
+
+    def store_part(self, source: str, incarnation: str, digests: Sequence[str], held: Sequence[str]
+                   ) -> dict[str, str]:
+        """Has ``source`` hold the chunks ``held`` and the manifest (by which a node knows what it must keep), and then
+        ``replicas - 1`` others fetch the part's chunks and the manifest. ``incarnation``: of the source when it
+        stored them; empty for a version without chunks. Returns the nodes that hold the part now, the source first,
+        each with the incarnation that acknowledged. Raises Conflict when the source was restarted since."""
+        connection = self._client.connect(source)
+        if incarnation and connection.node.incarnation != incarnation:
+            raise Conflict(f"DCS node {source} was restarted after chunks of the version had been stored on it")
+        if held:
+            connection.fetch(held, hold=True, on_progress=self._in_time)
+        if source != self._manifest_node:
+            connection.fetch([self._digest], prefer=[self._manifest_node], hold=True, on_progress=self._in_time)
+        acknowledged = {source: connection.node.incarnation}
+        last: ElasticRLError | None = None
+        for other in self._candidates(source):
+            if len(acknowledged) == self._replicas:
+                break
+            self._in_time(0, 0)
+            try:
+                acknowledged[other] = self._copy(other, source, digests)
+            except (NodeUnavailable, ArenaFull, DiskFull) as e:
+                last = e
+        if len(acknowledged) < self._replicas:
+            raise NodeUnavailable(
+                f"{self._replicas} copies are required and only {len(acknowledged)} nodes can hold one"
+                + (f" (the last one failed: {last})" if last else ""),
+                hint="start more DCS nodes or set fewer replicas") from last
+        return acknowledged
+
+    def _copy(self, target: str, source: str, digests: Sequence[str]) -> str:
+        """Has a node fetch a part; the incarnation that acknowledged."""
+        connection = self._client.connect(target)
+        connection.fetch(
+            [self._digest, *digests], prefer=[source], hold=True, sizes={d: self._manifest.chunks[d] for d in digests},
+            bases={d: self._bases[d] for d in digests if d in self._bases}, on_progress=self._in_time)
+        return connection.node.incarnation
+
+    def _candidates(self, source: str) -> list[str]:
+        """Nodes that may be given copies, in this order: after the source in the ring of ids; those that could not be
+        reached lately last, so that a publish waits for them only where there is no other."""
+        return sorted(placements.successors(source, self._ids), key=self._client.is_suspect)
+
+
 def _within(deadline: float) -> Progress:
-    """Ends a fetch that goes on past the deadline, by DeadlineExceeded; the connection ends with it."""
+    """Ends a fetch that continues past the deadline, by DeadlineExceeded; the connection ends with it."""
 
     def in_time(done: int, total: int) -> None:
         if time.monotonic() > deadline:
@@ -237,11 +280,10 @@ def _within(deadline: float) -> Progress:
     return in_time
 
 
-def commit(stored: Sequence[Stored], *, also: Sequence[Op] = ()) -> list[Version]:
+def commit(stored: Sequence[StoredVersion], *, also: Sequence[Op] = ()) -> list[Version]:
     """Makes versions of several streams visible in one transaction, or none. Raises as ``commit_together`` does."""
-    guards = tuple({guard for s in stored for guard in s.guards})
-    what = ", ".join(f"{s.draft.writer.stream} {s.draft.staged.version.number}" for s in stored)
+    what = ", ".join(f"{s.stream} {s.pending.staged.version.number}" for s in stored)
     with traces.span("dcs.commit", versions=what):
-        versions = catalog.commit_together([s.draft for s in stored], guards=guards, also=also)
+        versions = catalog_writer.commit_together([s.pending for s in stored], also=also)
     failpoints.reach("publish.committed")
     return versions

@@ -1,91 +1,31 @@
-"""A node's memory: one file in /dev/shm, and who has which part of it.
+"""A node's arena: one file in /dev/shm that the processes of its host map.
 
-The file is locked (flock) by the node that owns it for as long as that process lives, however it ends; a file without a
-lock is a dead node's, and the next start of any node removes it.
+A node locks its file (flock) for as long as its process lives, however it ends. A file without that lock belongs to a
+dead node; the next node that starts on this host removes it.
+
+Other processes may still map the file of a dead node, and its memory stays allocated until the last of them unmaps it.
+A process may keep a mapping for hours without using it, so a node that starts does not wait for that: it frees the
+pages themselves. So that no reader finds zeros, a reader holds a shared lock (of the open file description) on the
+range that it reads for as long as it can reach those bytes; a locked range is freed when the lock is gone.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import secrets
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
-from elastic_rl.dcs.manifest import ALIGN, aligned
-from elastic_rl.errors import ArenaFull, PreflightFailed
+from elastic_rl.errors import NodeUnavailable, PreflightFailed
 
 SHM = Path("/dev/shm")
 PREFIX = "elastic-rl-"
-
-
-class Allocator:
-    """First fit over ``size`` bytes; free neighbours are joined. Pure; offsets and sizes are multiples of ALIGN."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size - size % ALIGN
-        self.used = 0
-        self._starts = [0] if self.size else []  # of the free regions, ascending
-        self._sizes = [self.size] if self.size else []
-        self._taken: dict[int, int] = {}
-
-    @property
-    def largest_free(self) -> int:
-        return max(self._sizes, default=0)
-
-    def alloc(self, nbytes: int) -> int:
-        """Offset of a new region of at least ``nbytes`` (> 0). Raises ArenaFull."""
-        if nbytes <= 0:
-            raise ValueError(f"cannot allocate {nbytes} bytes")
-        want = aligned(nbytes)
-        for i, have in enumerate(self._sizes):
-            if have >= want:
-                start = self._starts[i]
-                if have == want:
-                    del self._starts[i], self._sizes[i]
-                else:
-                    self._starts[i], self._sizes[i] = start + want, have - want
-                self._taken[start] = want
-                self.used += want
-                return start
-        raise ArenaFull(f"no room for {nbytes} bytes: {self.used} of {self.size} are used, the largest free piece has "
-                        f"{self.largest_free}", hint="set a larger dcs.arena_bytes, or a smaller dcs.keep_versions")
-
-    def split(self, offset: int, nbytes: int) -> int:
-        """Makes two regions of one, the first with ``nbytes``; the offset of the second."""
-        have, keep = self._taken[offset], aligned(nbytes)
-        if not 0 < keep < have:
-            raise ValueError(f"cannot split {have} bytes after {nbytes}")
-        self._taken[offset], self._taken[offset + keep] = keep, have - keep
-        return offset + keep
-
-    def shrink(self, offset: int, nbytes: int) -> None:
-        """Gives the end of a region back, all but its first ``nbytes``."""
-        if aligned(nbytes) != self._taken[offset]:
-            self.free(self.split(offset, nbytes))
-
-    def free(self, offset: int) -> None:
-        """Gives a region back. Raises KeyError for an offset that is not one's start."""
-        self._insert(offset, self._taken.pop(offset))
-
-    def _insert(self, start: int, size: int) -> None:
-        self.used -= size
-        i = bisect.bisect(self._starts, start)
-        if i < len(self._starts) and start + size == self._starts[i]:
-            size += self._sizes[i]
-            del self._starts[i], self._sizes[i]
-        if i and self._starts[i - 1] + self._sizes[i - 1] == start:
-            self._sizes[i - 1] += size
-        else:
-            self._starts.insert(i, start)
-            self._sizes.insert(i, size)
-
-    def regions(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Taken and free regions as (offset, size), ascending."""
-        return sorted(self._taken.items()), list(zip(self._starts, self._sizes, strict=True))
+_LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 
 class ArenaFile:
@@ -101,11 +41,11 @@ class ArenaFile:
 
     @classmethod
     def create(cls, job: str, node_id: str, nbytes: int, *, folder: Path = SHM) -> ArenaFile:
-        """A new locked file with all of its memory reserved. Raises MachineUnfit, which says how much is there."""
+        """Makes a locked file with all of its memory reserved. Raises PreflightFailed when there is too little."""
         path, fd = _new_locked_file(folder, f"{PREFIX}{job}-{node_id}")
         try:
             _require_room(folder, nbytes)
-            # Reserved now: a write into a hole of a full tmpfs would be a SIGBUS in whoever writes.
+            # Reserved now: a write into a hole of a full tmpfs would raise SIGBUS in the process that writes.
             os.posix_fallocate(fd, 0, nbytes)
             return cls(path, fd, owner=True)
         except OSError as e:
@@ -123,32 +63,13 @@ class ArenaFile:
         return cls(path, os.open(path, os.O_RDWR | os.O_NOFOLLOW), owner=False)
 
     def close(self) -> None:
-        """Unmaps; the owner also removes the file. Views that others still hold stay valid until they let go."""
+        """Unmaps the file; the owner also removes it. Views that others still hold stay valid until they drop them."""
         if self._owner:
             self.path.unlink(missing_ok=True)
         with contextlib.suppress(BufferError):
             self.view.release()
             self.map.close()
         os.close(self._fd)
-
-
-def remove_leftovers(folder: Path = SHM) -> list[Path]:
-    """Removes the arenas of dead nodes, of any job, that this user may remove; returns them."""
-    removed = []
-    for path in sorted(folder.glob(f"{PREFIX}*")):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            continue  # another user's, or gone meanwhile
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            removed.append(path)
-        except OSError:
-            pass  # its owner lives
-        finally:
-            os.close(fd)
-    return removed
 
 
 def is_owned(path: Path) -> bool:
@@ -166,6 +87,134 @@ def is_owned(path: Path) -> bool:
     return False
 
 
+# -- reading -----------------------------------------------------------------------------------------------------------
+def open_for_reading(path: Path, start: int, end: int) -> int:
+    """Opens an arena and locks the bytes from ``start`` to ``end``: they stay until the descriptor is closed, even if
+    the node dies. Raises NodeUnavailable when the file was removed, that is, when its node has ended."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as e:
+        raise _gone(path, e.strerror or str(e)) from e
+    page = mmap.PAGESIZE
+    try:
+        _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_RDLCK, start // page * page, -(-max(end, start + 1) // page) * page)
+        # A node that starts unlinks first and frees then; what is still linked was not freed before it was locked.
+        if path.stat().st_ino != os.fstat(fd).st_ino:
+            raise _gone(path, "it was replaced")
+    except OSError as e:
+        os.close(fd)
+        raise _gone(path, e.strerror or str(e)) from e
+    except NodeUnavailable:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _gone(path: Path, why: str) -> NodeUnavailable:
+    return NodeUnavailable(f"the arena {path} cannot be read: {why}", hint="its node has ended; pull again")
+
+
+def _lock(fd: int, command: int, kind: int, start: int, end: int) -> tuple[int, int, int, int, int]:
+    request = _LOCK.pack(kind, os.SEEK_SET, start, end - start, 0)
+    return _LOCK.unpack(fcntl.fcntl(fd, command, request))
+
+
+# -- dead nodes --------------------------------------------------------------------------------------------------------
+class Leftovers:
+    """The arenas of dead nodes, of any job, that this user may remove: unlinked when this is made, and freed as far as
+    nobody reads them. ``reclaim`` frees the rest once the readers are done."""
+
+    def __init__(self, folder: Path = SHM) -> None:
+        self.removed: list[Path] = []
+        self._in_use: list[_Leftover] = []
+        for path in sorted(folder.glob(f"{PREFIX}*")):
+            leftover = _Leftover.claim(path)
+            if leftover is not None:
+                self.removed.append(path)
+                self._in_use.append(leftover)
+        self.reclaim()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are still being read."""
+        return sum(end - start for leftover in self._in_use for start, end in leftover.left)
+
+    def reclaim(self) -> None:
+        """Frees what nobody reads any more."""
+        for leftover in self._in_use:
+            leftover.reclaim()
+        self._in_use = [leftover for leftover in self._in_use if leftover.left]
+
+    def close(self) -> None:
+        """Lets go of what is left; the kernel frees it when the last process unmaps it."""
+        for leftover in self._in_use:
+            leftover.close()
+        self._in_use = []
+
+
+class _Leftover:
+    """One file: unlinked, locked as its owner would lock it, and freed piece by piece."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        size = os.fstat(fd).st_size
+        self._map = mmap.mmap(fd, size) if size else None
+        self.left = [(0, size)] if size else []
+        """Ranges that are not freed yet."""
+        if not size:
+            self.close()
+
+    @classmethod
+    def claim(cls, path: Path) -> _Leftover | None:
+        """None when a living process owns the file, or it is another user's, or gone."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            return cls(fd)
+        except OSError:
+            os.close(fd)
+            return None
+
+    def reclaim(self) -> None:
+        before, self.left = self.left, []
+        for start, end in before:
+            for is_read, first, last in self._pieces(start, end):
+                if is_read:
+                    self.left.append((first, last))
+                else:
+                    self._free(first, last)
+        if before and not self.left:
+            self.close()
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[bool, int, int]]:
+        """The range, cut where readers' locks begin and end (at pages): (whether it is read, start, end)."""
+        if start >= end:
+            return
+        kind, _, at, nbytes, _ = _lock(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, end)
+        if kind == fcntl.F_UNLCK:
+            yield False, start, end
+            return
+        first, last = max(at, start), min(at + nbytes, end) if nbytes else end  # length 0: to the end of the file
+        yield from self._pieces(start, first)
+        yield True, first, last
+        yield from self._pieces(last, end)
+
+    def _free(self, start: int, end: int) -> None:
+        with contextlib.suppress(OSError):  # a file system that cannot: the memory goes with the last mapping
+            assert self._map is not None
+            self._map.madvise(mmap.MADV_REMOVE, start, end - start)
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+        os.close(self._fd)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
 def _new_locked_file(folder: Path, stem: str) -> tuple[Path, int]:
     while True:
         path = folder / f"{stem}-{secrets.token_hex(6)}"

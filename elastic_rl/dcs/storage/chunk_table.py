@@ -1,22 +1,23 @@
-"""What a node holds: regions being written by publishers, and sealed chunks under their digests. Thread-safe.
+"""What a node stores: regions that publishers are writing, and sealed chunks under their digests. Thread-safe.
 
-A sealed chunk has a copy in the arena, one on disk, or both; whoever reads it never sees which it was.
+A sealed chunk has a copy in the arena, one on disk, or both; readers never see which.
 
 When may a chunk be *dropped*, so that no committed version ever loses one?
 - A *hold* belongs to a connection: sealing a chunk, also one that is there already, holds it until that connection
-  settles (after the commit) or closes. After a close without settling the chunk stays for ``orphan_grace_s``, longer
-  than a publish can still commit by itself.
-- Each use of a chunk, and the end of a hold, gives it a new *touch* number. The janitor takes the node's ``mark`` (the
-  last number) first, then reads from etcd which versions live, then asks to drop what none of them refers to. A chunk
-  that was touched after the mark is spared; one touched before it and held no more belongs to a version whose commit
-  the janitor has seen, or to none.
+  releases its holds (after the commit) or closes. After a close without that the chunk stays for ``orphan_grace_s``,
+  longer than a publish can still commit by itself.
+- Each use of a chunk, and the end of a hold, gives it a new *touch* number. The garbage collector takes the node's
+  ``mark`` (the last number) first, then reads from etcd which versions are live, then requests a drop of what none of
+  them refers to. A chunk that was touched after the mark stays; one that was touched before it and is not held belongs
+  to a version whose commit the garbage collector has seen, or to none.
 
-When is a chunk *saved* to disk? Once nobody holds it and the grace is over: behind everyone's back.
+When is a chunk *saved* to disk? When nothing holds it and the grace is over, in the background, version by version
+(``save_queue``).
 
-When may a chunk be *spilled*, that is, its copy in the arena make room for another's? When it is on disk, not held, not
-read by a thread of this node, and not *located*: a process of this host that was told an offset maps those bytes until
-it releases them or its connection closes. To locate a chunk does not keep it from being dropped (pins do that), but
-even then its region is given back only after the release.
+When may a chunk be *spilled*, that is, its copy in the arena be dropped to make room? When it is on disk, not held, not
+read by a thread of this node, and not *located*: processes of this host that were given an offset map those bytes until
+they release them or their connection closes. Locating a chunk does not keep it from being dropped (pins do that), but
+even then its region is freed only after the release.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from dataclasses import dataclass
 from elastic_rl.dcs import failpoints
 from elastic_rl.dcs.codecs.digests import XXH3, digest_of, kind_of, matches
 from elastic_rl.dcs.manifest import Manifest, aligned
+from elastic_rl.dcs.storage.chunk import Chunk, Copy
 from elastic_rl.dcs.storage.disk import DiskFolder
-from elastic_rl.dcs.storage.disk_saver import SaveQueue, Saver, require_disk
-from elastic_rl.dcs.storage.tiers import Chunk, Copy, Tiers
+from elastic_rl.dcs.storage.disk_saver import DiskSaver, require_disk
+from elastic_rl.dcs.storage.save_queue import SaveQueue
+from elastic_rl.dcs.storage.tiers import Tiers
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, ConfigError, DiskFull
 
-_ROTTEN_KEPT = 10_000
-_EXTENT_SHARE = 8
-"""An extent takes at most such a part of what is free."""
+_CORRUPT_KEPT = 10_000
+_EXTENT_FRACTION = 8
+"""An extent takes at most this part of what is free."""
+_MANIFEST_PREFIX = b'{"schema":'
+"""What an encoded manifest begins with."""
 
 
 @dataclass
@@ -55,8 +60,8 @@ class ChunkTable:
     def __init__(self, view: memoryview, *, disk: DiskFolder | None = None, orphan_grace_s: float = 15.0,
                  verify_every_s: float = 0.0, wait_s: float = 10.0,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """``verify_every_s``: see ``sound``. ``wait_s``: longest wait for room in the arena. What is on disk already is
-        taken over, and verified before it is used."""
+        """``verify_every_s``: see ``verify``. ``wait_s``: longest wait for room in the arena. Chunks that are on disk
+        already are indexed, and verified before they are used."""
         self.view = view
         self._disk, self._grace_s, self._wait_s, self._clock = disk, orphan_grace_s, wait_s, clock
         self._lock = threading.Lock()
@@ -67,63 +72,63 @@ class ChunkTable:
         self._chunks: dict[str, Chunk] = {}
         self._held: dict[int, dict[str, Chunk]] = {}  # connection -> what it holds
         self._located: dict[int, dict[str, dict[int, Copy]]] = {}  # connection -> token -> offset -> copy
-        self._rotten: dict[str, None] = {}  # given up for their bytes, oldest first
+        self._corrupt: dict[str, None] = {}  # dropped for their bytes, oldest first
         self._parsed: dict[str, frozenset[str]] = {}  # manifest digest -> its chunks
         self._queue = SaveQueue(self._chunks, self._lock, changed, clock, enabled=disk is not None)
         self._tiers = Tiers(view, disk, self._queue, changed, verify_every_s=verify_every_s, clock=clock,
-                            lose=self._lose)
+                            on_lost=self._lose)
         if disk is not None:
             self._chunks.update((d, Chunk(d, nbytes, on_disk=True)) for d, nbytes in disk.index().items())
 
     # -- writing -----------------------------------------------------------------------------------------------------
     def alloc(self, conn: int, nbytes: int) -> int:
-        """Offset of a region for ``conn`` to write; chunks that are on disk make room for it. Raises ArenaFull, and
-        DiskFull when the disk has no room for what would have to leave the arena."""
+        """Offset of a region for ``conn`` to write; chunks that are on disk are spilled to make room. Raises ArenaFull,
+        and DiskFull when the disk has no room for what would have to leave the arena."""
         if nbytes <= 0:
             raise ConfigError(f"cannot allocate {nbytes} bytes")
         with self._lock:
-            return self._open(conn, self._tiers.region(nbytes, self._wait_s, self._open_bytes), nbytes)
+            return self._open(conn, self._tiers.make_region(nbytes, self._wait_s, self._open_bytes), nbytes)
 
     def _open(self, conn: int, offset: int, nbytes: int) -> int:
         self._pending[offset] = Pending(conn, nbytes)
         self._open_bytes += nbytes
         return offset
 
-    def extent(self, conn: int, nbytes: int, upto: int) -> tuple[int, int]:
+    def alloc_extent(self, conn: int, nbytes: int, upto: int) -> tuple[int, int]:
         """Offset and bytes of a region, as by ``alloc``, but of up to ``upto`` bytes where there is plenty of room:
-        for a writer of chunks that are to lie one behind the other (see ``seal``)."""
-        with self._lock, contextlib.suppress(ArenaFull):  # enough is free, but not in one piece
+        for a writer whose chunks are to be contiguous (see ``seal``)."""
+        with self._lock, contextlib.suppress(ArenaFull):  # enough is free, but not in one region
             space = self._tiers.space
-            if (size := min(upto, (space.size - space.used) // _EXTENT_SHARE)) > nbytes:
+            if (size := min(upto, (space.size - space.used) // _EXTENT_FRACTION)) > nbytes:
                 return self._open(conn, space.alloc(size), size), size
         return self.alloc(conn, nbytes), nbytes
 
     def discard(self, conn: int, offset: int) -> None:
-        """Gives a region back unsealed."""
+        """Frees a region that is not sealed."""
         with self._lock:
             self._take_pending(conn, offset)
             self._tiers.free(offset)
 
     def seal(self, conn: int, offset: int, nbytes: int, *, expect: str = "", kind: str = XXH3,
              hold: bool = True, keep_rest: bool = False) -> Chunk:
-        """Hashes the first ``nbytes`` of a region and makes them a chunk; the rest of the region is given back, or with
+        """Hashes the first ``nbytes`` of a region and makes them a chunk. The rest of the region is freed, or with
         ``keep_rest`` stays open as a region of its own, from the next multiple of ``manifest.ALIGN`` on.
 
-        A chunk of the same bytes that is there already (and still sound) takes its place. Raises ChunkCorrupt when the
-        digest is not the one expected; the region is then given back.
+        If there is a chunk of the same bytes already, and it is not corrupt, that one is returned. Raises ChunkCorrupt
+        when the digest is not the expected one; the region is freed then.
         """
         with self._lock:
             pending = self._pending.get(offset)
             if pending is None or pending.conn != conn or not 0 < nbytes <= pending.nbytes:
                 raise ConfigError(f"no region of {nbytes} bytes at {offset} is open on this connection")
             number, now = self._tiers.begin_verification()
-        # Outside the lock: the region is this connection's alone.
+        # Outside of the lock: the region is this connection's alone.
         digest = digest_of(self.view[offset:offset + nbytes], kind_of(expect) if expect else kind)
         if expect and digest != expect:
             self.discard(conn, offset)
             raise ChunkCorrupt(f"chunk {expect} arrived as {digest}")
         if self._in_arena(digest):
-            self.sound(digest, anew=True)  # gives up a copy that went bad: no version may rest on one
+            self.verify(digest, force=True)  # drops a copy that is corrupt: no version may rest on it
         with self._lock:
             self._take_pending(conn, offset)
             if keep_rest and (left := pending.nbytes - aligned(nbytes)) > 0:
@@ -135,12 +140,19 @@ class ChunkTable:
                 self._tiers.space.shrink(offset, nbytes)
                 chunk = chunk or self._chunks.setdefault(digest, Chunk(digest, nbytes))
                 chunk.copy = Copy(offset, now, number)
-                chunk.on_disk = False  # a file of it that is there was not looked at: it is written again
-                self._rotten.pop(digest, None)
+                if chunk.on_disk:  # that file was not verified: it is written again
+                    chunk.on_disk, chunk.stale_file = False, True
+                self._corrupt.pop(digest, None)
             self._use(chunk, conn if hold else None)
-            self._queue.later(chunk)
+            self._schedule(chunk)
         failpoints.reach("node.sealed")
         return chunk
+
+    def _schedule(self, chunk: Chunk) -> None:
+        """Locked: has the chunk saved when that is due."""
+        at = chunk.offset
+        self._queue.schedule(chunk, is_manifest=at >= 0 and (
+            self.view[at:at + min(len(_MANIFEST_PREFIX), chunk.nbytes)] == _MANIFEST_PREFIX))
 
     def _in_arena(self, digest: str) -> bool:
         with self._lock:
@@ -165,7 +177,7 @@ class ChunkTable:
     def reading(self, digest: str) -> Iterator[memoryview]:
         """The chunk's bytes, which stay in place while the context is open. Raises ChunkMissing.
 
-        Bytes that come from disk are verified; those that lie in the arena are not (see ``sound``).
+        Bytes that come from disk are verified; those that are in the arena already are not (see ``verify``).
         """
         chunk = self._known(digest)
         with contextlib.ExitStack() as stack:
@@ -183,29 +195,28 @@ class ChunkTable:
                 raise ChunkMissing(f"this node has no chunk {digest}")
             return chunk
 
-    def sound(self, digest: str, *, anew: bool = False) -> bool:
-        """Whether the chunk is here and its bytes still have its digest; brings it to the arena if there is room.
+    def verify(self, digest: str, *, force: bool = False) -> bool:
+        """Whether the chunk is here and its bytes have its digest; loads it into the arena if there is room.
 
-        A copy that was verified less than ``verify_every_s`` ago is not read again, unless it is to be ``anew``;
-        callers that wait for each other share one verification. A rotten copy is given up, and the one on disk, if
-        there is one, takes its place.
+        A copy that was verified less than ``verify_every_s`` ago is not read again without ``force``; concurrent
+        callers share one verification. A corrupt copy is dropped, and the one on disk, if any, replaces it.
         """
-        asked = self._tiers.verifications
+        since = self._tiers.verifications
         while chunk := self._chunks.get(digest):
-            with contextlib.suppress(ChunkMissing):  # given up meanwhile; another may have taken its place
+            with contextlib.suppress(ChunkMissing):  # dropped meanwhile; another may have replaced it
                 try:
                     with self._tiers.reading(chunk, self._wait_s) as copy:
-                        if self._tiers.verify(chunk, copy, asked, anew=anew):
+                        if self._tiers.verify(chunk, copy, since, force=force):
                             return True
                 except (ArenaFull, DiskFull):
                     self._tiers.read_aside(chunk)
                     return True
         return False
 
-    def was_rotten(self, digest: str) -> bool:
-        """Whether the chunk was here, went bad, and has not come back since."""
+    def was_corrupt(self, digest: str) -> bool:
+        """Whether the chunk was here, was dropped as corrupt, and has not come back since."""
         with self._lock:
-            return digest in self._rotten
+            return digest in self._corrupt
 
     def use(self, digest: str, conn: int | None) -> Chunk | None:
         """The chunk if it is here, marked as used now, and held for ``conn`` unless None."""
@@ -215,6 +226,7 @@ class ChunkTable:
             return chunk
 
     def has(self, digest: str) -> bool:
+        """Whether the chunk is here, not verified."""
         with self._lock:
             return digest in self._chunks
 
@@ -227,14 +239,13 @@ class ChunkTable:
             return self._locate(chunk, copy, self._located.setdefault(conn, {}).setdefault(token, {}))
 
     def locate_all(self, digests: Sequence[str], conn: int, token: str) -> list[tuple[str, int, int]] | None:
-        """Digest, offset and bytes of chunks, as by ``locate``, if each is in the arena and was verified less than
-        ``verify_every_s`` ago; None, and nothing is done, otherwise. What most pulls on a publisher's host come down
-        to, under one lock."""
+        """Digest, offset and bytes of chunks, as by ``locate``, if each is in the arena with a fresh verification;
+        otherwise does nothing and returns None. Most pulls on a publisher's host come down to this one lock."""
         with self._lock:
             chunks: list[tuple[Chunk, Copy]] = []
             for digest in digests:
                 chunk = self._chunks.get(digest)
-                if chunk is None or chunk.copy is None or not self._tiers.fresh(chunk.copy):
+                if chunk is None or chunk.copy is None or not self._tiers.is_fresh(chunk.copy):
                     return None
                 chunks.append((chunk, chunk.copy))
             located = self._located.setdefault(conn, {}).setdefault(token, {})
@@ -247,36 +258,52 @@ class ChunkTable:
         self._use(chunk, None)
         return copy.offset, chunk.nbytes
 
+    def proof_expires_at(self, conn: int) -> float:
+        """Until when the last verification of every copy that the connection located counts, by the table's clock."""
+        with self._lock:
+            return min((self._tiers.expires_at(copy) for located in self._located.get(conn, {}).values()
+                        for copy in located.values()), default=float("inf"))
+
     def release(self, conn: int, token: str) -> None:
-        """The connection no longer reads what it located under this token."""
+        """The connection does not read any more what it located under this token."""
         with self._lock:
             for copy in self._located.get(conn, {}).pop(token, {}).values():
-                self._tiers.leave(copy)
+                self._tiers.remove_user(copy)
 
     # -- saving ------------------------------------------------------------------------------------------------------
-    def saver(self) -> Saver:
-        """The thread that keeps the disk in step; not started. Raises ConfigError on a node without a disk."""
-        return Saver(self._queue, require_disk(self._disk), self._copy_out)
+    def saver(self) -> DiskSaver:
+        """The thread that keeps the disk up to date; not started. Raises ConfigError on a node without a disk."""
+        return DiskSaver(self._queue, require_disk(self._disk), self._copy_out, self._read_manifest)
 
     def _copy_out(self, digest: str, write: Callable[[memoryview], None]) -> None:
-        if not self.sound(digest):
-            raise ChunkMissing(f"this node has no sound chunk {digest}")
+        if not self.verify(digest):
+            raise ChunkMissing(f"this node has no sound copy of chunk {digest}")
         with self.reading(digest) as data:
             write(data)
 
+    def _read_manifest(self, digest: str) -> tuple[frozenset[str], str] | None:
+        """Chunks of a manifest, and a digest of its tensors' names, dtypes and shapes; None when the chunk is none."""
+        try:
+            with self.reading(digest) as data:
+                manifest = Manifest.decode(data)
+        except (ChunkMissing, ChunkCorrupt):
+            return None
+        layout = "\n".join(f"{t.name} {t.dtype} {t.shape}" for t in manifest.tensors)
+        return frozenset(manifest.chunks), digest_of(layout.encode())
+
     def persist(self, digests: Sequence[str], timeout_s: float) -> None:
-        """Returns when the chunks are on this node's disk, those that are held too. Raises ChunkMissing, DiskFull,
+        """Returns when the chunks are on this node's disk, also those that are held. Raises ChunkMissing, DiskFull,
         NodeUnavailable (the disk fails), DeadlineExceeded, and ConfigError on a node without a disk."""
         require_disk(self._disk)
         self._queue.persist(digests, timeout_s)
 
-    # -- giving back -------------------------------------------------------------------------------------------------
-    def settle(self, conn: int) -> None:
-        """Ends the connection's holds: what it sealed is committed by now, or given up."""
-        self._release(conn, 0.0)
+    # -- releasing and dropping --------------------------------------------------------------------------------------
+    def release_holds(self, conn: int) -> None:
+        """Ends the connection's holds: what it sealed is committed by now, or abandoned."""
+        self._end_holds(conn, 0.0)
 
     def close(self, conn: int) -> None:
-        """The connection is gone: its open regions and what it located are given back at once, its holds end after the
+        """The connection is closed: its open regions and what it located are freed at once, its holds end after the
         grace."""
         with self._lock:
             for offset in [o for o, p in self._pending.items() if p.conn == conn]:
@@ -284,20 +311,20 @@ class ChunkTable:
                 self._tiers.free(offset)
             for located in self._located.pop(conn, {}).values():
                 for copy in located.values():
-                    self._tiers.leave(copy)
-        self._release(conn, self._clock() + self._grace_s)
+                    self._tiers.remove_user(copy)
+        self._end_holds(conn, self._clock() + self._grace_s)
 
-    def _release(self, conn: int, keep_until: float) -> None:
+    def _end_holds(self, conn: int, keep_until: float) -> None:
         with self._lock:
             for chunk in self._held.pop(conn, {}).values():
                 chunk.holders.discard(conn)
-                # A touch of its own: a janitor that took its mark and read the catalog while the chunk was held,
-                # before the commit, and asks to drop only now, must find it touched after its mark.
+                # A touch of its own: a garbage collector that took its mark and read the catalog while the chunk was
+                # held, before the commit, and requests the drop only now, must find it touched after its mark.
                 self._touch += 1
                 chunk.touched = self._touch
                 chunk.keep_until = max(chunk.keep_until, keep_until)
                 if not chunk.gone:
-                    self._queue.later(chunk)
+                    self._schedule(chunk)
 
     def mark(self) -> int:
         """The last touch number; see the module's docstring."""
@@ -331,9 +358,9 @@ class ChunkTable:
                         raise ChunkCorrupt(f"the manifest {manifest} of a live version is corrupt")
                     known = frozenset(Manifest.decode(data).chunks)
             except ChunkMissing as e:
-                if self.was_rotten(manifest):
-                    raise ChunkCorrupt(f"the manifest {manifest} of a live version went bad") from e
-                return frozenset()  # no chunk of that version is here: whoever brings one brings the manifest first
+                if self.was_corrupt(manifest):
+                    raise ChunkCorrupt(f"the manifest {manifest} of a live version was dropped as corrupt") from e
+                return frozenset()  # no chunk of that version is here: a manifest always comes before its chunks
             with self._lock:
                 self._parsed[manifest] = known
         return known
@@ -344,24 +371,30 @@ class ChunkTable:
         self._tiers.drop_copy(chunk)
         self._queue.forget(chunk)
 
-    def _lose(self, chunk: Chunk, rotten: bool) -> None:
+    def _lose(self, chunk: Chunk, corrupt: bool) -> None:
         if chunk.gone:
             return
         self._forget(chunk)
-        if rotten:
-            self._rotten[chunk.digest] = None
-            while len(self._rotten) > _ROTTEN_KEPT:
-                del self._rotten[next(iter(self._rotten))]
+        if corrupt:
+            self._corrupt[chunk.digest] = None
+            while len(self._corrupt) > _CORRUPT_KEPT:
+                del self._corrupt[next(iter(self._corrupt))]
 
-    def stat(self) -> dict[str, int]:
-        """``used_bytes`` of ``arena_bytes``, ``disk_used_bytes`` of ``disk_bytes``; ``chunks`` in all, of these in the
-        arena (``resident``), ``held``, and still to be copied to disk (``unsaved``); ``pending``: regions that are
-        written; ``located``: copies that processes of this host may read."""
+    def usage(self) -> dict[str, int]:
+        """``used_bytes`` of ``arena_bytes``, ``disk_used_bytes`` of ``disk_bytes``; ``chunks`` in all, and of these
+        those that are not saved to disk yet (``unsaved``). Cheap: a node reports it each second."""
         disk = self._disk
         with self._lock:
-            located = {c.offset for tokens in self._located.values() for uses in tokens.values() for c in uses.values()}
             return {"used_bytes": self._tiers.space.used, "arena_bytes": self._tiers.space.size,
                     "disk_used_bytes": disk.used_bytes if disk else 0, "disk_bytes": disk.limit_bytes if disk else 0,
-                    "chunks": len(self._chunks), "resident": self._tiers.resident(), "pending": len(self._pending),
+                    "chunks": len(self._chunks), "unsaved": len(self._queue)}
+
+    def stat(self) -> dict[str, int]:
+        """``usage``, and the number of chunks in the arena (``resident``) and of those that are ``held``; ``pending``:
+        regions that are being written; ``located``: copies that processes of this host may read."""
+        usage = self.usage()
+        with self._lock:
+            located = {c.offset for tokens in self._located.values() for uses in tokens.values() for c in uses.values()}
+            return {**usage, "resident": self._tiers.resident(), "pending": len(self._pending),
                     "held": len({d for held in self._held.values() for d, c in held.items() if not c.gone}),
-                    "located": len(located), "unsaved": len(self._queue)}
+                    "located": len(located)}

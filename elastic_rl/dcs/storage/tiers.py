@@ -1,5 +1,5 @@
-"""The two places of a chunk's bytes: a copy in the arena, one on disk, or both; how it gets from one to the other, and
-whether its bytes are still what its digest says."""
+"""The two places of a chunk's bytes, arena and disk: how they get from one to the other, and whether they still have
+the chunk's digest."""
 
 from __future__ import annotations
 
@@ -8,85 +8,45 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from elastic_rl.dcs.codecs.digests import matches
 from elastic_rl.dcs.manifest import aligned
-from elastic_rl.dcs.storage.arena import Allocator
+from elastic_rl.dcs.storage.allocator import Allocator
+from elastic_rl.dcs.storage.chunk import Chunk, Copy
 from elastic_rl.dcs.storage.disk import DiskFolder
+from elastic_rl.dcs.storage.save_queue import SaveQueue
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, DiskFull, ElasticRLError
-
-if TYPE_CHECKING:
-    from elastic_rl.dcs.storage.disk_saver import SaveQueue
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Copy:
-    """A chunk's bytes in the arena. Its region is given back once it is dropped and nobody uses it."""
-
-    offset: int
-    verified_at: float
-    """By the table's clock, when the last verification began."""
-    verification: int
-    """Number of that verification."""
-    users: int = 0
-    """Threads of this node that read it, and processes that were told where it is."""
-    dropped: bool = False
-
-
-@dataclass(eq=False)
-class Chunk:
-    """A sealed chunk."""
-
-    digest: str
-    nbytes: int
-    copy: Copy | None = None
-    on_disk: bool = False
-    gone: bool = False
-    """Whether the table has given it up."""
-    touched: int = 0
-    holders: set[int] = field(default_factory=set)
-    keep_until: float = 0.0
-    busy: threading.Lock = field(default_factory=threading.Lock)
-    """Held while its bytes are verified or read from disk, so that all who want that share one pass. Taken before the
-    table's lock, never under it."""
-
-    @property
-    def offset(self) -> int:
-        """Where it lies in the arena now, -1 when it does not."""
-        return self.copy.offset if self.copy else -1
-
-
 class Tiers:
-    """The arena, and the way of chunks between it and the disk.
+    """The arena, and the movement of chunks between it and the disk.
 
     ``changed`` is a condition on the table's lock. Methods marked *locked* are called with that lock held, the others
-    take it.
+    acquire it.
     """
 
     def __init__(self, view: memoryview, disk: DiskFolder | None, queue: SaveQueue, changed: threading.Condition, *,
-                 verify_every_s: float, clock: Callable[[], float], lose: Callable[[Chunk, bool], None]) -> None:
-        """``lose(chunk, rotten)``, locked, is called when the last copy of a chunk is given up."""
+                 verify_every_s: float, clock: Callable[[], float], on_lost: Callable[[Chunk, bool], None]) -> None:
+        """``on_lost(chunk, corrupt)``, locked, is called when the last copy of a chunk is dropped for its bytes."""
         self.view, self.space = view, Allocator(len(view))
         self._disk, self._queue, self._changed, self._clock = disk, queue, changed, clock
-        self._verify_every_s, self._lose = verify_every_s, lose
+        self._verify_every_s, self._on_lost = verify_every_s, on_lost
         self._resident: dict[str, Chunk] = {}  # chunks with a copy in the arena, least recently used first
         self._readers = 0
         self._verifications = 0
 
     # -- room in the arena: locked -----------------------------------------------------------------------------------
-    def region(self, nbytes: int, wait_s: float, open_bytes: int | None = None) -> int:
-        """Offset of a region for ``nbytes``; chunks that are on disk make room for it, and those that are about to be
-        are waited for.
+    def make_region(self, nbytes: int, wait_s: float, open_bytes: int | None = None) -> int:
+        """Offset of a new region. Chunks that are on disk are spilled to make room for it; chunks that are about to be
+        saved are waited for.
 
-        ``open_bytes``: None where a chunk comes back from disk; for a new one, the bytes of all regions that are being
-        written. A new one displaces others only while the disk has room for it as well: otherwise chunks that cannot
-        leave would fill the arena, and those on disk could not come back.
+        ``open_bytes``: None for a chunk that comes back from disk; for a new one, the bytes of all regions that are
+        being written. A new chunk displaces others only while the disk has room for it as well: otherwise chunks that
+        cannot leave would fill the arena, and those on disk could not come back.
 
-        Raises ArenaFull, and DiskFull when it is the disk's room that is missing.
+        Raises ArenaFull, and DiskFull when it is the disk that lacks room.
         """
         end = time.monotonic() + wait_s
         while True:
@@ -115,37 +75,37 @@ class Tiers:
         kind = DiskFull if isinstance(trouble, DiskFull) else ArenaFull
         return kind(f"{full.message}; and nothing more can go to disk: {trouble.message}", hint=trouble.hint)
 
-    def _spill(self, want: int) -> bool:
-        """Takes chunks out of the arena, least recently used first, until it has a free piece of ``want`` bytes;
-        whether it has. Takes none where even all of them would not do."""
+    def _spill(self, needed: int) -> bool:
+        """Drops the arena copies of chunks that are on disk, least recently used first, until there is a free region of
+        ``needed`` bytes; whether there is. Drops none where dropping all would not do."""
         room, idle = self.space.size - self.space.used, list[Chunk]()
         for chunk in list(self._resident.values()):
             if chunk.copy is None or chunk.copy.users or chunk.holders or not chunk.on_disk:
                 continue
             idle.append(chunk)
             room += aligned(chunk.nbytes)
-            if room < want:
+            if room < needed:
                 continue
             for victim in idle:
                 self.drop_copy(victim)
             idle.clear()
-            if self.space.largest_free >= want:
+            if self.space.largest_free >= needed:
                 return True
         return False
 
     def free(self, offset: int) -> None:
-        """Gives a region back."""
+        """Frees a region."""
         self.space.free(offset)
         self._changed.notify_all()
 
     def touch(self, chunk: Chunk) -> None:
-        """The chunk was used now: others leave the arena before it."""
+        """The chunk is used now: it becomes the last to be spilled."""
         if chunk.copy is not None:
             self._resident.pop(chunk.digest, None)
             self._resident[chunk.digest] = chunk
 
     def drop_copy(self, chunk: Chunk) -> None:
-        """Takes the chunk out of the arena; the region is given back after its last user."""
+        """Drops the chunk's copy in the arena; the region is freed after its last user."""
         copy, chunk.copy = chunk.copy, None
         if copy is not None:
             self._resident.pop(chunk.digest, None)
@@ -153,15 +113,15 @@ class Tiers:
             if not copy.users:
                 self.free(copy.offset)
 
-    def leave(self, copy: Copy) -> None:
-        """One user fewer."""
+    def remove_user(self, copy: Copy) -> None:
+        """The copy has one user less."""
         copy.users -= 1
         if copy.dropped and not copy.users:
             self.space.free(copy.offset)
         self._changed.notify_all()
 
     def resident(self) -> int:
-        """Chunks in the arena."""
+        """Number of chunks in the arena."""
         return len(self._resident)
 
     def begin_verification(self) -> tuple[int, float]:
@@ -172,7 +132,7 @@ class Tiers:
     # -- reading -----------------------------------------------------------------------------------------------------
     @contextmanager
     def reading(self, chunk: Chunk, wait_s: float) -> Iterator[Copy]:
-        """The chunk's copy in the arena, brought back and verified if it is on disk only; it stays in place while the
+        """The chunk's copy in the arena, loaded from disk and verified if it is there only. It stays in place while the
         context is open. Raises ChunkMissing, ArenaFull and DiskFull."""
         copy = self._enter(chunk, wait_s)
         try:
@@ -180,17 +140,17 @@ class Tiers:
         finally:
             with self._changed:
                 self._readers -= 1
-                self.leave(copy)
+                self.remove_user(copy)
 
     def _enter(self, chunk: Chunk, wait_s: float) -> Copy:
         with self._changed:
             if chunk.copy is not None:
-                return self._read(chunk.copy)
+                return self._add_reader(chunk.copy)
         with chunk.busy:
             with self._changed:
                 if chunk.copy is not None:
-                    return self._read(chunk.copy)
-                offset = self.region(chunk.nbytes, wait_s)
+                    return self._add_reader(chunk.copy)
+                offset = self.make_region(chunk.nbytes, wait_s)
                 number, now = self.begin_verification()
             try:
                 self._load(chunk, self.view[offset:offset + chunk.nbytes])
@@ -199,22 +159,22 @@ class Tiers:
                     self.free(offset)
                 raise
             with self._changed:
-                if chunk.copy is not None:  # sealed anew meanwhile
+                if chunk.copy is not None:  # sealed again meanwhile
                     self.free(offset)
-                    return self._read(chunk.copy)
+                    return self._add_reader(chunk.copy)
                 copy = Copy(offset, now, number, dropped=chunk.gone)
                 if not chunk.gone:
                     chunk.copy = copy
                     self.touch(chunk)
-                return self._read(copy)
+                return self._add_reader(copy)
 
-    def _read(self, copy: Copy) -> Copy:
+    def _add_reader(self, copy: Copy) -> Copy:
         copy.users += 1
         self._readers += 1
         return copy
 
     def read_aside(self, chunk: Chunk) -> memoryview:
-        """The bytes, verified, of a chunk on disk that the arena has no room for, in memory of their own. Raises
+        """The verified bytes of a chunk on disk that the arena has no room for, in memory of their own. Raises
         ChunkMissing."""
         out = memoryview(bytearray(chunk.nbytes))
         self._load(chunk, out)
@@ -222,7 +182,7 @@ class Tiers:
 
     def _load(self, chunk: Chunk, out: memoryview) -> None:
         if self._disk is None or not chunk.on_disk:
-            raise ChunkMissing(f"this node has chunk {chunk.digest} no more")
+            raise ChunkMissing(f"this node does not have chunk {chunk.digest} any more")
         try:
             self._disk.read_into(chunk.digest, out)
             if matches(out, chunk.digest):
@@ -232,9 +192,9 @@ class Tiers:
             why = e
         with self._changed:
             if chunk.copy is None and not chunk.gone:
-                log.error("chunk %s on disk is given up: %s", chunk.digest, why.message)
-                self._lose(chunk, isinstance(why, ChunkCorrupt))
-        raise ChunkMissing(f"this node's copy of chunk {chunk.digest} is no more: {why.message}")
+                log.error("chunk %s on disk is dropped: %s", chunk.digest, why.message)
+                self._on_lost(chunk, isinstance(why, ChunkCorrupt))
+        raise ChunkMissing(f"this node's copy of chunk {chunk.digest} was dropped: {why.message}")
 
     # -- verifying ---------------------------------------------------------------------------------------------------
     @property
@@ -242,20 +202,24 @@ class Tiers:
         """How many began so far."""
         return self._verifications
 
-    def fresh(self, copy: Copy) -> bool:
+    def is_fresh(self, copy: Copy) -> bool:
         """Whether its bytes were verified less than ``verify_every_s`` ago."""
-        return self._clock() - copy.verified_at < self._verify_every_s
+        return self._clock() < self.expires_at(copy)
 
-    def verify(self, chunk: Chunk, copy: Copy, asked: int, *, anew: bool) -> bool:
-        """Whether the copy's bytes have the chunk's digest; a rotten copy is given up.
+    def expires_at(self, copy: Copy) -> float:
+        """Until when its last verification counts, by the table's clock."""
+        return copy.verified_at + self._verify_every_s
 
-        Not read again if that was done since ``asked`` (a number of a verification) or, unless it is to be ``anew``,
-        within ``verify_every_s``.
+    def verify(self, chunk: Chunk, copy: Copy, since: int, *, force: bool) -> bool:
+        """Whether the copy's bytes have the chunk's digest; a corrupt copy is dropped.
+
+        The bytes are not read again if a verification after number ``since`` has read them or, without ``force``, if
+        the last one is fresh.
         """
         with chunk.busy:
-            if copy.verification > asked:
+            if copy.verification > since:
                 return True
-            if not anew and self.fresh(copy):
+            if not force and self.is_fresh(copy):
                 return True
             with self._changed:
                 number, now = self.begin_verification()
@@ -265,8 +229,9 @@ class Tiers:
             with self._changed:
                 if chunk.copy is copy:
                     if chunk.on_disk:
-                        log.error("chunk %s in the arena is corrupt; the one on disk takes its place", chunk.digest)
+                        log.error("chunk %s in the arena is corrupt; the copy on disk replaces it", chunk.digest)
                         self.drop_copy(chunk)
                     else:
-                        self._lose(chunk, True)
+                        log.error("chunk %s in the arena is corrupt and dropped", chunk.digest)
+                        self._on_lost(chunk, True)
             return False

@@ -11,12 +11,12 @@ import torch
 from elastic_rl.dcs.manifest import Manifest, TensorEntry
 
 _PIECE = 1 << 22
-"""Elements that are compared at once: a difference in fp64 of a whole tensor would need many times its memory."""
+"""Elements that are compared at once: the fp64 difference of a whole tensor would need many times its memory."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One tensor that is not the same. ``what``: changed, added, removed, or reshaped (dtype or shape differ)."""
+    """One tensor that differs. ``what``: changed, added, removed, or reshaped (dtype or shape differ)."""
 
     name: str
     what: str
@@ -24,7 +24,7 @@ class Change:
     changed: int = 0
     """Elements whose bytes differ."""
     max_abs: float | None = None
-    """Largest absolute difference; None where it is not told by numbers."""
+    """Largest absolute difference; None for dtypes without one."""
     relative_l2: float | None = None
     """Euclidean norm of the difference over that of the older tensor; None where that is 0."""
 
@@ -34,21 +34,21 @@ class Change:
 
 
 def differing(old: Manifest, new: Manifest) -> tuple[list[Change], list[str]]:
-    """What the manifests alone tell, and the names of tensors of one layout whose bytes must be looked at: those that
-    do not lie in the same chunks."""
+    """Changes that show in the manifests, and names of the tensors whose bytes must be compared: those of equal layout
+    that are not in the same chunks."""
     before, after = {t.name: t for t in old.tensors}, {t.name: t for t in new.tensors}
-    told = [Change(n, "removed", _elements(t)) for n, t in before.items() if n not in after]
-    told += [Change(n, "added", _elements(t)) for n, t in after.items() if n not in before]
-    look = []
+    changes = [Change(n, "removed", _elements(t)) for n, t in before.items() if n not in after]
+    changes += [Change(n, "added", _elements(t)) for n, t in after.items() if n not in before]
+    candidates = []
     for name, tensor in after.items():
         was = before.get(name)
         if was is None or was == tensor:
             continue
         if (was.dtype, was.shape) != (tensor.dtype, tensor.shape):
-            told.append(Change(name, "reshaped", _elements(tensor)))
+            changes.append(Change(name, "reshaped", _elements(tensor)))
         else:
-            look.append(name)
-    return told, look
+            candidates.append(name)
+    return changes, candidates
 
 
 def _elements(tensor: TensorEntry) -> int:

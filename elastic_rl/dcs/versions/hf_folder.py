@@ -1,4 +1,4 @@
-"""HF model folders: a version as one, and one as a version."""
+"""Hugging Face model folders: writing a version as one, and reading one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from elastic_rl.errors import ConfigError, DiskFull
 
 INDEX = "model.safetensors.index.json"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")
-"""Ends of the names of files that hold weights, or say where they are."""
+"""Suffixes of files that hold weights, or list them."""
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 Progress = Callable[[int], None]
-"""Called with the bytes that were written or read since the last call."""
+"""Called with the bytes written or read since the last call."""
 
 
 def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force: bool,
@@ -32,9 +32,9 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
     Raises ConfigError (``folder`` is not empty, ``like`` is no model folder) and DiskFull.
     """
     if folder.exists() and any(folder.iterdir()) and not force:
-        raise ConfigError(f"{folder} is there and not empty", hint="name another folder, or give --force")
+        raise ConfigError(f"{folder} exists and is not empty", hint="name another folder, or give --force")
     if not (like / "config.json").exists():
-        raise ConfigError(f"{like} has no config.json to go with the weights", hint="name a model folder with --like")
+        raise ConfigError(f"{like} has no config.json to copy", hint="name a model folder with --like")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -110,7 +110,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def read(folder: Path, progress: Progress = lambda n: None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a model folder, one at a time. Raises ConfigError for a file that is none."""
+    """Every tensor of a model folder, one at a time. Raises ConfigError for an invalid file."""
     for file in files_of(folder):
         try:
             with safe_open(file, framework="pt") as f:
@@ -119,7 +119,7 @@ def read(folder: Path, progress: Progress = lambda n: None) -> Iterator[tuple[st
                     yield name, tensor
                     progress(tensor.nbytes)
         except SafetensorError as e:
-            raise ConfigError(f"{file} is no safetensors file that can be read: {e}") from e
+            raise ConfigError(f"{file} is not a valid safetensors file: {e}") from e
 
 
 def nbytes_of(folder: Path) -> int:

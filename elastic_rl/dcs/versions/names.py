@@ -1,4 +1,4 @@
-"""How people name a version. Pure."""
+"""Names of versions, as people write them. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def parse(name: str) -> tuple[str, int]:
     """
     found = _NAME.fullmatch(name)
     if found is None:
-        raise ConfigError(f"{name!r} names no version",
+        raise ConfigError(f"{name!r} is not the name of a version",
                           hint="write STREAM for its head, STREAM/12, or STREAM/-1 for the one before the head")
     return found[1], int(found[2] or 0)
 
 
 def pick(versions: Sequence[Version], stream: str, number: int) -> Version:
-    """The committed version that ``parse`` named. ``versions``: all of the stream, oldest first. Raises
-    VersionNotFound, which says what there is."""
+    """The committed version of a parsed name. ``versions``: all of the stream, oldest first. Raises VersionNotFound,
+    which lists the available ones."""
     committed = [v for v in versions if v.state is VersionState.COMMITTED]
     if number > 0:
         wanted = next((v for v in versions if v.number == number), None)

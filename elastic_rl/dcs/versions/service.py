@@ -1,4 +1,4 @@
-"""What a person can do with the versions of a job; straight to etcd and the nodes."""
+"""What a person can do with the versions of a job. Talks to etcd and the nodes directly."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any, Self
 
 from elastic_rl.config import Config, durations
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import placement as placements
+from elastic_rl.dcs.catalog.pins import pin_holders
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.codecs.digests import matches
+from elastic_rl.dcs.durable.store import DurableStore
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import TOKEN_FILE, Security
-from elastic_rl.dcs.versions import compare, hf_folder, names
-from elastic_rl.errors import ChunkMissing, ConfigError, ElasticRLError, VersionNotFound
+from elastic_rl.dcs.versions import compare, hf_folder, names, recovery
+from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, ElasticRLError, VersionNotFound
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Version, VersionState
+from elastic_rl.etcd.records import Placement, Version, VersionState
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Called with bytes done and total bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Finding:
 
 
 class VersionService:
-    """Close it after use. Names of versions are as in ``names.py``; every method raises VersionNotFound for one that is
+    """A context manager. Versions are named as in ``names.py``; every method raises VersionNotFound for one that is
     not there."""
 
     def __init__(self, cfg: Config, job: str, etcd_endpoints: Sequence[str], cluster_dir: Path) -> None:
@@ -47,23 +50,23 @@ class VersionService:
         self.cfg, self.keys = cfg, Keys(job)
         self._security = Security.from_config(cfg.dcs, cluster_dir / TOKEN_FILE)
         self.etcd = EtcdClient.from_config(cfg.etcd, list(etcd_endpoints))
-        self._hub = DcsClient(self.etcd, self.keys, io_timeout_s=cfg.dcs.io_timeout_s, security=self._security)
+        self._client = DcsClient(self.etcd, self.keys, io_timeout_s=cfg.dcs.io_timeout_s, security=self._security)
         self.me = f"{getpass.getuser()}@{socket.gethostname()}"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hub.close()
+        self._client.close()
         self.etcd.close()
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------
     def listing(self, stream: str = "") -> list[dict[str, Any]]:
         """Every version with a record, oldest first: its fields, ``head``, ``pins`` (holders) and ``durable``."""
         rows = []
         for name in [stream] if stream else self._streams():
             head = catalog.head(self.etcd, self.keys, name)
-            pins = self._pins(name)
+            pins = pin_holders(self.etcd, self.keys, name)
             durable = {kv.key for kv in self.etcd.range(self.keys.durable_prefix(name))[0]}
             for v in catalog.list_versions(self.etcd, self.keys, name):
                 rows.append({**v.model_dump(mode="json"), "head": head is not None and head.number == v.number,
@@ -71,18 +74,25 @@ class VersionService:
                              "durable": self.keys.durable(name, v.number) in durable})
         return rows
 
+    def nodes(self, version: Version) -> list[str]:
+        """Ids of the nodes that hold parts of a version."""
+        return placements.nodes_of(self._placement(version))
+
+    def _placement(self, version: Version) -> Placement:
+        return catalog.read_placement(self.etcd, self.keys, version.stream, version.number).placement
+
     def resolve(self, name: str) -> Version:
         stream, number = names.parse(name)
         return names.pick(catalog.list_versions(self.etcd, self.keys, stream), stream, number)
 
     def manifest(self, version: Version) -> Manifest:
         """Raises ChunkMissing when no node that answers has it."""
-        for node_id in dict.fromkeys([*version.nodes, *(n.id for n in self._hub.nodes())]):
+        for node_id in dict.fromkeys([*version.sources, *(n.id for n in self._client.nodes())]):
             with contextlib.suppress(ElasticRLError):
-                data = self._hub.connect(node_id).get(version.manifest)
+                data = self._client.connect(node_id).get(version.manifest)
                 if matches(data, version.manifest):
                     return Manifest.decode(data)
-        raise ChunkMissing(f"no node has a sound manifest of {version.stream} version {version.number}")
+        raise ChunkMissing(f"no node has a valid manifest of {version.stream} version {version.number}")
 
     def before(self, version: Version) -> Version | None:
         """The committed version before this one that is still there."""
@@ -94,41 +104,44 @@ class VersionService:
         prefix = self.keys.streams_prefix()
         return sorted({kv.key.removeprefix(prefix).partition("/")[0] for kv in self.etcd.range(prefix)[0]})
 
-    def _pins(self, stream: str) -> dict[int, list[str]]:
-        prefix = self.keys.pins_prefix(stream)
-        out: dict[int, list[str]] = {}
-        for kv in self.etcd.range(prefix)[0]:
-            number, _, holder = kv.key.removeprefix(prefix).partition("/")
-            out.setdefault(int(number), []).append(holder)
-        return out
-
     # -- comparing and checking --------------------------------------------------------------------------------------
     def diff(self, old: str, new: str) -> list[compare.Change]:
-        """What changed from one version to another. Chunks that both have are not looked at."""
+        """What changed from one version to another. Tensors in chunks that both have are not compared."""
         a, b = self.resolve(old), self.resolve(new)
-        told, look = compare.differing(self.manifest(a), self.manifest(b))
-        if look:
+        changes, candidates = compare.differing(self.manifest(a), self.manifest(b))
+        if candidates:
             with self._puller() as puller, puller.pull(a.stream, a.number) as pa, puller.pull(b.stream, b.number) as pb:
-                told += compare.compare(look, dict(pa.tensors()), dict(pb.tensors()))
-        return sorted(told, key=lambda c: (-c.share, c.name))
+                changes += compare.compare(candidates, dict(pa.tensors()), dict(pb.tensors()))
+        return sorted(changes, key=lambda c: (-c.share, c.name))
 
     def verify(self, name: str, progress: Progress = lambda done, total: None) -> tuple[list[Finding], int]:
-        """Reads every chunk of a version on every node that should hold it: what is wrong, and the bytes read."""
+        """Reads every chunk of a version on every node that should hold it: what is wrong, and the bytes read. A part
+        that no node holds is reported with node ``-``."""
         version = self.resolve(name)
         manifest = self.manifest(version)
-        chunks = {version.manifest: 0, **manifest.chunks}
-        total, done = sum(chunks.values()) * len(version.nodes), 0
-        found = []
-        for node_id in version.nodes:
-            for digest, nbytes in chunks.items():
-                try:
-                    if not matches(self._hub.connect(node_id).get(digest), digest):
-                        found.append(Finding(node_id, digest, "corrupt"))
-                except ElasticRLError as e:
-                    found.append(Finding(node_id, digest, "corrupt" if "orrupt" in type(e).__name__ else "missing"))
-                done += nbytes
-                progress(done, total)
+        digests, placement = manifest.part_digests(), self._placement(version)
+        listed = placements.parts_by_node(placement)
+        sizes = {version.manifest: 0, **manifest.chunks}
+        wanted = [(n, d) for n, parts in listed.items()
+                  for d in (version.manifest, *(d for i in parts for d in digests[i]))]
+        total, done, found = sum(sizes[d] for _, d in wanted), 0, list[Finding]()
+        for node_id, digest in wanted:
+            if what := self._fault(node_id, digest):
+                found.append(Finding(node_id, digest, what))
+            done += sizes[digest]
+            progress(done, total)
+        nowhere = placements.short_of(placement, 1) if placement.parts else range(len(digests))
+        found += [Finding("-", d, "missing") for i in nowhere for d in digests[i]]
         return found, done
+
+    def _fault(self, node_id: str, digest: str) -> str:
+        """What is wrong with a node's copy of a chunk; empty if nothing is."""
+        try:
+            return "" if matches(self._client.connect(node_id).get(digest), digest) else "corrupt"
+        except ChunkCorrupt:
+            return "corrupt"
+        except ElasticRLError:
+            return "missing"
 
     # -- keeping -----------------------------------------------------------------------------------------------------
     def pin(self, name: str, duration: str) -> Version:
@@ -141,7 +154,7 @@ class VersionService:
         """Ends a person's pin. Raises VersionNotFound when there is none."""
         version, holder = self.resolve(name), holder or self.me
         if not self.etcd.delete(self.keys.pin(version.stream, version.number, holder)):
-            there = ", ".join(self._pins(version.stream).get(version.number, [])) or "nobody"
+            there = ", ".join(pin_holders(self.etcd, self.keys, version.stream).get(version.number, [])) or "nobody"
             raise VersionNotFound(f"{holder} does not pin {version.stream} version {version.number}",
                                   hint=f"pinned by: {there}; name one with --holder")
 
@@ -160,13 +173,10 @@ class VersionService:
                 progress: Progress = lambda done, total: None) -> Version:
         """Publishes an HF folder as the stream's next version under the present epoch.
 
-        Raises ConfigError for a folder without weights, and unless ``yes`` when a run is at work: its engines would
-        load what is imported.
+        Raises ConfigError for a folder without weights, and unless ``yes`` while a trainer is running: its engines
+        would load the imported version.
         """
-        members = [kv for kv in self.etcd.range(self.keys.members_prefix("trainer"))[0]]
-        if members and not yes:
-            raise ConfigError(f"a trainer of job {self.keys.job} is at work, and its engines would load this version",
-                              hint="stop the run first, or give --yes if that is what you want")
+        self._require_idle("its engines would load this version", yes)
         epoch = fencing.current_epoch(self.etcd, self.keys)
         if not epoch:
             epoch = fencing.raise_epoch(self.etcd, self.keys, f"import by {self.me}").number
@@ -178,9 +188,29 @@ class VersionService:
             counter = _Counter(lambda done: progress(min(done, total), total))
             return publisher.publish(hf_folder.read(source, counter), meta={"imported": str(source), "by": self.me})
 
+    def _require_idle(self, otherwise: str, yes: bool) -> None:
+        if not yes and self.etcd.count(self.keys.members_prefix("trainer")):
+            raise ConfigError(f"a trainer of job {self.keys.job} is running, and {otherwise}",
+                              hint="stop the run first, or give --yes if that is what you want")
+
+    # -- recovery ----------------------------------------------------------------------------------------------------
+    def plan_recovery(self, catalog: str = "") -> tuple[recovery.Plan, list[str]]:
+        """What ``recover`` would do, with nothing changed, and the ids of the nodes that did not answer."""
+        sources = recovery.gather(self.etcd, self.keys, self._client, self._durable())
+        return recovery.plan(sources, catalog), list(sources.unreachable)
+
+    def recover(self, catalog: str = "", *, yes: bool) -> recovery.Plan:
+        """Rebuilds the catalog from the nodes and the durable store (``recovery.py``). Raises ConfigError unless
+        ``yes`` while a trainer is running, which would be fenced."""
+        self._require_idle("it would be fenced", yes)
+        return recovery.recover(self.etcd, self.keys, self._client, self._durable(), catalog=catalog,
+                                holder=f"recovery by {self.me}")
+
+    def _durable(self) -> DurableStore | None:
+        return DurableStore(self.cfg.dcs.durable_url, self.keys.job) if self.cfg.dcs.durable_url else None
+
     def _puller(self) -> Puller:
-        return Puller(self.etcd, self.keys, self.me, pin_ttl_s=self.cfg.dcs.pin_ttl_s,
-                      io_timeout_s=self.cfg.dcs.io_timeout_s, security=self._security)
+        return Puller(self.etcd, self.keys, self.me, io_timeout_s=self.cfg.dcs.io_timeout_s, security=self._security)
 
     def _model_dir(self) -> Path:
         """The folder whose config and tokenizer the run's weights belong to."""
@@ -191,14 +221,14 @@ class VersionService:
 
 
 class _Counter:
-    """Adds up what a progress callback is told piece by piece."""
+    """Adds up increments, and passes on the sum."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell, self._done = tell, 0
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self._report, self._done = report, 0
 
     def __call__(self, nbytes: int) -> None:
         self._done += nbytes
-        self._tell(self._done)
+        self._report(self._done)
 
 
 def tensor_rows(manifest: Manifest) -> Sequence[dict[str, Any]]:

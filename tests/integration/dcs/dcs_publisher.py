@@ -2,7 +2,7 @@
 
     dcs_publisher.py ETCD JOB EPOCH NODE CHUNK_BYTES
 
-Writes two chunks, says ``written`` on stdout, and then waits for a third that never comes.
+Writes two chunks, prints ``written``, and then waits for a third that never comes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     publish_rank.py ETCD JOB EPOCH RANK PORT ROUNDS
 
-Says ``committed N`` or ``dropped`` after each round, ``lost`` and how it was told when the other rank went.
+Prints ``committed N`` or ``dropped`` after each round, and ``lost: WHY`` when the other rank is lost.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def tensor(version: int, i: int) -> torch.Tensor:
 def publish_all(etcd_servers: str, job: str, epoch: int, rank: int, rounds: int) -> None:
     cfg, keys = DcsConfig(chunk_bytes=64 << 10, publish_timeout_s=20, io_timeout_s=10), Keys(job)
     with EtcdClient([etcd_servers], call_timeout_s=2.0) as etcd:
-        hub = DcsClient(etcd, keys, io_timeout_s=10, node=f"n{rank}")
-        arena = LocalArena(hub)
+        client = DcsClient(etcd, keys, io_timeout_s=10, node=f"n{rank}")
+        arena = LocalArena(client)
         publishers = {stream: Publisher(etcd, keys, stream, epoch=epoch, owner="ranks", chunk_bytes=cfg.chunk_bytes,
                                         staging_ttl_s=3, io_timeout_s=10, node="n0") for stream in STREAMS}
         par = ParallelDims(rank, 2, 2, rank, 1, 0, torch.device("cpu"))
-        behind = AsyncPublisher(par, cfg, etcd, keys, publishers if rank == 0 else {}, lambda: None)
+        background = AsyncPublisher(par, cfg, etcd, keys, publishers if rank == 0 else {}, lambda: None)
         for number in range(1, rounds + 1):
             begun = None
             if rank == 0:
                 staged = {stream: publishers[stream].begin({"round": number}) for stream in STREAMS}
                 begun = InFlightPublish(staged, {"policy": ("weights",), "trainer_state": ("weights", "extras")},
                                         number)
-            share = OwnedTensorWriter(hub, arena, cfg)
+            share = OwnedTensorWriter(client, arena, cfg)
             for i in range(rank, TENSORS, 2):
                 share.add("weights", f"w{i}", tensor(number, i), i)
                 share.add("extras", f"adam.w{i}", tensor(number, 50 + i), TENSORS + i)
-            behind.submit(share, begun)
-            print(f"committed {number}" if behind.join() else "dropped", flush=True)
-        behind.close()
+            background.submit(share, begun)
+            print(f"committed {number}" if background.join() else "dropped", flush=True)
+        background.close()
 
 
 if __name__ == "__main__":

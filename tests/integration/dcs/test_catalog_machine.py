@@ -1,4 +1,4 @@
-"""The catalog against a model: random publishers, crashes, epochs, pins and clean-up, on a real etcd."""
+"""The catalog against a model: random publishers, crashes, epochs, pins and garbage collection, on a real etcd."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from hypothesis.stateful import (
 )
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs.catalog import catalog
-from elastic_rl.dcs.catalog.catalog import Staged, Writer
+from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import Staged, leader_writes
+from elastic_rl.dcs.catalog.reads import read_identity
+from elastic_rl.dcs.catalog.writer import PendingCommit, StreamWriter, commit_together
 from elastic_rl.errors import Conflict, Fenced, VersionNotFound
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, KeptLease
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Version, VersionState
+from elastic_rl.etcd.records import Placement, Version, VersionState
 
 STREAM = "policy"
 TTL_S = 60
@@ -33,19 +35,19 @@ TTL_S = 60
 
 @dataclass
 class Publishing:
-    """One publisher process: its writer, its lease, and the version it has begun and not ended."""
+    """One publisher process: its writer, its lease, and the version that it has begun and not ended."""
 
     epoch: int
-    writer: Writer
+    writer: StreamWriter
     lease: KeptLease
     staged: Staged | None = None
     begun: set[int] = field(default_factory=set)
-    """Every number it took: their owner keys are under its lease."""
+    """Every number that it took: their owner keys are under its lease."""
 
 
 @dataclass
 class Model:
-    """What the catalog must say."""
+    """What the catalog must contain."""
 
     epoch: int = 0
     last: int = 0
@@ -53,7 +55,7 @@ class Model:
     states: dict[int, VersionState] = field(default_factory=dict)
     epoch_of: dict[int, int] = field(default_factory=dict)
     owned: set[int] = field(default_factory=set)
-    """Versions whose publisher's key is there."""
+    """Versions whose owner key exists."""
     pins: set[tuple[int, str]] = field(default_factory=set)
 
     def pinned(self, number: int) -> bool:
@@ -61,7 +63,7 @@ class Model:
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """Every rule does one thing to both; after each, both say the same."""
+    """Every rule does one thing to both; after each, both must agree."""
 
     etcd: EtcdClient  # set by the test
 
@@ -79,7 +81,7 @@ class CatalogMachine(RuleBasedStateMachine):
         for lease in self.leases:
             lease.close()
 
-    # -- who there is ------------------------------------------------------------------------------------------------
+    # -- publishers ------------------------------------------------------------------------------------------------
     @rule()
     def raise_epoch(self) -> None:
         self.model.epoch += 1
@@ -87,17 +89,17 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(target=publishers, behind=st.sampled_from([0, 0, 0, 1]))
     def start(self, behind: int) -> object:
-        """A publisher starts; some believe in an epoch that is over."""
+        """A publisher starts; some with an epoch that is over."""
         epoch = self.model.epoch - behind
         if not epoch or len(self.leases) > 8:
             return multiple()
         lease = self.etcd.keepalive(TTL_S)
         self.leases.append(lease)
-        return Publishing(epoch, Writer(self.etcd, self.keys, STREAM, epoch=epoch), lease)
+        return Publishing(epoch, StreamWriter(self.etcd, self.keys, STREAM, epoch=epoch), lease)
 
     @rule(publisher=consumes(publishers))
     def crash(self, publisher: Publishing) -> None:
-        """Its lease ends, and with it the keys under it; what it staged stays behind."""
+        """Its lease ends, and with it the keys under it; its staged version remains."""
         publisher.lease.close()
         self.model.owned -= publisher.begun
 
@@ -113,7 +115,7 @@ class CatalogMachine(RuleBasedStateMachine):
         publisher.staged = publisher.writer.begin(owner="p", lease=publisher.lease.id, meta={"by": publisher.epoch})
         self.model.last += 1
         number = publisher.staged.version.number
-        assert number == self.model.last, "a number was left out or used twice"
+        assert number == self.model.last, "a number was skipped or used twice"
         self.model.states[number] = VersionState.STAGING
         self.model.epoch_of[number] = publisher.epoch
         self.model.owned.add(number)
@@ -125,13 +127,14 @@ class CatalogMachine(RuleBasedStateMachine):
             return
         staged, publisher.staged = publisher.staged, None
         number, model = staged.version.number, self.model
+        pending = PendingCommit(publisher.writer, staged, "m", 1, Placement(parts=[["a"]]), {})
         may = (publisher.epoch == model.epoch and model.states.get(number) is VersionState.STAGING
                and number in model.owned and model.head < number)
         if not may:
             with pytest.raises((Fenced, Conflict)):
-                publisher.writer.commit(staged, manifest="m", nbytes=1, nodes=["a"])
+                commit_together([pending])
             return
-        version = publisher.writer.commit(staged, manifest="m", nbytes=1, nodes=["a"])
+        [version] = commit_together([pending])
         assert version.number == number
         model.states[number], model.head = VersionState.COMMITTED, number
         model.owned.discard(number)
@@ -167,45 +170,46 @@ class CatalogMachine(RuleBasedStateMachine):
             catalog.unpin(self.etcd, self.keys, STREAM, number, holder)
             self.model.pins.discard((number, holder))
 
-    # -- cleaning up -------------------------------------------------------------------------------------------------
+    # -- garbage collection --------------------------------------------------------------------------------------------
     @rule()
     def abort_orphans(self) -> None:
-        """Of all that is staged, exactly what has no owner is aborted."""
-        for entry in catalog.entries(self.etcd, self.keys, STREAM):
+        """Of the staged versions, exactly those without an owner are aborted."""
+        for entry in catalog.list_entries(self.etcd, self.keys, STREAM):
             if entry.version.state is VersionState.STAGING:
                 number = entry.version.number
                 orphaned = number not in self.model.owned
-                assert catalog.abort_orphan(self.etcd, self.keys, entry, []) is orphaned
+                assert leader_writes.abort_orphan(self.etcd, self.keys, entry, []) is orphaned
                 if orphaned:
                     self.model.states[number] = VersionState.ABORTED
 
     @rule(keep=st.integers(1, 3))
     def release_old(self, keep: int) -> None:
-        """What a janitor does: old and unpinned ones go, by way of RELEASING; a record of what is over is forgotten."""
-        entries = catalog.entries(self.etcd, self.keys, STREAM)
+        """As the garbage collector does it: old and unpinned versions go, by way of RELEASING."""
+        entries = catalog.list_entries(self.etcd, self.keys, STREAM)
         old = [e for e in entries if e.version.state is VersionState.COMMITTED][:-keep]
         for entry in old:
             number = entry.version.number
             if self.model.pinned(number):
                 continue
-            assert catalog.release(self.etcd, self.keys, entry, [])
-            with pytest.raises(VersionNotFound):  # from now on nobody can pin it
+            assert leader_writes.release(self.etcd, self.keys, entry, [])
+            with pytest.raises(VersionNotFound):  # from now on it cannot be pinned
                 catalog.pin(self.etcd, self.keys, STREAM, number, "late", 0)
-            assert not catalog.release(self.etcd, self.keys, entry, []), "a stale entry was taken"
+            assert not leader_writes.release(self.etcd, self.keys, entry, []), "a stale entry was accepted"
             again = catalog.get_entry(self.etcd, self.keys, STREAM, number)
-            assert again and catalog.gone(self.etcd, self.keys, again, [])
+            assert again and leader_writes.mark_gone(self.etcd, self.keys, again, [])
+            assert catalog.read_placement(self.etcd, self.keys, STREAM, number).revision == 0
             self.model.states[number] = VersionState.GONE
 
     @rule()
-    def forget(self) -> None:
-        for entry in catalog.entries(self.etcd, self.keys, STREAM):
+    def delete_records(self) -> None:
+        for entry in catalog.list_entries(self.etcd, self.keys, STREAM):
             if not catalog.TRANSITIONS[entry.version.state]:
-                assert catalog.forget(self.etcd, self.keys, entry, [])
+                assert leader_writes.delete_record(self.etcd, self.keys, entry, [])
                 del self.model.states[entry.version.number]
 
-    # -- what always holds -------------------------------------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------------------------------------
     @invariant()
-    def the_catalog_says_what_the_model_says(self) -> None:
+    def catalog_agrees_with_model(self) -> None:
         found = {v.number: v.state for v in catalog.list_versions(self.etcd, self.keys, STREAM)}
         assert found == self.model.states
         head = catalog.head(self.etcd, self.keys, STREAM)
@@ -213,21 +217,27 @@ class CatalogMachine(RuleBasedStateMachine):
         assert catalog.pinned(self.etcd, self.keys, STREAM) == {n for n, _ in self.model.pins}
 
     @invariant()
-    def what_is_committed_only_grows_in_number_and_epoch(self) -> None:
+    def commits_grow_in_number_and_epoch(self) -> None:
         assert self.committed == sorted(set(self.committed))
         made_under = [self.model.epoch_of[n] for n in self.committed]
         assert made_under == sorted(made_under)
 
     @invariant()
-    def the_head_is_the_record_as_committed(self) -> None:
+    def head_equals_its_version_record(self) -> None:
         """The head is never released here, so both keys hold the same bytes."""
         entry = catalog.head_entry(self.etcd, self.keys, STREAM)
         if entry is not None:
             record: Version | None = catalog.get_version(self.etcd, self.keys, STREAM, entry.version.number)
             assert record == entry.version
+            assert catalog.read_placement(self.etcd, self.keys, STREAM, record.number).placement.parts == [["a"]]
+
+    @invariant()
+    def identity_counts_commits(self) -> None:
+        identity, _ = read_identity(self.etcd, self.keys)
+        assert (identity.commits if identity else 0) == len(self.committed)
 
 
-def test_the_catalog_follows_its_model(etcd_servers: EtcdServers) -> None:
+def test_catalog_follows_its_model(etcd_servers: EtcdServers) -> None:
     with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0) as etcd:
         CatalogMachine.etcd = etcd
         run_state_machine_as_test(CatalogMachine, settings=settings(

@@ -1,10 +1,11 @@
-"""One node and its disk, its limits and its door: real node processes, spoken to over the wire."""
+"""One node: its disk, its limits, its authentication. Real node processes, called over the wire."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -27,10 +28,11 @@ from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.fetch.mapping import load_tensors
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import Security
-from elastic_rl.dcs.storage.arena import SHM
+from elastic_rl.dcs.storage.arena import SHM, Leftovers
 from elastic_rl.errors import (
     AccessDenied,
     ArenaFull,
@@ -53,7 +55,7 @@ CHUNK = 64 << 10
 
 
 class Wire:
-    """A client that says just what a test wants to say."""
+    """A client that sends exactly what a test gives it."""
 
     def __init__(self, node: DcsNode, *, timeout_s: float = 20, buffer_bytes: int = 0,
                  context: ssl.SSLContext | None = None) -> None:
@@ -92,8 +94,8 @@ class Wire:
 
 
 @dataclass(kw_only=True)
-class Hub(Nodes):
-    """Nodes of one job, and what talks to them."""
+class Dcs(Nodes):
+    """Nodes of one job, and their callers."""
 
     epoch: int
     closing: list[Callable[[], object]] = field(default_factory=list)
@@ -120,18 +122,21 @@ class Hub(Nodes):
         self.closing.append(out.close)
         return out
 
+    def puller(self, node: str = "a") -> Puller:
+        out = Puller(self.etcd, self.keys, "test", io_timeout_s=20, node=node)
+        self.closing.append(out.close)
+        return out
+
     def assert_pulls(self, numbers: Sequence[int], node: str = "a") -> None:
         """Each version comes back bit for bit."""
-        puller = Puller(self.etcd, self.keys, "test", pin_ttl_s=5, io_timeout_s=20, node=node)
-        with contextlib.closing(puller):
+        with contextlib.closing(self.puller(node)) as puller:
             for number in numbers:
                 with puller.pull("policy", number) as pulled:
                     assert all(torch.equal(t, weights(number)[name]) for name, t in pulled.tensors()), number
 
     def digests(self, number: int) -> list[str]:
         """A version's chunks; the last one is its manifest."""
-        puller = Puller(self.etcd, self.keys, "test", pin_ttl_s=5, io_timeout_s=20, node="a")
-        with contextlib.closing(puller), puller.pull("policy", number) as pulled:
+        with contextlib.closing(self.puller()) as puller, puller.pull("policy", number) as pulled:
             return [*pulled.manifest.chunks, pulled.version.manifest]
 
     def await_saved(self, wire: Wire) -> None:
@@ -150,8 +155,8 @@ class Hub(Nodes):
 
 
 @pytest.fixture
-def hub(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Hub]:
-    out = Hub(etcd_servers=etcd_servers, etcd=etcd, keys=keys, folder=tmp_path,
+def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Dcs]:
+    out = Dcs(etcd_servers=etcd_servers, etcd=etcd, keys=keys, folder=tmp_path,
               epoch=fencing.raise_epoch(etcd, keys, "test").number)
     try:
         yield out
@@ -172,157 +177,162 @@ def publish(publisher: Publisher, numbers: Sequence[int]) -> None:
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------
-def test_a_killed_node_serves_its_versions_again_after_its_next_start(hub: Hub) -> None:
-    node = hub.start()
-    publish(hub.publisher(), [1, 2, 3])
-    hub.await_saved(hub.wire(node))
+def test_killed_node_serves_its_versions_after_a_restart(dcs: Dcs) -> None:
+    node = dcs.start()
+    publish(dcs.publisher(), [1, 2, 3])
+    dcs.await_saved(dcs.wire(node))
     segment = Path(node.arena_path)
-    digest = hub.digests(1)[0]
-    hub.kill()
+    digest = dcs.digests(1)[0]
+    dcs.kill()
     assert segment.exists(), "the fault did not happen"
-    left, foreign = hub.file(digest).with_name("ab" * 16 + ".partial"), hub.file(digest).with_name("mine.txt")
+    left, foreign = dcs.file(digest).with_name("ab" * 16 + ".partial"), dcs.file(digest).with_name("mine.txt")
     left = left.parent.parent / "ab" / left.name
     for path in (left, foreign):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"half")
-    again = hub.start()
+    again = dcs.start()
     assert not segment.exists() and not left.exists() and foreign.read_bytes() == b"half"
-    assert hub.wire(again).call(op="stat")["resident"] == 0, "what is on disk is read when it is wanted"
-    hub.assert_pulls([1, 2, 3])
-    publish(hub.publisher(), [4])
-    hub.assert_pulls([4, 1])
+    assert dcs.wire(again).call(op="stat")["resident"] == 0, "what is on disk is read when it is needed"
+    dcs.assert_pulls([1, 2, 3])
+    publish(dcs.publisher(), [4])
+    dcs.assert_pulls([4, 1])
 
 
-def test_a_node_that_is_stopped_saves_what_is_committed_first(hub: Hub) -> None:
-    hub.start()
-    publish(hub.publisher(), [1, 2])
-    stop(hub.processes["a"].pid)
-    assert hub.processes["a"].wait(10) == 0
-    hub.start()
-    hub.assert_pulls([1, 2])
+def test_stopped_node_saves_committed_versions_first(dcs: Dcs) -> None:
+    dcs.start()
+    publish(dcs.publisher(), [1, 2])
+    stop(dcs.processes["a"].pid)
+    assert dcs.processes["a"].wait(10) == 0
+    dcs.start()
+    dcs.assert_pulls([1, 2])
 
 
-def test_what_was_persisted_is_there_after_a_kill_also_before_the_commit(hub: Hub) -> None:
-    wire = hub.wire(hub.start())
+def test_persisted_chunk_survives_a_kill_before_the_commit(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start())
     digest = wire.call(b"x" * CHUNK, op="put")["digest"]
     assert wire.call(op="persist", digests=[digest]) == {}
     assert wire.call(op="stat")["held"] == 1
-    hub.kill()
-    assert hub.wire(hub.start()).get(digest)[1] == b"x" * CHUNK
+    dcs.kill()
+    assert dcs.wire(dcs.start()).get(digest)[1] == b"x" * CHUNK
 
 
-def test_a_corrupt_file_is_never_served_and_another_copy_is_found(hub: Hub) -> None:
-    wire = hub.wire(hub.start())
-    publish(hub.publisher(), [1])
-    digest = hub.digests(1)[1]
-    hub.await_saved(wire)
-    hub.kill()
-    damaged = bytearray(hub.file(digest).read_bytes())
-    damaged[len(damaged) // 2] ^= 0x10
-    hub.file(digest).write_bytes(damaged)
-    wire = hub.wire(hub.start())
+def test_corrupt_file_is_never_served_and_another_copy_is_found(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start())
+    publish(dcs.publisher(), [1])
+    digest = dcs.digests(1)[1]
+    dcs.await_saved(wire)
+    dcs.kill()
+    corrupt = bytearray(dcs.file(digest).read_bytes())
+    corrupt[len(corrupt) // 2] ^= 0x10
+    dcs.file(digest).write_bytes(corrupt)
+    wire = dcs.wire(dcs.start())
     assert wire.call(op="has", digests=[digest])["missing"] == []
     with pytest.raises(ChunkMissing):
         wire.get(digest)
     with pytest.raises(ChunkCorrupt, match=digest):
-        hub.assert_pulls([1])
-    assert f"chunk {digest} on disk is given up" in hub.log()
-    wait_until(lambda: not hub.file(digest).exists(), timeout_s=10, what="the removal")
-    offset = int(wire.call(op="alloc", nbytes=1)["offset"])  # its place in the arena was given back
+        dcs.assert_pulls([1])
+    assert f"chunk {digest} on disk is dropped" in dcs.log()
+    wait_until(lambda: not dcs.file(digest).exists(), timeout_s=10, what="the removal")
+    offset = int(wire.call(op="alloc", nbytes=1)["offset"])  # its region in the arena was freed
     assert offset >= 0 and wire.call(op="stat")["pending"] == 1
     tensor = next(t for t in weights(1).values() if digest_of(t.numpy().tobytes()) == digest)
-    other = hub.wire(hub.start("b"))
+    other = dcs.wire(dcs.start("b"))
     assert other.call(tensor.numpy().tobytes(), op="put")["digest"] == digest
-    hub.assert_pulls([1])
+    dcs.assert_pulls([1])
 
 
-def test_more_versions_than_the_arena_holds_are_all_served(hub: Hub) -> None:
-    wire = hub.wire(hub.start(arena_bytes=1 * MIB))
-    publish(hub.publisher(), range(1, 16))
-    # saved behind everyone's back, so a moment later
+def test_node_serves_more_versions_than_its_arena_holds(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start(arena_bytes=1 * MIB))
+    publish(dcs.publisher(), range(1, 16))
+    # saved in the background, so a moment later
     wait_until(lambda: wire.call(op="stat")["unsaved"] == 0, timeout_s=20, what="all chunks to be on disk")
     stat = wire.call(op="stat")
     assert stat["disk_used_bytes"] > 2 * stat["arena_bytes"] and stat["resident"] < stat["chunks"]
-    told = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved")
+    reported = ("used_bytes", "disk_bytes", "disk_used_bytes", "chunks", "unsaved")
 
     def record() -> DcsNode:
-        return DcsNode.decode(hub.etcd.range(hub.keys.dcs_nodes_prefix())[0][0].value)
+        return DcsNode.decode(dcs.etcd.range(dcs.keys.dcs_nodes_prefix())[0][0].value)
 
-    wait_until(lambda: [getattr(record(), name) for name in told] == [stat[name] for name in told], timeout_s=20,
-               what="the node's record to tell the same")
-    hub.assert_pulls([*range(1, 16), *range(15, 0, -1)])
+    wait_until(lambda: [getattr(record(), name) for name in reported] == [stat[name] for name in reported],
+               timeout_s=20, what="the node's record to say the same")
+    dcs.assert_pulls([*range(1, 16), *range(15, 0, -1)])
 
 
-def test_a_chunk_that_someone_maps_stays_where_it_is_while_others_come_and_go(hub: Hub) -> None:
-    node = hub.start(arena_bytes=1 * MIB)
-    publish(hub.publisher(), [1])
-    reader, other = hub.wire(node), hub.wire(node)
-    digests = hub.digests(1)
-    located = reader.fetch(digests, use="one")
+def test_open_version_stays_in_place_while_others_come_and_go(dcs: Dcs) -> None:
+    node = dcs.start(arena_bytes=1 * MIB)
+    publish(dcs.publisher(), [1])
+    wire = dcs.wire(node)
+    puller = dcs.puller()
+    first, second = puller.pull("policy", 1), puller.pull("policy", 1)
+    located = first.chunks()
     fd = os.open(node.arena_path, os.O_RDONLY)
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
         os.close(fd)
 
         def unmoved() -> bool:
-            return all(digest_of(memory[offset:offset + nbytes]) == d for d, (offset, nbytes) in located.items())
+            return all(digest_of(memory[offset:offset + nbytes]) == d for d, offset, nbytes in located)
 
         assert unmoved()
-        publisher = hub.publisher()
+        publisher = dcs.publisher()
         publish(publisher, range(2, 12))
-        assert unmoved() and other.call(op="stat")["located"] == len(set(digests))
-        assert reader.fetch(digests, use="two") == located
-        reader.call(op="release", use="one")
+        assert unmoved() and wire.call(op="stat")["located"] == len(located)
+        assert second.chunks() == located
+        first.close()
         publish(publisher, range(12, 20))
         assert unmoved()
-        reader.close()
-        wait_until(lambda: not other.call(op="stat")["located"], timeout_s=10, what="the end of the reader's hold")
+        second.confirm()
+        puller.close()
+        wait_until(lambda: not wire.call(op="stat")["located"], timeout_s=10, what="the end of the reading")
         publish(publisher, range(20, 30))
-        assert not unmoved(), "nothing was ever spilled: this test has shown nothing"
-    hub.assert_pulls([1])
+        assert not unmoved(), "nothing was spilled: this test shows nothing"
+    dcs.assert_pulls([1])
 
 
-def test_a_pull_of_more_than_the_arena_can_hold_is_refused_and_keeps_nothing(hub: Hub) -> None:
-    wire = hub.wire(hub.start(arena_bytes=1 * MIB, io_timeout_s=3))
-    publish(hub.publisher(), range(1, 10))
-    wanted = [d for n in range(1, 10) for d in hub.digests(n)]
+def test_version_larger_than_the_arena_is_refused_and_occupies_nothing(dcs: Dcs) -> None:
+    dcs.start("b", arena_bytes=8 * MIB)
+    wire = dcs.wire(dcs.start(arena_bytes=1 * MIB, io_timeout_s=3))
+    big = {f"{name}{i}": tensor for i in range(8) for name, tensor in weights(i).items()}
+    dcs.publisher("b").publish(big.items(), meta={})
     with pytest.raises(ArenaFull):
-        wire.fetch(wanted, use="all")
+        dcs.puller().pull("policy", 1)
+    wait_until(lambda: not wire.call(op="stat")["pending"], timeout_s=10, what="regions to be freed")
     assert wire.call(op="stat")["located"] == 0
-    assert len(wire.fetch(wanted[:5], use="all")) == 5
+    publish(dcs.publisher("b"), [2])
+    dcs.assert_pulls([2])
 
 
-def test_a_disk_at_its_limit_refuses_the_publisher_and_goes_on_when_there_is_room(hub: Hub) -> None:
-    hub.start(arena_bytes=2 * MIB, disk_bytes=1 * MIB)
-    assert_full_then_room(hub)
+def test_disk_at_its_limit_refuses_publishes_until_there_is_room(dcs: Dcs) -> None:
+    dcs.start(arena_bytes=2 * MIB, disk_bytes=1 * MIB)
+    assert_full_then_room(dcs)
 
 
-def test_a_disk_without_space_refuses_the_publisher_and_goes_on_when_there_is_room(tmp_path: Path, hub: Hub) -> None:
+def test_full_file_system_refuses_publishes_until_there_is_room(tmp_path: Path, dcs: Dcs) -> None:
     with small_disk(tmp_path / "disk", "1M") as folder:
-        hub.start(arena_bytes=2 * MIB, disk_dir=folder)
-        assert_full_then_room(hub)
-        assert "has no room for a chunk" in hub.log(), "the file system was never full: this test has shown nothing"
+        dcs.start(arena_bytes=2 * MIB, disk_dir=folder)
+        assert_full_then_room(dcs)
+        assert "has no room for a chunk" in dcs.log(), "the file system was never full: this test shows nothing"
 
 
-def assert_full_then_room(hub: Hub) -> None:
+def assert_full_then_room(dcs: Dcs) -> None:
     """Publishes to an arena of twice the disk's size until neither has room; all that was committed stays; releasing
     versions makes room again."""
-    publisher, committed = hub.publisher(), list[int]()
+    publisher, committed = dcs.publisher(), list[int]()
     with pytest.raises(DiskFull):
         for number in range(1, 30):
             publish(publisher, [number])
             committed.append(number)
     assert len(committed) in (9, 10), "what fits in the arena needs no disk"
-    assert "chunks cannot be saved" in hub.log()
-    hub.assert_pulls(committed)
-    assert not list((hub.folder / "disk").rglob("*.partial"))
-    janitor = GarbageCollector(hub.etcd, hub.keys, RetentionPolicy(2))
-    hub.closing.append(janitor.close)
-    wait_until(lambda: any("dropped" in line for line in janitor.sweep([])), timeout_s=20, what="the drop")
-    hub.assert_pulls(committed[-2:])
+    assert "chunks cannot be saved" in dcs.log()
+    dcs.assert_pulls(committed)
+    assert not list((dcs.folder / "disk").rglob("*.partial"))
+    collector = GarbageCollector(dcs.etcd, dcs.keys, RetentionPolicy(2))
+    dcs.closing.append(collector.close)
+    wait_until(lambda: any("dropped" in line for line in collector.sweep([])), timeout_s=20, what="the drop")
+    dcs.assert_pulls(committed[-2:])
     number = wait_until(lambda: try_publish(publisher, committed[-1]), timeout_s=30, what="room", poll_s=0.5)
-    with contextlib.closing(Puller(hub.etcd, hub.keys, "x", pin_ttl_s=5, io_timeout_s=20, node="a")) as puller:
+    with contextlib.closing(dcs.puller()) as puller:
         assert puller.pull("policy", number).version.number == number
-    hub.assert_pulls(committed[-1:])
+    dcs.assert_pulls(committed[-1:])
 
 
 def try_publish(publisher: Publisher, seed: int) -> int:
@@ -333,61 +343,130 @@ def try_publish(publisher: Publisher, seed: int) -> int:
         return 0
 
 
-def test_the_janitor_takes_dropped_chunks_from_the_disk_too(hub: Hub) -> None:
-    wire = hub.wire(hub.start())
-    publish(hub.publisher(), [1, 2])
-    old, new = hub.digests(1), hub.digests(2)
-    hub.await_saved(wire)
-    assert all(hub.file(d).exists() for d in (*old, *new))
-    janitor = GarbageCollector(hub.etcd, hub.keys, RetentionPolicy(1))
-    hub.closing.append(janitor.close)
+def test_garbage_collector_removes_dropped_chunks_from_disk(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start())
+    publish(dcs.publisher(), [1, 2])
+    old, new = dcs.digests(1), dcs.digests(2)
+    dcs.await_saved(wire)
+    assert all(dcs.file(d).exists() for d in (*old, *new))
+    collector = GarbageCollector(dcs.etcd, dcs.keys, RetentionPolicy(1))
+    dcs.closing.append(collector.close)
 
     def swept() -> bool:
-        janitor.sweep([])
-        return not any(hub.file(d).exists() for d in old)
+        collector.sweep([])
+        return not any(dcs.file(d).exists() for d in old)
 
     wait_until(swept, timeout_s=20, what="the removal of version 1")
-    assert all(hub.file(d).exists() for d in new)
-    hub.assert_pulls([2])
+    assert all(dcs.file(d).exists() for d in new)
+    dcs.assert_pulls([2])
 
 
-def test_two_nodes_cannot_have_the_same_folder(hub: Hub, etcd_servers: EtcdServers) -> None:
-    hub.start()
-    for job in (f"{hub.keys.job}-x", hub.keys.job):
-        elsewhere = spawn_node(etcd_servers.endpoints, Keys(job), "a", hub.folder / job, arena_bytes=MIB,
+def test_two_nodes_cannot_use_the_same_folder(dcs: Dcs, etcd_servers: EtcdServers) -> None:
+    dcs.start()
+    for job in (f"{dcs.keys.job}-x", dcs.keys.job):
+        elsewhere = spawn_node(etcd_servers.endpoints, Keys(job), "a", dcs.folder / job, arena_bytes=MIB,
                                disk_bytes=MIB,
-                               disk_dir=hub.folder / "disk")
+                               disk_dir=dcs.folder / "disk")
         assert elsewhere.wait(20) == 2
-        assert "PreflightFailed" in (hub.folder / job / "a.log").read_text()
-    assert "another process has" in (hub.folder / f"{hub.keys.job}-x" / "a.log").read_text()
+        assert "PreflightFailed" in (dcs.folder / job / "a.log").read_text()
+    assert "another process has" in (dcs.folder / f"{dcs.keys.job}-x" / "a.log").read_text()
 
 
-def test_a_node_without_a_disk_says_so_when_it_is_to_persist(hub: Hub) -> None:
-    wire = hub.wire(hub.start(disk_bytes=0))
+def test_persist_without_a_disk_is_reported(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start(disk_bytes=0))
     digest = wire.call(b"x" * 100, op="put")["digest"]
     with pytest.raises(ConfigError, match="memory only"):
         wire.call(op="persist", digests=[digest])
-    assert not (hub.folder / "disk").exists()
+    assert not (dcs.folder / "disk").exists()
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+def test_node_whose_record_was_deleted_registers_again(dcs: Dcs) -> None:
+    node = dcs.start()
+    publish(dcs.publisher(), [1])
+    before = dcs.etcd.get(dcs.keys.dcs_node("a"))
+    dcs.etcd.delete(dcs.keys.dcs_node("a"))
+    after = wait_until(lambda: dcs.etcd.get(dcs.keys.dcs_node("a")), timeout_s=20, what="the record")
+    assert before is not None and after.create_revision > before.create_revision, "it counts as another registration"
+    assert DcsNode.decode(after.value).pid == node.pid and after.lease
+    dcs.assert_pulls([1])
+    assert "registering again" in dcs.log()
+
+
+def test_node_ends_when_another_process_registers_under_its_id(dcs: Dcs) -> None:
+    node = dcs.start()
+    other = node.replace(pid=node.pid + 1, arena_path="/dev/shm/of-another-host", host="10.0.0.9")
+    dcs.etcd.delete(dcs.keys.dcs_node("a"))
+    dcs.etcd.put(dcs.keys.dcs_node("a"), other.encode())
+    assert dcs.processes["a"].wait(20) == 2
+    assert "another process has registered as DCS node a" in dcs.log()
+    kept = dcs.etcd.get(dcs.keys.dcs_node("a"))
+    assert kept is not None and DcsNode.decode(kept.value) == other, "the record of the other one is gone"
+
+
+def test_killed_node_restarts_while_its_old_arena_is_mapped_and_read(dcs: Dcs) -> None:
+    node = dcs.start(arena_bytes=4 * MIB)
+    publish(dcs.publisher(), [1, 2])
+    dcs.await_saved(dcs.wire(node))
+    pulled = dcs.puller().pull("policy", 1)
+    tensors = dict(pulled.tensors())
+    fd = os.open(node.arena_path, os.O_RDONLY)
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ):  # a process that maps all of it and reads none
+        dcs.kill()
+        leftovers = Leftovers()  # as every node does when it starts; there may be others on this machine
+        assert Path(node.arena_path) in leftovers.removed and not Path(node.arena_path).exists()
+        with pytest.raises(NodeUnavailable):
+            pulled.confirm()
+        dcs.start(arena_bytes=4 * MIB)
+        assert os.fstat(fd).st_blocks * 512 < 2 * MIB, "the memory of the old arena is still allocated"
+        assert all(torch.equal(t, weights(1)[name]) for name, t in tensors.items()), "bytes changed under their reader"
+        tensors.clear()
+        leftovers.reclaim()
+        assert os.fstat(fd).st_blocks == leftovers.nbytes == 0
+    os.close(fd)
+    dcs.assert_pulls([1, 2])
+
+
+# -- trust -------------------------------------------------------------------------------------------------------------
+def test_flipped_bit_after_the_nodes_verification_is_found_by_readers_that_verify(dcs: Dcs) -> None:
+    node = dcs.start(verify_every_s=3600)
+    publish(dcs.publisher(), [1])
+    with dcs.puller().pull("policy", 1) as pulled, open(node.arena_path, "r+b") as arena:
+        digest, offset, nbytes = pulled.chunks()[0]
+        arena.seek(offset + nbytes // 2)
+        byte = arena.read(1)[0]
+        arena.seek(offset + nbytes // 2)
+        arena.write(bytes([byte ^ 0x10]))
+        arena.flush()
+        with pytest.raises(ChunkCorrupt, match=digest):
+            list(pulled.tensors())
+        with pytest.raises(ChunkCorrupt, match=digest):
+            list(load_tensors(pulled.reference(verify=True)))
+        assert len(list(load_tensors(pulled.reference()))) == 4, "within verify_every_s the node's word is trusted"
+        pulled.confirm()
+    dcs.start("b", verify_every_s=3600)
+    with pytest.raises(ChunkCorrupt, match=digest):  # another node verifies what it receives
+        dcs.puller("b").pull("policy", 1)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
-def test_a_peer_that_stops_reading_blocks_no_other_and_is_cut_off(hub: Hub) -> None:
-    node = hub.start(arena_bytes=32 * MIB, max_sends=2, max_sends_per_peer=1, io_timeout_s=4)
-    owner = hub.wire(node)
+def test_peer_that_stops_reading_blocks_no_other_and_is_disconnected(dcs: Dcs) -> None:
+    node = dcs.start(arena_bytes=32 * MIB, max_sends=2, max_sends_per_peer=1, io_timeout_s=4)
+    owner = dcs.wire(node)
     data = os.urandom(16 * MIB)
     digest = owner.call(data, op="put")["digest"]
-    stuck = hub.wire(node, hello=False, buffer_bytes=64 << 10)
-    stuck.call(op="hello", job=hub.keys.job, id="slow")
+    stuck = dcs.wire(node, hello=False, buffer_bytes=64 << 10)
+    stuck.call(op="hello", job=dcs.keys.job, id="slow")
     stuck.send(op="get", digest=digest)
     wait_until(lambda: owner.call(op="has", digests=[])["load"] == 1, timeout_s=5, what="the send that is stuck")
-    second = hub.wire(node, hello=False)
-    second.call(op="hello", job=hub.keys.job, id="slow")
-    second.send(op="get", digest=digest)  # the same peer's second: it waits
-    wait_until(lambda: owner.call(op="has", digests=[])["load"] == 2, timeout_s=3, what="the send that waits")
-    other = hub.wire(node, hello=False)
-    other.call(op="hello", job=hub.keys.job, id="quick")
+    second = dcs.wire(node, hello=False)
+    second.call(op="hello", job=dcs.keys.job, id="slow")
+    second.send(op="get", digest=digest)  # the same peer's second: it is queued
+    wait_until(lambda: owner.call(op="has", digests=[])["load"] == 2, timeout_s=3, what="the send that is queued")
+    other = dcs.wire(node, hello=False)
+    other.call(op="hello", job=dcs.keys.job, id="quick")
     assert other.get(digest)[1] == data
-    assert owner.call(op="has", digests=[])["load"] == 2, "the slow peer was gone by itself: this has shown nothing"
+    assert owner.call(op="has", digests=[])["load"] == 2, "the slow peer was gone by itself: this shows nothing"
     with pytest.raises(NodeUnavailable, match="busy"):
         second.answer()
     wait_until(lambda: not owner.call(op="has", digests=[])["load"], timeout_s=20, what="the end of the stuck send")
@@ -398,24 +477,24 @@ def test_a_peer_that_stops_reading_blocks_no_other_and_is_cut_off(hub: Hub) -> N
         raise protocol.Closed
 
 
-def test_a_long_fetch_tells_that_it_goes_on(hub: Hub) -> None:
-    source, node = hub.start("b"), hub.start("a", io_timeout_s=5)
-    digest = hub.wire(source).call(b"x" * CHUNK, op="put")["digest"]
-    wire = hub.wire(node)
-    hub.processes["b"].send_signal(signal.SIGSTOP)
+def test_long_fetch_reports_progress(dcs: Dcs) -> None:
+    source, node = dcs.start("b"), dcs.start("a", io_timeout_s=5)
+    digest = dcs.wire(source).call(b"x" * CHUNK, op="put")["digest"]
+    wire = dcs.wire(node)
+    dcs.processes["b"].send_signal(signal.SIGSTOP)
     wire.send(op="fetch", digests=[digest], prefer=["b"], hold=False)
-    told = 0
+    reported = 0
     with pytest.raises(ElasticRLError):
         while True:
             header = wire.answer()[0]
             assert header.keys() == {"progress"}
-            told += 1
-    assert told >= 2
+            reported += 1
+    assert reported >= 2
 
 
-def test_what_changed_is_sent_to_one_who_has_the_base(hub: Hub) -> None:
-    node = hub.start()
-    wire = hub.wire(node)
+def test_node_sends_a_delta_to_a_caller_that_has_the_base(dcs: Dcs) -> None:
+    node = dcs.start()
+    wire = dcs.wire(node)
     old = bytes(range(256)) * 1024
     new = bytearray(old)
     new[1000:1010] = b"0123456789"
@@ -430,108 +509,138 @@ def test_what_changed_is_sent_to_one_who_has_the_base(hub: Hub) -> None:
     assert wire.get(digest, base="0" * 32) == ({}, new), "the node does not have that base"
     noise = wire.call(os.urandom(len(old)), op="put")["digest"]
     assert wire.get(noise, base=base)[0] == {}, "all of it changed: a delta would be larger"
-    plain = hub.wire(hub.start("b", delta="false"))
+    plain = dcs.wire(dcs.start("b", delta="false"))
     base, digest = (plain.call(data, op="put")["digest"] for data in (old, bytes(new)))
     assert plain.get(digest, base=base) == ({}, new)
 
 
-def test_what_makes_no_sense_is_refused_and_the_connection_lives_on(hub: Hub) -> None:
-    wire = hub.wire(hub.start())
+def test_malformed_request_is_refused_and_the_connection_stays_open(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start())
     for header in ({"op": "alloc"}, {"op": "alloc", "nbytes": -1}, {"op": "get"}, {"op": "what"}, {"op": "fetch"},
                    {"op": "release"}, {"op": "seal", "offset": 0, "nbytes": 1}):
         with pytest.raises(ConfigError):
             wire.call(**header)
     with pytest.raises(ChunkMissing):
         wire.get("0" * 32, base="1" * 32)
-    assert wire.call(op="release", use="never located") == {}
+    assert wire.call(op="release", use="never opened") == {}
+    with pytest.raises(NodeUnavailable, match="does not have that version open"):
+        wire.call(op="confirm", use="never opened")
 
 
-# -- the door ----------------------------------------------------------------------------------------------------------
-def test_only_who_knows_the_token_is_let_in(hub: Hub) -> None:
-    secret = hub.folder / "token"
+# -- authentication ----------------------------------------------------------------------------------------------------
+def test_token_is_required(dcs: Dcs) -> None:
+    secret = dcs.folder / "token"
     secret.write_text("correct horse\n")
-    node = hub.start(token_file=secret)
+    node = dcs.start(token_file=secret)
     for header in ({"op": "hello", "token": "correct hors"}, {"op": "hello"}, {"op": "stat", "token": "correct horse"},
                    {"op": "put"}):
-        wire = hub.wire(node, hello=False)
+        wire = dcs.wire(node, hello=False)
         with pytest.raises(AccessDenied):
-            wire.call(job=hub.keys.job, **header)
+            wire.call(job=dcs.keys.job, **header)
         with pytest.raises((protocol.Closed, OSError)):
             wire.call(op="stat")
-    wire = hub.wire(node, hello=False)
-    assert wire.call(op="hello", job=hub.keys.job, token="correct horse")["id"] == "a"
+    wire = dcs.wire(node, hello=False)
+    assert wire.call(op="hello", job=dcs.keys.job, token="correct horse")["id"] == "a"
     assert wire.call(op="stat")["chunks"] == 0
-    assert "correct" not in hub.log()
+    assert "correct" not in dcs.log()
 
 
-def test_a_payload_of_one_who_was_not_let_in_takes_no_memory(hub: Hub) -> None:
-    wire = hub.wire(hub.start(), hello=False)
+def test_payload_before_authentication_is_refused(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start(), hello=False)
     wire.send(b"x" * 1000, op="put")
     with pytest.raises((protocol.Closed, OSError)):
         wire.answer()
 
 
-def test_a_caller_that_says_nothing_is_sent_away(hub: Hub) -> None:
-    wire = hub.wire(hub.start(io_timeout_s=1), hello=False)
+def test_silent_caller_is_disconnected(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start(io_timeout_s=1), hello=False)
     assert wire.sock.recv(1) == b""
 
 
-def test_a_node_of_another_job_is_not_taken_for_ours(hub: Hub) -> None:
-    wire = hub.wire(hub.start(), hello=False)
+def test_node_of_another_job_is_reported(dcs: Dcs) -> None:
+    wire = dcs.wire(dcs.start(), hello=False)
     with pytest.raises(NodeUnavailable, match="of job"):
         wire.call(op="hello", job="another")
 
 
-def test_with_tls_only_holders_of_a_certificate_are_served(hub: Hub) -> None:
-    ours, theirs = Authority(hub.folder, "ours"), Authority(hub.folder, "theirs")
+def test_tls_requires_a_certificate(dcs: Dcs) -> None:
+    ours, theirs = Authority(dcs.folder, "ours"), Authority(dcs.folder, "theirs")
     host, client, stranger = ours.issue("node"), ours.issue("client"), theirs.issue("client")
     tls = {"tls_cert": host.cert, "tls_key": host.key, "tls_ca": ours.cert}
-    node = hub.start(io_timeout_s=4, arena_bytes=32 * MIB, **tls)
+    node = dcs.start(io_timeout_s=4, arena_bytes=32 * MIB, **tls)
 
     def context(cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
         out = Security.from_config(DcsConfig(tls_cert=str(cert), tls_key=str(key), tls_ca=str(ca))).client_context
         assert out is not None
         return out
 
-    wire = hub.wire(node, context=context(client.cert, client.key, ours.cert))
+    wire = dcs.wire(node, context=context(client.cert, client.key, ours.cert))
     data = os.urandom(20 * MIB)
     assert wire.get(wire.call(data, op="put")["digest"])[1] == data
     assert isinstance(wire.sock, ssl.SSLSocket) and wire.sock.version() in ("TLSv1.2", "TLSv1.3")
 
     with pytest.raises(ssl.SSLCertVerificationError):
-        hub.wire(node, context=context(client.cert, client.key, theirs.cert))
+        dcs.wire(node, context=context(client.cert, client.key, theirs.cert))
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
     for unknown in (context(stranger.cert, stranger.key, ours.cert), anonymous):
         with pytest.raises((OSError, protocol.Closed)):
-            hub.wire(node, context=unknown)
+            dcs.wire(node, context=unknown)
     with pytest.raises(AccessDenied, match="TLS"):
-        hub.wire(node)
-    silent = hub.wire(node, hello=False)
-    assert silent.sock.recv(1) == b"", "a handshake that never comes is waited for without end"
+        dcs.wire(node)
+    silent = dcs.wire(node, hello=False)
+    assert silent.sock.recv(1) == b"", "a handshake that never comes is waited for forever"
     assert wire.call(op="stat")["chunks"] == 1
 
 
-def test_nodes_with_tls_and_a_token_fetch_from_each_other(hub: Hub) -> None:
-    ours, secret = Authority(hub.folder, "ours"), hub.folder / "token"
+def test_nodes_with_tls_and_a_token_fetch_from_each_other(dcs: Dcs) -> None:
+    ours, secret = Authority(dcs.folder, "ours"), dcs.folder / "token"
     secret.write_text("correct horse")
 
     def settings(name: str) -> dict[str, object]:
         pem = ours.issue(name)
         return {"tls_cert": pem.cert, "tls_key": pem.key, "tls_ca": ours.cert, "token_file": secret}
 
-    source, node = hub.start("a", **settings("a")), hub.start("b", **settings("b"))
+    source, node = dcs.start("a", **settings("a")), dcs.start("b", **settings("b"))
     security = Security.from_config(DcsConfig.model_validate({k: str(v) for k, v in settings("client").items()}))
     digest = ""
     for there in (source, node):
-        wire = hub.wire(there, hello=False, context=security.client_context)
-        wire.call(op="hello", job=hub.keys.job, token=security.token)
+        wire = dcs.wire(there, hello=False, context=security.client_context)
+        wire.call(op="hello", job=dcs.keys.job, token=security.token)
         if not digest:
             digest = wire.call(b"x" * CHUNK, op="put")["digest"]
-    assert wire.fetch([digest], use="t")[digest][1] == CHUNK
+    assert wire.fetch([digest])[digest][1] == CHUNK
     assert wire.get(digest)[1] == b"x" * CHUNK
 
 
-def test_a_node_that_cannot_read_its_token_does_not_start(hub: Hub) -> None:
-    assert hub.launch("a", token_file=hub.folder / "none").wait(20) == 2
-    assert "dcs.token_file" in hub.log()
+def test_node_does_not_start_without_its_token_file(dcs: Dcs) -> None:
+    assert dcs.launch("a", token_file=dcs.folder / "none").wait(20) == 2
+    assert "dcs.token_file" in dcs.log()
+
+
+def test_node_on_a_public_address_without_a_token_does_not_start(dcs: Dcs) -> None:
+    assert dcs.launch("a", host="0.0.0.0", advertise_host="127.0.0.1").wait(20) == 2
+    assert "ConfigError" in dcs.log() and "dcs.token_file" in dcs.log()
+    secret = dcs.folder / "token"
+    secret.write_text("correct horse")
+    dcs.start("b", host="0.0.0.0", advertise_host="127.0.0.1", token_file=secret)
+
+
+def test_renewed_certificate_is_used_without_a_restart(dcs: Dcs) -> None:
+    first, second = Authority(dcs.folder, "first"), Authority(dcs.folder, "second")
+    pem, renewed, client = first.issue("node"), second.issue("node"), second.issue("client")
+    node = dcs.start(tls_cert=pem.cert, tls_key=pem.key, tls_ca=first.cert)
+    context = Security.from_config(DcsConfig(tls_cert=str(client.cert), tls_key=str(client.key),
+                                             tls_ca=str(second.cert))).client_context
+    with pytest.raises(ssl.SSLCertVerificationError):
+        dcs.wire(node, context=context)
+    for old, new in ((pem.cert, renewed.cert), (pem.key, renewed.key), (first.cert, second.cert)):
+        shutil.copy(new, old)
+
+    def accepted() -> bool:
+        try:
+            return dcs.wire(node, context=context).call(op="stat")["chunks"] == 0
+        except (OSError, protocol.Closed):
+            return False
+
+    wait_until(accepted, timeout_s=60, what="the new certificate", poll_s=1.0)

@@ -1,135 +1,145 @@
-"""Copies that a node took with it are made again on other real nodes."""
+"""Repair on real nodes: copies that a node took with it are made again, part by part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from support.dcs_nodes import Nodes
+from support.dcs_cluster import DcsCluster, model
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
-from elastic_rl.dcs.client import DcsClient
-from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.dcs.publish.publisher import Publisher
-from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.host.processes import stop
 from elastic_rl.runtime import wait_until
 
-
-def model(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"w{i}": torch.randn(30_000, generator=generator) for i in range(3)}
-
-
-@dataclass(kw_only=True)
-class Fleet(Nodes):
-    """Nodes of one job, two copies of each version, and the one who repairs."""
-
-    hub: DcsClient
-    repairer: Repairer
-
-    def start(self, *nodes: str, **dcs: object) -> None:
-        for node in nodes:
-            self.start_node(node, **dcs)
-
-    def kill(self, node: str) -> None:
-        """Ends a node for good and waits until its registration is over."""
-        super().kill(node)
-        wait_until(lambda: node not in [n.id for n in self.hub.nodes()], timeout_s=20, what=f"the end of node {node}")
-
-    def holders(self, number: int) -> list[str]:
-        """Nodes of the version's record, after a look at what they really have."""
-        version = catalog.get_version(self.etcd, self.keys, "policy", number)
-        assert version is not None
-        return [n for n in version.nodes if not self.hub.connect(n).has([version.manifest])]
-
-    def require(self, number: int, node: str) -> None:
-        puller = Puller(self.etcd, self.keys, "test", pin_ttl_s=5, io_timeout_s=20, node=node)
-        with puller, puller.pull("policy", number) as pulled:
-            found = dict(pulled.tensors())
-            assert all(torch.equal(found[n], t) for n, t in model(number).items())
-
-    def close(self) -> None:
-        self.hub.close()
-        super().close()
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
-def fleet(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Fleet]:
-    hub = DcsClient(etcd, keys, io_timeout_s=20)
-    out = Fleet(etcd_servers=etcd_servers, etcd=etcd, keys=keys, folder=tmp_path, hub=hub,
-                repairer=Repairer(etcd, keys, hub, replicas=2))
-    try:
+def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[DcsCluster]:
+    with DcsCluster.open(etcd_servers, etcd, keys, tmp_path) as out:
         yield out
-    finally:
-        out.close()
 
 
-def publish(fleet: Fleet, *seeds: int) -> None:
-    epoch = fencing.raise_epoch(fleet.etcd, fleet.keys, "test").number
-    with Publisher(fleet.etcd, fleet.keys, "policy", epoch=epoch, owner="test", chunk_bytes=64 << 10, replicas=2,
-                   staging_ttl_s=5, io_timeout_s=20, node="a") as publisher:
-        for seed in seeds:
-            publisher.publish(model(seed).items(), meta={})
+def repairer(dcs: DcsCluster, replicas: int = 2) -> Repairer:
+    return Repairer(dcs.etcd, dcs.keys, dcs.client(io_timeout_s=20), replicas=replicas)
 
 
-@pytest.mark.timeout(120)
-def test_versions_survive_the_loss_of_both_their_nodes_one_after_the_other(fleet: Fleet) -> None:
-    fleet.start("a", "b", "c")
-    publish(fleet, 1, 2)
-    [other] = [n for n in fleet.holders(1) if n != "a"]
-    fleet.kill("a")
-    lines = fleet.repairer.round([])
-    assert len(lines) == 2 and all("copied policy version" in line for line in lines)
-    assert all(len(fleet.holders(n)) == 2 and "a" not in fleet.holders(n) for n in (1, 2))
-    assert fleet.repairer.round([]) == [], "what is whole was repaired again"
-    head = catalog.head(fleet.etcd, fleet.keys, "policy")
-    assert head == catalog.get_version(fleet.etcd, fleet.keys, "policy", 2), "the head's two records differ"
-    fleet.kill(other)
+def require_placement(dcs: DcsCluster, number: int) -> list[list[str]]:
+    """The placement of a version, after every node that it lists has shown that it has its parts and the manifest."""
+    version, client = catalog.get_version(dcs.etcd, dcs.keys, "policy", number), dcs.client()
+    assert version is not None
+    placed = dcs.parts(number)
+    with dcs.puller(placed[0][0]).pull("policy", number) as pulled:
+        digests = pulled.manifest.part_digests()
+    for nodes, part in zip(placed, digests, strict=True):
+        assert all(client.connect(n).has([version.manifest, *part]) == [] for n in nodes)
+    return placed
+
+
+def test_versions_survive_the_loss_of_both_nodes_one_after_the_other(dcs: DcsCluster) -> None:
+    dcs.start("a", "b", "c")
+    dcs.publish(1, 2, replicas=2)
+    repairing = repairer(dcs)
+    [[_, other]] = dcs.parts(1)
+    dcs.kill("a")
+    lines = repairing.round([])
+    assert sorted(lines) == [f"copied policy version {n} to node {'c' if other == 'b' else 'b'}" for n in (1, 2)]
+    assert all(sorted(require_placement(dcs, n)[0]) == ["b", "c"] for n in (1, 2))
+    assert repairing.round([]) == [], "a version with all its copies was repaired again"
+    assert dcs.head() == catalog.get_version(dcs.etcd, dcs.keys, "policy", 2), "the head's two records differ"
+    assert set(dcs.head().sources) <= {"b", "c"}
+    dcs.kill(other)
     [last] = {"b", "c"} - {other}
     for number in (1, 2):
-        fleet.require(number, last)
-    assert "has 1 of 2 copies" in fleet.repairer.round([])[0]
+        dcs.require(model(number), number, node=last)
+    assert "has 1 of 2 copies" in repairing.round([])[0]
 
 
-@pytest.mark.timeout(120)
-def test_a_node_that_came_back_with_its_disk_counts_and_one_without_does_not(fleet: Fleet) -> None:
-    fleet.start("a")
-    fleet.start("b", disk_bytes=64 << 20)
-    publish(fleet, 1)
-    assert sorted(fleet.holders(1)) == ["a", "b"]
-    fleet.hub.connect("b").call({"op": "persist", "digests": [catalog.head(  # type: ignore[union-attr]
-        fleet.etcd, fleet.keys, "policy").manifest]})
-    stop(fleet.processes["b"].pid)  # which saves the rest
-    fleet.start("b", disk_bytes=64 << 20)
-    assert fleet.repairer.round([]) == [] and sorted(fleet.holders(1)) == ["a", "b"]
-    fleet.kill("a")
-    fleet.start("a")
-    assert fleet.repairer.round([]) == ["copied policy version 1 to node a"]
-    assert sorted(fleet.holders(1)) == ["a", "b"]
+def test_only_the_parts_of_a_lost_node_are_copied(dcs: DcsCluster) -> None:
+    """A version of two hosts: no node ever gets all of it."""
+    dcs.start("a", "b", "c", "d")
+    version, tensors = dcs.publish_from("ab", replicas=2)
+    assert dcs.parts(1) == [["a", "b"], ["b", "c"]]
+    repairing = repairer(dcs)
+    assert repairing.round([]) == [], "a version published from two hosts was copied as a whole"
+    assert dcs.stat("d")["chunks"] == 0
+    dcs.kill("c")
+    assert repairing.round([]) == ["copied parts of policy version 1 to node d"]
+    assert require_placement(dcs, 1) == [["a", "b"], ["b", "d"]]
+    with dcs.puller("b").pull("policy") as pulled:
+        part = pulled.manifest.part_digests()[1]
+    assert dcs.stat("d")["chunks"] == len(part) + 1, "more than the lost part and the manifest was copied"
+    dcs.kill("b")  # of the first part a has the last copy, of the second one d
+    repairing.round([])
+    assert require_placement(dcs, 1) == [["a", "d"], ["d", "a"]]
+    dcs.require(tensors, version.number, node="d")
 
 
-@pytest.mark.timeout(120)
-def test_one_who_no_longer_leads_changes_no_record_and_the_thread_does_what_it_is_kicked_to(fleet: Fleet) -> None:
-    fleet.start("a", "b", "c")
-    publish(fleet, 1)
-    before = catalog.head(fleet.etcd, fleet.keys, "policy")
-    [other] = [n for n in fleet.holders(1) if n != "a"]
-    fleet.kill(other)
-    fleet.repairer.round([Compare.exists(fleet.keys.leader("nobody"))])
-    assert catalog.head(fleet.etcd, fleet.keys, "policy") == before
-    thread = RepairThread(Repairer(fleet.etcd, fleet.keys, fleet.hub, replicas=2))
+def test_restarted_node_counts_with_its_disk_and_not_without(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    dcs.start("b", disk_bytes=64 << 20)
+    dcs.publish(1, replicas=2)
+    repairing = repairer(dcs)
+    assert require_placement(dcs, 1) == [["a", "b"]]
+    dcs.client().connect("b").persist([dcs.head().manifest])
+    dcs.stop("b")  # which saves the rest
+    dcs.start("b", disk_bytes=64 << 20)
+    assert repairing.round([]) == [] and require_placement(dcs, 1) == [["a", "b"]]
+    dcs.kill("a")
+    dcs.start("a")
+    assert repairing.round([]) == ["copied policy version 1 to node a"]
+    assert sorted(require_placement(dcs, 1)[0]) == ["a", "b"]
+
+
+def test_repairer_that_no_longer_leads_changes_no_record(dcs: DcsCluster) -> None:
+    dcs.start("a", "b", "c")
+    dcs.publish(1, replicas=2)
+    [before] = dcs.parts(1)
+    dcs.kill("b")
+    repairer(dcs).round([Compare.exists(dcs.keys.leader("nobody"))])
+    assert dcs.parts(1) == [before]
+    thread = RepairThread(repairer(dcs))
     thread.start()
-    thread.kick([])
-    wait_until(lambda: other not in (catalog.head(fleet.etcd, fleet.keys, "policy") or before).nodes,  # type: ignore
-               timeout_s=30, what="the repair")
+    thread.request([])
+    wait_until(lambda: dcs.parts(1) == [["a", "c"]], timeout_s=60, what="the repair")
     thread.close()
     assert not thread.is_alive()
-    assert len(fleet.holders(1)) == 2
+    require_placement(dcs, 1)
+
+
+def test_repair_thread_survives_an_unexpected_error(dcs: DcsCluster) -> None:
+    dcs.start("a", "b", "c")
+    dcs.publish(1, replicas=2)
+    dcs.kill("b")
+    failed = []
+
+    class Failing(Repairer):
+        def _committed(self):  # type: ignore[no-untyped-def]
+            if not failed:
+                failed.append(True)
+                raise KeyError("a bug")
+            return super()._committed()
+
+    thread = RepairThread(Failing(dcs.etcd, dcs.keys, dcs.client(), replicas=2))
+    thread.start()
+    try:
+        wait_until(lambda: thread.request([]) or dcs.parts(1) == [["a", "c"]], timeout_s=60, what="the repair",
+                   poll_s=0.3)
+        assert failed, "the error did not happen"
+    finally:
+        thread.close()
+
+
+def test_node_of_another_catalog_is_given_no_copies(dcs: DcsCluster) -> None:
+    dcs.start("a", "b")
+    dcs.publish(1, replicas=2)
+    dcs.start("c", disk_bytes=64 << 20)
+    dcs.client().connect("c").call({"op": "note_versions", "catalog": "other", "commits": 3, "versions": []})
+    wait_until(lambda: any(n.catalog == "other" for n in dcs.registered()), timeout_s=20, what="its record")
+    dcs.kill("b")
+    assert "has 1 of 2 copies" in repairer(dcs).round([])[0]
+    assert dcs.stat("c")["chunks"] == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,11 +122,19 @@ def test_request_in_flight_survives_an_update_and_names_both_versions(testbed: E
     pytest.fail("no request was in flight when the weights changed")
 
 
-def test_engine_rejects_a_version_with_a_missing_tensor_and_serves_on(testbed: EngineTestbed) -> None:
+def test_engine_rejects_a_version_with_a_missing_tensor_retries_with_backoff_and_serves_on(
+        testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
     engine_id = testbed.serving_engine()
     engine = testbed.wait_ready(engine_id)
     tensors = dict(testbed.model.state_dict())
     tensors.pop("model.norm.weight")
+    tries, pull = list[float](), Puller.pull
+
+    def counted_pull(*args: object, **options: object) -> object:
+        tries.append(time.monotonic())
+        return pull(*args, **options)
+
+    monkeypatch.setattr(Puller, "pull", counted_pull)
     broken = testbed.publisher.publish(tensors.items(), meta={}).number
 
     def reports() -> list[str]:
@@ -136,6 +146,8 @@ def test_engine_rejects_a_version_with_a_missing_tensor_and_serves_on(testbed: E
     assert (found.state, found.version, found.applying) == (EngineState.READY, testbed.published, 0)
     assert broken > testbed.published
     testbed.assert_serves()
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert pauses and all(pause > 0.75 * 0.2 * 2 ** i for i, pause in enumerate(pauses)), "it retries without a backoff"
 
     # The next good version ends it; the tokens of its bf16 weights are those of the fp32 engine.
     testbed.publish(seed=5, dtype=torch.bfloat16)
@@ -162,7 +174,7 @@ def test_drained_engine_finishes_its_requests_and_leaves_nothing(testbed: Engine
 
 def test_tensor_parallel_ranks_stage_a_version_part_by_part(testbed: EngineTestbed) -> None:
     testbed.stop_engines()
-    runner = testbed.start_engine("tp2", extra_args=["--tp-size", "2"], pause="in_place")
+    runner = testbed.start_engine("tp2", extra_args=["--tp-size", "2"], pause_mode="in_place")
     testbed.wait_ready("tp2")
     testbed.assert_serves()
     testbed.publish(seed=6)
@@ -171,11 +183,11 @@ def test_tensor_parallel_ranks_stage_a_version_part_by_part(testbed: EngineTestb
     assert len(set(engine.checksum.split())) == 2, "each rank has a half of its own"
 
     # Staged tensor by tensor, as a version arrives at a host, it is the same.
-    with (Puller(testbed.etcd, testbed.keys, "test", pin_ttl_s=10, io_timeout_s=30) as puller,
+    with (Puller(testbed.etcd, testbed.keys, "test", io_timeout_s=30) as puller,
           puller.pull("policy") as pulled, runner._server.stage() as session):
         whole = pulled.reference()
-        for tensor in reversed(whole["tensors"]):
-            session.add({**whole, "tensors": [tensor]})
+        for i in reversed(range(len(pulled.manifest.tensors))):
+            session.add({**whole, "tensors": [[i, i + 1]]})
         assert " ".join(session.finish(whole).checksums) == engine.checksum
     testbed.assert_serves()
     runner.stop()

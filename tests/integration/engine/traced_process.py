@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.etcd.run_context import RunContext
@@ -20,7 +20,7 @@ from elastic_rl.telemetry import traces
 def publish(ctx: RunContext) -> None:
     traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.trainer")
     with ctx.connect() as etcd, \
-            Puller(etcd, ctx.keys, "again", pin_ttl_s=10, io_timeout_s=30) as puller, \
+            Puller(etcd, ctx.keys, "again", io_timeout_s=30) as puller, \
             Publisher(etcd, ctx.keys, "policy", epoch=ctx.epoch, owner="again", chunk_bytes=1 << 20,
                       staging_ttl_s=10) as publisher:
         with puller.pull("policy") as pulled:

@@ -19,7 +19,7 @@ from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import TOKEN_FILE, Security
@@ -158,7 +158,7 @@ def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: 
 
     again = cluster.up()
     assert len(cluster.segments()) == 1, "the dead node's segment is still there"
-    with EtcdClient(again.etcd_endpoints) as etcd, Puller(etcd, keys, "test", pin_ttl_s=5, io_timeout_s=10,
+    with EtcdClient(again.etcd_endpoints) as etcd, Puller(etcd, keys, "test", io_timeout_s=10,
                                             security=security) as puller, puller.pull("policy") as pulled:
         assert pulled.version.number == 1 and torch.equal(dict(pulled.tensors())["w"], tensor)
     cluster.down()

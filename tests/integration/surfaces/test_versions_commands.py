@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from elastic_rl import config
 from elastic_rl.cli import main
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.etcd import fencing
@@ -33,8 +35,8 @@ from elastic_rl.runtime import wait_until
 
 
 @dataclass
-class Desk:
-    """A cluster as ``elastic-rl up`` would have left it, with two versions of a small model in it."""
+class VersionsCommand:
+    """A cluster as ``elastic-rl up`` leaves it, with two versions of a small model in it."""
 
     etcd: EtcdClient
     keys: Keys
@@ -62,8 +64,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-         ) -> Iterator[Desk]:
+def command(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+         ) -> Iterator[VersionsCommand]:
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path / "runs")})
     cfg.cluster_dir.mkdir(parents=True)
     ClusterInfo(keys.job, etcd_servers.endpoints, [], "", "", str(cfg.cluster_dir)).save()
@@ -80,90 +82,121 @@ def desk(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path
             weights["model.norm.weight"][5] += 0.25
             publisher.publish(weights.items(), meta={"step": 1})
         capsys.readouterr()
-        yield Desk(etcd, keys, node, process, tmp_path / "runs", model_dir, capsys)
+        yield VersionsCommand(etcd, keys, node, process, tmp_path / "runs", model_dir, capsys)
     finally:
         stop(process.pid)
         process.wait(timeout=10)
 
 
-def test_the_listing_shows_every_version_and_which_is_the_head(desk: Desk) -> None:
-    rows = desk.json("ls")
-    assert [(r["number"], r["head"], r["step"], r["nodes"]) for r in rows] == [  # type: ignore[attr-defined]
+def test_ls_shows_every_version_and_the_head(command: VersionsCommand) -> None:
+    rows = command.json("ls")
+    assert [(r["number"], r["head"], r["step"], r["sources"]) for r in rows] == [  # type: ignore[attr-defined]
         (1, False, 0, ["node-0"]), (2, True, 1, ["node-0"])]
-    code, out, _ = desk.run()  # a bare `versions` is `versions ls`
+    code, out, _ = command.run()  # a bare `versions` is `versions ls`
     assert code == 0 and "head" in out.splitlines()[2] and "KiB" in out
 
 
-def test_show_tells_tensors_and_what_is_shared_with_the_version_before(desk: Desk) -> None:
-    shown = desk.json("show", "policy")
+def test_show_lists_tensors_and_bytes_shared_with_the_previous_version(command: VersionsCommand) -> None:
+    shown = command.json("show", "policy")
     assert shown["version"]["number"] == 2  # type: ignore[index]
     assert {t["name"] for t in shown["tensors"]} >= {"model.norm.weight", "lm_head.weight"}  # type: ignore[index]
     assert 0 < shown["shared_bytes"] < sum(shown["chunks"].values())  # type: ignore[index]
-    code, out, _ = desk.run("show", "policy/-1")
+    code, out, _ = command.run("show", "policy/-1")
     assert code == 0 and "policy/1" in out
 
 
-def test_diff_finds_the_one_element_that_changed(desk: Desk) -> None:
-    [change] = desk.json("diff", "policy/1", "policy/2")  # type: ignore[misc]
+def test_diff_finds_the_changed_element(command: VersionsCommand) -> None:
+    [change] = command.json("diff", "policy/1", "policy/2")  # type: ignore[misc]
     assert (change["name"], change["changed"], change["max_abs"]) == ("model.norm.weight", 1, 0.25)
-    assert desk.run("diff", "policy", "policy/2")[1] == "the same\n"
+    assert command.run("diff", "policy", "policy/2")[1] == "the same\n"
 
 
-def test_verify_sees_a_flipped_byte_and_exits_with_one(desk: Desk) -> None:
-    assert desk.run("verify", "policy")[0] == 0
-    with Puller(desk.etcd, desk.keys, "test", pin_ttl_s=5, io_timeout_s=10) as puller, puller.pull("policy") as pulled:
-        digest, offset, _ = pulled.reference()["chunks"][1]
-    with open(desk.node.arena_path, "r+b") as arena:
+def test_verify_finds_a_flipped_byte_and_exits_with_one(command: VersionsCommand) -> None:
+    assert command.run("verify", "policy")[0] == 0
+    with Puller(command.etcd, command.keys, "test", io_timeout_s=10) as puller, puller.pull("policy") as pulled:
+        digest, offset, _ = pulled.chunks()[1]
+    with open(command.node.arena_path, "r+b") as arena:
         arena.seek(offset)
         byte = arena.read(1)
         arena.seek(offset)
         arena.write(bytes([byte[0] ^ 1]))
-    code, out, _ = desk.run("verify", "policy")
+    code, out, _ = command.run("verify", "policy")
     assert code == 1 and digest in out and ("corrupt" in out or "missing" in out)
 
 
-def test_a_pin_keeps_a_version_until_it_ends_by_itself_or_by_hand(desk: Desk) -> None:
-    assert desk.run("pin", "policy/1", "--for", "3s")[0] == 0
-    janitor = GarbageCollector(desk.etcd, desk.keys, RetentionPolicy(1))
-    assert janitor.sweep([]) == []
-    assert desk.json("ls")[0]["pins"]  # type: ignore[index]
-    wait_until(lambda: any("released policy version 1" in line for line in janitor.sweep([])), timeout_s=20,
+def test_pin_keeps_a_version_until_it_expires_or_is_removed(command: VersionsCommand) -> None:
+    assert command.run("pin", "policy/1", "--for", "3s")[0] == 0
+    collector = GarbageCollector(command.etcd, command.keys, RetentionPolicy(1))
+    assert collector.sweep([]) == []
+    assert command.json("ls")[0]["pins"]  # type: ignore[index]
+    wait_until(lambda: any("released policy version 1" in line for line in collector.sweep([])), timeout_s=20,
                what="the end of the pin", poll_s=0.3)
-    assert desk.run("pin", "policy/2", "--for", "1h")[0] == 0
-    assert desk.run("unpin", "policy/2")[0] == 0
-    assert catalog.pinned(desk.etcd, desk.keys, "policy") == set()
-    code, _, err = desk.run("unpin", "policy/2")
+    assert command.run("pin", "policy/2", "--for", "1h")[0] == 0
+    assert command.run("unpin", "policy/2")[0] == 0
+    assert catalog.pinned(command.etcd, command.keys, "policy") == set()
+    code, _, err = command.run("unpin", "policy/2")
     assert code == 1 and "pinned by: nobody" in err
-    code, _, err = desk.run("show", "policy/1")
+    code, _, err = command.run("show", "policy/1")
     assert code == 1 and "gone" in err and "committed: 2" in err
-    janitor.close()
+    collector.close()
 
 
-def test_an_exported_version_is_the_model_and_an_imported_one_too(desk: Desk, tmp_path: Path) -> None:
+def test_export_and_import_keep_the_model(command: VersionsCommand, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
-    code, out, err = desk.run("export", "policy/1", str(folder), "--shard", "0.001")
+    code, out, err = command.run("export", "policy/1", str(folder), "--shard", "0.001")
     assert code == 0, err
-    original = AutoModelForCausalLM.from_pretrained(desk.model_dir, dtype=torch.float32).eval()
+    original = AutoModelForCausalLM.from_pretrained(command.model_dir, dtype=torch.float32).eval()
     exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(original(tokens).logits, exported(tokens).logits)
-    assert (folder / "tokenizer.json").read_bytes() == (desk.model_dir / "tokenizer.json").read_bytes()
-    assert desk.run("export", "policy/1", str(folder))[0] == 2, "a folder with something in it was written over"
-    code, out, err = desk.run("import", str(folder), "policy")
+    assert (folder / "tokenizer.json").read_bytes() == (command.model_dir / "tokenizer.json").read_bytes()
+    assert command.run("export", "policy/1", str(folder))[0] == 2, "a folder with something in it was written over"
+    code, out, err = command.run("import", str(folder), "policy")
     assert code == 0 and "policy/3" in out, err
-    assert desk.run("diff", "policy/1", "policy/3")[1] == "the same\n"
+    assert command.run("diff", "policy/1", "policy/3")[1] == "the same\n"
 
 
-def test_an_import_into_a_run_at_work_asks_first(desk: Desk) -> None:
-    with Membership(desk.etcd, desk.keys, "trainer", "rank-0", ttl_s=5).start():
-        code, _, err = desk.run("import", str(desk.model_dir), "policy")
+def test_import_into_a_running_job_needs_yes(command: VersionsCommand) -> None:
+    with Membership(command.etcd, command.keys, "trainer", "rank-0", ttl_s=5).start():
+        code, _, err = command.run("import", str(command.model_dir), "policy")
         assert code == 2 and "--yes" in err
-        assert desk.run("import", str(desk.model_dir), "policy", "--yes")[0] == 0
+        assert command.run("import", str(command.model_dir), "policy", "--yes")[0] == 0
 
 
-def test_what_is_not_there_is_told_with_what_to_do(desk: Desk, tmp_path: Path) -> None:
+def test_errors_say_what_to_do(command: VersionsCommand, tmp_path: Path) -> None:
     for args, word in ((["show", "policy/99"], "no such number"), (["show", "Policy!"], "STREAM"),
                        (["pin", "policy", "--for", "soon"], "duration"), (["import", str(tmp_path), "policy"], "safe")):
-        code, _, err = desk.run(*args)
+        code, _, err = command.run(*args)
         assert code in (1, 2) and word in err and "Traceback" not in err
+
+
+def test_recover_rebuilds_a_lost_catalog(command: VersionsCommand) -> None:
+    client = DcsClient(command.etcd, command.keys, io_timeout_s=10)
+    with contextlib.closing(client):
+        assert client.connect("node-0").mark().versions, "the node has noted no version"
+    command.etcd.delete_prefix(f"{command.keys.root}dcs/streams/")
+    command.etcd.delete_prefix(f"{command.keys.root}dcs/placements/")
+    command.etcd.delete(command.keys.dcs_catalog())
+    assert command.json("ls") == []
+    assert command.run("show", "policy")[0] == 1
+
+    code, out, err = command.run("recover", "--dry-run")
+    assert code == 0 and "nothing was changed" in out, err
+    assert command.json("ls") == []
+    with Membership(command.etcd, command.keys, "trainer", "rank-0", ttl_s=5).start():
+        code, _, err = command.run("recover")
+        assert code == 2 and "--yes" in err
+    done = command.json("recover")
+    assert [(v["stream"], v["number"], v["found"]) for v in done["versions"]] == [  # type: ignore[index]
+        ("policy", 1, "whole"), ("policy", 2, "whole")]
+    assert [r["head"] for r in command.json("ls")] == [False, True]  # type: ignore[attr-defined]
+    assert command.run("verify", "policy")[0] == 0
+
+
+def test_recover_without_anything_to_recover_from_says_what_is_needed(command: VersionsCommand) -> None:
+    stop(command.process.pid)
+    command.process.wait(timeout=10)
+    command.etcd.delete_prefix(f"{command.keys.root}dcs/")
+    code, _, err = command.run("recover")
+    assert code == 2 and "dcs.disk_dir" in err and "dcs.durable_url" in err

@@ -25,7 +25,7 @@ from support.otlp_collector import Collector, Span, collecting
 from elastic_rl import config
 from elastic_rl.data.tasks import Addition
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.dcs.catalog import catalog
+from elastic_rl.dcs import catalog
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd import events, fencing
@@ -142,7 +142,7 @@ def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group)
     assert [bool(m["state_version"]) for m in metrics] == [False, True, False]
     assert all(m["tokens"] == int(batch.response_len.sum()) and m["grad_norm"] > 0 for m in metrics)
 
-    with (Puller(group.etcd, group.keys, "test", pin_ttl_s=5, io_timeout_s=10) as puller,
+    with (Puller(group.etcd, group.keys, "test", io_timeout_s=10) as puller,
           puller.pull("policy", start.policy_version + 3) as pulled):
         published = [(t.name, t.shape) for t in pulled.manifest.tensors]
     with safe_open(Path(group.ctx.model_dir) / "model.safetensors", framework="pt") as file:

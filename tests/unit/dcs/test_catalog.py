@@ -1,4 +1,4 @@
-"""The states of a version, and which ways between them exist."""
+"""The states of a version and the transitions between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.dcs.catalog.catalog import TRANSITIONS, move
+from elastic_rl.dcs.catalog.transitions import TRANSITIONS, transition
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.records import Version, VersionState
 
@@ -21,25 +21,25 @@ def version(state: VersionState) -> Version:
 
 
 @pytest.mark.parametrize(("a", "b"), list(product(S, S)))
-def test_only_the_four_ways_of_the_picture_exist(a: VersionState, b: VersionState) -> None:
+def test_only_the_documented_transitions_exist(a: VersionState, b: VersionState) -> None:
     if (a, b) in LEGAL:
-        assert move(version(a), b, nbytes=5) == version(a).replace(state=b, nbytes=5)
+        assert transition(version(a), b, nbytes=5) == version(a).replace(state=b, nbytes=5)
     else:
         with pytest.raises(IllegalTransition, match=f"version 7 cannot go from {a} to {b}"):
-            move(version(a), b)
+            transition(version(a), b)
 
 
-def test_every_state_has_its_row() -> None:
+def test_transitions_cover_every_state() -> None:
     assert set(TRANSITIONS) == set(S)
 
 
 @given(st.lists(st.sampled_from(S), max_size=12))
-def test_no_walk_comes_back_or_shows_what_was_not_committed(walk: list[VersionState]) -> None:
+def test_walk_never_returns_to_a_state_or_releases_an_uncommitted_version(walk: list[VersionState]) -> None:
     at = version(S.STAGING)
     seen = [at.state]
     for to in walk:
         try:
-            at = move(at, to)
+            at = transition(at, to)
         except IllegalTransition:
             continue
         assert to not in seen
@@ -48,6 +48,6 @@ def test_no_walk_comes_back_or_shows_what_was_not_committed(walk: list[VersionSt
         assert S.COMMITTED in seen and S.ABORTED not in seen
 
 
-def test_a_version_survives_its_encoding() -> None:
+def test_version_record_round_trips() -> None:
     v = version(S.COMMITTED)
     assert Version.decode(v.encode()) == v

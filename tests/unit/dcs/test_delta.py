@@ -1,4 +1,4 @@
-"""The delta codec: whatever goes in comes out, and whatever is broken is told."""
+"""The delta codec: what goes in comes out, and malformed deltas are rejected. When deltas are requested."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.fetch.delta_policy import DeltaPolicy, Outcome
 from elastic_rl.dcs.manifest import Packer
 from elastic_rl.errors import ChunkCorrupt
 
@@ -39,7 +40,7 @@ def applied(encoded: bytes, base: bytes) -> bytes:
 
 
 @given(changes())
-def test_what_was_encoded_is_decoded_and_decoding_its_result_changes_nothing(case) -> None:
+def test_delta_round_trips_and_is_idempotent(case) -> None:
     base, new, itemsize = case
     encoded = delta.encode(memoryview(base), memoryview(new), itemsize, max_ratio=ANY)
     assert encoded is not None
@@ -48,14 +49,14 @@ def test_what_was_encoded_is_decoded_and_decoding_its_result_changes_nothing(cas
 
 
 @given(changes(), st.floats(0.01, 1.0))
-def test_a_delta_is_never_larger_than_was_asked_for(case, ratio: float) -> None:
+def test_delta_is_never_larger_than_its_limit(case, ratio: float) -> None:
     base, new, itemsize = case
     encoded = delta.encode(memoryview(base), memoryview(new), itemsize, max_ratio=ratio)
     assert encoded is None or len(encoded) <= ratio * len(new)
 
 
 @given(changes(), st.data())
-def test_a_broken_delta_is_told_or_gives_bytes_that_the_digest_will_judge(case, data) -> None:
+def test_malformed_delta_is_rejected_or_stays_within_its_chunk(case, data) -> None:
     base, new, itemsize = case
     encoded = delta.encode(memoryview(base), memoryview(new), itemsize, max_ratio=ANY)
     assert encoded is not None
@@ -74,7 +75,7 @@ def test_a_broken_delta_is_told_or_gives_bytes_that_the_digest_will_judge(case, 
 
 
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 70_000])
-def test_gaps_of_any_length_are_kept(gap: int) -> None:
+def test_gaps_of_any_length_round_trip(gap: int) -> None:
     base = np.zeros(100_000, np.uint16)
     new = base.copy()
     new[gap] = 7
@@ -83,7 +84,7 @@ def test_gaps_of_any_length_are_kept(gap: int) -> None:
     assert encoded is not None and applied(encoded, base.tobytes()) == new.tobytes()
 
 
-def test_two_percent_of_bf16_takes_a_thirtieth() -> None:
+def test_delta_of_two_percent_of_bf16_takes_a_thirtieth() -> None:
     rng = np.random.default_rng(0)
     base = rng.integers(0, 1 << 16, 1 << 20, dtype=np.uint16)
     new = base.copy()
@@ -93,7 +94,7 @@ def test_two_percent_of_bf16_takes_a_thirtieth() -> None:
 
 
 @pytest.mark.parametrize("base, new", [(b"", b""), (b"ab", b"abcd"), (b"abc", b"abd")])
-def test_what_has_no_delta_has_none(base: bytes, new: bytes) -> None:
+def test_chunks_of_other_lengths_have_no_delta(base: bytes, new: bytes) -> None:
     assert delta.encode(memoryview(base), memoryview(new)) is None
 
 
@@ -112,3 +113,70 @@ def test_bases_are_the_chunks_at_the_same_place_of_an_equal_layout() -> None:
     assert delta.bases(old, old) == {}
     other = manifest(3, shape=(65,))
     assert set(delta.bases(old, other)) <= set(list(other.chunks)[2:]), "a tensor of another shape has no base"
+
+
+def test_densely_changed_chunk_is_not_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal(1 << 20).astype(np.float32)
+    monkeypatch.setattr(delta, "_changes", lambda *_: pytest.fail("all of it was compared"))
+    assert delta.encode(base.view(np.uint8).data, (base * 1.001).view(np.uint8).data) is None
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.2])
+def test_sampling_does_not_reject_a_delta_that_is_worth_it(fraction: float) -> None:
+    rng = np.random.default_rng(1)
+    base = rng.integers(0, 1 << 16, 1 << 21, dtype=np.uint16)
+    new = base.copy()
+    new[rng.random(len(new)) < fraction] ^= 1
+    encoded = delta.encode(base.view(np.uint8).data, new.view(np.uint8).data)
+    assert encoded is not None and applied(encoded, base.tobytes()) == new.tobytes()
+
+
+# -- when deltas are requested -----------------------------------------------------------------------------------------
+MIB = 1 << 20
+
+
+def recorded(policy: DeltaPolicy, stream: str, outcome: Outcome, seconds: float, count: int = 20) -> DeltaPolicy:
+    for _ in range(count):
+        policy.record(stream, outcome, MIB, seconds)
+    return policy
+
+
+def uses(policy: DeltaPolicy, stream: str, count: int = 640) -> int:
+    return sum(policy.use(stream) for _ in range(count))
+
+
+def test_delta_is_requested_until_its_cost_is_known() -> None:
+    policy = recorded(DeltaPolicy(), "policy", Outcome.DENSE, 0.001)
+    assert uses(policy, "policy") == 640
+    recorded(policy, "policy", Outcome.DELTA, 9.0, count=7)
+    assert policy.use("policy")
+
+
+def test_delta_is_requested_while_it_is_cheaper_than_the_chunk() -> None:
+    policy = recorded(DeltaPolicy(), "policy", Outcome.DENSE, 0.010)
+    assert uses(recorded(policy, "policy", Outcome.DELTA, 0.004), "policy") == 640
+
+
+def test_delta_that_costs_more_than_the_link_is_only_probed() -> None:
+    policy = recorded(DeltaPolicy(), "policy", Outcome.DENSE, 0.001)
+    assert uses(recorded(policy, "policy", Outcome.DELTA, 0.008), "policy") == 10
+
+
+def test_streams_are_judged_apart() -> None:
+    policy = recorded(DeltaPolicy(), "trainer_state", Outcome.REFUSED, 0.001)
+    recorded(policy, "policy", Outcome.DELTA, 0.0005)
+    assert uses(policy, "trainer_state") == 10 and uses(policy, "policy") == 640
+
+
+def test_delta_is_used_again_when_the_link_becomes_slow() -> None:
+    policy = recorded(DeltaPolicy(), "policy", Outcome.DENSE, 0.001)
+    assert uses(recorded(policy, "policy", Outcome.DELTA, 0.008), "policy") == 10
+    assert uses(recorded(policy, "policy", Outcome.DENSE, 0.100), "policy") == 640
+
+
+def test_number_of_streams_is_bounded() -> None:
+    policy = DeltaPolicy()
+    for i in range(1000):
+        recorded(policy, f"s{i}", Outcome.REFUSED, 0.001, count=1)
+    assert len(policy._streams) <= 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def files(disk: DiskFolder) -> set[str]:
     return {p.name for p in disk.folder.rglob("*") if p.is_file()} - {"lock"}
 
 
-def test_what_is_written_is_read_and_removed(disk: DiskFolder) -> None:
+def test_disk_reads_and_removes_what_was_written(disk: DiskFolder) -> None:
     digest = put(disk, b"x" * 300)
     assert read(disk, digest, 300) == b"x" * 300 and disk.used_bytes == 300
     assert (disk.folder / digest[:2] / digest).stat().st_size == 300
@@ -49,7 +50,7 @@ def test_what_is_written_is_read_and_removed(disk: DiskFolder) -> None:
         read(disk, digest, 300)
 
 
-def test_a_chunk_over_the_limit_is_refused_and_the_others_stay(disk: DiskFolder) -> None:
+def test_disk_refuses_chunk_over_the_limit(disk: DiskFolder) -> None:
     digest = put(disk, b"x" * 600)
     with pytest.raises(DiskFull, match="600 of 1000 bytes"):
         put(disk, b"y" * 401)
@@ -57,7 +58,7 @@ def test_a_chunk_over_the_limit_is_refused_and_the_others_stay(disk: DiskFolder)
     put(disk, b"y" * 400)
 
 
-def test_a_write_that_fails_leaves_no_part_of_a_file(disk: DiskFolder) -> None:
+def test_failed_write_leaves_no_partial_file(disk: DiskFolder) -> None:
     digest = put(disk, b"x" * 100)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
@@ -69,15 +70,49 @@ def test_a_write_that_fails_leaves_no_part_of_a_file(disk: DiskFolder) -> None:
     assert files(disk) == {digest} and disk.used_bytes == 100
 
 
-def test_a_file_of_another_length_is_told_as_corrupt(disk: DiskFolder) -> None:
+def test_batch_stores_all_chunks_and_counts_them_against_the_limit(disk: DiskFolder) -> None:
+    data = [bytes([i]) * 300 for i in range(3)]
+    digests = [digest_of(d) for d in data]
+    with disk.batch() as batch:
+        for digest, content in zip(digests, data, strict=True):
+            batch.add(digest, memoryview(content))
+        assert files(disk) == {f"{d}.partial" for d in digests} and disk.used_bytes == 0
+        with pytest.raises(DiskFull):
+            batch.add(digest_of(b"y" * 101), memoryview(b"y" * 101))
+        assert batch.commit() == digests
+    assert [read(disk, d, 300) for d in digests] == data and disk.used_bytes == 900 and files(disk) == set(digests)
+
+
+def test_batch_that_is_not_committed_leaves_nothing(disk: DiskFolder) -> None:
+    with disk.batch() as batch:
+        batch.add(digest_of(b"x"), memoryview(b"x"))
+    assert not files(disk) and disk.used_bytes == 0
+    put(disk, b"x")
+
+
+def test_batch_whose_sync_fails_stores_none_of_its_chunks(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = put(disk, b"x" * 100)
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("elastic_rl.dcs.storage.disk._sync_folder", fail)
+    with pytest.raises(OSError, match="Input/output"), disk.batch() as batch:
+        for digest in (before[:2] + "0" * 30, before[:2] + "1" * 30):  # in a folder that is there
+            batch.add(digest, memoryview(b"y" * 10))
+        batch.commit()
+    assert files(disk) == {before} and disk.used_bytes == 100
+
+
+def test_read_reports_file_of_another_length_as_corrupt(disk: DiskFolder) -> None:
     digest = put(disk, b"x" * 100)
-    for damaged in (b"x" * 99, b"x" * 101, b""):
-        (disk.folder / digest[:2] / digest).write_bytes(damaged)
+    for wrong in (b"x" * 99, b"x" * 101, b""):
+        (disk.folder / digest[:2] / digest).write_bytes(wrong)
         with pytest.raises(ChunkCorrupt):
             read(disk, digest, 100)
 
 
-def test_the_index_has_whole_chunks_only_and_touches_no_foreign_file(tmp_path: Path) -> None:
+def test_index_lists_whole_chunks_and_leaves_foreign_files_alone(tmp_path: Path) -> None:
     first = DiskFolder(tmp_path / "n", 1000, "job")
     digest, long = put(first, b"x" * 100), digest_of(b"b", BLAKE3)
     first.write(long, memoryview(b"b"))
@@ -98,7 +133,7 @@ def test_the_index_has_whole_chunks_only_and_touches_no_foreign_file(tmp_path: P
     again.close()
 
 
-def test_a_folder_has_one_node_at_a_time_and_one_job_for_ever(tmp_path: Path) -> None:
+def test_folder_belongs_to_one_node_and_one_job(tmp_path: Path) -> None:
     first = DiskFolder(tmp_path / "n", 1000, "job")
     with pytest.raises(PreflightFailed, match="another process"):
         DiskFolder(tmp_path / "n", 1000, "job")
@@ -108,7 +143,7 @@ def test_a_folder_has_one_node_at_a_time_and_one_job_for_ever(tmp_path: Path) ->
     DiskFolder(tmp_path / "n", 1000, "job").close()
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "n").write_bytes(b"")
     with pytest.raises(PreflightFailed, match=r"dcs\.disk_dir"):
         DiskFolder(tmp_path / "n" / "m", 1000, "job")

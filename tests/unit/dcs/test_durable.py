@@ -1,4 +1,4 @@
-"""The durable store in a folder: what has a mark is whole, and what is broken is told."""
+"""The durable store in a folder: versions with a mark are whole, and corruption is detected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import digest_of
-from elastic_rl.dcs.durable.store import DurableStore, Mark
+from elastic_rl.dcs.durable.store import DurableStore, Mark, PartMark
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
 
@@ -43,17 +43,22 @@ def file_of(store: DurableStore, name: str) -> Path:
     return found
 
 
-def test_a_chunk_is_read_as_it_was_put_whole_or_as_a_delta(store: DurableStore) -> None:
+def commit(store: DurableStore, number: int, anchor: int, *parts: dict[str, str]) -> None:
+    for i, objects in enumerate(parts):
+        store.commit_part("policy", number, i, PartMark(objects))
+    store.commit(Mark(version(number), anchor, len(parts)))
+
+
+def test_chunk_is_read_as_stored_whole_or_as_delta(store: DurableStore) -> None:
     old, new = chunk(1), chunk(1, changed=20)
     base, digest = put(store, old), digest_of(new)
     payload = delta.encode(memoryview(old), memoryview(new))
     assert payload is not None and len(payload) < len(new) / 10
     store.put_delta(digest, base, payload)
     assert (store.read_chunk(base), store.read_chunk(digest)) == (old, new)
-    assert store.has_chunk(base) and not store.has_chunk(digest)
 
 
-def test_a_flipped_bit_in_the_store_is_told_and_mended_by_the_next_put(store: DurableStore) -> None:
+def test_flipped_bit_is_detected_and_fixed_by_the_next_put(store: DurableStore) -> None:
     data = chunk(2)
     digest = put(store, data)
     path = file_of(store, digest)
@@ -64,7 +69,7 @@ def test_a_flipped_bit_in_the_store_is_told_and_mended_by_the_next_put(store: Du
     assert store.read_chunk(digest) == data
 
 
-def test_a_delta_whose_base_is_gone_or_broken_gives_no_bytes(store: DurableStore) -> None:
+def test_delta_without_a_valid_base_is_not_decoded(store: DurableStore) -> None:
     old, new = chunk(3), chunk(3, changed=5)
     base, digest = put(store, old), digest_of(new)
     payload = delta.encode(memoryview(old), memoryview(new))
@@ -79,7 +84,7 @@ def test_a_delta_whose_base_is_gone_or_broken_gives_no_bytes(store: DurableStore
         store.read_chunk(digest)
 
 
-def test_a_delta_that_does_not_make_its_chunk_is_refused(store: DurableStore) -> None:
+def test_delta_that_does_not_make_its_chunk_is_rejected(store: DurableStore) -> None:
     old, new = chunk(5), chunk(5, changed=5)
     base = put(store, old)
     payload = delta.encode(memoryview(old), memoryview(new))
@@ -88,7 +93,7 @@ def test_a_delta_that_does_not_make_its_chunk_is_refused(store: DurableStore) ->
         store.put_delta(digest_of(b"another"), base, payload)
 
 
-def test_what_was_never_put_is_missing(store: DurableStore) -> None:
+def test_missing_chunk_and_version_raise(store: DurableStore) -> None:
     with pytest.raises(ChunkMissing):
         store.read_chunk("0" * 32)
     with pytest.raises(VersionNotFound):
@@ -96,8 +101,8 @@ def test_what_was_never_put_is_missing(store: DurableStore) -> None:
     assert store.numbers("policy") == [] and store.streams() == [] and store.sweep() == 0
 
 
-def test_marks_are_listed_read_back_and_dropped(store: DurableStore) -> None:
-    marks = [Mark(version(n, stream), n, {f"{n:032x}": ""}) for stream, n in (("policy", 3), ("policy", 12), ("x", 1))]
+def test_marks_are_listed_read_and_dropped(store: DurableStore) -> None:
+    marks = [Mark(version(n, stream), n, 2) for stream, n in (("policy", 3), ("policy", 12), ("x", 1))]
     for mark in marks:
         store.commit(mark)
     assert store.numbers("policy") == [3, 12] and store.streams() == ["policy", "x"]
@@ -107,49 +112,61 @@ def test_marks_are_listed_read_back_and_dropped(store: DurableStore) -> None:
     assert store.numbers("policy") == [12]
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b'{"schema": 2}', b'{"schema": 1, "version": 3}', b"[1]"])
-def test_a_mark_that_cannot_be_read_is_corrupt_and_nothing_is_swept(store: DurableStore, raw: bytes) -> None:
+@pytest.mark.parametrize("raw", [b"", b"{}", b'{"schema": 1}', b'{"schema": 2, "version": 3}', b"[1]"])
+@pytest.mark.parametrize("name", ["000000000001.json", "000000.json"])
+def test_corrupt_mark_is_detected_and_stops_the_sweep(store: DurableStore, name: str, raw: bytes) -> None:
     digest = put(store, chunk(6))
-    store.commit(Mark(version(1), 1, {digest: ""}))
-    file_of(store, "000000000001.json").write_bytes(raw)
+    commit(store, 1, 1, {digest: ""})
+    file_of(store, name).write_bytes(raw)
     with pytest.raises(ChunkCorrupt):
         store.mark("policy", 1)
+        store.part("policy", 1, 0)
     with pytest.raises(ChunkCorrupt):
         store.sweep(older_than_s=-1)
-    assert store.has_chunk(digest)
+    assert store.read_chunk(digest) == chunk(6)
 
 
-def test_a_sweep_removes_what_no_mark_refers_to_once_it_is_old(store: DurableStore) -> None:
+def test_sweep_removes_old_objects_that_no_committed_version_needs(store: DurableStore) -> None:
     kept, orphan, base = put(store, chunk(7)), put(store, chunk(8)), put(store, chunk(9))
     changed = chunk(9, changed=3)
     payload = delta.encode(memoryview(chunk(9)), memoryview(changed))
     assert payload is not None
     store.put_delta(digest_of(changed), base, payload)
-    store.commit(Mark(version(1), 1, {kept: "", base: ""}))
-    store.commit(Mark(version(2), 1, {digest_of(changed): base}))
-    assert store.sweep() == 0 and store.has_chunk(orphan)
-    assert store.sweep(older_than_s=-1) == 1 and not store.has_chunk(orphan)
-    assert store.read_chunk(digest_of(changed)) == changed and store.read_chunk(kept) == chunk(7)
+    commit(store, 2, 1, {kept: ""}, {digest_of(changed): base})
+    store.commit_part("policy", 3, 0, PartMark({orphan: ""}))  # of a copy that was never completed
+    assert store.sweep() == 0 and store.read_chunk(orphan) == chunk(8)
+    assert store.sweep(older_than_s=-1) == 1
+    with pytest.raises(ChunkMissing):
+        store.read_chunk(orphan)
+    with pytest.raises(ChunkMissing):
+        store.part("policy", 3, 0)
+    assert store.read_chunk(digest_of(changed)) == changed, "the base of a delta that is needed was removed"
+    assert store.read_chunk(kept) == chunk(7)
 
 
-def test_half_a_file_of_a_dead_writer_is_never_taken_for_a_chunk(store: DurableStore) -> None:
+def test_partial_file_of_a_dead_writer_is_never_read_and_is_swept(store: DurableStore) -> None:
     digest = put(store, chunk(10))
     path = file_of(store, digest)
-    path.rename(f"{path}.partial")
+    partial = path.with_name(f"{path.name}.0123.partial")
+    path.rename(partial)
     with pytest.raises(ChunkMissing):
         store.read_chunk(digest)
-    os.truncate(f"{path}.partial", 10)
+    os.truncate(partial, 10)
     store.put_chunk(digest, chunk(10))
+    assert store.read_chunk(digest) == chunk(10)
+    assert store.sweep() == 0 and partial.exists()
+    commit(store, 1, 1, {digest: ""})
+    assert store.sweep(older_than_s=-1) == 1 and not partial.exists()
     assert store.read_chunk(digest) == chunk(10)
 
 
-def test_a_url_that_nobody_speaks_is_a_config_error_without_its_secrets() -> None:
+def test_unknown_url_scheme_is_a_config_error_without_secrets() -> None:
     with pytest.raises(ConfigError) as caught:
         DurableStore("nosuch://user:secret@host/path", "job")
     assert "secret" not in str(caught.value) and "durable_url" in str(caught.value)
 
 
-def test_a_mark_survives_its_encoding() -> None:
-    mark = Mark(version(7), 5, {"a" * 32: "", "b" * 32: "c" * 32})
-    assert Mark.decode(mark.encode()) == mark
-    assert json.loads(mark.encode())["schema"] == 1
+def test_marks_round_trip() -> None:
+    mark, part = Mark(version(7), 5, 3), PartMark({"a" * 32: "", "b" * 32: "c" * 32})
+    assert Mark.decode(mark.encode()) == mark and PartMark.decode(part.encode()) == part
+    assert json.loads(mark.encode())["schema"] == json.loads(part.encode())["schema"] == 2

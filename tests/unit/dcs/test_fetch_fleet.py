@@ -1,4 +1,4 @@
-"""A fleet of fetch schedules over simulated links."""
+"""A fleet of fetch schedulers over simulated links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic_rl.dcs.fetch.actions import Ask, Get, Limits, Look
+from elastic_rl.dcs.fetch.model import GetChunk, Limits, ListNodes, QueryHave
 from elastic_rl.dcs.fetch.scheduler import FetchScheduler
 
 
@@ -16,14 +16,14 @@ from elastic_rl.dcs.fetch.scheduler import FetchScheduler
 class Flow:
     source: str
     sink: str
-    get: Get
+    get: GetChunk
     left: float
 
 
 class Fleet:
-    """Schedules joined by links of one chunk a second each way, shared evenly; the publisher's node has everything.
+    """Schedulers joined by links of one chunk a second each way, shared evenly; the publisher's node has everything.
 
-    ``slots``: chunks that a node sends at once, the others wait in line.
+    ``slots``: chunks that a node sends at once; the others are queued.
     """
 
     STEP_S = 0.1
@@ -33,16 +33,16 @@ class Fleet:
         self.chunks = [hashlib.md5(b"%d" % i).hexdigest() for i in range(chunks)]
         self.has: dict[str, set[str]] = {"publisher": set(self.chunks), **{f"n{i}": set() for i in range(nodes)}}
         # Scaled to a chunk a second: a real one takes some 0.06 s.
-        limits = Limits(ask_every_s=4.0, look_every_s=32.0, hedge_after_s=16.0, backoff_s=4.0)
+        limits = Limits(query_every_s=4.0, list_every_s=32.0, hedge_after_s=16.0, backoff_s=4.0)
         self.schedules = {n: FetchScheduler(limits, n) for n in self.has if n != "publisher"}
         self.flows: list[Flow] = []
         self.sent: Counter[str] = Counter()
         self.now = 0.0
 
     def run(self) -> float:
-        """Seconds until all have everything."""
+        """Runs until all nodes have everything; returns the seconds."""
         for schedule in self.schedules.values():
-            schedule.want(self.chunks)
+            schedule.request(self.chunks)
         while any(len(held) < len(self.chunks) for held in self.has.values()):
             for node in self.schedules:
                 self._act(node)
@@ -55,13 +55,13 @@ class Fleet:
         schedule = self.schedules[node]
         while action := schedule.next(self.now):
             match action:
-                case Look():
-                    schedule.looked({n: "1" for n in self.has if n != node}, self.now)
-                case Ask():
+                case ListNodes():
+                    schedule.on_nodes({n: "1" for n in self.has if n != node}, self.now)
+                case QueryHave():
                     missing = [d for d in action.digests if d not in self.has[action.peer]]
                     load = sum(f.source == action.peer for f in self.flows)
-                    schedule.heard(action, missing, load, self.now)
-                case Get():
+                    schedule.on_have(action, missing, load, self.now)
+                case GetChunk():
                     assert action.digest in self.has[action.peer]
                     self.flows.append(Flow(action.peer, node, action, 1.0))
                 case _:
@@ -84,13 +84,13 @@ class Fleet:
                 continue
             self.flows.remove(flow)
             self.has[flow.sink].add(flow.get.digest)
-            losers = self.schedules[flow.sink].got(flow.get.number, self.now)
+            losers = self.schedules[flow.sink].on_received(flow.get.number, self.now)
             self.flows = [f for f in self.flows if f.sink != flow.sink or f.get.number not in losers]
 
 
 @pytest.mark.parametrize(("nodes", "chunks", "slots"),
                          [(4, 128, 32), (8, 128, 32), (16, 128, 32), (16, 128, 4), (16, 64, 32)])
-def test_a_fleet_fills_in_two_single_pulls_at_most_and_the_publisher_sends_each_chunk_less_than_twice(
+def test_fleet_fills_in_less_than_two_single_pulls_and_the_publisher_sends_each_chunk_less_than_twice(
         nodes: int, chunks: int, slots: int) -> None:
     fleet = Fleet(nodes, chunks, slots=slots)
     took = fleet.run()

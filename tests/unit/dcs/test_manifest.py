@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.codecs.tensors import checksum, dtype_name, from_bytes, to_bytes
-from elastic_rl.dcs.manifest import ALIGN, DTYPES, Manifest, Packer, Placement, TensorEntry
+from elastic_rl.dcs.manifest import ALIGN, DTYPES, Manifest, Packer, SliceCopy, TensorEntry
 from elastic_rl.errors import ChunkCorrupt, ConfigError
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -59,7 +59,7 @@ def unpack(entry: TensorEntry, chunks: dict[str, bytes]) -> torch.Tensor:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(tensors(), max_size=6), st.integers(ALIGN, 1024))
-def test_every_tensor_comes_back_bit_for_bit(values: list[torch.Tensor], chunk_bytes: int) -> None:
+def test_tensors_round_trip_bit_for_bit(values: list[torch.Tensor], chunk_bytes: int) -> None:
     named = {f"t{i}": t for i, t in enumerate(values)}
     manifest, chunks = pack(named, chunk_bytes)
     again = Manifest.decode(manifest.encode())
@@ -76,19 +76,19 @@ def test_every_tensor_comes_back_bit_for_bit(values: list[torch.Tensor], chunk_b
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
-def test_every_dtype_is_known_with_its_size(name: str) -> None:
+def test_dtypes_are_known_with_their_sizes(name: str) -> None:
     assert getattr(torch, name).itemsize == DTYPES[name]
     scalar = torch.zeros(DTYPES[name], dtype=torch.uint8).view(getattr(torch, name)).reshape(())
     assert to_bytes(scalar).shape == (DTYPES[name],)
     assert from_bytes(to_bytes(scalar), name, ()).shape == ()
 
 
-def test_a_lazy_conjugate_is_stored_as_what_it_shows() -> None:
+def test_lazy_conjugate_is_stored_resolved() -> None:
     t = torch.tensor([1 + 2j, 3 - 4j])
     assert torch.equal(from_bytes(to_bytes(t.conj()), "complex64", (2,)), torch.tensor([1 - 2j, 3 + 4j]))
 
 
-def test_a_contiguous_tensor_is_not_copied() -> None:
+def test_contiguous_tensor_is_not_copied() -> None:
     t = torch.ones(10)
     assert to_bytes(t).data_ptr() == t.data_ptr()
 
@@ -99,15 +99,15 @@ def test_equal_tensors_make_equal_chunks_and_manifests() -> None:
     assert one[0].encode() == two[0].encode() and one[1] == two[1]
 
 
-def test_a_tensor_larger_than_a_chunk_is_cut_at_chunks() -> None:
+def test_packer_splits_tensor_larger_than_a_chunk() -> None:
     packer = Packer(2 * ALIGN)
     packer.add("small", "uint8", (1,))
     assert packer.add("large", "uint8", (5 * ALIGN,)) == [
-        Placement(1, 0, 0, 2 * ALIGN), Placement(2, 0, 2 * ALIGN, 2 * ALIGN), Placement(3, 0, 4 * ALIGN, ALIGN)]
-    assert packer.add("next", "uint8", (1,)) == [Placement(3, ALIGN, 0, 1)]
+        SliceCopy(1, 0, 0, 2 * ALIGN), SliceCopy(2, 0, 2 * ALIGN, 2 * ALIGN), SliceCopy(3, 0, 4 * ALIGN, ALIGN)]
+    assert packer.add("next", "uint8", (1,)) == [SliceCopy(3, ALIGN, 0, 1)]
 
 
-def test_a_name_is_used_once_and_a_dtype_must_be_known() -> None:
+def test_packer_rejects_duplicate_name_and_unknown_dtype() -> None:
     packer = Packer(1024)
     packer.add("a", "float32", (1,))
     with pytest.raises(ValueError, match="named 'a'"):
@@ -123,13 +123,13 @@ def test_a_name_is_used_once_and_a_dtype_must_be_known() -> None:
     {"tensors": [["a", "float32", [1], [[0, 100000, 4]]]]}, {"tensors": [["a", "float31", [1], [[0, 0, 4]]]]},
     {"tensors": [["a", "float32", [-1], []]]}, {"tensors": [["a", "float32", [1], [[0, 0, 4]]]] * 2},
     {"tensors": [["a", "float32", [1], [[-1, 0, 4]]]]}, {"tensors": 3}])
-def test_a_manifest_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+def test_inconsistent_manifest_is_rejected(change: dict[str, object]) -> None:
     value = json.loads(pack({"a": torch.ones(1)}, 1024)[0].encode())
     with pytest.raises(ChunkCorrupt):
         Manifest.decode(json.dumps({**value, **change}).encode())
 
 
 @given(st.binary(max_size=50))
-def test_noise_is_no_manifest(raw: bytes) -> None:
+def test_noise_is_not_decoded_as_manifest(raw: bytes) -> None:
     with pytest.raises(ChunkCorrupt):
         Manifest.decode(raw)

@@ -1,4 +1,4 @@
-"""What is kept of a stream."""
+"""Retention: which versions of a stream are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ keeps = st.builds(RetentionPolicy, versions=st.integers(1, 6), age_s=st.sampled_
 
 
 @given(streams(), st.sets(st.integers(1, 12)), keeps)
-def test_the_head_and_what_is_pinned_stay_and_the_rest_stays_in_its_limits(versions, pinned, keep) -> None:
+def test_release_spares_head_and_pinned_and_keeps_others_within_limits(versions, pinned, keep) -> None:
     gone = to_release(versions, pinned, keep, NOW)
     assert gone == sorted(set(gone))
     left = [v for v in versions if v.number not in gone]
@@ -36,20 +36,20 @@ def test_the_head_and_what_is_pinned_stay_and_the_rest_stays_in_its_limits(versi
 
 
 @given(streams(), keeps)
-def test_without_limits_but_a_number_the_newest_are_kept(versions, keep) -> None:
+def test_release_by_number_keeps_the_newest(versions, keep) -> None:
     plain = RetentionPolicy(keep.versions)
     assert to_release(versions, set(), plain, NOW) == [v.number for v in versions[:-keep.versions]]
 
 
 @given(streams(), st.sets(st.integers(1, 12)), keeps)
-def test_what_was_kept_once_is_kept_when_asked_again_at_once(versions, pinned, keep) -> None:
+def test_release_is_idempotent(versions, pinned, keep) -> None:
     gone = set(to_release(versions, pinned, keep, NOW))
     left = [v for v in versions if v.number not in gone]
     assert to_release(left, pinned, keep, NOW) == []
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5))
-def test_a_durable_copy_never_loses_what_it_rests_on(is_anchor, keep) -> None:
+def test_durable_drop_keeps_anchors_of_kept_versions(is_anchor, keep) -> None:
     anchors, last = {}, 1
     for number, anchor in enumerate(is_anchor, 1):
         last = number if anchor or number == 1 else last

@@ -14,12 +14,12 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.host.local_cluster import Cluster
 
 
-def test_without_files_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_no_files_mean_no_token_and_no_tls(tmp_path: Path) -> None:
     for security in (Security.from_config(DcsConfig()), Security.from_config(DcsConfig(), tmp_path / "none")):
         assert security == Security() and security.admits("") and security.admits("anything")
 
 
-def test_only_the_token_is_let_in(tmp_path: Path) -> None:
+def test_only_the_token_is_admitted(tmp_path: Path) -> None:
     (tmp_path / "default").write_text("by default\n")
     (tmp_path / "named").write_text(f" {new_token()}\n")
     security = Security.from_config(DcsConfig(), tmp_path / "default")
@@ -30,7 +30,7 @@ def test_only_the_token_is_let_in(tmp_path: Path) -> None:
     assert len(named.token) == 64 and not named.admits("by default")
 
 
-def test_a_token_file_that_is_no_use_is_told(tmp_path: Path) -> None:
+def test_unusable_token_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name, why in (("none", "No such file"), ("empty", "is empty"), ("binary", "decode")):
@@ -39,7 +39,7 @@ def test_a_token_file_that_is_no_use_is_told(tmp_path: Path) -> None:
         assert "dcs.token_file" in str(raised.value)
 
 
-def test_both_sides_of_tls_demand_a_certificate_of_the_authority(tmp_path: Path) -> None:
+def test_both_sides_of_tls_require_a_certificate_of_the_authority(tmp_path: Path) -> None:
     ours, node = Authority(tmp_path, "ours"), Authority(tmp_path, "ours2").issue("node")
     good = ours.issue("node")
     cfg = DcsConfig(tls_cert=str(good.cert), tls_key=str(good.key), tls_ca=str(ours.cert))
@@ -54,7 +54,7 @@ def test_both_sides_of_tls_demand_a_certificate_of_the_authority(tmp_path: Path)
             Security.from_config(broken)
 
 
-def test_a_cluster_makes_one_token_that_only_its_owner_may_read(tmp_path: Path) -> None:
+def test_cluster_makes_one_token_that_only_its_owner_may_read(tmp_path: Path) -> None:
     cfg = parse({"job": "j", "run_dir": str(tmp_path)})
     path = cfg.cluster_dir / TOKEN_FILE
     path.parent.mkdir(parents=True)
@@ -67,3 +67,19 @@ def test_a_cluster_makes_one_token_that_only_its_owner_may_read(tmp_path: Path) 
     named.cluster_dir.mkdir(parents=True)
     Cluster(named)._dcs_token()
     assert not (named.cluster_dir / TOKEN_FILE).exists()
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5", "0.0.0.0", "192.168.1.1", "::"])
+def test_public_address_requires_a_token_or_tls(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match=r"everybody.*dcs\.token_file"):
+        Security().require_for(address)
+    Security("secret").require_for(address)
+    ours = Authority(tmp_path, "ours")
+    good = ours.issue("node")
+    Security.from_config(DcsConfig(tls_cert=str(good.cert), tls_key=str(good.key), tls_ca=str(ours.cert))
+                         ).require_for(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1"])
+def test_loopback_address_requires_nothing(address: str) -> None:
+    Security().require_for(address)

@@ -28,20 +28,20 @@ VERSIONS = [version(3), version(4, VersionState.GONE), version(5), version(7), v
 
 
 @pytest.mark.parametrize("name, number", [("policy", 7), ("policy/-1", 5), ("policy/-2", 3), ("policy/5", 5)])
-def test_a_version_is_named_by_its_number_or_its_distance_from_the_head(name: str, number: int) -> None:
+def test_version_is_named_by_number_or_distance_from_head(name: str, number: int) -> None:
     assert names.pick(VERSIONS, *names.parse(name)).number == number
 
 
 @pytest.mark.parametrize("name, why", [("policy/4", "gone"), ("policy/8", "staging"), ("policy/9", "no such number"),
                                        ("policy/-3", "3 committed")])
-def test_what_cannot_be_had_is_told_with_what_can(name: str, why: str) -> None:
+def test_unavailable_version_error_lists_available_ones(name: str, why: str) -> None:
     with pytest.raises(VersionNotFound, match=why) as caught:
         names.pick(VERSIONS, *names.parse(name))
     assert "3, 5, 7" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["", "/3", "policy/", "policy/x", "a b", "policy/1/2", "Policy"])
-def test_what_names_no_version_is_a_usage_error(name: str) -> None:
+def test_invalid_version_name_is_a_usage_error(name: str) -> None:
     with pytest.raises(ConfigError):
         names.parse(name)
 
@@ -52,7 +52,7 @@ def test_durations(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "0s", "-1h", "2 h", "h"])
-def test_what_is_no_duration_is_a_usage_error(text: str) -> None:
+def test_invalid_duration_is_a_usage_error(text: str) -> None:
     with pytest.raises(ConfigError):
         durations.seconds(text)
 
@@ -68,7 +68,7 @@ def manifest(tensors: dict[str, torch.Tensor]) -> Manifest:
     return packer.manifest([digest_of(bytes(chunks[i][:size])) for i, size in enumerate(packer.sizes)])
 
 
-def test_a_diff_names_exactly_what_changed() -> None:
+def test_diff_names_exactly_what_changed() -> None:
     old = {"same": torch.ones(10), "moved": torch.arange(8.0), "gone": torch.ones(2), "cast": torch.ones(4)}
     new = {"same": torch.ones(10), "moved": torch.arange(8.0), "new": torch.ones(3), "cast": torch.ones(4).bfloat16()}
     new["moved"][3] += 0.5
@@ -82,7 +82,7 @@ def test_a_diff_names_exactly_what_changed() -> None:
 
 @given(st.sampled_from([torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.bool, torch.complex64,
                         torch.float8_e4m3fn]), st.integers(0, 40), st.data())
-def test_changed_elements_are_counted_for_every_dtype(dtype: torch.dtype, n: int, data: st.DataObject) -> None:
+def test_diff_counts_changed_elements_of_every_dtype(dtype: torch.dtype, n: int, data: st.DataObject) -> None:
     raw = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(n))
     old = raw.to(torch.float32).to(dtype)
     flips = data.draw(st.sets(st.integers(0, n - 1), max_size=n)) if n else set()
@@ -107,7 +107,7 @@ TENSORS = {"a": torch.randn(100, 10), "b": torch.randn(50).bfloat16(), "c": torc
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 1000])
-def test_what_was_written_is_read_in_one_file_or_many(tmp_path: Path, like: Path, shard_bytes: int) -> None:
+def test_hf_folder_round_trips_in_one_file_or_many(tmp_path: Path, like: Path, shard_bytes: int) -> None:
     written = []
     files = hf_folder.write(tmp_path / "out", TENSORS.items(), like, shard_bytes=shard_bytes, force=False,
                          progress=written.append)
@@ -119,13 +119,13 @@ def test_what_was_written_is_read_in_one_file_or_many(tmp_path: Path, like: Path
     assert all(found[n].dtype == t.dtype for n, t in TENSORS.items())
 
 
-def test_tied_tensors_are_written_both(tmp_path: Path, like: Path) -> None:
+def test_hf_folder_has_both_of_two_tied_tensors(tmp_path: Path, like: Path) -> None:
     shared = torch.randn(8)
     hf_folder.write(tmp_path / "out", {"a": shared, "b": shared}.items(), like, shard_bytes=1 << 20, force=False)
     assert set(dict(hf_folder.read(tmp_path / "out"))) == {"a", "b"}
 
 
-def test_a_folder_with_something_in_it_is_left_alone_unless_forced(tmp_path: Path, like: Path) -> None:
+def test_export_refuses_nonempty_folder_unless_forced(tmp_path: Path, like: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "precious").write_text("x")
@@ -136,7 +136,7 @@ def test_a_folder_with_something_in_it_is_left_alone_unless_forced(tmp_path: Pat
     assert not (target / "precious").exists()
 
 
-def test_an_export_that_fails_half_way_leaves_nothing(tmp_path: Path, like: Path) -> None:
+def test_failed_export_leaves_nothing(tmp_path: Path, like: Path) -> None:
     def broken():
         yield "a", torch.ones(1000)
         raise RuntimeError("the node died")
@@ -146,7 +146,7 @@ def test_an_export_that_fails_half_way_leaves_nothing(tmp_path: Path, like: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like"]
 
 
-def test_a_full_disk_is_told_and_nothing_is_left_on_it(tmp_path: Path, like: Path) -> None:
+def test_export_to_full_disk_raises_disk_full_and_leaves_nothing(tmp_path: Path, like: Path) -> None:
     with small_disk(tmp_path / "small", "100k") as small:
         with pytest.raises(DiskFull):
             hf_folder.write(small / "out", [("a", torch.ones(100_000))], like, shard_bytes=1 << 20, force=False)
@@ -154,13 +154,13 @@ def test_a_full_disk_is_told_and_nothing_is_left_on_it(tmp_path: Path, like: Pat
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors", b"\xff" * 100])
-def test_a_file_that_is_no_safetensors_is_a_usage_error(tmp_path: Path, content: bytes) -> None:
+def test_invalid_safetensors_file_is_a_usage_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match="safetensors"):
         list(hf_folder.read(tmp_path))
 
 
-def test_a_folder_without_weights_or_with_half_of_them_is_a_usage_error(tmp_path: Path) -> None:
+def test_folder_with_missing_weights_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="safetensors"):
         hf_folder.files_of(tmp_path)
     (tmp_path / hf_folder.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))

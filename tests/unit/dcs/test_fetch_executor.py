@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,15 +13,19 @@ import pytest
 from support.tcp_link import Link, Links
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs.client import NodeConnection
 from elastic_rl.dcs.codecs.digests import digest_of
+from elastic_rl.dcs.connection import NodeConnection
 from elastic_rl.dcs.fetch.fetcher import Fetcher, FetchSettings
-from elastic_rl.dcs.fetch.swarm import ColdStore
+from elastic_rl.dcs.fetch.transfers import DurableChunks
+from elastic_rl.dcs.node.open_versions import OpenVersions
+from elastic_rl.dcs.node.pins import NodePins
 from elastic_rl.dcs.node.server import Server
+from elastic_rl.dcs.node.version_index import VersionIndex
 from elastic_rl.dcs.security import Security
+from elastic_rl.dcs.storage.chunk import Chunk
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
-from elastic_rl.dcs.storage.tiers import Chunk
-from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, EtcdUnavailable
+from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, EtcdUnavailable, NodeUnavailable
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.runtime import wait_until
 
@@ -34,7 +39,7 @@ _TOKEN = Security("secret")
 
 
 class Nodes:
-    """The nodes; also what their fetchers take for the hub's client."""
+    """The nodes; also the peer source of their fetchers."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -42,12 +47,12 @@ class Nodes:
         self.table: dict[str, ChunkTable] = {}
         self.fetcher: dict[str, Fetcher] = {}
         self.link: dict[str, Link] = {}
-        self.etcd_is_away = False
+        self.etcd_unavailable = False
         self._servers: list[Server] = []
         self._pool = ThreadPoolExecutor(8)
 
     def nodes(self) -> list[DcsNode]:
-        if self.etcd_is_away:
+        if self.etcd_unavailable:
             raise EtcdUnavailable("no etcd")
         return list(self.records.values())
 
@@ -55,7 +60,7 @@ class Nodes:
         return NodeConnection(node, "job", io_timeout_s=_SETTINGS.io_timeout_s, security=_TOKEN, as_node=as_node)
 
     def start(self, node_id: str, data: list[bytes] | None = None, *, bytes_per_s: float = 64 << 20,
-              arena_bytes: int = 8 << 20, durable: ColdStore | None = None) -> None:
+              arena_bytes: int = 8 << 20, durable: DurableChunks | None = None) -> None:
         """A node that has ``data``."""
         table = self.table[node_id] = ChunkTable(memoryview(bytearray(arena_bytes)), wait_s=0.1, verify_every_s=60)
         for chunk in data or []:
@@ -63,7 +68,8 @@ class Nodes:
         fetcher = self.fetcher[node_id] = Fetcher(table, self, node_id, FetchSettings(hedge_after_s=0.3), durable)
         listener = socket.create_server(("127.0.0.1", 0))
         hello = {"job": "job", "id": node_id, "arena_path": f"/{node_id}", "arena_bytes": arena_bytes}
-        server = Server(table, fetcher, hello, listener, _SETTINGS, _TOKEN)
+        versions = OpenVersions(table, fetcher, NodePins(None, Keys("job"), node_id, 5))
+        server = Server(table, fetcher, versions, VersionIndex(None, grace_s=0), hello, listener, _SETTINGS, _TOKEN)
         server.start()
         self._servers.append(server)
         link = self.link[node_id] = self._links.add(listener.getsockname()[1], bytes_per_s)
@@ -108,18 +114,18 @@ def nodes() -> Iterator[Nodes]:
             out.close()
 
 
-def test_chunks_arrive_next_to_each_other_in_the_order_asked_for_and_each_is_told_once(nodes: Nodes) -> None:
+def test_chunks_are_contiguous_in_request_order_and_each_is_reported_once(nodes: Nodes) -> None:
     nodes.start("a", DATA)
     nodes.start("b")
     seen: list[str] = []
-    chunks = nodes.fetch("b", arrived=lambda chunk: seen.append(chunk.digest)).result(20)
+    chunks = nodes.fetch("b", on_chunk=lambda chunk: seen.append(chunk.digest)).result(20)
     assert [c.offset for c in chunks] == [i * SIZE for i in range(COUNT)]
     assert [nodes.read("b", d) for d in DIGESTS] == DATA
     assert sorted(seen) == sorted(DIGESTS)
     assert nodes.sent() < 1.1 * COUNT * SIZE
 
 
-def test_callers_that_want_the_same_chunks_share_the_transfers(nodes: Nodes) -> None:
+def test_concurrent_callers_share_transfers(nodes: Nodes) -> None:
     nodes.start("a", DATA, bytes_per_s=4 << 20)
     nodes.start("b")
     pulls = [nodes.fetch("b") for _ in range(4)]
@@ -127,16 +133,16 @@ def test_callers_that_want_the_same_chunks_share_the_transfers(nodes: Nodes) -> 
     assert nodes.sent() < 1.1 * COUNT * SIZE
 
 
-def test_a_chunk_is_held_for_its_caller_from_the_moment_it_is_here(nodes: Nodes) -> None:
+def test_chunk_is_held_for_its_caller_from_its_arrival(nodes: Nodes) -> None:
     nodes.start("a", DATA)
     nodes.start("b")
     nodes.fetcher["b"].fetch(DIGESTS, [], 7)
     assert nodes.table["b"].drop(set(), nodes.table["b"].mark()) == (0, 0)
-    nodes.table["b"].settle(7)
+    nodes.table["b"].release_holds(7)
     assert nodes.table["b"].drop(set(), nodes.table["b"].mark())[0] == COUNT
 
 
-def test_what_a_stalled_node_holds_back_comes_from_another(nodes: Nodes) -> None:
+def test_chunks_of_a_stalled_node_come_from_another(nodes: Nodes) -> None:
     for source in ("a", "b"):
         nodes.start(source, DATA, bytes_per_s=1 << 20)
     nodes.start("c")
@@ -147,10 +153,10 @@ def test_what_a_stalled_node_holds_back_comes_from_another(nodes: Nodes) -> None
     assert not pull.done(), "the fault came too late"
     assert len(pull.result(20)) == COUNT and nodes.link["b"].held
     wait_until(lambda: not nodes.table["c"].stat()["pending"], timeout_s=30,
-               what="the losers' regions to be given back")
+               what="the losers' regions to be freed")
 
 
-def test_the_loss_of_one_of_two_sources_in_the_middle_goes_unnoticed(nodes: Nodes) -> None:
+def test_fetch_survives_the_loss_of_one_of_two_sources(nodes: Nodes) -> None:
     for source in ("a", "b"):
         nodes.start(source, DATA, bytes_per_s=1 << 20)
     nodes.start("c")
@@ -161,7 +167,7 @@ def test_the_loss_of_one_of_two_sources_in_the_middle_goes_unnoticed(nodes: Node
     assert len(pull.result(20)) == COUNT
 
 
-def test_the_loss_of_all_sources_is_told_and_what_arrived_is_kept(nodes: Nodes) -> None:
+def test_loss_of_all_sources_is_reported_and_arrived_chunks_are_kept(nodes: Nodes) -> None:
     nodes.start("a", DATA, bytes_per_s=1 << 20)
     nodes.start("b")
     pull = nodes.fetch("b")
@@ -171,14 +177,14 @@ def test_the_loss_of_all_sources_is_told_and_what_arrived_is_kept(nodes: Nodes) 
         pull.result(20)
     kept = nodes.table["b"].stat()["chunks"]
     assert 0 < kept < COUNT
-    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be given back")
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be freed")
     nodes.start("c", DATA)
     before = nodes.sent()
     assert len(nodes.fetch("b").result(20)) == COUNT
-    assert nodes.sent() - before < (COUNT - kept + 1) * SIZE, "what was there was sent again"
+    assert nodes.sent() - before < (COUNT - kept + 1) * SIZE, "chunks that were there were sent again"
 
 
-def test_a_rotten_copy_at_one_node_is_passed_over_and_at_all_nodes_told(nodes: Nodes) -> None:
+def test_corrupt_copy_is_skipped_and_reported_if_there_is_no_other(nodes: Nodes) -> None:
     nodes.start("a", DATA[:1])
     nodes.start("b")
     nodes.table["a"].view[10] ^= 1
@@ -196,9 +202,9 @@ def _changed(data: bytes) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_deltas_are_used_where_the_base_is_here_and_a_damaged_one_is_made_up_for(nodes: Nodes, damaged: bool) -> None:
-    nodes.start("a", DATA)
+@pytest.mark.parametrize("corrupt", [False, True])
+def test_delta_needs_a_local_base_and_a_corrupt_one_is_replaced_by_the_chunk(nodes: Nodes, corrupt: bool) -> None:
+    nodes.start("a", DATA, bytes_per_s=2 << 20)  # a link on which deltas pay, however busy the machine is
     nodes.start("b")
     nodes.fetch("b").result(20)
     new = [_changed(d) for d in DATA]
@@ -210,46 +216,46 @@ def test_deltas_are_used_where_the_base_is_here_and_a_damaged_one_is_made_up_for
             data[-1] ^= 0x55
             spoiled.append(at)
 
-    if damaged:
+    if corrupt:
         nodes.link["a"].tamper = lambda: spoil
         nodes.link["a"].cut()  # those connections run without it
     nodes.fetch("b", digests, sizes=dict.fromkeys(digests, SIZE),
                 bases=dict(zip(digests, DIGESTS, strict=True))).result(20)
     assert [nodes.read("b", d) for d in digests] == new
     assert [nodes.read("b", d) for d in DIGESTS] == DATA, "a base was written to"
-    if damaged:
+    if corrupt:
         assert spoiled, "the fault did not happen"
         assert nodes.sent() - before >= len(spoiled) * SIZE
     else:
         assert nodes.sent() - before < COUNT * SIZE / 10
 
 
-def test_what_no_node_has_is_read_from_the_durable_store(nodes: Nodes) -> None:
-    class Cold:
+def test_chunk_on_no_node_is_read_from_the_durable_store(nodes: Nodes) -> None:
+    class Durable:
         def read_chunk(self, digest: str) -> bytes:
             if digest == DIGESTS[0]:
                 return DATA[0]
             raise ChunkMissing("not here")
 
     nodes.start("a", DATA[2:])
-    nodes.start("b", durable=Cold())
+    nodes.start("b", durable=Durable())
     nodes.fetch("b", [DIGESTS[0], *DIGESTS[2:]]).result(20)
     assert nodes.read("b", DIGESTS[0]) == DATA[0]
     with pytest.raises(ChunkMissing, match=DIGESTS[1]):
         nodes.fetch("b").result(20)
 
 
-def test_too_small_an_arena_is_told_and_nothing_is_left_behind(nodes: Nodes) -> None:
+def test_full_arena_is_reported_and_nothing_is_left_behind(nodes: Nodes) -> None:
     nodes.start("a", DATA)
     nodes.start("b", arena_bytes=1 << 20)
     with pytest.raises(ArenaFull):
         nodes.fetch("b").result(20)
     with pytest.raises(ArenaFull):
         nodes.fetch("b", sizes=None).result(20)
-    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be given back")
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be freed")
 
 
-def test_a_fetch_that_cannot_begin_stops_no_other_one(nodes: Nodes) -> None:
+def test_fetch_that_cannot_begin_does_not_affect_others(nodes: Nodes) -> None:
     nodes.start("a", DATA)
     nodes.start("b")
     with pytest.raises(TypeError):
@@ -257,18 +263,18 @@ def test_a_fetch_that_cannot_begin_stops_no_other_one(nodes: Nodes) -> None:
     assert len(nodes.fetch("b").result(20)) == COUNT
 
 
-def test_without_etcd_the_nodes_that_are_known_are_asked_and_otherwise_that_is_told(nodes: Nodes) -> None:
+def test_known_nodes_are_used_without_etcd_and_otherwise_its_error_is_raised(nodes: Nodes) -> None:
     nodes.start("a", DATA)
     nodes.start("b")
     nodes.start("c")
     nodes.fetch("b", DIGESTS[:1]).result(20)
-    nodes.etcd_is_away = True
+    nodes.etcd_unavailable = True
     assert len(nodes.fetch("b").result(20)) == COUNT
     with pytest.raises(EtcdUnavailable):
         nodes.fetch("c").result(20)
 
 
-def test_a_node_behind_an_address_of_another_is_not_taken_for_it(nodes: Nodes) -> None:
+def test_node_at_the_address_of_another_is_not_mistaken_for_it(nodes: Nodes) -> None:
     nodes.start("a", DATA[:1])
     nodes.start("b")
     nodes.records["a"] = nodes.records["a"].replace(arena_path="/of-another-process")
@@ -276,7 +282,7 @@ def test_a_node_behind_an_address_of_another_is_not_taken_for_it(nodes: Nodes) -
         nodes.fetch("b", DIGESTS[:1]).result(20)
 
 
-def test_the_wrong_token_gets_nothing(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_token_receives_nothing(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes.start("a", DATA[:1])
     nodes.start("b")
     monkeypatch.setitem(globals(), "_TOKEN", replace(_TOKEN, token="wrong"))
@@ -285,11 +291,72 @@ def test_the_wrong_token_gets_nothing(nodes: Nodes, monkeypatch: pytest.MonkeyPa
     assert not nodes.table["b"].has(DIGESTS[0])
 
 
-def test_a_node_that_hangs_while_it_is_connected_to_keeps_no_room(nodes: Nodes) -> None:
+def test_node_that_hangs_during_connect_occupies_no_region(nodes: Nodes) -> None:
     for source in ("a", "b"):
         nodes.start(source, DATA, bytes_per_s=2 << 20)
     nodes.start("c")
     nodes.link["b"].pause()
     pull = nodes.fetch("c")
     assert len(pull.result(20)) == COUNT and nodes.link["b"].held
-    wait_until(lambda: not nodes.table["c"].stat()["pending"], timeout_s=10, what="all regions to be given back")
+    wait_until(lambda: not nodes.table["c"].stat()["pending"], timeout_s=10, what="all regions to be freed")
+
+
+def test_transfer_that_ends_by_an_unexpected_error_is_tried_again(
+        nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.start("a", DATA)
+    nodes.start("b")
+    seal, failed = nodes.table["b"].seal, list[int]()
+
+    def fail_twice(*args: object, **options: object) -> Chunk:
+        if len(failed) < 2:
+            failed.append(1)
+            raise RuntimeError("a bug")
+        return seal(*args, **options)
+
+    monkeypatch.setattr(nodes.table["b"], "seal", fail_twice)
+    assert len(nodes.fetch("b").result(20)) == COUNT and len(failed) == 2
+    assert not nodes.table["b"].stat()["pending"]
+
+
+def test_fetch_whose_transfers_always_fail_unexpectedly_ends_with_an_error(
+        nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.start("a", DATA[:1])
+    nodes.start("b")
+
+    def fail(*args: object, **options: object) -> Chunk:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(nodes.table["b"], "seal", fail)
+    with pytest.raises(NodeUnavailable, match="a bug"):
+        nodes.fetch("b", DIGESTS[:1]).result(20)
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be freed")
+
+
+def test_fetch_ends_with_an_error_when_no_thread_can_be_started(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.start("a", DATA[:1])
+    nodes.start("b")
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("fetch-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises((ChunkMissing, NodeUnavailable)):
+        nodes.fetch("b", DIGESTS[:1]).result(20)
+
+
+def test_fetch_is_cancelled_by_its_tick(nodes: Nodes) -> None:
+    nodes.start("a", DATA, bytes_per_s=1 << 20)
+    nodes.start("b")
+    arrived = list[Chunk]()
+
+    def tick() -> None:
+        if arrived:
+            raise NodeUnavailable("cancelled")
+
+    with pytest.raises(NodeUnavailable, match="cancelled"):
+        nodes.fetch("b", on_chunk=arrived.append, tick=tick).result(20)
+    wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be freed")
+    assert 0 < len(arrived) < COUNT

@@ -1,4 +1,4 @@
-"""Chunks on their way between the arena and the disk: saving, spilling, coming back, and who keeps what where."""
+"""The table of chunks with a disk: saving, spilling, loading, and what keeps a chunk where it is."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.manifest import ALIGN, Packer, aligned
-from elastic_rl.dcs.storage.chunk_table import ChunkTable
-from elastic_rl.dcs.storage.disk import DiskFolder
-from elastic_rl.dcs.storage.disk_saver import Saver
+from elastic_rl.dcs.storage.chunk_table import _MANIFEST_PREFIX, ChunkTable
+from elastic_rl.dcs.storage.disk import DiskFolder, WriteBatch
+from elastic_rl.dcs.storage.disk_saver import DiskSaver
 from elastic_rl.errors import (
     ArenaFull,
     ChunkCorrupt,
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Node:
-    """A table with a disk, whose saver moves only when it is told to."""
+    """A table with a disk, whose saver runs only when a test steps it."""
 
     def __init__(self, folder: Path, *, arena: int = 4 * KIB, disk: int = 1 << 20, grace_s: float = 0.0,
                  verify_every_s: float = 0.0, wait_s: float = 0.0) -> None:
@@ -48,7 +48,7 @@ class Node:
         self.disk = DiskFolder(folder, disk, "job")
         self.table = ChunkTable(memoryview(bytearray(arena)), disk=self.disk, orphan_grace_s=grace_s,
                                 verify_every_s=verify_every_s, wait_s=wait_s, clock=self.clock)
-        self.saver: Saver = self.table.saver()
+        self.saver: DiskSaver = self.table.saver()
 
     def write(self, conn: int, data: bytes) -> str:
         offset = self.table.alloc(conn, len(data))
@@ -57,7 +57,7 @@ class Node:
 
     def commit(self, data: bytes) -> str:
         digest = self.write(1, data)
-        self.table.settle(1)
+        self.table.release_holds(1)
         return digest
 
     def save_all(self) -> None:
@@ -87,16 +87,16 @@ def node(folder: Path) -> Iterator[Node]:
     out.disk.close()
 
 
-def test_a_chunk_is_saved_once_it_is_settled_and_not_before(node: Node) -> None:
+def test_saver_saves_chunk_once_its_holds_are_released(node: Node) -> None:
     digest = node.write(1, b"a" * KIB)
     node.saver.step(0)
     assert not node.path(digest).exists()
-    node.table.settle(1)
+    node.table.release_holds(1)
     node.saver.step(0)
     assert node.path(digest).read_bytes() == b"a" * KIB and node.table.stat()["unsaved"] == 0
 
 
-def test_an_orphan_is_saved_only_after_its_grace(folder: Path) -> None:
+def test_saver_saves_orphan_after_its_grace(folder: Path) -> None:
     node = Node(folder, grace_s=10)
     digest = node.write(1, b"a" * KIB)
     node.table.close(1)
@@ -108,7 +108,7 @@ def test_an_orphan_is_saved_only_after_its_grace(folder: Path) -> None:
     node.disk.close()
 
 
-def test_more_than_the_arena_holds_is_kept_and_comes_back(node: Node) -> None:
+def test_table_keeps_more_than_the_arena_holds(node: Node) -> None:
     versions = [bytes([i]) * KIB for i in range(12)]
     digests = []
     for data in versions:
@@ -119,7 +119,7 @@ def test_more_than_the_arena_holds_is_kept_and_comes_back(node: Node) -> None:
     assert node.resident(digests[-1]) and node.table.stat()["used_bytes"] == 4 * KIB
 
 
-def test_the_least_recently_used_chunks_leave_first(node: Node) -> None:
+def test_spill_takes_least_recently_used_chunks_first(node: Node) -> None:
     a, b, c, d = (node.commit(bytes([i]) * KIB) for i in range(4))
     node.save_all()
     node.table.use(a, None)
@@ -127,7 +127,7 @@ def test_the_least_recently_used_chunks_leave_first(node: Node) -> None:
     assert [node.resident(x) for x in (a, b, c, d)] == [True, False, True, True]
 
 
-def test_what_is_held_or_unsaved_or_read_or_located_stays_in_the_arena(node: Node) -> None:
+def test_spill_spares_held_unsaved_read_and_located_chunks(node: Node) -> None:
     held, unsaved, read, located = (node.commit(bytes([i]) * KIB) for i in range(4))
     node.save_all()
     node.table.use(held, 7)
@@ -137,15 +137,15 @@ def test_what_is_held_or_unsaved_or_read_or_located_stays_in_the_arena(node: Nod
         with pytest.raises(ArenaFull):
             node.table.alloc(2, 1)
         assert node.table.stat()["resident"] == 4
-    assert node.table.alloc(2, KIB) >= 0  # the one that is read no more
+    assert node.table.alloc(2, KIB) >= 0  # the one whose reader is done
     assert not node.resident(read) and bytes(node.table.view[offset:offset + nbytes]) == b"\x03" * KIB
     node.table.release(8, "t")
     assert node.table.alloc(2, KIB) == offset
-    node.table.settle(7)
+    node.table.release_holds(7)
     assert node.table.alloc(2, KIB) >= 0 and not node.resident(held) and node.resident(unsaved)
 
 
-def test_nothing_is_spilled_in_vain(node: Node) -> None:
+def test_spill_drops_nothing_if_it_would_not_suffice(node: Node) -> None:
     node.commit(b"a" * KIB)
     node.save_all()
     node.write(1, b"b" * KIB)
@@ -155,7 +155,7 @@ def test_nothing_is_spilled_in_vain(node: Node) -> None:
 
 
 @pytest.mark.parametrize("how", ["release", "close"])
-def test_a_located_chunk_that_is_dropped_keeps_its_region_until_it_is_let_go(node: Node, how: str) -> None:
+def test_located_chunk_keeps_its_region_after_a_drop_until_release(node: Node, how: str) -> None:
     digest = node.commit(b"a" * KIB)
     offset, _ = node.table.locate(digest, 5, "one")
     node.table.locate(digest, 5, "one")
@@ -174,16 +174,16 @@ def test_a_located_chunk_that_is_dropped_keeps_its_region_until_it_is_let_go(nod
         node.table.locate(digest, 5, "three")
 
 
-def test_to_locate_a_chunk_does_not_settle_or_hold_it_for_a_publisher(node: Node) -> None:
+def test_locate_neither_holds_a_chunk_nor_releases_a_hold(node: Node) -> None:
     digest = node.write(1, b"a" * KIB)
     node.table.locate(digest, 1, "t")
     node.table.release(1, "t")
     assert node.table.stat()["held"] == 1 and node.table.drop(set(), node.table.mark()) == (0, 0)
-    node.table.settle(1)
+    node.table.release_holds(1)
     assert node.table.stat()["held"] == 0 and node.table.drop(set(), node.table.mark()) == (1, KIB)
 
 
-def test_a_full_disk_is_told_once_the_arena_is_full_too_and_passes(folder: Path) -> None:
+def test_alloc_reports_full_disk_once_the_arena_is_full_and_recovers(folder: Path) -> None:
     node = Node(folder, disk=2 * KIB)
     digests = [node.commit(bytes([i]) * KIB) for i in range(4)]
     for _ in digests:
@@ -192,7 +192,7 @@ def test_a_full_disk_is_told_once_the_arena_is_full_too_and_passes(folder: Path)
         for _ in range(3):  # two have a copy on disk and make room
             node.commit(bytes([9]) * KIB + bytes([_]))
     assert all(node.read(d) == bytes([i]) * KIB for i, d in enumerate(digests))
-    node.table.settle(1)
+    node.table.release_holds(1)
     mark = node.table.mark()
     kept = digests[3]
     node.table.use(kept, None)
@@ -204,7 +204,7 @@ def test_a_full_disk_is_told_once_the_arena_is_full_too_and_passes(folder: Path)
     node.disk.close()
 
 
-def test_dropped_chunks_leave_the_disk(node: Node) -> None:
+def test_drop_removes_files(node: Node) -> None:
     digest = node.commit(b"a" * KIB)
     node.save_all()
     assert node.path(digest).exists()
@@ -213,7 +213,7 @@ def test_dropped_chunks_leave_the_disk(node: Node) -> None:
     assert not node.path(digest).exists() and node.disk.used_bytes == 0
 
 
-def test_a_chunk_that_comes_again_while_its_file_is_to_go_ends_up_on_disk(node: Node) -> None:
+def test_chunk_sealed_again_before_its_file_is_removed_ends_up_on_disk(node: Node) -> None:
     digest = node.commit(b"a" * KIB)
     node.save_all()
     node.table.drop(set(), node.table.mark())
@@ -223,25 +223,58 @@ def test_a_chunk_that_comes_again_while_its_file_is_to_go_ends_up_on_disk(node: 
     assert node.path(digest).exists() and node.disk.used_bytes == KIB
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_chunk_that_is_dropped_while_it_is_written_leaves_no_file_unless_it_comes_again(
-        node: Node, monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
-    digest, write = node.commit(b"a" * KIB), node.disk.write
+def test_drop_removes_the_file_of_a_chunk_that_was_sealed_again(node: Node) -> None:
+    digest = node.commit(b"a" * KIB)
+    node.save_all()
+    node.table.alloc(9, 4 * KIB)
+    node.table.close(9)
+    assert not node.resident(digest) and node.path(digest).exists()
+    node.commit(b"a" * KIB)  # its file is not relied upon from here on
+    node.table.drop(set(), node.table.mark())
+    node.saver.step(0)
+    assert not node.path(digest).exists() and node.disk.used_bytes == 0
 
-    def slowly(name: str, data: memoryview) -> None:
-        write(name, data)
+
+def test_file_written_for_a_chunk_that_was_dropped_and_sealed_meanwhile_is_kept(
+        node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = node.commit(b"a" * KIB)
+    node.save_all()
+    node.table.alloc(9, 4 * KIB)
+    node.table.close(9)
+    node.commit(b"a" * KIB)
+    write = WriteBatch.add
+
+    def drop_and_seal(batch: WriteBatch, name: str, data: memoryview) -> None:
+        write(batch, name, data)
+        node.table.drop(set(), node.table.mark())  # which has the old file removed
+        node.commit(b"a" * KIB)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteBatch, "add", drop_and_seal)
+        node.saver.step(0)
+    node.saver.step(0)
+    assert node.table._chunks[digest].on_disk and node.path(digest).exists()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_chunk_dropped_while_it_is_saved_leaves_no_file_unless_sealed_again(
+        node: Node, monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    digest, write = node.commit(b"a" * KIB), WriteBatch.add
+
+    def slowly(batch: WriteBatch, name: str, data: memoryview) -> None:
+        write(batch, name, data)
         assert node.table.drop(set(), node.table.mark()) == (1, KIB)
         if again:
             node.commit(b"a" * KIB)
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.disk, "write", slowly)
+        patch.setattr(WriteBatch, "add", slowly)
         node.saver.step(0)
     node.saver.step(0)
     assert node.table.has(digest) == node.path(digest).exists() == again
 
 
-def test_a_restarted_node_has_what_is_on_disk(folder: Path) -> None:
+def test_restarted_node_has_the_chunks_on_disk(folder: Path) -> None:
     before = Node(folder)
     packer = Packer(KIB)
     packer.add("t", "uint8", (KIB,))
@@ -255,28 +288,28 @@ def test_a_restarted_node_has_what_is_on_disk(folder: Path) -> None:
     assert after.table.has(digest) and not after.table.has(lost)
     assert after.table.stat()["used_bytes"] == 0
     assert after.table.drop({manifest}, after.table.mark())[0] == 1 and not after.table.has(loose)
-    assert after.table.sound(digest) and after.read(digest) == b"a" * KIB
+    assert after.table.verify(digest) and after.read(digest) == b"a" * KIB
     after.disk.close()
 
 
-def test_a_corrupt_file_is_never_served(folder: Path) -> None:
+def test_corrupt_file_is_never_served(folder: Path) -> None:
     before = Node(folder)
     digest = before.commit(b"a" * KIB)
     before.save_all()
     before.disk.close()
     before.path(digest).write_bytes(b"a" * (KIB - 1) + b"b")
     after = Node(folder)
-    assert after.table.has(digest), "files are looked at only when they are used"
+    assert after.table.has(digest), "files are verified only when they are used"
     with pytest.raises(ChunkMissing), after.table.reading(digest):
-        pytest.fail("wrong bytes were handed out")
-    assert not after.table.has(digest) and after.table.was_rotten(digest) and not after.table.sound(digest)
+        pytest.fail("wrong bytes were served")
+    assert not after.table.has(digest) and after.table.was_corrupt(digest) and not after.table.verify(digest)
     after.saver.step(0)
     assert not after.path(digest).exists() and after.table.stat()["used_bytes"] == 0
-    assert after.commit(b"a" * KIB) == digest and not after.table.was_rotten(digest)
+    assert after.commit(b"a" * KIB) == digest and not after.table.was_corrupt(digest)
     after.disk.close()
 
 
-def test_a_live_manifest_that_went_bad_stops_the_sweep(folder: Path) -> None:
+def test_drop_refuses_while_a_live_manifest_on_disk_is_corrupt(folder: Path) -> None:
     before = Node(folder)
     packer = Packer(KIB)
     packer.add("t", "uint8", (KIB,))
@@ -293,7 +326,7 @@ def test_a_live_manifest_that_went_bad_stops_the_sweep(folder: Path) -> None:
     after.disk.close()
 
 
-def test_a_manifest_that_lies_on_disk_is_read_for_a_sweep_while_the_arena_is_full(node: Node) -> None:
+def test_drop_reads_manifest_from_disk_while_the_arena_is_full(node: Node) -> None:
     packer = Packer(KIB)
     packer.add("t", "uint8", (KIB,))
     digest = node.commit(b"a" * KIB)
@@ -307,53 +340,53 @@ def test_a_manifest_that_lies_on_disk_is_read_for_a_sweep_while_the_arena_is_ful
         node.table.locate(digest, 1, "t")
 
 
-def test_rot_in_the_arena_is_healed_from_disk(node: Node) -> None:
+def test_corrupt_arena_copy_is_replaced_from_disk(node: Node) -> None:
     digest = node.commit(b"a" * KIB)
     node.save_all()
     node.table.view[node.table._chunks[digest].offset] ^= 1
     assert node.read(digest) != b"a" * KIB, "the fault did not happen"
-    assert node.table.sound(digest) and node.read(digest) == b"a" * KIB
+    assert node.table.verify(digest) and node.read(digest) == b"a" * KIB
 
 
-def test_a_rotten_copy_is_not_saved(node: Node) -> None:
+def test_saver_does_not_save_corrupt_copy(node: Node) -> None:
     digest = node.commit(b"a" * KIB)
     node.table.view[node.table._chunks[digest].offset] ^= 1
     node.saver.step(0)
     assert not node.path(digest).exists() and not node.table.has(digest)
 
 
-def test_a_publish_of_a_spilled_chunk_does_not_rest_on_its_unseen_file(node: Node) -> None:
+def test_seal_of_spilled_chunk_does_not_rely_on_its_unverified_file(node: Node) -> None:
     digest = node.commit(b"a" * KIB)
     node.save_all()
     node.table.alloc(9, 4 * KIB)
     node.table.close(9)
     assert not node.resident(digest)
-    node.path(digest).write_bytes(b"rot")
+    node.path(digest).write_bytes(b"corrupt")
     assert node.commit(b"a" * KIB) == digest
     node.save_all()
     assert node.path(digest).read_bytes() == b"a" * KIB
 
 
-def test_a_fresh_verification_is_not_done_again_unless_asked_anew(folder: Path) -> None:
+def test_verify_skips_fresh_copy_unless_forced(folder: Path) -> None:
     node = Node(folder, verify_every_s=60)
     digest = node.commit(b"a" * KIB)
     node.table.view[node.table._chunks[digest].offset] ^= 1
     node.clock.now = 59
-    assert node.table.sound(digest)
+    assert node.table.verify(digest)
     node.clock.now = 61
-    assert not node.table.sound(digest)
+    assert not node.table.verify(digest)
     digest = node.commit(b"b" * KIB)
     node.table.view[node.table._chunks[digest].offset] ^= 1
-    assert not node.table.sound(digest, anew=True)
+    assert not node.table.verify(digest, force=True)
     node.disk.close()
 
 
-def test_callers_that_wait_for_each_other_share_a_verification(node: Node) -> None:
+def test_concurrent_callers_share_one_verification(node: Node) -> None:
     digest = node.commit(b"a" * KIB)
     chunk = node.table._chunks[digest]
     before = node.table._tiers.verifications
     with chunk.busy:
-        callers = [threading.Thread(target=node.table.sound, args=(digest,), daemon=True) for _ in range(8)]
+        callers = [threading.Thread(target=node.table.verify, args=(digest,), daemon=True) for _ in range(8)]
         for caller in callers:
             caller.start()
         while chunk.copy is None or chunk.copy.users < 8:
@@ -363,19 +396,42 @@ def test_callers_that_wait_for_each_other_share_a_verification(node: Node) -> No
     assert node.table._tiers.verifications == before + 1
 
 
-def test_an_alloc_waits_for_chunks_that_are_being_saved(folder: Path) -> None:
+def test_newest_whole_version_is_saved_while_publishes_outpace_the_disk(folder: Path) -> None:
+    node = Node(folder, arena=64 * KIB)
+    versions = []
+    for number in range(8):  # five chunks are published for each two that are saved
+        packer = Packer(KIB)
+        packer.add("t", "uint8", (4 * KIB,))
+        digests = [node.write(1, bytes([number * 10 + i]) * KIB) for i in range(4)]
+        digests.append(node.write(1, packer.manifest(digests).encode()))
+        node.table.release_holds(1)
+        versions.append(digests)
+        for _ in range(2):
+            node.saver.step(0, max_chunks=1)
+    whole = [i for i, digests in enumerate(versions) if all(node.path(d).exists() for d in digests)]
+    assert whole == [0, 2, 5], "each one the newest when its first chunk was saved"
+    node.save_all()
+    assert all(node.path(d).exists() for digests in versions for d in digests), "in the end all are"
+    node.disk.close()
+
+
+def test_manifest_is_recognized_by_its_first_bytes() -> None:
+    assert Packer(KIB).manifest([]).encode().startswith(_MANIFEST_PREFIX)
+
+
+def test_alloc_waits_for_chunks_that_are_being_saved(folder: Path) -> None:
     node = Node(folder, wait_s=30)
     for i in range(4):
         node.commit(bytes([i]) * KIB)
     node.saver.start()
     for i in range(4, 40):
-        node.commit(bytes([i]) * KIB)  # more than nine arenas, as fast as the disk takes them
+        node.commit(bytes([i]) * KIB)  # nine times the arena, as fast as the disk takes them
     node.saver.stop(10)
     assert [node.read(digest_of(bytes([i]) * KIB)) for i in range(40)] == [bytes([i]) * KIB for i in range(40)]
     node.disk.close()
 
 
-def test_persist_waits_for_the_disk_also_for_what_is_held(node: Node) -> None:
+def test_persist_saves_held_chunk(node: Node) -> None:
     digest = node.write(1, b"a" * KIB)
     with pytest.raises(DeadlineExceeded):
         node.table.persist([digest], 0.01)
@@ -387,7 +443,7 @@ def test_persist_waits_for_the_disk_also_for_what_is_held(node: Node) -> None:
     node.saver.stop(1)
 
 
-def test_persist_tells_of_a_full_disk_and_of_none(folder: Path) -> None:
+def test_persist_reports_full_and_missing_disk(folder: Path) -> None:
     node = Node(folder, disk=KIB)
     digest = node.write(1, b"a" * 2 * KIB)
     node.saver.start()
@@ -399,7 +455,7 @@ def test_persist_tells_of_a_full_disk_and_of_none(folder: Path) -> None:
         ChunkTable(memoryview(bytearray(KIB))).persist([digest], 1)
 
 
-def test_many_threads_that_write_read_locate_and_drop_at_once_see_right_bytes_only(folder: Path) -> None:
+def test_concurrent_writers_readers_and_drops_see_only_right_bytes(folder: Path) -> None:
     node = Node(folder, arena=16 * KIB, disk=40 * KIB, wait_s=0.5)
     node.saver.start()
     pieces = {digest_of(data): data for data in (bytes([i]) * (KIB + 64 * (i % 5)) for i in range(24))}
@@ -420,12 +476,12 @@ def test_many_threads_that_write_read_locate_and_drop_at_once_see_right_bytes_on
         data = rng.choice(list(pieces.values()))
         digest = node.write(conn, data)
         assert node.read(digest) == data, "a chunk that is held is there"
-        node.table.settle(conn)
+        node.table.release_holds(conn)
 
     def read(rng: random.Random) -> None:
         digest = rng.choice(list(pieces))
         assert node.read(digest) == pieces[digest]
-        node.table.sound(digest, anew=rng.random() < 0.5)
+        node.table.verify(digest, force=rng.random() < 0.5)
 
     def locate(rng: random.Random) -> None:
         conn, digest = threading.get_ident(), rng.choice(list(pieces))
@@ -456,7 +512,7 @@ def test_many_threads_that_write_read_locate_and_drop_at_once_see_right_bytes_on
         assert not thread.is_alive(), "a deadlock"
     node.saver.stop(5)
     assert not wrong
-    assert spilled, "nothing was ever spilled: this test has shown nothing"
+    assert spilled, "nothing was spilled: this test shows nothing"
     assert node.table._tiers._readers == 0 and not any(c.copy.users for c in node.table._chunks.values() if c.copy)
     node.disk.close()
 
@@ -472,8 +528,8 @@ def content(item: int) -> bytes:
 
 
 class TieredTable(RuleBasedStateMachine):
-    """Whatever happens in whatever order: what was sealed and not dropped is read back right, what was located lies
-    still, and no region is lost or given twice."""
+    """After any sequence of events: what was sealed and not dropped is read back, what was located does not move, and
+    no region is lost or allocated twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,8 +552,8 @@ class TieredTable(RuleBasedStateMachine):
         self.held.add((conn, item))
 
     @rule(conn=CONNS)
-    def settle(self, conn: int) -> None:
-        self.node.table.settle(conn)
+    def release_holds(self, conn: int) -> None:
+        self.node.table.release_holds(conn)
         self.held = {h for h in self.held if h[0] != conn}
 
     @rule(conn=CONNS)
@@ -531,9 +587,9 @@ class TieredTable(RuleBasedStateMachine):
     def read(self, item: int) -> None:
         if item in self.live:
             assert self.node.read(digest_of(content(item))) == content(item)
-            assert self.node.table.sound(digest_of(content(item)))
+            assert self.node.table.verify(digest_of(content(item)))
         else:
-            assert not self.node.table.sound(digest_of(content(item)))
+            assert not self.node.table.verify(digest_of(content(item)))
 
     @rule(used=st.sets(ITEMS))
     def drop(self, used: set[int]) -> None:
@@ -545,12 +601,12 @@ class TieredTable(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.located)
     @rule(item=ITEMS)
-    def rot(self, item: int) -> None:
+    def corrupt(self, item: int) -> None:
         chunk = self.node.table._chunks.get(digest_of(content(item)))
         if chunk is None or chunk.copy is None:
             return
         self.node.table.view[chunk.offset] ^= 1
-        assert self.node.table.sound(chunk.digest) == chunk.on_disk
+        assert self.node.table.verify(chunk.digest) == chunk.on_disk
         if not self.node.table.has(chunk.digest):
             self.live.discard(item)
             self.held = {h for h in self.held if h[1] != item}
@@ -565,14 +621,14 @@ class TieredTable(RuleBasedStateMachine):
         self.held, self.located = set(), {}
 
     @invariant()
-    def located_bytes_lie_still(self) -> None:
+    def located_bytes_do_not_move(self) -> None:
         view = self.node.table.view
         for items in self.located.values():
             for offset, item in items.items():
                 assert bytes(view[offset:offset + len(content(item))]) == content(item)
 
     @invariant()
-    def the_arena_is_used_by_copies_and_nothing_else(self) -> None:
+    def arena_holds_copies_and_nothing_else(self) -> None:
         table = self.node.table
         regions = {c.offset: aligned(c.nbytes) for c in table._chunks.values() if c.copy}
         for items in self.located.values():
@@ -581,7 +637,7 @@ class TieredTable(RuleBasedStateMachine):
         assert {c.digest for c in table._chunks.values() if c.copy} == set(table._tiers._resident)
 
     @invariant()
-    def every_chunk_is_somewhere(self) -> None:
+    def every_chunk_is_in_the_arena_or_on_disk(self) -> None:
         table = self.node.table
         assert set(table._chunks) == {digest_of(content(i)) for i in self.live}
         for chunk in table._chunks.values():

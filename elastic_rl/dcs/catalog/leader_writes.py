@@ -1,0 +1,74 @@
+"""What the leading coordinator writes to the catalog. Each function is one transaction under the caller's ``guard``
+(conditions that hold while it leads) and returns whether it happened: False when the record changed since it was read,
+or the caller no longer leads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_rl.dcs.catalog import placement as placements
+from elastic_rl.dcs.catalog.reads import Entry, PlacementEntry, head_entry
+from elastic_rl.dcs.catalog.transitions import TRANSITIONS, transition
+from elastic_rl.errors import IllegalTransition
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import CatalogIdentity, Placement, Version, VersionState
+
+
+def abort_orphan(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
+    """STAGING → ABORTED, if its publisher's key is gone."""
+    v = entry.version
+    return _write(etcd, keys, entry, transition(v, VersionState.ABORTED),
+                  [Compare.absent(keys.staging_owner(v.stream, v.number)), *guard])
+
+
+def release(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
+    """COMMITTED → RELEASING; from here on nobody can pin it."""
+    return _write(etcd, keys, entry, transition(entry.version, VersionState.RELEASING), guard)
+
+
+def mark_gone(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
+    """RELEASING → GONE. The caller has seen, after the release, that nobody pins it."""
+    v = entry.version
+    return _write(etcd, keys, entry, transition(v, VersionState.GONE), guard,
+                  Op.delete(keys.placement(v.stream, v.number)))
+
+
+def delete_record(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
+    """Deletes the record of a version that is GONE or ABORTED; its number stays used."""
+    v = entry.version
+    if TRANSITIONS[v.state]:
+        raise IllegalTransition(f"the record of {v.stream} version {v.number} is needed: it is {v.state}")
+    key = keys.version(v.stream, v.number)
+    return etcd.txn([Compare.mod(key, "==", entry.revision), *guard], [Op.delete(key)]).succeeded
+
+
+def update_placement(etcd: EtcdClient, keys: Keys, entry: Entry, found: PlacementEntry, placement: Placement,
+                     guard: Sequence[Compare]) -> bool:
+    """Records that other nodes hold parts of a committed version. The record's ``sources`` follow, where they name a
+    node that holds nothing any more; the head's record changes with the version's, so that both stay equal."""
+    v = entry.version
+    key, head_key = keys.version(v.stream, v.number), keys.stream_head(v.stream)
+    placement_key = keys.placement(v.stream, v.number)
+    conditions = [Compare.mod(key, "==", entry.revision), Compare.mod(placement_key, "==", found.revision), *guard]
+    writes = [Op.put(placement_key, placement.encode())]
+    if not set(v.sources) or not set(v.sources) <= set(placements.nodes_of(placement)):
+        new = v.replace(sources=placements.sources(placement)).encode()
+        writes.append(Op.put(key, new))
+        current = head_entry(etcd, keys, v.stream)
+        if current is not None and current.version.number == v.number:  # else it never becomes the head again
+            conditions.append(Compare.mod(head_key, "==", entry.revision))
+            writes.append(Op.put(head_key, new))
+    return etcd.txn(conditions, writes).succeeded
+
+
+def suspend(etcd: EtcdClient, keys: Keys, found: CatalogIdentity, revision: int, reason: str,
+            guard: Sequence[Compare]) -> bool:
+    """Has every publish refused until a person has recovered the catalog."""
+    return etcd.txn([Compare.mod(keys.dcs_catalog(), "==", revision), *guard],
+                    [Op.put(keys.dcs_catalog(), found.replace(suspended=reason).encode())]).succeeded
+
+
+def _write(etcd: EtcdClient, keys: Keys, entry: Entry, new: Version, guards: Sequence[Compare], *also: Op) -> bool:
+    key = keys.version(new.stream, new.number)
+    return etcd.txn([Compare.mod(key, "==", entry.revision), *guards], [Op.put(key, new.encode()), *also]).succeeded

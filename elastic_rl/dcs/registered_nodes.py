@@ -1,0 +1,82 @@
+"""The nodes that are registered in etcd, and guards on them.
+
+Whoever relies on what a node said (that it holds some chunks) guards its own write with the *incarnation* that said so:
+a restarted node is another one, and may have lost what it held. A node that only registers again, because its lease had
+ended in an outage of etcd, is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from elastic_rl.errors import CatalogMismatch, Conflict
+from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import DcsNode
+
+log = logging.getLogger(__name__)
+
+RECOVER_HINT = "run `elastic-rl versions recover`; nothing is dropped before"
+
+
+@dataclass(frozen=True)
+class RegisteredNode:
+    """A node's record."""
+
+    node: DcsNode
+    registration: int
+    """Create revision of the record: when the node registered, in revisions of etcd."""
+
+    def belongs_to(self, catalog: str) -> bool:
+        """Whether it may hold chunks for this catalog: it knows this one, or none yet."""
+        return self.node.catalog in ("", catalog)
+
+
+def read_nodes(etcd: EtcdClient, keys: Keys) -> tuple[dict[str, RegisteredNode], int]:
+    """Registered nodes by id, in the order of ids, and the revision of this reading. A record that cannot be decoded is
+    left out, with a line in the log: its node counts as unreachable. Raises EtcdUnavailable."""
+    kvs, revision = etcd.range(keys.dcs_nodes_prefix())
+    found = (_decoded(kv) for kv in kvs)
+    return {n.node.id: n for n in found if n is not None}, revision
+
+
+def read_node(etcd: EtcdClient, keys: Keys, node_id: str) -> RegisteredNode | None:
+    kv = etcd.get(keys.dcs_node(node_id))
+    return _decoded(kv) if kv is not None else None
+
+
+def _decoded(kv: KeyValue) -> RegisteredNode | None:
+    try:
+        return RegisteredNode(DcsNode.decode(kv.value), kv.create_revision)
+    except ValidationError as e:
+        log.warning("the record of a DCS node at %s cannot be decoded: %s", kv.key, e)
+        return None
+
+
+def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str, str], catalog: str
+                        ) -> tuple[list[Compare], int]:
+    """Checks that each node is registered and still the process that acknowledged chunks, and returns the conditions
+    under which that holds later too, and the revision of the check. ``acknowledged``: node id → incarnation;
+    ``catalog``: id of the catalog written to.
+
+    The conditions are a single comparison (no node has registered since the check), so their number does not grow with
+    that of the nodes. They do not notice a node whose record goes away after the check; that is the failure of one
+    replica, as at any later time.
+
+    Raises Conflict for a node that is gone or restarted, CatalogMismatch for one that belongs to another catalog.
+    """
+    if not acknowledged:
+        return [], 0
+    nodes, revision = read_nodes(etcd, keys)
+    for node_id, incarnation in acknowledged.items():
+        found = nodes.get(node_id)
+        if found is None or found.node.incarnation != incarnation:
+            raise Conflict(f"DCS node {node_id} was lost or restarted after it had stored chunks of the version")
+        if not found.belongs_to(catalog):
+            raise CatalogMismatch(f"DCS node {node_id} holds versions of catalog {found.node.catalog}, and etcd has "
+                                  f"catalog {catalog}", hint=RECOVER_HINT)
+    return [Compare.none_created_since(keys.dcs_nodes_prefix(), revision)], revision
