@@ -2,7 +2,7 @@
 
     dcs_publisher_loop.py ETCD JOB EPOCH NODE
 
-Every version's bytes follow from the seed in its meta, so whoever pulls one can tell whether it is whole. Exits with 3
+Every version's bytes follow from the seed in its meta, so a reader can check whether it is whole. Exits with 3
 when its epoch is over.
 """
 

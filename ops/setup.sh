@@ -68,7 +68,7 @@ make_environment() {
     : >"$LOG"
 }
 
-# uv installs the same packages as pip in a fraction of the time, provided that it is told pip's configuration.
+# uv installs the same packages as pip in a fraction of the time, provided that it gets pip's configuration.
 find_uv() {
     local settings
     say "getting uv, which installs faster than pip"

@@ -78,7 +78,7 @@ def _names(ctx: typer.Context, incomplete: str, read: Callable[[AdminClient], li
             given: dict[str, Any] = {n: ctx.params[n] for n in ("file", "url", "token_file", "ca") if ctx.params.get(n)}
             with Target(ctx, **given).api(patience_s=0.0) as api:
                 found.extend(read(api))
-        except Exception:  # an error message in the middle of a command line helps nobody
+        except Exception:  # an error message in the middle of a command line does not help
             return
 
     thread = threading.Thread(target=fetch, daemon=True)

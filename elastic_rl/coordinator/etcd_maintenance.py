@@ -7,7 +7,7 @@ share one etcd: each compacts for itself, and a revision that another one has co
 applies to all of them.
 
 A database at its quota raises the alarm NOSPACE. From then on etcd accepts neither writes nor new leases, and its file
-never shrinks by itself, so nobody could become leader, and deletes and compactions alone do not help. Every replica
+never shrinks by itself, so no replica could become leader, and deletes and compactions alone do not help. Every replica
 watches for that, leader or not: it compacts, defragments the members one after the other, and ends the alarm. The same
 defragmentation comes before the alarm when a file is near its quota and mostly free.
 """

@@ -34,7 +34,7 @@ class ExternalServer(Server):
     report the version that was applied to it."""
 
     def __init__(self, url: str, model_dir: str, *, cfg: EngineConfig) -> None:
-        # Its schedulers have no stagers, since nobody gave them the secret: weights are loaded in the pause.
+        # Its schedulers have no stagers, since they lack the secret: weights are loaded in the pause.
         super().__init__(cfg, secret=stager.new_secret(), log_hint="see the log of the server, which someone else runs")
         self._url, self._model_dir = url.rstrip("/"), model_dir
         self._ranks, self._dtype = 1, ""

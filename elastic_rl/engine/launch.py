@@ -81,7 +81,7 @@ def fork_children() -> None:
 
 
 def main() -> None:
-    """Serves until it is told to stop."""
+    """Serves until SIGTERM."""
     import runpy
 
     if ON_CPU:

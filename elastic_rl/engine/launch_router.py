@@ -13,7 +13,7 @@ from sglang_router.router_args import RouterArgs
 
 
 def main() -> None:
-    """Serves until it is told to stop."""
+    """Serves until SIGTERM."""
     parser = argparse.ArgumentParser(prog="elastic_rl.engine.launch_router")
     RouterArgs.add_cli_args(parser)
     args = RouterArgs.from_cli_args(parser.parse_args())

@@ -65,7 +65,7 @@ class Server(ABC):
     """An SGLang server as its engine sees it: one that the engine starts, or an external one."""
 
     def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str) -> None:
-        """``secret``: of the stagers of its schedulers; ``log_hint``: where an operator looks when it fails."""
+        """``secret``: of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found."""
         self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
         self._http = httpx.Client(timeout=cfg.apply_timeout_s)
 

@@ -114,7 +114,7 @@ class EtcdClient:
 
         ``watch(prefix, start_revision=revision + 1)`` continues from there without a gap. A large range is read in
         pages; a caller that need not hold it whole iterates ``pages`` instead. ``newest_first``, which needs a limit:
-        the keys that were created last, the last one first; etcd then looks at every key. Raises Compacted when
+        the keys that were created last, the last one first; etcd then reads every key. Raises Compacted when
         compactions overtook every try to read the range.
         """
         if newest_first:
@@ -158,7 +158,7 @@ class EtcdClient:
         """The first ``limit`` keys under a prefix in key order, or in reverse, between the keys ``after`` and
         ``before``; fewer only where there are no more.
 
-        In reverse order etcd looks at every key between them. ``revision`` 0 is the present. Raises Compacted for one
+        In reverse order etcd reads every key between them. ``revision`` 0 is the present. Raises Compacted for one
         that is no longer kept.
         """
         kvs, size = list[KeyValue](), limit
@@ -259,7 +259,7 @@ class EtcdClient:
     def compact(self, revision: int, *, wait_s: float = 0.0) -> None:
         """Discards what keys were before ``revision``; watches from earlier revisions then raise Compacted.
 
-        A revision that was compacted already, by anybody, is fine. ``wait_s``: how long to wait until the space is
+        A revision that is already compacted is fine. ``wait_s``: how long to wait until the space is
         freed inside the database; 0: not at all. Raises EtcdUnavailable; EtcdRefused for a revision of the future.
         """
         request = pb.CompactionRequest(revision=revision, physical=wait_s > 0)

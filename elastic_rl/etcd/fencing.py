@@ -4,7 +4,7 @@ A fencing token is a set of conditions that hold only while its holder may write
 ``FencedWriter`` puts them into every transaction of the holder, events included.
 
 The epoch of a run is raised by each new driver. Its number is the version of its key (etcd counts the puts), so a
-write can be made conditional on the number alone, whoever holds the epoch.
+write can be made conditional on the number alone, for any holder of the epoch.
 """
 
 from __future__ import annotations

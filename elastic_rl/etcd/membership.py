@@ -63,7 +63,7 @@ class Membership:
             self._register()
         except ElasticRLError:
             if self._lease is not None:
-                self._lease.close()  # nobody calls our ``close``, and its thread would keep it alive
+                self._lease.close()  # the caller has no object to close, and the lease's thread would keep it alive
             raise
         self._thread.start()
         return self

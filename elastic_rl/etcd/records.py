@@ -402,7 +402,7 @@ class DcsNode(Record):
 
     @property
     def incarnation(self) -> str:
-        """Differs after each start of the node: the process makes its arena anew, under a random name."""
+        """Differs after each start of the node: the process creates its arena under a random name."""
         return self.arena_path
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -26,13 +27,13 @@ log = logging.getLogger(__name__)
 
 _DETECT_TIMEOUT_S, _HEAL_TIMEOUT_S = 60.0, 240.0
 
-FaultPlan = Callable[[FaultContext, int], list[tuple[int, Fault]]]
-"""From the context and the run's number of steps to (step, fault), in order."""
+FaultPlan = Callable[[FaultContext, int], list[tuple[int, Sequence[Fault]]]]
+"""From the context and the run's number of steps to (step, faults), in order. Faults of one entry happen at once."""
 
 
-def standard_faults(context: FaultContext, steps: int) -> list[tuple[int, Fault]]:
-    """The plan of the quick start: (step, fault), in order, spread over the first four fifths of the run."""
-    return [(max(1, round(steps * at)), fault) for at, fault in (
+def standard_faults(context: FaultContext, steps: int) -> list[tuple[int, Sequence[Fault]]]:
+    """The plan of the quick start: one fault at a time, spread over the first four fifths of the run."""
+    return [(max(1, round(steps * at)), [fault]) for at, fault in (
         (0.10, EngineKilled(context)),
         (0.30, TrainerRankKilled(context)),
         (0.45, CoordinatorKilled(context)),
@@ -42,19 +43,20 @@ def standard_faults(context: FaultContext, steps: int) -> list[tuple[int, Fault]
 
 
 class Drill(threading.Thread):
-    """Injects one fault after the other. Each waits for its step, and for the fault before it to have healed."""
+    """Plays the entries of a plan. Each waits for its step, and for the recovery from the faults before it."""
 
-    def __init__(self, context: FaultContext, run_log: RunLog, plan: list[tuple[int, Fault]]) -> None:
+    def __init__(self, context: FaultContext, run_log: RunLog, plan: list[tuple[int, Sequence[Fault]]]) -> None:
         super().__init__(name="drill", daemon=True)
         self.context, self.run_log, self.plan = context, run_log, plan
         self.stopping = threading.Event()
 
     def run(self) -> None:
-        for step, fault in self.plan:
+        for step, faults in self.plan:
             while self.context.step() < step:
                 if self.stopping.wait(0.1) or self.context.finished():
                     return
-            self._play(fault)
+            with ThreadPoolExecutor(len(faults), thread_name_prefix="fault") as threads:
+                list(threads.map(self._play, faults))
 
     def _play(self, fault: Fault) -> None:
         times: dict[str, float | None] = {"injected_at": time.time(), "detected_at": None, "healed_at": None}

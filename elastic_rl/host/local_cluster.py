@@ -208,7 +208,7 @@ class Cluster:
             etcd.close()
 
     def _tokens(self) -> Path:
-        """The API's table of digests and, for the owner of this machine, the tokens; nobody else may read either."""
+        """The API's table of digests and, for the owner of this machine, the tokens; no other user may read either."""
         files = [self.dir / name for name in (auth.TABLE, auth.VIEWER_TOKEN, auth.CREDENTIALS)]
         return files[-1] if all(file.exists() for file in files) else auth.create_tokens(self.dir)
 

@@ -24,7 +24,7 @@ from elastic_rl.host import etcd_server
 
 _ETCD_BUDGET_S = 2.0
 _MANY_REVISIONS = 100_000
-"""An etcd that has never been compacted after so many is compacted by nobody."""
+"""An etcd with so many revisions and no compaction is not being compacted."""
 _MEMORY_GIB = 8.0
 """Ray, two engines, two ranks and the durable plane take about 7 GiB on a CPU."""
 _PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "ray": "2.60.0",
@@ -175,7 +175,7 @@ def _etcd_member(m: MemberStatus, cfg: Config, *, majority: bool) -> Finding:
     check = f"etcd {m.endpoint}"
     if m.error:
         return Finding(check, Verdict.WARNING if majority else Verdict.FAILED, f"does not serve: {m.error}",
-                       "start or mend it" + ("; the others are a majority and go on" if majority else ""))
+                       "start or repair it" + ("; the others are a majority and continue" if majority else ""))
     quota = f" of {m.quota_bytes >> 20}" if m.quota_bytes else ""
     found = f"{m.version}, {m.db_bytes >> 20}{quota} MiB{', leads' if m.is_leader else ''}"
     if m.alarms:

@@ -118,7 +118,7 @@ def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list
 
 @dataclass(frozen=True)
 class PidRecord:
-    """A service that was started. The creation time tells it from another process with the same pid."""
+    """A service that was started. The creation time distinguishes it from a later process with the same pid."""
 
     name: str
     pid: int

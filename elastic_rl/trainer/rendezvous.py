@@ -2,7 +2,7 @@
 
 torch's own etcd backends use the v2 API. Here the state is one key, changed by compare-and-set on its mod revision, and
 the store that agents share is in etcd too, so that it survives any agent. Use it with
-``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: otherwise a joining agent waits for a TCP store that nobody serves.
+``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: otherwise a joining agent waits for a TCP store that no process serves.
 
 Endpoint: ``host:port[,host:port…]``. Options (``--rdzv-conf``): ``prefix`` (default ``/elastic_rl/rendezvous/``),
 ``store_timeout_s``, and the settings of etcd as the configuration has them: ``call_timeout_s``, ``retry_budget_s``,

@@ -1,13 +1,14 @@
 """Whole runs on real parts: etcd, coordinators, a DCS node, Ray Serve, Megatron ranks, SGLang engines, the router.
 
-Each run is short; what it must show is that learning happens and that a fault is seen, survived and accounted for.
+Two runs, since one takes minutes. The first learns, with tensor-parallel ranks, while faults of every kind happen to
+it. The second has data-parallel ranks.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, JobStatus, StepMetrics
+from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.drill import FaultPlan
 from elastic_rl.faults.kinds import (
     CoordinatorKilled,
@@ -34,10 +36,9 @@ from elastic_rl.faults.kinds import (
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.local_cluster import Cluster
 
-UNTAUGHT = {"sft.max_steps": 25}
-"""For runs that need not learn: a model that was hardly warmed up costs the loop as much as a good one."""
+STEPS = 90
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 class Job:
@@ -55,8 +56,7 @@ class Job:
         """Trains to the end and returns report.json."""
         info = self.cluster.up()
         code = train.run(self.cluster.cfg, info, **({"faults": True, "fault_plan": plan} if plan else {}))
-        logs = self.cluster.cfg.cluster_dir / "logs"
-        assert code == 0, f"the run failed; its logs are in {logs}"
+        assert code == 0, f"the run failed; its logs are in {self.cluster.cfg.log_dir}"
         return json.loads((self.cluster.cfg.job_dir / "report.json").read_text())
 
     def events(self) -> list[Event]:
@@ -94,22 +94,22 @@ def assert_sound(report: dict[str, Any], steps: int) -> None:
     assert report["versions_committed"] > steps
 
 
-def assert_told(job: Job, report: dict[str, Any], steps: int) -> None:
-    """What others are told of a run: a point of the curve for each step, the same to TensorBoard and W&B, and of each
-    version one trace from its publish to the first sample that it made."""
+def assert_published(job: Job, report: dict[str, Any], steps: int) -> None:
+    """The metrics of each step are in etcd, TensorBoard and W&B alike, and one trace has the life of a version from its
+    publish to the first sample that it made."""
     with EtcdClient(ClusterInfo.load(job.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
         points = [StepMetrics.decode(kv.value) for kv in etcd.range(Keys(job.cfg.job).steps_prefix())[0]]
         status = JobStatus.decode(etcd.get(Keys(job.cfg.job).job_status()).value)
     assert [p.step for p in points] == list(range(1, steps + 1))
     assert points[-1].eval_accuracy == status.eval_accuracy == report["eval_accuracy_last"]
     assert points[-1].tokens > points[-1].samples
-    assert sum(p.seconds["total"] for p in points) < status.productive_s < status.updated_at - status.started_at
+    assert sum(p.seconds["total"] for p in points) <= status.productive_s < status.updated_at - status.started_at
 
     shown = EventAccumulator(str(job.cluster.cfg.job_dir / "tensorboard" / "rl")).Reload()
-    assert [e.value for e in shown.Scalars("reward_mean")] == pytest.approx([p.reward for p in points])
+    assert [e.value for e in shown.Scalars("reward_mean")][-10:] == pytest.approx([p.reward for p in points[-10:]])
     assert list((job.cluster.cfg.job_dir / "wandb").glob("offline-run-*/*.wandb"))
 
-    # Of some steps before the end: a process takes its last second of spans along when it is ended.
+    # Of some steps before the end: a process that is ended loses its last second of spans.
     trace = job.spans.trace_with("rollout.first_token", version=points[-10].policy_version - 1)
     pids = {s.name: s.pid for s in trace}
     assert {"trainer.publish", "trainer.commit", "dcs.commit", "engine.pull", "engine.apply"} <= set(pids)
@@ -117,69 +117,59 @@ def assert_told(job: Job, report: dict[str, Any], steps: int) -> None:
     assert len({s.attrs["engine"] for s in trace if s.name == "engine.apply"}) == job.cfg.rollout.engines
 
 
-@pytest.mark.parametrize("job", [{"train.steps": 60, "telemetry.trackers": "[tensorboard, wandb]"}], indirect=True)
-def test_a_short_run_learns_tells_of_it_and_leaves_nothing_behind(job: Job) -> None:
-    report = job.run()
-    assert_sound(report, 60)
-    assert 0.2 <= report["eval_accuracy_first"] <= 0.6
-    assert report["eval_accuracy_last"] >= report["eval_accuracy_first"] + 0.1
-    assert report["reward_last"] > report["reward_first"]
-    assert (job.cluster.cfg.job_dir / "report.html").read_text().startswith("<!doctype html>")
-    assert_told(job, report, 60)
-    job.cluster.down()
-    assert job.leftovers() == []
-
-
 def fault_of(report: dict[str, Any], name: str) -> dict[str, Any]:
-    fault = next(f for f in report["faults"] if f["name"] == name)
+    fault = next((f for f in report["faults"] if f["name"] == name), None)
+    assert fault is not None, f"{name} did not happen: the run took its {report['steps']} steps before its turn"
     assert fault["witness"], "the fault must have been seen to happen"
     assert fault["injected_at"] <= fault["detected_at"] <= fault["healed_at"]
     return fault
 
 
-@pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 60}], indirect=True)
-def test_a_killed_engine_is_replaced_while_the_run_goes_on(job: Job) -> None:
-    report = job.run(lambda context, steps: [(3, EngineKilled(context))])
-    assert_sound(report, 60)
+def every_fault(context: FaultContext, steps: int) -> list[tuple[int, Sequence[Fault]]]:
+    """Faults that happen at once hit parts that recover independently of each other. Each entry waits for the recovery
+    from the one before it."""
+    return [(3, [PoolScaled(context, "pool_scaled_out", +1), TrainerRankKilled(context)]),
+            (5, [PoolScaled(context, "pool_scaled_in", -1), Restarted(context, "roles/advantages")]),
+            (7, [EngineKilled(context), TrainerRankStopped(context)]),
+            (9, [CoordinatorKilled(context)]),
+            (10, [Restarted(context, "job")])]
+
+
+@pytest.mark.parametrize("job", [{
+    "train.steps": STEPS, "train.state_every_steps": 5, "coordinator.hang_min_s": 8, "rollout.engines": 2,
+    "trainer.tensor_parallel": 2, "telemetry.trackers": "[tensorboard, wandb]"}], indirect=True)
+def test_run_learns_through_every_kind_of_fault_and_leaves_nothing_behind(job: Job) -> None:
+    report = job.run(every_fault)
+    assert_sound(report, STEPS)
+
+    # It learned.
+    assert 0.2 <= report["eval_accuracy_first"] <= 0.6
+    assert report["eval_accuracy_last"] >= report["eval_accuracy_first"] + 0.1
+    assert report["reward_last"] > report["reward_first"]
+
+    # Each fault happened, was detected, and the run recovered from it.
     assert "SIGKILL" in fault_of(report, "engine_killed")["witness"]
-
-
-@pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 12, "train.state_every_steps": 5}], indirect=True)
-def test_a_killed_trainer_rank_costs_only_the_steps_after_the_last_state(job: Job) -> None:
-    report = job.run(lambda context, steps: [(7, TrainerRankKilled(context))])
-    assert_sound(report, 12)
-    fault_of(report, "trainer_rank_killed")
-    assert 0 < report["steps_redone"] <= 5
-
-
-@pytest.mark.parametrize("job", [
-    {**UNTAUGHT, "train.steps": 30, "train.state_every_steps": 5, "coordinator.hang_min_s": 8}], indirect=True)
-def test_a_hung_group_is_restarted_and_so_is_what_an_operator_wants_anew(job: Job) -> None:
-    report = job.run(lambda context, steps: [(6, TrainerRankStopped(context)),
-                                             (14, Restarted(context, "roles/advantages")),
-                                             (17, Restarted(context, "job"))])
-    assert_sound(report, 30)
     assert "SIGSTOP" in fault_of(report, "trainer_rank_stopped")["witness"]
-    fault_of(report, "restarted_advantages")
-    fault_of(report, "restarted_job")
+    killed = fault_of(report, "trainer_rank_killed")
+    assert "SIGKILL" in killed["witness"]
+    for name in ("pool_scaled_out", "pool_scaled_in", "restarted_advantages", "restarted_job"):
+        fault_of(report, name)
+    assert "SIGKILL" in fault_of(report, "coordinator_killed")["witness"]
+    assert len(report["engines"]) >= 2 + 1 + 1, "the first two, the one of the larger pool, and a replacement"
+    # Three times the trainer resumed from its last state: after a kill, a hang and the restart of the job.
+    assert 0 < report["steps_redone"] <= 3 * 5
     kinds = [e.kind for e in job.events()]
     assert "trainer.hung" in kinds and kinds.count("operation.succeeded") >= 3, "one by the policy, two by the operator"
     assert "run.crash_loop" not in kinds and "driver.dead" not in kinds
 
-
-@pytest.mark.parametrize("job", [
-    {**UNTAUGHT, "train.steps": 20, "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}], indirect=True)
-def test_a_killed_leading_coordinator_stops_nothing_and_data_parallel_ranks_train_too(job: Job) -> None:
-    report = job.run(lambda context, steps: [(3, CoordinatorKilled(context))])
-    assert_sound(report, 20)
-    fault_of(report, "coordinator_killed")
+    # It is visible to others, and nothing stays behind.
+    assert (job.cluster.cfg.job_dir / "report.html").read_text().startswith("<!doctype html>")
+    assert_published(job, report, STEPS)
+    job.cluster.down()
+    assert job.leftovers() == []
 
 
-@pytest.mark.parametrize("job", [{**UNTAUGHT, "train.steps": 100}], indirect=True)
-def test_the_pool_grows_and_shrinks_under_a_running_job(job: Job) -> None:
-    report = job.run(lambda context, steps: [(3, PoolScaled(context, "pool_scaled_out", +1)),
-                                             (4, PoolScaled(context, "pool_scaled_in", -1))])
-    assert_sound(report, 100)
-    fault_of(report, "pool_scaled_out")
-    fault_of(report, "pool_scaled_in")
-    assert len(report["engines"]) == 3
+@pytest.mark.parametrize("job", [{
+    "sft.max_steps": 10, "train.steps": 6, "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}], indirect=True)
+def test_data_parallel_ranks_train(job: Job) -> None:
+    assert_sound(job.run(), 6)

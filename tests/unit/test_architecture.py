@@ -26,14 +26,14 @@ def _imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", DURABLE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_durable_plane_holds_no_collective_and_unpickles_nothing(path: Path) -> None:
+def test_durable_plane_has_no_collective_and_no_unpickling(path: Path) -> None:
     bad = {"torch.distributed", "pickle", "cloudpickle", "dill", "ray"}
     assert not {name for name in _imports(path) if any(name == b or name.startswith(b + ".") for b in bad)}
 
 
 @pytest.mark.parametrize("path", sorted(p for p in ROOT.rglob("*.py") if "etcdpb" not in p.parts),
                          ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_module_is_too_long_and_none_is_called_utils(path: Path) -> None:
+def test_module_is_short_and_not_called_utils(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
     assert path.name != "utils.py"
     if path.name == "__init__.py":

@@ -235,7 +235,7 @@ class _Helper:
 def _answer(connection: socket.socket, error: str) -> None:
     try:
         connection.sendall(json.dumps({"error": error}).encode())
-    except OSError:  # nobody waits for it any more
+    except OSError:  # its parent waits for it no longer
         pass
 
 

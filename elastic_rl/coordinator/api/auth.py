@@ -1,4 +1,4 @@
-"""Bearer tokens of the admin API. The table holds digests only, so that reading it gives nobody a token."""
+"""Bearer tokens of the admin API. The table holds digests only, so that no token can be read from it."""
 
 from __future__ import annotations
 

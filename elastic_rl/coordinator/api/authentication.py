@@ -44,7 +44,7 @@ class Credentials:
 
 
 class Authenticator:
-    """Tells callers by their tokens and sessions."""
+    """Identifies callers by their tokens and sessions."""
 
     def __init__(self, job: str, tokens: TokenTable, sessions: SessionStore) -> None:
         self._tokens, self._sessions = tokens, sessions

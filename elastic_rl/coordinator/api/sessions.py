@@ -2,7 +2,7 @@
 
 A browser must not be handed a token that is good for ever. So a token makes a link, the link opens one session, and
 the session is a random secret in a cookie that no script can read. etcd holds digests of links and sessions, each under
-a lease of its own: every replica accepts them, whoever leads, and what has expired is gone. A session may do no more
+a lease of its own: every replica accepts them, and what has expired is gone. A session may do no more
 than the token behind it, and ends when that token is withdrawn.
 """
 
@@ -84,7 +84,7 @@ class SessionStore:
         return grant.replace(created_at=now, expires_at=now + ttl_s)
 
     def _put(self, prefix: str, secret: str, grant: Grant, ttl_s: int) -> Op:
-        # Nobody keeps the lease alive: etcd deletes the key when it ends.
+        # The lease is not renewed: etcd deletes the key when it ends.
         return Op.put(prefix + digest(secret), grant.encode(), self._etcd.grant(ttl_s))
 
     def _valid(self, raw: bytes) -> Grant | None:

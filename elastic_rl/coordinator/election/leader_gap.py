@@ -1,4 +1,4 @@
-"""Times without a leader. While they last nobody can report them, since only a leader writes events; so each leader
+"""Times without a leader. While they last they cannot be reported, since only a leader writes events; so each leader
 writes a heartbeat, and the next one reports the gap."""
 
 from __future__ import annotations

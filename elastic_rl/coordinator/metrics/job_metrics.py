@@ -1,6 +1,6 @@
 """The job's metrics: the metric families that follow from a snapshot.
 
-Read at each scrape, so that every replica shows the same job, whoever leads. Counters come from what etcd counts (the
+Read at each scrape, so that every replica, leader or not, shows the same job. Counters come from what etcd counts (the
 version of a key) or from the leader's fault statistics, so they survive every replica.
 """
 

@@ -113,7 +113,7 @@ class GarbageCollector:
         swept to ``failed``.
 
         The drops need no guard: what a node may drop follows from the order mark, then read (see
-        ``storage/chunk_table.py``) and from its own index, whoever asks.
+        ``storage/chunk_table.py``) and from its own index, for every caller.
         """
         contents = reads.read_catalog(self._etcd, self._keys)
         lines = []

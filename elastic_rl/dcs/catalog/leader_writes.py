@@ -23,12 +23,12 @@ def abort_orphan(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Com
 
 
 def release(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
-    """COMMITTED → RELEASING; from here on nobody can pin it."""
+    """COMMITTED → RELEASING; it can no longer be pinned."""
     return _write(etcd, keys, entry, transition(entry.version, VersionState.RELEASING), guard)
 
 
 def mark_gone(etcd: EtcdClient, keys: Keys, entry: Entry, guard: Sequence[Compare]) -> bool:
-    """RELEASING → GONE. The caller has seen, after the release, that nobody pins it."""
+    """RELEASING → GONE. The caller has seen, after the release, that it has no pin."""
     v = entry.version
     return _write(etcd, keys, entry, transition(v, VersionState.GONE), guard,
                   Op.delete(keys.placement(v.stream, v.number)))

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _COPIES = 8
 """Parts that are copied at once."""
 _ASKED = 16
-"""Nodes that are asked for a manifest before one is told to fetch it from wherever it is."""
+"""Nodes that are queried for a manifest before one fetches it from any node that has it."""
 _MANIFESTS = 4
 """Manifests that are kept decoded: that of a 1T model takes tens of MiB."""
 _RETRY_S = (2.0, 120.0)
@@ -140,7 +140,7 @@ class Repairer:
         return lost
 
     def _parts(self, version: Version, nodes: _Nodes) -> list[list[str]]:
-        """Digests of the chunks of each part. Raises ChunkMissing when nobody has the manifest."""
+        """Digests of the chunks of each part. Raises ChunkMissing when no node has the manifest."""
         digest = version.manifest
         if digest not in self._manifests:
             self._manifests[digest] = self._read_manifest(version, nodes).part_digests()

@@ -47,7 +47,7 @@ class PendingCommit:
 
 class StreamWriter:
     """Begins and commits versions of one stream under one epoch. Remembers the last revisions that it saw, so that each
-    of its calls is one transaction as long as nobody else publishes.
+    of its calls is one transaction as long as there is no concurrent publish.
 
     Every method raises CatalogMismatch when etcd has another catalog than the one that was written to before, an older
     state of it, or none while nodes hold versions of one.

@@ -1,7 +1,7 @@
 """Digests: the names of chunks and the checksums of what a version consists of. Pure.
 
-The length of a digest tells its kind, so chunks of several kinds exist side by side, and a change of ``dcs.digest``
-makes no version unreadable.
+The kind of a digest follows from its length, so chunks of several kinds exist side by side, and a change of
+``dcs.digest`` makes no version unreadable.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ each transfer.
 Callers that request the same chunk share one transfer of it. What arrives is received in a new region of the arena,
 verified there, and sealed; a delta is received aside and decoded into such a region. Sealed bytes are never written to.
 
-No failure of a transfer may leave a fetch waiting: whatever ends one, also an error that nobody expected or a thread
+No failure of a transfer may leave a fetch waiting: whatever ends one, also an unexpected error or a thread
 that cannot be started, is reported to the scheduler.
 """
 

@@ -1,6 +1,6 @@
 """How many connections a node serves, and how long one may stay without having authenticated. Pure.
 
-Anybody who can reach a node's port can open connections to it. Before they have authenticated they must not be able to
+Any host that reaches a node's port can open connections to it. Before they have authenticated they must not be able to
 occupy what others need: they have one deadline for the whole handshake, and there are few of them in all and of one
 host. If there are too many, the one that has waited longest is closed to make room for the next, so a caller that
 authenticates at once gets in however many silent ones there are.

@@ -160,7 +160,7 @@ class OpenVersions:
             if self._shared.get((version.stream, version.number)) is version:
                 del self._shared[version.stream, version.number]
             if not version.ready and not version.failed:
-                return  # the thread that opens it finds that nobody reads it
+                return  # the thread that opens it finds that it has no reader
         self._close(version)
 
     def _close(self, version: OpenVersion) -> None:
@@ -252,7 +252,7 @@ class OpenVersions:
             place(digest)
 
     def _tick(self, version: OpenVersion) -> None:
-        """Raises NodeUnavailable when nobody waits for the version any more."""
+        """Raises NodeUnavailable when no reader waits for the version any longer."""
         version.step()
         if not version.readers:
             raise NodeUnavailable(f"opening {version.stream} version {version.number} was cancelled: it has no readers")

@@ -89,7 +89,7 @@ class VersionIndex:
         return {"catalog": catalog, "commits": commits, "more": start + limit < len(versions),
                 "versions": [{"version": v.model_dump(mode="json"), **_held(chunks, v)} for v in page]}
 
-    # -- what it is told ---------------------------------------------------------------------------------------------
+    # -- updates ------------------------------------------------------------------------------------------------------
     def note(self, catalog: str, commits: int, versions: Iterable[Version]) -> None:
         """These versions are committed. The first catalog with a commit that a node learns of is its own from then on.
         Raises CatalogMismatch for another one, and DiskFull or NodeUnavailable when the file cannot be written."""

@@ -132,7 +132,7 @@ class Publisher:
               ) -> StoredVersion:
         """Merges the parts, stores the manifest and has everything replicated.
 
-        ``hold``: hold the parts' chunks for this publisher too, since whoever wrote them may die before the commit.
+        ``hold``: hold the parts' chunks for this publisher too, since their writer may die before the commit.
         ``deadline``: monotonic time. Raises DeadlineExceeded, NodeUnavailable, Conflict (a node was restarted),
         ChunkMissing, ArenaFull and DiskFull.
         """

@@ -122,7 +122,7 @@ def _lock(fd: int, command: int, kind: int, start: int, end: int) -> tuple[int, 
 # -- dead nodes --------------------------------------------------------------------------------------------------------
 class Leftovers:
     """The arenas of dead nodes, of any job, that this user may remove: unlinked when this is made, and freed as far as
-    nobody reads them. ``reclaim`` frees the rest once the readers are done."""
+    no process reads them. ``reclaim`` frees the rest once the readers are done."""
 
     def __init__(self, folder: Path = SHM) -> None:
         self.removed: list[Path] = []
@@ -140,7 +140,7 @@ class Leftovers:
         return sum(end - start for leftover in self._in_use for start, end in leftover.left)
 
     def reclaim(self) -> None:
-        """Frees what nobody reads any more."""
+        """Frees what has no reader any longer."""
         for leftover in self._in_use:
             leftover.reclaim()
         self._in_use = [leftover for leftover in self._in_use if leftover.left]

@@ -271,7 +271,7 @@ def recover(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableSto
 
 @dataclass
 class _Writer:
-    """Writes under an epoch, as long as nobody else changes the identity of the catalog."""
+    """Writes under an epoch, as long as the identity of the catalog is unchanged."""
 
     etcd: EtcdClient
     keys: Keys

@@ -154,7 +154,7 @@ class VersionService:
         """Ends a person's pin. Raises VersionNotFound when there is none."""
         version, holder = self.resolve(name), holder or self.me
         if not self.etcd.delete(self.keys.pin(version.stream, version.number, holder)):
-            there = ", ".join(pin_holders(self.etcd, self.keys, version.stream).get(version.number, [])) or "nobody"
+            there = ", ".join(pin_holders(self.etcd, self.keys, version.stream).get(version.number, [])) or "no reader"
             raise VersionNotFound(f"{holder} does not pin {version.stream} version {version.number}",
                                   hint=f"pinned by: {there}; name one with --holder")
 

@@ -42,7 +42,7 @@ def start(etcd_servers: Any, keys: Keys, etcd: EtcdClient, tmp_path: Path) -> It
         replicas.close()
 
 
-def told(etcd: EtcdClient, keys: Keys, kind: str, subject: str = "") -> list[Event]:
+def events_of(etcd: EtcdClient, keys: Keys, kind: str, subject: str = "") -> list[Event]:
     return [e for e in events.recent(etcd, keys, 1000) if e.kind == kind and subject in ("", e.subject)]
 
 
@@ -63,7 +63,7 @@ def problem(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:
     return body
 
 
-def test_the_api_answers_reads_takes_changes_and_explains_what_it_refuses(start: Start, etcd: EtcdClient, keys: Keys
+def test_api_serves_reads_and_changes_and_explains_refusals(start: Start, etcd: EtcdClient, keys: Keys
                                                                           ) -> None:
     replicas = start("a")
     etcd.put(keys.engine("e1"), Engine(id="e1", pool="rollout", state=EngineState.READY, epoch=1).encode())
@@ -101,13 +101,14 @@ def test_the_api_answers_reads_takes_changes_and_explains_what_it_refuses(start:
         scaled = api.post("/v1/pools/rollout/scale", json={"desired": 2})
         assert scaled.status_code == 202 and scaled.json()["params"] == {"desired": 2, "previous": 3}
         assert api.get(scaled.headers["location"]).json()["id"] == scaled.json()["id"]
-        assert [(e.data["previous"], e.data["desired"]) for e in told(etcd, keys, "pool.scaled")] == [(2, 3), (3, 2)]
+        scalings = [(e.data["previous"], e.data["desired"]) for e in events_of(etcd, keys, "pool.scaled")]
+        assert scalings == [(2, 3), (3, 2)]
         scraped = api.get("/metrics").text
         assert 'elastic_rl_pool_desired{pool="rollout"} 2.0' in scraped and "elastic_rl_is_leader 1.0" in scraped
         assert re.search(r'elastic_rl_api_requests_total\{.*route="/v1/pools/\{name\}".*status="412"', scraped)
 
 
-def test_tokens_say_who_may_do_what(start: Start, tmp_path: Path, keys: Keys) -> None:
+def test_role_of_a_token_limits_its_requests(start: Start, tmp_path: Path, keys: Keys) -> None:
     write_tokens(tmp_path / keys.job / "cluster" / "tokens.json", eve="viewer", ada="operator")
     replicas = start("a")
 
@@ -124,7 +125,7 @@ def test_tokens_say_who_may_do_what(start: Start, tmp_path: Path, keys: Keys) ->
     assert httpx.get(f"{replicas.urls['a']}/healthz").status_code == 200
 
 
-def test_a_follower_forwards_writes_and_leads_after_the_leader_was_killed(start: Start, etcd: EtcdClient, keys: Keys
+def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: Start, etcd: EtcdClient, keys: Keys
                                                                           ) -> None:
     replicas = start("a", "b")
     old = replicas.leader()
@@ -136,23 +137,23 @@ def test_a_follower_forwards_writes_and_leads_after_the_leader_was_killed(start:
 
     answer = patch(5)
     assert answer.status_code == 200 and answer.headers["etag"]
-    assert told(etcd, keys, "pool.scaled")[-1].data["replica"] == old
+    assert events_of(etcd, keys, "pool.scaled")[-1].data["replica"] == old
     problem(patch(6, '"1"'), 412, "precondition-failed")
     replicas.kill(old)
     assert replicas.leader(not_=old) == new
-    runtime.wait_until(lambda: told(etcd, keys, "coordinator.dead", old), timeout_s=10, what="the death's event")
-    runtime.wait_until(lambda: len(told(etcd, keys, "leader.elected", new)) == 1, timeout_s=5, what="its event")
-    assert len(told(etcd, keys, "leader.elected", old)) == 1
+    runtime.wait_until(lambda: events_of(etcd, keys, "coordinator.dead", old), timeout_s=10, what="the death's event")
+    runtime.wait_until(lambda: len(events_of(etcd, keys, "leader.elected", new)) == 1, timeout_s=5, what="its event")
+    assert len(events_of(etcd, keys, "leader.elected", old)) == 1
     assert patch(2).status_code == 200
     assert [(a["kind"], a["subject"], a["phase"]) for a in alerts(replicas, new)] == [
         ("coordinator.dead", old, "firing")]
     replicas.start(old)
     runtime.wait_until(lambda: not alerts(replicas, new), timeout_s=10, what="the end of the alert")
-    assert len(told(etcd, keys, "coordinator.returned", old)) == 1
-    assert len(told(etcd, keys, "coordinator.dead")) == 1
+    assert len(events_of(etcd, keys, "coordinator.returned", old)) == 1
+    assert len(events_of(etcd, keys, "coordinator.dead")) == 1
 
 
-def test_a_replica_that_is_told_to_stop_hands_the_leadership_over_without_an_alert(start: Start, etcd: EtcdClient,
+def test_stopped_replica_hands_over_the_leadership_without_an_alert(start: Start, etcd: EtcdClient,
                                                                                    keys: Keys) -> None:
     replicas = start("a", "b")
     old = replicas.leader()
@@ -162,9 +163,9 @@ def test_a_replica_that_is_told_to_stop_hands_the_leadership_over_without_an_ale
     del replicas.running[old]
     replicas.leader(not_=old, timeout_s=2.0)
     assert etcd.get(keys.member("coordinator", old)) is None
-    runtime.wait_until(lambda: len(told(etcd, keys, "leader.elected")) == 2, timeout_s=5, what="the new leader")
+    runtime.wait_until(lambda: len(events_of(etcd, keys, "leader.elected")) == 2, timeout_s=5, what="the new leader")
     replicas.close()
-    assert not told(etcd, keys, "coordinator.dead")
+    assert not events_of(etcd, keys, "coordinator.dead")
 
 
 class Receiver:
@@ -200,7 +201,7 @@ def receiver() -> Iterator[Receiver]:
     made.close()
 
 
-def test_a_death_while_nobody_led_is_told_once_and_its_end_once(start: Start, etcd: EtcdClient, keys: Keys,
+def test_death_without_a_leader_is_reported_and_resolved_once(start: Start, etcd: EtcdClient, keys: Keys,
                                                                 etcd_servers: Any,
                                                                 receiver: Receiver) -> None:
     hanging = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
@@ -209,13 +210,13 @@ def test_a_death_while_nobody_led_is_told_once_and_its_end_once(start: Start, et
     node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=1)
     lease = etcd.keepalive(2)
     etcd.put(keys.dcs_node("n0"), node.encode(), lease=lease.id)
-    runtime.wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), timeout_s=5, what="the sighting")
+    runtime.wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), timeout_s=5, what="the registry entry")
     replicas.kill("a")
     lease.close()
     assert etcd.get(keys.dcs_node("n0")) is None
     replicas.start("a")
     runtime.wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), timeout_s=60, what="the alert")
-    assert len(told(etcd, keys, "dcs.dead")) == 1
+    assert len(events_of(etcd, keys, "dcs.dead")) == 1
     etcd.put(keys.dcs_node("n0"), node.replace(pid=2).encode())
     runtime.wait_until(lambda: any("RESOLVED" in g["title"] and "dcs" in g["title"] for g in receiver.got),
                          timeout_s=60, what="the end")
@@ -226,7 +227,7 @@ def test_a_death_while_nobody_led_is_told_once_and_its_end_once(start: Start, et
     hanging.close()
 
 
-def test_members_that_close_are_not_missed_and_an_engine_that_dies_is_told_once(start: Start, etcd: EtcdClient,
+def test_closed_members_are_not_dead_and_a_dead_engine_is_reported_once(start: Start, etcd: EtcdClient,
                                                                                 keys: Keys
                                                                                 ) -> None:
     replicas = start("a")
@@ -243,22 +244,22 @@ def test_members_that_close_are_not_missed_and_an_engine_that_dies_is_told_once(
     clean.close()
     assert etcd.get(clean_seen) is None
     lease.close()
-    runtime.wait_until(lambda: told(etcd, keys, "engine.dead"), timeout_s=5, what="the death's event")
+    runtime.wait_until(lambda: events_of(etcd, keys, "engine.dead"), timeout_s=5, what="the death's event")
     assert Engine.decode(etcd.get(keys.engine("e1")).value).state is EngineState.DEAD
     events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING,
                 incarnation="i")
     runtime.wait_until(lambda: len(alerts(replicas)) == 1, timeout_s=5, what="the alert")
-    assert len(told(etcd, keys, "engine.dead")) == 1 and not told(etcd, keys, "actor.dead")
+    assert len(events_of(etcd, keys, "engine.dead")) == 1 and not events_of(etcd, keys, "actor.dead")
     # A runner that reports its server's death and then closes is told once as well.
     runner = Membership(etcd, keys, "engine", "e2", ttl_s=2).start()
-    runtime.wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=5, what="the sighting")
+    runtime.wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=5, what="the registry entry")
     events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR, incarnation=runner.incarnation)
     runner.close()
     runtime.wait_until(lambda: {a["subject"] for a in alerts(replicas)} == {"e1", "e2"}, timeout_s=5, what="its alert")
-    assert len(told(etcd, keys, "engine.dead", "e2")) == 1
+    assert len(events_of(etcd, keys, "engine.dead", "e2")) == 1
 
 
-def test_an_engine_whose_weights_differ_from_most_is_taken_out_and_told_once(start: Start, etcd: EtcdClient, keys: Keys
+def test_engine_with_outlier_weights_is_quarantined_and_reported_once(start: Start, etcd: EtcdClient, keys: Keys
                                                                              ) -> None:
     def put(name: str, checksum: str) -> None:
         etcd.put(keys.engine(name), Engine(id=name, pool="rollout", state=EngineState.READY, epoch=1, version=3,
@@ -270,13 +271,13 @@ def test_an_engine_whose_weights_differ_from_most_is_taken_out_and_told_once(sta
     put("e1", "aa")
     put("e2", "bb")
     start("a")
-    runtime.wait_until(lambda: told(etcd, keys, "leader.elected"), timeout_s=10, what="a leader")
+    runtime.wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=10, what="a leader")
     put("e3", "aa")
-    runtime.wait_until(lambda: told(etcd, keys, "engine.quarantined"), timeout_s=10, what="the event")
+    runtime.wait_until(lambda: events_of(etcd, keys, "engine.quarantined"), timeout_s=10, what="the event")
     assert states() == {"e1": EngineState.READY, "e2": EngineState.QUARANTINED, "e3": EngineState.READY}
     put("e4", "aa")
     runtime.wait_until(lambda: etcd.get(keys.event_cursor()), timeout_s=5, what="another look")
-    assert [e.subject for e in told(etcd, keys, "engine.quarantined")] == ["e2"]
+    assert [e.subject for e in events_of(etcd, keys, "engine.quarantined")] == ["e2"]
 
 
 def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> list[tuple[int, str]]:
@@ -296,9 +297,9 @@ def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> 
     return got
 
 
-def test_an_event_stream_resumes_from_a_revision_on_another_replica(start: Start, etcd: EtcdClient, keys: Keys) -> None:
+def test_event_stream_resumes_from_a_revision_on_another_replica(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     replicas = start("a", "b")
-    runtime.wait_until(lambda: told(etcd, keys, "leader.elected"), timeout_s=5, what="the first event")
+    runtime.wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=5, what="the first event")
     for n in range(3):
         events.emit(etcd, keys, f"test.{n}", "s", "m")
     first = read_stream(f"{replicas.urls['a']}/v1/events", 3)
@@ -309,7 +310,7 @@ def test_an_event_stream_resumes_from_a_revision_on_another_replica(start: Start
     assert [n for n, _ in first + rest] == sorted({n for n, _ in first + rest})
 
 
-def test_events_are_trimmed_to_what_the_config_keeps(start: Start, etcd: EtcdClient, keys: Keys) -> None:
+def test_events_beyond_max_events_are_deleted(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     for n in range(130):
         events.emit(etcd, keys, f"test.{n}", "s", "m")
     start("a", coordinator={"max_events": 20})
@@ -322,7 +323,7 @@ def end(command: list[str]) -> tuple[int, str]:
     return done.returncode, json.loads(done.stderr.strip().splitlines()[-1])["message"]
 
 
-def test_a_taken_port_and_an_absent_etcd_are_explained(etcd_servers: Any, keys: Keys, tmp_path: Path) -> None:
+def test_taken_port_and_missing_etcd_have_an_error_that_says_so(etcd_servers: Any, keys: Keys, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints).command("a", port))
@@ -336,7 +337,7 @@ def test_a_taken_port_and_an_absent_etcd_are_explained(etcd_servers: Any, keys: 
     assert code == 2 and "lease_ttl_s" in message
 
 
-def test_a_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any, keys: Keys, tmp_path: Path) -> None:
+def test_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any, keys: Keys, tmp_path: Path) -> None:
     replicas = Replicas(tmp_path, keys, etcd3_cluster.endpoints)
     try:
         replicas.start("a")

@@ -165,7 +165,7 @@ def test_failures_of_some_nodes_are_told_apart(dcs: DcsCluster) -> None:
 
 
 # -- large requests ----------------------------------------------------------------------------------------------------
-def test_a_million_digests_fit_into_bounded_requests(dcs: DcsCluster) -> None:
+def test_million_digests_fit_into_bounded_requests(dcs: DcsCluster) -> None:
     """34 MB of digests, where a header has 32 MiB at most."""
     dcs.start("a", disk_bytes=64 << 20)
     version = dcs.publish(1)

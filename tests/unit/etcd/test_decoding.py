@@ -27,7 +27,7 @@ def test_unreadable_record_is_reported_under_its_key() -> None:
 
 
 @given(st.binary(max_size=40))
-def test_no_bytes_stop_the_records_beside_them(junk: bytes) -> None:
+def test_unreadable_bytes_do_not_affect_other_records(junk: bytes) -> None:
     unreadable: dict[str, str] = {}
     found = decode_all([kv("a", engine("a").encode()), kv("junk", junk), kv("b", engine("b").encode())], Engine,
                        unreadable)

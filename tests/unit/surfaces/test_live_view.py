@@ -23,7 +23,7 @@ class _DeadStore:
         raise EtcdUnavailable("no member answers")
 
 
-def test_every_kind_of_record_has_a_plain_line() -> None:
+def test_each_kind_of_record_has_a_plain_line() -> None:
     lines = {r["kind"]: plain_line(r, 200) for r in records()}
     assert lines["step"].startswith("step 200/200: reward 0.")
     assert "eval accuracy 0.9" in lines["eval"]
@@ -32,17 +32,17 @@ def test_every_kind_of_record_has_a_plain_line() -> None:
     assert "loss" in lines["sft"]
 
 
-def test_a_record_with_gaps_is_shown_too() -> None:
+def test_incomplete_record_is_shown() -> None:
     assert plain_line({"kind": "step", "step": 1}, 5).startswith("step 1/5: reward –")
 
 
-def test_a_sparkline_spans_its_range() -> None:
+def test_sparkline_spans_its_range() -> None:
     assert sparkline([0.0, 0.5, 1.0, 9.0], 10) == "▁▅██"
     assert len(sparkline([0.1] * 500, 40)) == 40
     assert sparkline([], 40) == ""
 
 
-def test_a_line_that_is_still_being_written_waits(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_read_later(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     tail = Tail(path)
     assert tail.records() == []
@@ -54,7 +54,7 @@ def test_a_line_that_is_still_being_written_waits(tmp_path: Path) -> None:
     assert tail.records() == []
 
 
-def test_a_rewind_takes_back_the_curve() -> None:
+def test_rewind_removes_the_undone_steps() -> None:
     state = RunState(200)
     for record in records():
         state.add(record)
@@ -63,7 +63,7 @@ def test_a_rewind_takes_back_the_curve() -> None:
     assert max(state.rewards) == 190
 
 
-def test_curves_and_notes_of_a_long_run_are_bounded() -> None:
+def test_memory_of_a_long_run_is_bounded() -> None:
     state = RunState(10**6)
     for step in range(1, 20_000):
         state.add({"kind": "step", "step": step, "reward_mean": 0.5})
@@ -81,7 +81,7 @@ def test_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(parts, []) == list(range(20)) and len(parts) > 5
 
 
-def test_off_a_terminal_new_records_come_as_lines_and_a_dead_store_does_not_matter(tmp_path: Path) -> None:
+def test_without_a_terminal_records_are_lines_also_without_etcd(tmp_path: Path) -> None:
     path, text = tmp_path / "steps.jsonl", io.StringIO()
     view = LiveView(job="j", steps=200, steps_path=path, etcd=_DeadStore(),  # type: ignore[arg-type]
                     console=Console(file=text, width=60), interval_s=0)
@@ -93,7 +93,7 @@ def test_off_a_terminal_new_records_come_as_lines_and_a_dead_store_does_not_matt
     assert "\x1b" not in text.getvalue()
 
 
-def test_the_view_shows_engines_events_and_the_trouble_of_the_store() -> None:
+def test_view_shows_engines_events_and_an_etcd_outage() -> None:
     state = RunState(200)
     for record in records():
         state.add(record)

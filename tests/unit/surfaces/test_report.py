@@ -26,7 +26,7 @@ def _report(rows: list[dict], **more: object) -> dict:
     return build.build(rows, job="j", seed=3, versions=[], audit=CLEAN, **more)  # type: ignore[arg-type]
 
 
-def test_every_documented_key_is_there() -> None:
+def test_report_has_each_documented_key() -> None:
     report = _report(records())
     assert set(report) >= KEYS
     assert (report["steps"], report["samples_trained"], report["seed"]) == (200, 200 * 512, 3)
@@ -34,43 +34,43 @@ def test_every_documented_key_is_there() -> None:
     assert report["eval_accuracy_last"] > 0.9
 
 
-def test_a_step_done_again_counts_once_and_is_told() -> None:
+def test_repeated_step_counts_once_and_is_reported() -> None:
     report = _report(records())
     assert report["steps_redone"] == 4
     assert len(build.effective_steps(records())) == 200
 
 
-def test_faults_carry_their_times() -> None:
+def test_faults_have_their_times() -> None:
     faults = {f["name"]: f for f in _report(records())["faults"]}
     assert faults["kill-engine"]["detect_s"] == pytest.approx(0.9, abs=1e-3)
     assert faults["kill-engine"]["heal_s"] == pytest.approx(24.0, abs=1e-3)
 
 
-def test_the_audit_is_counted() -> None:
+def test_audit_is_counted() -> None:
     report = build.build([], job="j", seed=0, versions=[], audit=Audit([4, 5], [6]))
     assert (report["groups_lost"], report["groups_duplicated"]) == (2, 1)
 
 
-def test_an_empty_run_has_a_report_and_a_page() -> None:
+def test_empty_run_has_a_report_and_a_page() -> None:
     report = _report([])
     assert report["steps"] == 0
     assert report["reward_last"] is None
     assert "</html>" in html.render(report, [])
 
 
-def test_lag_is_what_an_engine_lay_behind_the_head_its_step_began_with() -> None:
+def test_engine_lag_is_relative_to_the_head_at_the_start_of_its_step() -> None:
     rows = [{"kind": "step", "step": s, "policy_version": s + 1, "engines": [{"id": "a", "version": v}]}
             for s, v in ((1, 1), (2, 2), (3, 2))]
     assert build.version_lags(rows) == {"a": {1: 0, 2: 0, 3: 1}}
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_torn_last_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_text('{"kind": "eval", "step": 0, "eval_accuracy": 0.5}\n{"kind": "ev')
     assert [r["step"] for r in build.read_records(path)] == [0]
 
 
-def test_the_page_is_whole_self_contained_and_written_beside_its_numbers(tmp_path: Path) -> None:
+def test_page_is_self_contained_and_beside_its_numbers(tmp_path: Path) -> None:
     rows = records()
     page = html.write(_report(rows, status="finished"), rows, tmp_path)
     text = page.read_text()

@@ -40,14 +40,14 @@ def test_indexes_links_and_certificates_of_pip_are_given_to_uv() -> None:
         "SSL_CERT_FILE": "/ca.pem", "UV_INSECURE_HOST": "a.example b.example", "UV_HTTP_TIMEOUT": "180"}
 
 
-def test_a_variable_overrides_the_install_section_and_that_the_global_one() -> None:
+def test_variable_overrides_the_install_section_which_overrides_the_global_one() -> None:
     lines = [":env:.index-url='env'", "install.index-url='install'", "global.index-url='global'",
              "download.index-url='another command'"]
     assert [pip_to_uv.parse(lines[i:])["index-url"] for i in range(3)] == ["env", "install", "global"]
 
 
 @pytest.mark.parametrize("name", ["no-binary", "only-binary", "require-hashes", "pre", "a-setting-of-next-year"])
-def test_a_setting_without_a_counterpart_is_refused(name: str) -> None:
+def test_setting_without_a_counterpart_is_refused(name: str) -> None:
     with pytest.raises(pip_to_uv.UnknownSetting, match=name):
         pip_to_uv.translate({name: "x"})
 

@@ -41,7 +41,7 @@ def test_wide_has_more_columns_and_cuts_nothing() -> None:
     assert len(lines) == 3 and "http://127.0.0.1:35469/a/long/path" in lines[1] and "19500" in lines[2]
 
 
-def test_a_column_with_nothing_in_it_is_left_out() -> None:
+def test_empty_column_is_omitted() -> None:
     console = Console(file=io.StringIO(), width=80)
     tables.show(console, [{"id": "a", "reason": ""}], ("id", "reason"), Format.TABLE)
     assert "reason" not in console.file.getvalue()  # type: ignore[attr-defined]
