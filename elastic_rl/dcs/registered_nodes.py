@@ -1,8 +1,8 @@
 """The nodes that are registered in etcd, and guards on them.
 
-A process that relies on a node's answer (that it holds some chunks) guards its own write with the *incarnation* that gave
-it: a restarted node is another one, and may have lost what it held. A node that only registers again, because its lease
-had ended in an outage of etcd, is the same.
+A process that relies on a node's answer (that it holds some chunks) guards its own write with the *incarnation* that
+gave it: a restarted node is another one, and may have lost what it held. A node that only registers again, because its
+lease had ended in an outage of etcd, is the same.
 """
 
 from __future__ import annotations
