@@ -35,25 +35,23 @@ log = logging.getLogger(__name__)
 # Ray schedules by the number that it is given; roles, agents and engines mostly wait, so a small machine holds them.
 _LOGICAL_CPUS = 256
 _OBJECT_STORE_BYTES = 80 << 20
+_RAY_TRIES = 3
 
 
 class ComputePlane:
     def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: Callable[[str], None]) -> None:
         """``report_phase``: called with the driver's phase before something that may take long, as progress."""
         self.ctx, self.etcd, self._report_phase = ctx, etcd, report_phase
-        self.router = RouterProcess(host=ctx.host, log=ctx.config.cluster_dir / "logs" / "router.log")
+        self.router = RouterProcess(host=ctx.host, log=ctx.config.log_dir / "router.log")
         self.pool: EnginePool | None = None
         self.trainer: TrainerGroup | None = None
 
     def start(self) -> None:
         cfg = self.ctx.config
-        shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed
         model = self._start_model()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="router") as thread:  # while Ray's processes start
             router = thread.submit(self.router.start)
-            ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
-                     object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
-                     _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
+            self._start_ray()
             router.result()
         if model is not None:
             self._await_model(model)
@@ -68,6 +66,23 @@ class ComputePlane:
                 acknowledge(self.etcd, self.ctx.keys, request, self._guard)
         self.reconcile()
         self._deploy_roles()
+
+    def _start_ray(self) -> None:
+        """Starts Ray's processes. Ray gives them 30 seconds, a constant of its own, which a busy machine may exceed."""
+        cfg = self.ctx.config
+        for tries_left in reversed(range(_RAY_TRIES)):
+            shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed, or by the last try
+            try:
+                ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
+                         object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
+                         _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
+                return
+            except Exception as e:  # Ray raises this very class for the timeout
+                ray.shutdown()
+                if not tries_left:
+                    raise
+                log.warning("Ray did not start, %d tries left: %s", tries_left, e)
+                self._report_phase("starting Ray again")
 
     @property
     def _model_log(self) -> Path:
@@ -117,7 +132,7 @@ class ComputePlane:
                 self._restart_role(name, request)
         if self.trainer.failures > self.ctx.config.trainer.max_restarts:
             raise TrainerFailed(f"the trainer agent ended {self.trainer.failures} times",
-                                hint=f"see {self.ctx.config.cluster_dir}/logs/trainer.log")
+                                hint=f"see {self.ctx.config.log_dir}/trainer.log")
 
     def _restart_role(self, name: str, request: RestartRequest) -> None:
         """Kills every replica of a role; Ray Serve starts new ones, and handles that others hold stay valid."""

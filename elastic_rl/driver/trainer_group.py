@@ -97,7 +97,7 @@ class TrainerGroup:
         world = cfg.trainer.ranks
         self._report_phase(PlacedActor.WAITING)
         self._placed = PlacedActor("trainer", TrainerHost, str(self.context_file),
-                                   str((cfg.cluster_dir / "logs" / "trainer.log").resolve()),
+                                   str((cfg.log_dir / "trainer.log").resolve()),
                                    cpus=float(world), gpus=world if uses_cuda(cfg) else 0,
                                    timeout_s=cfg.trainer.start_timeout_s)
         self._done = self._placed.actor.run.remote()

@@ -87,7 +87,7 @@ class EngineRunner:
         self._server: Server = ExternalServer(
             external_url, ctx.model_dir, cfg=self._cfg) if external_url else SGLangServer(
             ctx.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
-            log=ctx.config.cluster_dir / "logs" / f"engine-{engine_id}.log",
+            log=ctx.config.log_dir / f"engine-{engine_id}.log",
             # The same engine of the same run samples the same; no two engines share a seed.
             seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF,
             tag=file_tag(ctx.config.cluster_dir, engine_id, secrets.token_hex(4)))
