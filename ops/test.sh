@@ -49,7 +49,7 @@ run_pytest() {
     local name=$1
     shift
     printf '[test] pytest: %s\n' "$name"
-    pytest -m "not soak" "$@" 2>&1 | tee "$out/pytest"
+    pytest -m "not soak" --durations=10 "$@" 2>&1 | tee "$out/pytest"
     [ "${PIPESTATUS[0]}" -eq 0 ] || failed+=("pytest $name")
     closing+=("$(tail -n 1 "$out/pytest")")
 }
