@@ -13,7 +13,7 @@ import pytest
 from support.etcd_server import EtcdServers
 
 from elastic_rl import config
-from elastic_rl.coordinator.operations.state_machine import JOB
+from elastic_rl.coordinator.targets import JOB
 from elastic_rl.driver.restart_requests import open_requests
 from elastic_rl.driver.supervisor import DriverSupervisor
 from elastic_rl.etcd import events, fencing

@@ -10,7 +10,7 @@ import pytest
 from support.etcd_server import EtcdServers
 
 from elastic_rl import config
-from elastic_rl.coordinator.operations.state_machine import TRAINER
+from elastic_rl.coordinator.targets import TRAINER
 from elastic_rl.errors import Fenced, TrainerFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
