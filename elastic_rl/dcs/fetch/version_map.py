@@ -4,7 +4,7 @@ Decoding a manifest of a large model takes every reader about a second and as mu
 So the node decodes it once and writes this table into its arena; readers map it and read it as numpy arrays, without
 parsing. It needs no torch, so a node does not load that.
 
-    header | static part: chunks (bytes, digest), tensors (dtype, shape, slices, name) | offset of each chunk, int64
+    header | static part: chunks, parts, tensors (dtype, shape, slices, name) | offset of each chunk (int64)
 
 All numbers are little-endian, every section starts at a multiple of 8 bytes. The static part is checked against its
 digest. The offsets are filled in by the node as chunks arrive: -1 until then. An offset is written before the tensors
@@ -27,8 +27,8 @@ from elastic_rl.errors import ChunkCorrupt
 Ranges = Sequence[Sequence[int]]
 """[first, end) of tensors, by their number in the order of publication."""
 
-_HEADER = struct.Struct("<8sIIIIIIQ")  # magic; numbers of chunks, tensors, dims, slices; bytes of names and of dtypes
-_MAGIC = b"eRLmap01"                   # bytes of the header and the static part
+_HEADER = struct.Struct("<8sIIIIIIIQ")  # magic; numbers of chunks, parts, tensors, dims, slices; bytes of names, dtypes
+_MAGIC = b"eRLmap01"                    # bytes of the header and the static part
 _DIGEST = 32
 _ABSENT = -1
 
@@ -42,11 +42,12 @@ class ReadableTensor(NamedTuple):
     pieces: list[tuple[int, int]]
 
 
-def _sections(chunks: int, tensors: int, dims: int, slices: int, names: int, dtypes: int
+def _sections(chunks: int, parts: int, tensors: int, dims: int, slices: int, names: int, dtypes: int
               ) -> list[tuple[str, Any, int]]:
     """Name, dtype and length of each section of the static part."""
     return [("chunk_nbytes", np.uint64, chunks), ("chunk_digest", np.uint8, _DIGEST * chunks),
-            ("chunk_digest_bytes", np.uint8, chunks), ("tensor_dtype", np.uint8, tensors),
+            ("chunk_digest_bytes", np.uint8, chunks), ("part_chunks", np.uint32, parts),
+            ("tensor_dtype", np.uint8, tensors),
             ("dims_end", np.uint32, tensors), ("dims", np.uint64, dims), ("slices_end", np.uint32, tensors),
             ("slice_chunk", np.uint32, slices), ("slice_offset", np.uint64, slices),
             ("slice_nbytes", np.uint64, slices), ("names_end", np.uint32, tensors), ("names", np.uint8, names),
@@ -65,7 +66,7 @@ def encode(manifest: Manifest) -> bytearray:
     content: dict[str, Any] = {
         "chunk_nbytes": list(manifest.chunks.values()),
         "chunk_digest": np.frombuffer(b"".join(d.ljust(_DIGEST, b"\0") for d in digests), np.uint8),
-        "chunk_digest_bytes": [len(d) for d in digests],
+        "chunk_digest_bytes": [len(d) for d in digests], "part_chunks": manifest.parts,
         "tensor_dtype": [dtypes.index(t.dtype) for t in tensors],
         "dims_end": list(accumulate(len(t.shape) for t in tensors)), "dims": [n for t in tensors for n in t.shape],
         "slices_end": list(accumulate(len(t.slices) for t in tensors)),
@@ -73,8 +74,8 @@ def encode(manifest: Manifest) -> bytearray:
         "slice_nbytes": [s.nbytes for s in slices],
         "names_end": list(accumulate(len(n) for n in names)), "names": np.frombuffer(b"".join(names), np.uint8),
         "dtypes": np.frombuffer("\n".join(dtypes).encode(), np.uint8)}
-    counts = (len(digests), len(tensors), len(content["dims"]), len(slices), len(content["names"]),
-              len(content["dtypes"]))
+    counts = (len(digests), len(manifest.parts), len(tensors), len(content["dims"]), len(slices),
+              len(content["names"]), len(content["dtypes"]))
     parts, at = [b""], _aligned(_HEADER.size)
     for name, dtype, _ in _sections(*counts):
         data = np.asarray(content[name], dtype).astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
@@ -110,7 +111,7 @@ class VersionMap:
             self._offsets = np.frombuffer(data, "<i8", counts[0], self._static_bytes)
         except (struct.error, ValueError) as e:
             raise ChunkCorrupt(f"the table of a version cannot be read: {e}") from e
-        self.chunks, self.tensors = counts[0], counts[1]
+        self.chunks, self.tensors = counts[0], counts[2]
         """Numbers of chunks and tensors."""
 
     def digest(self) -> str:
@@ -183,7 +184,8 @@ class VersionMap:
         return Manifest(tuple(
             TensorEntry(names[name_ends[i]:name_ends[i + 1]].decode(), dtypes[kind],
                         tuple(dims[dim_ends[i]:dim_ends[i + 1]]), tuple(slices[ends[i]:ends[i + 1]]))
-            for i, kind in enumerate(self._section["tensor_dtype"].tolist())), chunks)
+            for i, kind in enumerate(self._section["tensor_dtype"].tolist())), chunks,
+            tuple(self._section["part_chunks"].tolist()))
 
 
 def merged(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -482,6 +482,7 @@ def test_long_fetch_reports_progress(dcs: Dcs) -> None:
     digest = dcs.wire(source).call(b"x" * CHUNK, op="put")["digest"]
     wire = dcs.wire(node)
     dcs.processes["b"].send_signal(signal.SIGSTOP)
+    dcs.etcd.put(dcs.keys.dcs_node("b"), source.encode())  # without its lease: the node stays registered
     wire.send(op="fetch", digests=[digest], prefer=["b"], hold=False)
     reported = 0
     with pytest.raises(ElasticRLError):
