@@ -31,7 +31,7 @@ from elastic_rl.etcd.records import (
 )
 from elastic_rl.runtime import wait_until
 
-OF_A_REPLICA = ("api_", "reconcile_", "is_leader", "scrape_store", "alert_deliveries", "store_up")
+OF_A_REPLICA = ("api_", "reconcile_", "is_leader", "scrape_etcd", "alert_deliveries", "etcd_up")
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "control.md"
 AGES = ("_age_seconds", "_left_seconds", "_effective_time_ratio")
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
