@@ -1,4 +1,4 @@
-"""The docs against the code: files, functions, settings, commands, event kinds and examples that the pages name exist."""
+"""The docs against the code: the files, functions, settings, commands, kinds and examples of the pages exist."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def module_exists(dotted: str) -> bool:
     return module.is_file() and path.name in names_in(module)
 
 
-# -- files, modules, functions ------------------------------------------------------------------------------------------
+# -- files, modules, functions ----------------------------------------------------------------------------------------
 @pages
 def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
     missing = set()
@@ -114,7 +114,7 @@ def test_functions_of_the_walks_are_in_the_files_that_are_named(name: str) -> No
     assert wrong == []
 
 
-# -- settings, kinds, examples ------------------------------------------------------------------------------------------
+# -- settings, kinds, examples ----------------------------------------------------------------------------------------
 @pages
 def test_settings_and_kinds_that_a_page_names_exist(page: Path) -> None:
     unknown = set()
@@ -142,7 +142,7 @@ def test_alerts_that_are_listed_are_kinds_of_the_code() -> None:
     assert listed <= literals() | MEMBER_EVENTS
 
 
-# -- commands -----------------------------------------------------------------------------------------------------------
+# -- commands ---------------------------------------------------------------------------------------------------------
 COMMANDS: Any = typer.main.get_command(app)
 
 
@@ -190,7 +190,7 @@ def test_every_command_is_in_the_manual() -> None:
     assert missing == []
 
 
-# -- the site -----------------------------------------------------------------------------------------------------------
+# -- the site ---------------------------------------------------------------------------------------------------------
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
                           cwd=ROOT, capture_output=True, text=True, timeout=120)

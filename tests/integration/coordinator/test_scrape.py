@@ -99,7 +99,7 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_exported(
         missing = {where: gone for where, expr in expressions().items() if (gone := metrics_of(expr) - there)}
         assert missing == {}
         ours = {re.sub("_(bucket|sum|count)$", "", name) for name in there if name.startswith("elastic_rl_")}
-        assert metrics_of(DOCS.read_text()) == ours, "the table in docs/operating/metrics.md is not complete, or has too many"
+        assert metrics_of(DOCS.read_text()) == ours, f"the table in {DOCS} is not complete, or has too many"
         checked = promtool("check", "metrics", stdin=text)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
