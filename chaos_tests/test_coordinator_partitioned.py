@@ -20,8 +20,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def networks() -> Iterator[TwoNetworks]:

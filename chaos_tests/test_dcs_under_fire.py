@@ -76,7 +76,6 @@ def fleet(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Pat
         out.close()
 
 
-@pytest.mark.timeout(300)
 def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: EtcdClient, keys: Keys) -> None:
     rng = random.Random(11)
     trainer = Trainer(etcd, keys, fencing.raise_epoch(etcd, keys, "test").number)
@@ -109,7 +108,6 @@ def test_pullers_follow_the_head_while_nodes_are_killed(fleet: Fleet, etcd: Etcd
     assert len(list(SHM.glob(f"elastic-rl-{keys.job}-*"))) == len(NODES)                        # I8
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("lost", NODES)
 def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdClient, keys: Keys, lost: str) -> None:
     epoch = fencing.raise_epoch(etcd, keys, "test").number

@@ -54,7 +54,6 @@ def versions(etcd: EtcdClient, keys: Keys) -> list[Version]:
     return catalog.list_versions(etcd, keys, "policy")
 
 
-@pytest.mark.timeout(180)
 def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
         etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, node: DcsNode) -> None:
     rng, collector = random.Random(7), GarbageCollector(etcd, keys, RetentionPolicy(2))
@@ -107,7 +106,6 @@ def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
     collector.close()
 
 
-@pytest.mark.timeout(60)
 def test_stopped_node_removes_its_segment(node: DcsNode) -> None:
     segment = Path(node.arena_path)
     assert segment.parent == SHM and segment.exists()

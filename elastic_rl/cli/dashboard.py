@@ -19,7 +19,7 @@ app = typer.Typer()
 
 @api_command(app)
 def dashboard(cluster: Target, viewer: Annotated[bool, typer.Option("--viewer", help=(
-                  "A read-only link, such as for a colleague."))] = False,
+                  "A link that may only read."))] = False,
               no_open: Annotated[bool, typer.Option("--no-open", help="Only print the link.")] = False,
               output: Output = Format.TABLE) -> None:
     """Open the dashboard in a browser, or print its link."""

@@ -76,7 +76,7 @@ def readyz(ctx: Ctx) -> Readiness:
 
 
 def prometheus(ctx: Ctx) -> Response:
-    """In the text format. While etcd is away the job's numbers are those of the last scrape."""
+    """In the text format. While etcd is away the job's metrics are missing."""
     return Response(scrape.scrape(ctx.etcd, ctx.keys, ctx.cfg, ctx.election), media_type=registry.CONTENT_TYPE)
 
 

@@ -21,7 +21,7 @@ REQUEST_S = metrics.histogram("api_request_seconds", "Duration of a request to t
 
 _ETCD_UP = metrics.gauge("etcd_up", "1 if etcd answered at this scrape")
 _LEADER = metrics.gauge("is_leader", "1 if this replica leads")
-_SCRAPE_S = metrics.gauge("scrape_store_seconds", "Time that reading the store took at this scrape")
+_SCRAPE_S = metrics.gauge("scrape_etcd_seconds", "Time that reading etcd took at this scrape")
 
 
 class _Page:

@@ -347,7 +347,7 @@ def test_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any
         problem(httpx.get(f"{url}/readyz", timeout=15), 503, "store-unavailable")
         problem(httpx.get(f"{url}/v1/pools", headers=AUTH, timeout=15), 503, "store-unavailable")
         assert httpx.get(f"{url}/healthz").status_code == 200
-        assert "elastic_rl_store_up 0.0" in httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
+        assert "elastic_rl_etcd_up 0.0" in httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
         for i in range(3):
             etcd3_cluster.cont(i)
         runtime.wait_until(lambda: replicas.ready("a"), timeout_s=20, what="readiness")

@@ -21,7 +21,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, OperationState, PoolSpec, PoolStatus
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(180)
 IO_TIMEOUT_S = 40.0
 """What a stopped node costs a sweep: longer than all that the leader has to do meanwhile."""
 

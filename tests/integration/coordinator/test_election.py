@@ -23,7 +23,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import spawn
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(60)
 TTL_S = 3
 Replicas = Callable[[str], subprocess.Popen[bytes]]
 

@@ -22,7 +22,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, Operation, OperationKind, OperationState, PoolSpec, PoolStatus
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(90)
 POOL = "rollout"
 Lead = Callable[..., Leader]
 
@@ -88,7 +87,7 @@ def test_unreadable_records_are_skipped_with_an_alert_each(lead: Lead, etcd: Etc
 
 def test_unreadable_records_of_the_leader_itself_are_replaced(lead: Lead, etcd: EtcdClient, keys: Keys) -> None:
     events.emit(etcd, keys, "test.before", "s", "m")
-    own = [keys.event_cursor(), keys.leadership(), keys.leader_alive(), keys.progress_intervals("rollout")]
+    own = [keys.event_cursor(), keys.leadership(), keys.leader_heartbeat(), keys.progress_intervals("rollout")]
     for key in own:
         etcd.put(key, b"garbage")
     etcd.put(keys.event("999999999999999-zz"), b"garbage")

@@ -37,7 +37,6 @@ from elastic_rl.etcd.records import (
 )
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(60)
 POOL = "rollout"
 
 

@@ -31,8 +31,8 @@ from elastic_rl.etcd.records import (
 )
 from elastic_rl.runtime import wait_until
 
-OF_A_REPLICA = ("api_", "reconcile_", "is_leader", "scrape_store", "alert_deliveries", "store_up")
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "control.md"
+OF_A_REPLICA = ("api_", "reconcile_", "is_leader", "scrape_etcd", "alert_deliveries", "etcd_up")
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "operating" / "metrics.md"
 AGES = ("_age_seconds", "_left_seconds", "_effective_time_ratio")
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -99,7 +99,7 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_exported(
         missing = {where: gone for where, expr in expressions().items() if (gone := metrics_of(expr) - there)}
         assert missing == {}
         ours = {re.sub("_(bucket|sum|count)$", "", name) for name in there if name.startswith("elastic_rl_")}
-        assert metrics_of(DOCS.read_text()) == ours, "the table in docs/control.md is not complete, or has too many"
+        assert metrics_of(DOCS.read_text()) == ours, f"the table in {DOCS} is not complete, or has too many"
         checked = promtool("check", "metrics", stdin=text)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 

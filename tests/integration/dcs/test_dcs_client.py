@@ -23,8 +23,6 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[DcsCluster]:

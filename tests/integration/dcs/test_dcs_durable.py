@@ -22,7 +22,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import spawn, stop
 from elastic_rl.runtime import free_port, wait_until
 
-pytestmark = pytest.mark.timeout(300)
 BUCKET = "elastic-rl-test"
 
 

@@ -23,7 +23,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(300)
 SWEEPS = 5
 DISK = {"disk_bytes": 64 << 20}
 

@@ -15,8 +15,6 @@ from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[DcsCluster]:

@@ -83,7 +83,6 @@ def require_whole(dcs: TwoNodes, number: int) -> None:
             assert all(torch.equal(found[f"adam.w{i}"], tensor(number, 50 + i)) for i in extras)
 
 
-@pytest.mark.timeout(180)
 def test_ranks_write_to_their_own_nodes_and_streams_become_visible_together(dcs: TwoNodes) -> None:
     assert outputs(spawn_ranks(dcs, 2, {})) == 2 * [["committed 1", "committed 2"]]
     require_whole(dcs, 2)
@@ -92,7 +91,6 @@ def test_ranks_write_to_their_own_nodes_and_streams_become_visible_together(dcs:
     assert all(dcs.parts(2, stream) == [["n0"], ["n1"]] for stream in STREAMS)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("rank", "point"), [
     (1, "publish.sealed:2"), (0, "publish.sealed:2"), (0, "publish.replicated")])
 def test_rank_killed_during_publish_leaves_nothing_visible_and_the_next_group_publishes(
@@ -142,7 +140,6 @@ class OneRank:
         return begun
 
 
-@pytest.mark.timeout(120)
 def test_hanging_node_drops_one_version_with_an_event_and_the_next_one_is_published(dcs: TwoNodes) -> None:
     trainer = OneRank(dcs)
     trainer.submit(1)
@@ -213,7 +210,6 @@ def test_writer_that_dies_before_the_commit_loses_no_chunks(dcs: TwoNodes) -> No
     assert torch.equal(dcs.pull("policy", 1, "n0")["w0"], tensor(1, 0))
 
 
-@pytest.mark.timeout(180)
 def test_version_of_a_hundred_thousand_tensors(dcs: TwoNodes) -> None:
     count = 100_000
     data = torch.arange(count * 4, dtype=torch.int32).view(count, 4)

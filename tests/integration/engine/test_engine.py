@@ -24,8 +24,6 @@ from elastic_rl.host.leftovers import file_tag, tagged_files
 from elastic_rl.runtime import wait_until
 from elastic_rl.telemetry import traces
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_engine_serves_the_published_version_and_follows_the_next_one_in_place(testbed: EngineTestbed) -> None:
     engine_id = testbed.serving_engine()

@@ -18,8 +18,6 @@ from elastic_rl.host.leftovers import file_tag, remove_files, sweep, tagged_file
 from elastic_rl.host.processes import spawn
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_scheduler_killed_in_an_update_never_serves_half_of_it(testbed: EngineTestbed,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.processes import stop
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(600)
 POOL = "rollout"
 
 
@@ -151,6 +150,9 @@ def test_runner_of_an_older_epoch_touches_nothing_of_its_successor(testbed: Engi
     wait_until(lambda: testbed.record("x3").incarnation == successor._member.incarnation, timeout_s=60,
                what="the successor's record")
     testbed.wait_ready("x3")
+    wait_until(lambda: successor._member.incarnation in {
+        e.data["incarnation"] for e in testbed.events("x3") if e.kind == "engine.ready"}, timeout_s=60,
+        what="the successor's event")
     before = len(testbed.events("x3"))
     stale.stop()
     thread.join(60)

@@ -29,8 +29,6 @@ from elastic_rl.etcd.transaction import range_end
 from elastic_rl.host import preflight
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @dataclass
 class Guarded:

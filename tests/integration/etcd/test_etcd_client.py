@@ -16,8 +16,6 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.runtime import free_port, wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_put_get_range_and_delete(etcd: EtcdClient, keys: Keys) -> None:
     revision = etcd.put(keys.root + "a", b"1")

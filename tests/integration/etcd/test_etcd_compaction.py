@@ -25,7 +25,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(90)
 VICTIM = 0
 
 
@@ -75,7 +74,7 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
     wait_until(lambda: first.is_leader, timeout_s=10, what="the first leader")
     woken = threading.Event()
     waker, second = WatchTrigger(far, keys, woken.set), Election(far, keys, "second", "", 60)
-    client = Client(ChangeStream(far, keys, "far", most=4))
+    client = Client(ChangeStream(far, keys, "far", max_subscribers=4))
     with ExitStack() as cleanup, ThreadPoolExecutor(1) as background:
         cleanup.callback(client.stopping.set)
         waker.start()

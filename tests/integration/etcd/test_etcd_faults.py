@@ -19,8 +19,6 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(90)
-
 
 # -- no quorum ---------------------------------------------------------------------------------------------------------
 def test_calls_without_quorum_end_in_their_budget_and_resume_with_it(etcd3_cluster: EtcdServers,

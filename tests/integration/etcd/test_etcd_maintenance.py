@@ -25,7 +25,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import preflight
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(120)
 QUOTA = 4 << 20
 
 

@@ -17,7 +17,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import LedgerEntry
 from elastic_rl.etcd.transaction import batches
 
-pytestmark = pytest.mark.timeout(90)
 RECORDS, RECORD_BYTES = 1200, 10_000
 
 

@@ -21,7 +21,6 @@ from elastic_rl.etcd.records import Member
 from elastic_rl.host.processes import spawn
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(60)
 TTL_S = 3
 
 

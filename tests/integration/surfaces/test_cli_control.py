@@ -31,7 +31,6 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, Operation, PoolSpec, RestartRequest
 from elastic_rl.runtime import wait_until
 
-pytestmark = pytest.mark.timeout(120)
 POOL = "rollout"
 _LIMIT_S = 30.0
 

@@ -108,7 +108,7 @@ def test_show_lists_tensors_and_bytes_shared_with_the_previous_version(command: 
 def test_diff_finds_the_changed_element(command: VersionsCommand) -> None:
     [change] = command.json("diff", "policy/1", "policy/2")  # type: ignore[misc]
     assert (change["name"], change["changed"], change["max_abs"]) == ("model.norm.weight", 1, 0.25)
-    assert command.run("diff", "policy", "policy/2")[1] == "the same\n"
+    assert command.run("diff", "policy", "policy/2")[1] == "no difference\n"
 
 
 def test_verify_finds_a_flipped_byte_and_exits_with_one(command: VersionsCommand) -> None:
@@ -135,7 +135,7 @@ def test_pin_keeps_a_version_until_it_expires_or_is_removed(command: VersionsCom
     assert command.run("unpin", "policy/2")[0] == 0
     assert catalog.pinned(command.etcd, command.keys, "policy") == set()
     code, _, err = command.run("unpin", "policy/2")
-    assert code == 1 and "pinned by: nobody" in err
+    assert code == 1 and "pinned by: no reader" in err
     code, _, err = command.run("show", "policy/1")
     assert code == 1 and "gone" in err and "committed: 2" in err
     collector.close()
@@ -154,7 +154,7 @@ def test_export_and_import_keep_the_model(command: VersionsCommand, tmp_path: Pa
     assert command.run("export", "policy/1", str(folder))[0] == 2, "a folder with something in it was written over"
     code, out, err = command.run("import", str(folder), "policy")
     assert code == 0 and "policy/3" in out, err
-    assert command.run("diff", "policy/1", "policy/3")[1] == "the same\n"
+    assert command.run("diff", "policy/1", "policy/3")[1] == "no difference\n"
 
 
 def test_import_into_a_running_job_needs_yes(command: VersionsCommand) -> None:

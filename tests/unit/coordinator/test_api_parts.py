@@ -106,7 +106,7 @@ def test_every_problem_is_in_the_document_and_in_the_docs() -> None:
     assert set(PROBLEMS) == set(Kind)
     kinds = DOCUMENT["components"]["schemas"]["Problem"]["properties"]["type"]["enum"]
     assert kinds == [f"urn:elastic-rl:problem:{kind}" for kind in PROBLEMS]
-    table = re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", (ROOT / "docs/control.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", (ROOT / "docs/operating/api.md").read_text(), re.MULTILINE)
     assert table == [(kind.value, str(status)) for kind, (status, _) in PROBLEMS.items()]
 
 

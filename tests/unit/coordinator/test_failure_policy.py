@@ -153,6 +153,6 @@ def test_run_without_progress_is_stopped_and_one_with_progress_never(seed: int) 
 
 
 def test_manual_shows_the_policy() -> None:
-    manual = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
+    manual = (Path(__file__).parents[3] / "docs" / "operating" / "failures.md").read_text()
     table = [f"| {r.part} | {r.fault} | {r.does} | {r.meanwhile} |" for r in POLICY]
     assert "\n".join(table) in manual

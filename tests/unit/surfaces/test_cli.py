@@ -50,7 +50,7 @@ def run(*args: str) -> int:
 def test_help_and_docs_name_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     said = capsys.readouterr().out
-    manual = (Path(__file__).parents[3] / "docs" / "control.md").read_text()
+    manual = (Path(__file__).parents[3] / "docs" / "operating" / "command-line.md").read_text()
     for code in Exit:
         assert f"{code.value:>3}  {MEANING[code]}" in said
         assert f"| {code.value} | {MEANING[code]} |" in manual
