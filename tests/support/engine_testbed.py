@@ -126,7 +126,7 @@ class EngineTestbed:
             return r if r and r.state is EngineState.READY and r.version == wanted and not r.applying else None
 
         wanted = version or self.published
-        return wait_until(ready, timeout_s=180, what=f"{engine_id} at version {wanted}", poll_s=0.01)
+        return wait_until(ready, timeout_s=400, what=f"{engine_id} at version {wanted}", poll_s=0.01)
 
     def wait_state(self, engine_id: str, *states: EngineState) -> Engine:
         def there() -> Engine | None:

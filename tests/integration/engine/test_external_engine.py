@@ -75,7 +75,7 @@ def await_ready(testbed: EngineTestbed, driver: ExternalEngines, engine: str) ->
         serves = found and (found.state, found.version) == (EngineState.READY, testbed.published)
         return found if serves else None
 
-    return wait_until(ready, timeout_s=180, what=f"{engine} at version {testbed.published}")
+    return wait_until(ready, timeout_s=400, what=f"{engine} at version {testbed.published}")
 
 
 def await_end(testbed: EngineTestbed, driver: ExternalEngines, url: str) -> str:
@@ -85,7 +85,7 @@ def await_end(testbed: EngineTestbed, driver: ExternalEngines, url: str) -> str:
         found = testbed.etcd.get(testbed.keys.external_engine(url))
         return ExternalEngine.decode(found.value).ended if found else ""
 
-    return wait_until(reason, timeout_s=180, what=f"the end of the engine at {url}")
+    return wait_until(reason, timeout_s=400, what=f"the end of the engine at {url}")
 
 
 def kinds(testbed: EngineTestbed, engine: str) -> list[str]:

@@ -39,7 +39,7 @@ from elastic_rl.trainer.batch import TrainBatch
 from elastic_rl.trainer.client import TrainerClient
 from elastic_rl.trainer.parallel import FENCED_EXIT
 
-START_S = 90.0
+START_S = 400.0
 
 
 @dataclass
