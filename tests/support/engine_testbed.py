@@ -43,7 +43,8 @@ class EngineTestbed:
     """One job with a pool of engines. Tests share it, so each has engines of its own names and ends what it breaks."""
 
     def __init__(self, etcd_servers: EtcdServers, tmp: Path) -> None:
-        config = parse({"job": f"t-{secrets.token_hex(6)}", "run_dir": str(tmp), "device": {"type": "cpu"}})
+        config = parse({"job": f"t-{secrets.token_hex(6)}", "run_dir": str(tmp), "device": {"type": "cpu"},
+                        "engine": {"start_timeout_s": 400}})
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log")
         self.router.start()

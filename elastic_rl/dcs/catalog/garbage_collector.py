@@ -8,6 +8,7 @@ reports ``dcs.catalog_mismatch`` until a person has run ``elastic-rl versions re
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,11 +23,13 @@ from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import Conflict, ElasticRLError
+from elastic_rl.errors import Conflict, ElasticRLError, RecordUnreadable
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, Severity, VersionState
+
+log = logging.getLogger(__name__)
 
 RECORDS_KEPT = 50
 """Records of versions that are gone or aborted, kept per stream for inspection."""
@@ -48,7 +51,8 @@ class GarbageCollector:
 
     def sweep(self, guard: Sequence[Compare]) -> list[str]:
         """One round; a line for each thing that was done or could not be. ``guard``: conditions that hold while the
-        caller leads. Raises EtcdUnavailable, and RecordUnreadable for the identity of the catalog."""
+        caller leads. Raises EtcdUnavailable, and RecordUnreadable for the identity of the catalog or, after the
+        rest was done, for the record of a version."""
         marks, failed = on_each(self._client, self._client.registered(), NodeConnection.mark)
         reach("gc.marked")
         # After the marks: a node that has seen more commits than this reading is newer than the catalog.
@@ -59,13 +63,20 @@ class GarbageCollector:
             leader_writes.suspend(self._etcd, self._keys, identity, revision, older, guard)
             return self._mismatch(older, guard)
         contents = reads.read_catalog(self._etcd, self._keys)
-        lines = [f"{key} cannot be decoded; no chunk is dropped meanwhile" for key in contents.unreadable]
+        lines = []
         for stream, entries in contents.streams.items():
             lines += self._abort_orphans(entries, guard)
             lines += self._release(stream, entries, guard)
             self._delete_records(entries, guard)
         lines += self._drop(identity, marks, failed, guard)
-        return lines + [f"could not sweep node {n}: {e.message}" for n, e in failed.items()]
+        lines += [f"could not sweep node {n}: {e.message}" for n, e in failed.items()]
+        if contents.unreadable:  # raised only now: the rest must not wait for a person
+            for line in lines:
+                log.info("%s", line)
+            more = f" and {len(contents.unreadable) - 1} more" if len(contents.unreadable) > 1 else ""
+            raise RecordUnreadable(f"{contents.unreadable[0]}{more} cannot be decoded; no chunk is dropped meanwhile",
+                                   hint="complete the coordinators' upgrade, or delete the key")
+        return lines
 
     # -- records -----------------------------------------------------------------------------------------------------
     def _abort_orphans(self, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:

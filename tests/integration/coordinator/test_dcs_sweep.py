@@ -74,7 +74,7 @@ def test_failing_sweeps_give_an_alert(etcd: EtcdClient, keys: Keys, monkeypatch:
             found = (Alert.decode(kv.value) for kv in etcd.range(keys.alerts_prefix() + "dcs.maintenance_failing")[0])
             return next((a for a in found if a.phase == "firing"), None)
 
-        assert "mirrored" in wait_until(alert, timeout_s=30, what="the alert").message
+        assert "cannot be decoded" in wait_until(alert, timeout_s=60, what="the alert").message
         etcd.delete(keys.version("policy", 1))
         wait_until(lambda: alert() is None, timeout_s=30, what="the end of the alert")
     finally:

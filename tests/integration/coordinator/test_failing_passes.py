@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.coordinators import Replicas
+from support.coordinators import AUTH, Replicas
 from support.etcd_server import EtcdServers
 from support.leader import Leader
 
@@ -30,7 +30,7 @@ Lead = Callable[..., Leader]
 def cfg() -> Config:
     return parse({"job": "x", "coordinator": {"lease_ttl_s": 2, "reconcile_interval_s": 0.1, "replicas": 1,
                                               "reconcile_deadline_s": 2.0},
-                  "etcd": {"retry_budget_s": 1.0}})
+                  "etcd": {"retry_budget_s": 1.0, "reclaim_space": False}})
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_leader_is_not_ready_while_etcd_takes_no_writes_and_keeps_its_term(keys:
     """No other replica could do better on a full etcd, which would not even grant a lease for a new term."""
     servers = EtcdServers(tmp_path / "etcd", 1, ["--quota-backend-bytes", str(4 << 20)]).start()
     replicas = Replicas(tmp_path, keys, servers.endpoints, {
-        "coordinator": {"reconcile_deadline_s": 3.0}, "etcd": {"retry_budget_s": 1.0}})
+        "coordinator": {"reconcile_deadline_s": 3.0}, "etcd": {"retry_budget_s": 1.0, "reclaim_space": False}})
     try:
         replicas.start("a")
         with EtcdClient(servers.endpoints, call_timeout_s=2.0) as etcd:
@@ -183,10 +183,14 @@ def test_leader_is_not_ready_while_etcd_takes_no_writes_and_keeps_its_term(keys:
                 answer = httpx.get(f"{url}/readyz", timeout=15)
                 return str(answer.json()["detail"]) if "not-reconciling" in answer.text else ""
 
-            assert "EtcdFull" in wait_until(refused, timeout_s=30, what="a replica that is not ready")
+            assert "EtcdFull" in wait_until(refused, timeout_s=60, what="a replica that is not ready")
             assert httpx.get(f"{url}/healthz", timeout=15).status_code == 200
-            failed = wait_until(lambda: "EtcdFull" in (text := httpx.get(f"{url}/metrics", timeout=15).text) and text,
-                                timeout_s=20, what="the failures in the metrics")
+
+            def failures() -> str:
+                text = httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
+                return text if "EtcdFull" in text else ""
+
+            failed = wait_until(failures, timeout_s=60, what="the failures in the metrics")
             assert "elastic_rl_is_leader 1.0" in failed
             assert etcd.get(keys.leader("a")).create_revision == term
     finally:

@@ -26,12 +26,13 @@ from elastic_rl.errors import (
     Conflict,
     Fenced,
     NodeUnavailable,
+    RecordUnreadable,
     VersionNotFound,
 )
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import VersionState
+from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.host.processes import stop
 from elastic_rl.runtime import wait_until
 
@@ -292,8 +293,10 @@ def test_unreadable_record_stops_the_drop_and_nothing_else(dcs: DcsCluster) -> N
     record = dcs.etcd.get(key)
     assert record is not None
     dcs.etcd.put(key, b'{"stream": "policy", "number": 1, "state": "resting"}')
-    lines = dcs.collector(keep_versions=1).sweep([])
-    assert lines == [f"{key} cannot be decoded; no chunk is dropped meanwhile", "released policy version 2"]
+    with pytest.raises(RecordUnreadable, match=f"{key} cannot be decoded"):
+        dcs.collector(keep_versions=1).sweep([])
+    gone = Version.decode(dcs.etcd.get(dcs.keys.version("policy", 2)).value)
+    assert gone.state is VersionState.GONE, "the other versions wait for a person"
     assert dcs.stat()["chunks"] == chunks
     dcs.etcd.put(key, record.value)
     dcs.require(model(1), 1)

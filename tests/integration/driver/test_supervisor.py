@@ -81,7 +81,7 @@ class SupervisedJob:
         found = self.etcd.get(self.keys.restart(JOB))
         before = RestartRequest.decode(found.value) if found else RestartRequest(target=JOB, generation=0)
         request = before.replace(generation=before.generation + 1, epoch=epoch)
-        guard, end = fencing.ending(self.keys, epoch, holder="global restart")
+        guard, end = fencing.next_epoch(self.keys, epoch, holder="global restart")
         assert self.etcd.txn([guard], [end, Op.put(self.keys.restart(JOB), request.encode())]).succeeded
 
     def finish(self) -> int:
