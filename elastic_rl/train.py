@@ -23,6 +23,7 @@ from elastic_rl.driver.supervisor import DriverSupervisor
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
@@ -129,7 +130,7 @@ def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], N
 
 def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:
     found = etcd.get(keys.job_status())
-    return JobStatus.decode(found.value) if found else JobStatus(phase="")
+    return readable_one(found, JobStatus) or JobStatus(phase="")
 
 
 def _start_drill(ctx: RunContext, etcd: EtcdClient, info: ClusterInfo, fault_plan: FaultPlan) -> Drill:

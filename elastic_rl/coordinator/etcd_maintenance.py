@@ -40,6 +40,8 @@ _MAINTENANCE_TIMEOUT_S = 120.0
 """For a compaction that waits for its effect, and for a defragmentation."""
 _FOLLOWER_DELAY_S = 20.0
 """How much longer than the leader the other replicas wait before they make room; up to twice that."""
+_QUICK_BYTES = 64 << 20
+"""Bytes in use that are defragmented without need: about a second of silence, shorter than ``lease_ttl_s``."""
 _RETRY_S, _MAX_RETRY_S = 60.0, 1800.0
 _JOIN_TIMEOUT_S = 2.0
 
@@ -66,12 +68,13 @@ def is_full(members: Sequence[MemberStatus]) -> bool:
 def to_defragment(members: Sequence[MemberStatus], assumed_quota: int) -> list[MemberStatus]:
     """Members near their quotas that a defragmentation is likely to help, etcd's leader last.
 
-    Ahead of the alarm only while every member answers, since a member answers nothing while it is defragmented; and
-    only files that are mostly free. Once the alarm is raised nothing is written, and a member reports space as in use
-    that a compaction has freed until it writes again: then it is tried whatever is in use.
+    Ahead of the alarm only while every member answers, since a member answers nothing while it is defragmented; only
+    files that are mostly free; and only when copying what is in use takes about a second, which no lease notices. Once
+    the alarm is raised nothing is written, and a member reports space as in use that a compaction has freed until it
+    writes again: then it is tried whatever is in use.
     """
     full = is_full(members)
-    if not full and any(m.error for m in members):
+    if not full and any(m.error or m.db_in_use_bytes > _QUICK_BYTES for m in members):
         return []
     near = [m for m in members if not m.error and m.db_bytes >= _NEAR_QUOTA * quota_of(m, assumed_quota)]
     return sorted((m for m in near if full or m.db_in_use_bytes <= _MOSTLY_FREE * m.db_bytes),
@@ -109,7 +112,10 @@ class EtcdMaintenance:
 
     def tick(self) -> None:
         """One pass. Raises what etcd's client raises."""
-        self._revisions.observe(self._etcd.revision())  # also as a follower, so that a new leader knows the ages
+        present = self._etcd.revision()
+        self._revisions.observe(present)  # also as a follower, so that a new leader knows the ages
+        if present < self._compacted:  # etcd was restored from a backup
+            self._compacted = 0
         members = self._etcd.statuses()
         if self._is_leader() and self._cfg.history_s:
             self._compact(kept_history_s(self._cfg.history_s, in_use(members, self._cfg.quota_bytes)))

@@ -19,7 +19,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event
 
 _NEWEST = 64
-_PAGE = 500
 MAX_BATCH = 2000
 """Events of one batch. More are left to the next pass: a leader that follows a long absence finds thousands."""
 
@@ -86,14 +85,13 @@ class EventReader:
         return sorted((kv for kv in newest if kv.mod_revision > revision), key=_mod_revision)
 
     def _backlog(self, prefix: str, revision: int) -> list[KeyValue]:
-        """The oldest events after ``revision``. Keys sort by the writers' clocks, so every event is looked at."""
+        """The oldest events after ``revision``. Keys sort by the writers' clocks, so every event is read; all as of one
+        revision, or an event whose key sorts into an earlier page would be missed, and the cursor move past it. Raises
+        Compacted when the pages take longer than etcd's history; the next pass starts over."""
         oldest: list[KeyValue] = []
-        after, more = "", True
-        while more:
-            page = self._etcd.page(prefix, limit=_PAGE, after=after)
+        for page in self._etcd.pages(prefix):
             fresh = (kv for kv in page.kvs if kv.mod_revision > revision)
             oldest = heapq.nsmallest(MAX_BATCH, [*oldest, *fresh], key=_mod_revision)
-            after, more = page.kvs[-1].key if page.kvs else "", page.more
         return oldest
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import idempotency
+from elastic_rl.coordinator.failure.statistics import EventCursor
 from elastic_rl.coordinator.step_metrics import downsample
 from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.transaction import MAX_OPS, GuardedWrite, batches
 
@@ -35,9 +37,14 @@ class Retention:
 
     def _trim_events(self) -> None:
         prefix = self._keys.events_prefix()
+        cursor = readable_one(self._etcd.get(self._keys.event_cursor()), EventCursor)
         while (excess := self._etcd.count(prefix) - self._cfg.max_events) > 0:
             oldest, _ = self._etcd.range(prefix, limit=min(excess, MAX_OPS))  # the keys sort by time
-            self._guarded([], [Op.delete(kv.key) for kv in oldest])
+            # An event that the leader has not read yet may be an alert.
+            read = [kv.key for kv in oldest if cursor is not None and kv.mod_revision <= cursor.revision]
+            if not read:
+                return
+            self._guarded([], [Op.delete(key) for key in read])
 
     def _downsample_steps(self) -> None:
         prefix, limit = self._keys.steps_prefix(), self._cfg.max_step_metrics

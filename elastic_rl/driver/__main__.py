@@ -19,6 +19,7 @@ from elastic_rl import runtime
 from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import fencing
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
@@ -63,7 +64,7 @@ def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
             except EtcdUnavailable as e:  # running work continues without etcd
                 log.warning("reconcile aborted: %s", e)
                 continue
-            job = JobStatus.decode(found.value) if found else JobStatus(phase="")
+            job = readable_one(found, JobStatus) or JobStatus(phase="")
             member.progress(job.step, job.phase)
             if job.phase in ("finished", "failed"):
                 return 0 if job.phase == "finished" else 1

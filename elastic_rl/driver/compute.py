@@ -23,6 +23,7 @@ from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
+from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -158,7 +159,7 @@ class ComputePlane:
         self.router.start()
         client = RouterClient(self.router.url)
         items, _ = self.etcd.range(self.ctx.keys.engines_prefix())
-        for engine in (Engine.decode(kv.value) for kv in items):
+        for engine, _ in readable(items, Engine):
             if engine.state is EngineState.READY:
                 client.add(engine.url, timeout_s=10.0)
 

@@ -19,6 +19,7 @@ from elastic_rl.engine.router import RouterClient
 from elastic_rl.errors import DeadlineExceeded, EngineFailed, PreflightFailed
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -83,8 +84,7 @@ class ExternalEngines:
     def _registrations(self) -> dict[str, ExternalEngine]:
         """Registrations of the pool that have not ended, by engine. Deletes those that ended long ago."""
         found: dict[str, ExternalEngine] = {}
-        for kv in self._etcd.range(self._keys.external_engines_prefix())[0]:
-            registration = ExternalEngine.decode(kv.value)
+        for registration, kv in readable(self._etcd.range(self._keys.external_engines_prefix())[0], ExternalEngine):
             if registration.pool != self._pool:
                 continue
             if not registration.ended:
@@ -132,7 +132,8 @@ class ExternalEngines:
                 self._clean_up_after_crash(attached.registration, crash)
             found = self._etcd.get(self._keys.engine(engine_id))
             if not attached.draining and (crash or found is not None):  # an engine that drained leaves no record
-                reason = Engine.decode(found.value).reason if found else ""
+                record = readable_one(found, Engine)
+                reason = record.reason if record else ""
                 self._end_registration(attached.registration, crash or reason or "unknown")
             fencing.write(self._etcd, self._keys, self._ctx.epoch, Op.delete(self._keys.engine(engine_id)))
             attached.placed.remove()
@@ -146,7 +147,8 @@ class ExternalEngines:
         except (EngineFailed, DeadlineExceeded) as e:
             log.warning("engine %s could not be removed from the router: %s", engine_id, e)
         found = self._etcd.get(self._keys.engine(engine_id))
-        incarnation = Engine.decode(found.value).incarnation if found else ""
+        record = readable_one(found, Engine)
+        incarnation = record.incarnation if record else ""
         self._emit("engine.dead", engine_id, f"engine {engine_id}: {crash}", severity=Severity.ERROR,
                    incarnation=incarnation)
         self._deregister(engine_id)

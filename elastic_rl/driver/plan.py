@@ -42,7 +42,7 @@ class StartBudget:
 
     failures: int = 0
     not_before: float = 0.0
-    """Unix seconds."""
+    """Monotonic seconds, so that a clock that is set back does not stop the starts."""
 
     def after_failure(self, now: float, *, base_s: float = 1.0, ceiling_s: float = 60.0) -> StartBudget:
         return StartBudget(self.failures + 1, now + min(ceiling_s, base_s * 2.0 ** min(self.failures, 32)))

@@ -20,6 +20,7 @@ from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -50,6 +51,7 @@ class EnginePool:
         self._slots: dict[str, _Slot] = {}
         self._budget = StartBudget()
         self._status: PoolStatus | None = None
+        self._last_desired = ctx.config.rollout.engines
         self._external = ExternalEngines(ctx, etcd, report_phase, name)
 
     def take_over(self) -> None:
@@ -80,7 +82,7 @@ class EnginePool:
                 slot.draining = True  # the leader wrote it into the record, which a starting engine does not read
                 slot.placed.actor.drain.remote()
         todo = plan(self._desired(), running, may_start=self.ctx.config.coordinator.max_engines
-                    if self._budget.open(time.time()) else 0)
+                    if self._budget.open(time.monotonic()) else 0)
         for _ in range(todo.start):
             self._start()
         for engine_id in todo.drain:
@@ -155,7 +157,7 @@ class EnginePool:
                 self._emit("engine.replaced", engine_id, f"engine {engine_id} ended ({reason}); replacing it",
                            severity=Severity.WARNING, incarnation=record.incarnation if record else "")
                 if not slot.was_ready and not slot.killed_because:
-                    self._budget = self._budget.after_failure(time.time())
+                    self._budget = self._budget.after_failure(time.monotonic())
             self._write(Op.delete(self.keys.engine(engine_id)))
             slot.placed.remove()
             remove_files(file_tag(self.ctx.config.cluster_dir, engine_id))
@@ -172,7 +174,7 @@ class EnginePool:
 
     def _records(self) -> dict[str, Engine]:
         items, _ = self.etcd.range(self.keys.engines_prefix())
-        return {e.id: e for e in (Engine.decode(kv.value) for kv in items) if e.pool == self.name}
+        return {e.id: e for e, _ in readable(items, Engine) if e.pool == self.name}
 
     def _as_running(self, engine_id: str, record: Engine | None) -> Running:
         state = record.state if record else EngineState.STARTING
@@ -180,7 +182,10 @@ class EnginePool:
 
     def _desired(self) -> int:
         found = self.etcd.get(self.keys.pool_spec(self.name))
-        return PoolSpec.decode(found.value).desired if found else self.ctx.config.rollout.engines
+        spec = readable_one(found, PoolSpec)
+        if spec is not None or found is None:
+            self._last_desired = spec.desired if spec else self.ctx.config.rollout.engines
+        return self._last_desired  # of an unreadable record: as it was
 
     def _write_status(self, running: list[Running], external: int) -> None:
         count = {s: sum(1 for r in running if r.state is s) for s in EngineState}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
+from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import RestartRequest
 
 
 def open_requests(etcd: EtcdClient, keys: Keys) -> dict[str, RestartRequest]:
     """Requests that were not carried out yet, by target."""
-    found = [RestartRequest.decode(kv.value) for kv in etcd.range(keys.restarts_prefix())[0]]
+    found = [request for request, _ in readable(etcd.range(keys.restarts_prefix())[0], RestartRequest)]
     return {request.target: request for request in found if request.open}
 
 

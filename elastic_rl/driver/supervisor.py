@@ -17,6 +17,7 @@ from elastic_rl.driver.restart_requests import acknowledge, has_newer_driver, op
 from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
@@ -112,7 +113,7 @@ class DriverSupervisor:
 
     def _status(self) -> JobStatus:
         found = self._etcd.get(self._keys.job_status())
-        return JobStatus.decode(found.value) if found else JobStatus(phase="")
+        return readable_one(found, JobStatus) or JobStatus(phase="")
 
     def _with_etcd(self, call: Callable[[], T]) -> T:
         """The result of a call, as soon as etcd answers it."""

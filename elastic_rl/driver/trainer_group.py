@@ -61,7 +61,7 @@ class TrainerGroup:
     def reconcile(self) -> None:
         """One pass. Raises Fenced when the agent has ended because the epoch is over: nothing failed then."""
         if self._placed is None:
-            if self._budget.open(time.time()):
+            if self._budget.open(time.monotonic()):
                 self._start()
             return
         ended, _ = ray.wait([self._done], timeout=0)
@@ -73,7 +73,7 @@ class TrainerGroup:
             outcome = str(e).splitlines()[0]
         self._placed.remove()
         self._placed = None
-        self._budget = self._budget.after_failure(time.time())
+        self._budget = self._budget.after_failure(time.monotonic())
         log.warning("the trainer agent ended: %s", outcome)
         fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, "trainer.agent_ended", "trainer",
                      f"the trainer agent ended ({outcome}); start {self._budget.failures + 1} follows",

@@ -21,20 +21,26 @@ from elastic_rl.engine.retry import RetryBackoff
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server import Server, SGLangServer, StagedUpdate
 from elastic_rl.errors import (
+    AccessDenied,
     ArenaFull,
+    CatalogMismatch,
     ChunkCorrupt,
     ChunkMissing,
+    Conflict,
     DeadlineExceeded,
+    DiskFull,
     ElasticRLError,
     EngineFailed,
     EtcdUnavailable,
     Fenced,
     NodeUnavailable,
+    RecordUnreadable,
     StagingFailed,
     VersionNotFound,
 )
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, Op
+from elastic_rl.etcd.decoding import decode_bytes, readable_one
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
@@ -55,8 +61,8 @@ _RETRY_S = (0.2, 30.0)
 _FAILURES_TO_REPORT = 5
 """Failed fetches, one after the other, that make an event; most single failures are gone with the next attempt."""
 # A pull that fails with one of these changed nothing in the engine, which serves on and retries.
-_PULL_FAILED = (ArenaFull, ChunkCorrupt, ChunkMissing, NodeUnavailable, StagingFailed, EtcdUnavailable,
-                VersionNotFound)
+_PULL_FAILED = (AccessDenied, ArenaFull, CatalogMismatch, ChunkCorrupt, ChunkMissing, Conflict, DiskFull,
+                NodeUnavailable, RecordUnreadable, StagingFailed, EtcdUnavailable, VersionNotFound)
 
 
 class EngineRunner:
@@ -118,6 +124,8 @@ class EngineRunner:
         except Fenced as e:  # the record, and perhaps this external server, belong to a newer driver
             log.warning("engine %s ends: %s", self._id, e)
             self._unroute()
+        except ElasticRLError as e:  # unexpected, but the driver must learn that this engine serves no longer
+            self._fail(f"{type(e).__name__}: {e}")
         finally:
             self._server.close()
             self._member.close()
@@ -296,7 +304,8 @@ class EngineRunner:
             found = self._etcd.get(self._ctx.keys.engine(self._id))
         except EtcdUnavailable:
             return False
-        return found is not None and not self._mine(Engine.decode(found.value))
+        record = readable_one(found, Engine)
+        return record is not None and not self._mine(record)
 
     def _mine(self, record: Engine) -> bool:
         return record.incarnation == self._member.incarnation
@@ -315,7 +324,10 @@ class EngineRunner:
         if found is None:
             self._stop.set()
             return
-        record = Engine.decode(found.value)
+        record = readable_one(found, Engine)
+        if record is None:
+            self._write()  # it is this runner's to write
+            return
         if not self._mine(record):
             raise Fenced(f"another runner has taken over engine {self._id}")
         if record.state is EngineState.DRAINING:
@@ -342,7 +354,7 @@ class EngineRunner:
 
         def change(raw: bytes | None) -> bytes:
             nonlocal quarantined
-            before = Engine.decode(raw) if raw else None
+            before = decode_bytes(raw, Engine) if raw else None  # of a record that cannot be read: it is ours to write
             if before and not self._mine(before):
                 if before.epoch >= self._ctx.epoch:
                     raise Fenced(f"another runner has taken over engine {self._id}")
@@ -375,7 +387,8 @@ class EngineRunner:
         """Deletes the record; false when another runner of the same engine wrote it. Raises Fenced."""
         key = self._ctx.keys.engine(self._id)
         found = self._etcd.get(key)
-        if found is not None and not self._mine(Engine.decode(found.value)):
+        record = readable_one(found, Engine)
+        if record is not None and not self._mine(record):
             return False
         guards = [fencing.epoch_guard(self._ctx.keys, self._ctx.epoch),
                   Compare.create(key, "==", found.create_revision if found else 0)]

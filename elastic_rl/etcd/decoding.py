@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Generic, TypeVar
 
@@ -10,7 +11,12 @@ from pydantic import ValidationError
 from elastic_rl.etcd.records import Record
 from elastic_rl.etcd.transaction import KeyValue
 
+log = logging.getLogger(__name__)
+
 R = TypeVar("R", bound=Record)
+
+_MAX_REPORTED = 1000
+_reported: dict[str, str] = {}
 
 
 def decode(kv: KeyValue, kind: type[R], unreadable: MutableMapping[str, str]) -> R | None:
@@ -26,6 +32,34 @@ def decode_all(kvs: Iterable[KeyValue], kind: type[R], unreadable: MutableMappin
                ) -> list[tuple[R, KeyValue]]:
     """The records that can be read, with their keys; the others are reported in ``unreadable``."""
     return [(record, kv) for kv in kvs if (record := decode(kv, kind, unreadable)) is not None]
+
+
+def readable(kvs: Iterable[KeyValue | None], kind: type[R]) -> list[tuple[R, KeyValue]]:
+    """The records that can be read, with their keys; None for a key that does not exist is skipped. For processes
+    other than the leader: one bad record must not end them, and the leader raises the alert about it. The log has each
+    unreadable record once."""
+    unreadable: dict[str, str] = {}
+    found = decode_all((kv for kv in kvs if kv is not None), kind, unreadable)
+    for key, reason in unreadable.items():
+        if _reported.get(key) != reason:
+            if len(_reported) >= _MAX_REPORTED:
+                _reported.clear()
+            _reported[key] = reason
+            log.error("ignoring the record at %s: %s", key, reason)
+    return found
+
+
+def readable_one(kv: KeyValue | None, kind: type[R]) -> R | None:
+    """The record under one key, as ``readable`` has it; None when there is none that can be read."""
+    return next((record for record, _ in readable([kv], kind)), None)
+
+
+def decode_bytes(raw: bytes, kind: type[R]) -> R | None:
+    """A record; None when it cannot be read."""
+    try:
+        return kind.decode(raw)
+    except ValidationError:
+        return None
 
 
 class RangeDecoder(Generic[R]):

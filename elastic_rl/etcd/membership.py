@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, LeaseLost
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.leases import KeptLease
 from elastic_rl.etcd.records import Member
@@ -27,6 +28,8 @@ _MIN_WRITE_INTERVAL_S = 0.1
 """Shortest pause between two writes, however fast the progress."""
 _JOIN_TIMEOUT_S = 2.0
 _DEREGISTER_TRIES = 4
+_CLOCK_STEP_S = 1.0
+"""Disagreement of the wall clock with the monotonic one from which on the wall clock was set."""
 
 
 class Membership:
@@ -44,6 +47,7 @@ class Membership:
         self._member = Member(role=role, id=member_id, pid=os.getpid(), host=socket.gethostname(), epoch=epoch,
                               incarnation=secrets.token_hex(8), url=url, progress_at=now, beat_at=now,
                               info=dict(info or {}))
+        self._progressed = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._stopping = threading.Event()
@@ -75,7 +79,7 @@ class Membership:
             now = self._member
             new = now.replace(step=step, phase=phase, info={**now.info, **info})
             changed = new != now
-            self._member = new.replace(progress_at=time.time())
+            self._member, self._progressed = new.replace(progress_at=time.time()), time.monotonic()
         if changed:
             self._changed.set()
 
@@ -155,15 +159,27 @@ class Membership:
     def _was_replaced(self) -> bool:
         """Whether another process has taken our name since we registered."""
         found = self._etcd.get(self._key)
-        if found is not None and Member.decode(found.value).incarnation != self.incarnation:
+        entry = readable_one(found, Member)
+        if entry is not None and entry.incarnation != self.incarnation:
             log.warning("member %s was replaced by another process", self._key)
             self.replaced.set()
         return self.replaced.is_set()
 
     def _now(self) -> Member:
         with self._lock:
-            self._member = self._member.replace(beat_at=time.time())
+            now, stalled_s = time.time(), time.monotonic() - self._progressed
+            self._member = self._member.replace(
+                beat_at=now, progress_at=progress_time(self._member.progress_at, now, stalled_s))
             return self._member
+
+
+def progress_time(progress_at: float, now: float, stalled_s: float) -> float:
+    """When the last progress was, by the clock of ``now``. Readers compare the two times; after the clock was set they
+    must see neither a hang nor progress.
+
+    ``progress_at``: by the clock as it was then, unix seconds; ``stalled_s``: monotonic seconds since then.
+    """
+    return now - stalled_s if abs(now - progress_at - stalled_s) > _CLOCK_STEP_S else progress_at
 
 
 def deregister(etcd: EtcdClient, keys: Keys, ended: Iterable[Member]) -> None:
@@ -172,7 +188,8 @@ def deregister(etcd: EtcdClient, keys: Keys, ended: Iterable[Member]) -> None:
         key = keys.member(member.role, member.id)
         for _ in range(_DEREGISTER_TRIES):  # its last heartbeat may still arrive
             found = etcd.get(key)
-            if found is None or Member.decode(found.value).incarnation != member.incarnation:
+            entry = readable_one(found, Member)
+            if found is None or entry is None or entry.incarnation != member.incarnation:
                 break
             if etcd.txn([Compare.mod(key, "==", found.mod_revision)],
                         [Op.delete(key), Op.delete(keys.registry_entry(member.role, member.id))]).succeeded:
@@ -181,4 +198,4 @@ def deregister(etcd: EtcdClient, keys: Keys, ended: Iterable[Member]) -> None:
 
 def members(etcd: EtcdClient, keys: Keys, role: str = "") -> list[Member]:
     """The members that are alive, of one role or of all."""
-    return [Member.decode(kv.value) for kv in etcd.range(keys.members_prefix(role))[0]]
+    return [member for member, _ in readable(etcd.range(keys.members_prefix(role))[0], Member)]

@@ -21,6 +21,7 @@ from elastic_rl.engine.client import Sample
 from elastic_rl.errors import ElasticRLError, TrainerFailed
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import Engine, LedgerEntry, RestartRequest, Severity, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
@@ -134,7 +135,7 @@ class TrainingLoop:
     def _read_restart_request(self) -> RestartRequest:
         """The newest request to restart the trainer group, carried out or not."""
         found = self.etcd.get(self.keys.restart(TRAINER))
-        return RestartRequest.decode(found.value) if found else RestartRequest(target=TRAINER, generation=0)
+        return readable_one(found, RestartRequest) or RestartRequest(target=TRAINER, generation=0)
 
     # -- phases -------------------------------------------------------------------------------------------------
     def _sft(self) -> None:

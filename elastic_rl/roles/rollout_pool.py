@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from elastic_rl.errors import DeadlineExceeded
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.runtime import wait_until
@@ -15,7 +16,7 @@ ROLLOUT_POOL = "rollout"
 
 def engines(etcd: EtcdClient, keys: Keys) -> list[Engine]:
     items, _ = etcd.range(keys.engines_prefix())
-    return [Engine.decode(kv.value) for kv in items]
+    return [engine for engine, _ in readable(items, Engine)]
 
 
 def in_sync(found: list[Engine], version: int) -> bool:

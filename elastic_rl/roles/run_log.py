@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
@@ -46,7 +47,7 @@ class JobStatusWriter:
     def __init__(self, etcd: EtcdClient, keys: Keys, *, epoch: int, steps: int, seed: int) -> None:
         self._etcd, self._keys, self._epoch = etcd, keys, epoch
         found = etcd.get(keys.job_status())
-        self.latest = JobStatus.decode(found.value) if found else JobStatus(
+        self.latest = readable_one(found, JobStatus) or JobStatus(
             phase="starting", steps=steps, seed=seed, started_at=time.time(), updated_at=time.time())
         self._metrics: StepMetrics | None = None
 

@@ -11,6 +11,7 @@ import httpx
 
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Member
 from elastic_rl.trainer.batch import TrainBatch
@@ -101,7 +102,7 @@ class TrainerClient:
 
     def _member(self) -> Member | None:
         kv = self._etcd.get(self._keys.member("trainer", "rank-0"))
-        return None if kv is None else Member.decode(kv.value)
+        return readable_one(kv, Member)
 
     def _read_status(self, *, since: float) -> tuple[TrainerStatus | None, bool]:
         """The status if the group is ready, and whether all its ranks took a command after ``since`` (monotonic)."""

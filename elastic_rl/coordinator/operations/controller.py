@@ -73,7 +73,8 @@ class OperationController:
             writes.delete(key, snapshot.revision(key))
         elif op.kind is OperationKind.RESTART and op.target != JOB and request is not None:
             # That of the job stays open: its epoch is over, and nothing runs before it is carried out.
-            withdrawn = request.observed(int(op.params["generation"]))
+            generation = op.params.get("generation")  # of any type: the operation may have failed because of it
+            withdrawn = request.observed(generation) if isinstance(generation, int) else request
             if withdrawn != request:
                 key = self._keys.restart(op.target)
                 writes.put(key, snapshot.revision(key), withdrawn)

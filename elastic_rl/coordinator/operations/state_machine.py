@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.coordinator.targets import name_of
+from elastic_rl.coordinator.targets import engine_target, name_of
 from elastic_rl.etcd.records import EngineState, Member, Operation, OperationKind, OperationState
 
 _WORKING = ("sft", "rl", "finished")
@@ -96,12 +96,20 @@ def _restart(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> Op
     generation = int(op.params["generation"])
     if request is None or request.generation < generation:
         return _end(op, OperationState.CANCELLED, snapshot.now, error="the request was withdrawn")
-    if request.observed_generation < generation:
+    if request.observed_generation < generation and not _has_ended(op.target, snapshot):
         return op.replace(phase="stopping", total=2, message=f"waiting for {op.target} to be stopped")
     missing = _missing(op, snapshot, trainer_ranks)
     if missing:
         return op.replace(phase="starting", done=1, total=2, message=missing)
     return _end(op.replace(done=2, total=2), OperationState.SUCCEEDED, snapshot.now, message=f"{op.target} works again")
+
+
+def _has_ended(target: str, snapshot: ClusterSnapshot) -> bool:
+    """Whether the target is an engine that ended by itself, which no driver will stop on request."""
+    if not target.startswith(engine_target("")):
+        return False
+    engine = snapshot.engines.get(name_of(target))
+    return engine is None or engine.state in (EngineState.DEAD, EngineState.QUARANTINED)
 
 
 def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:

@@ -22,7 +22,8 @@ from elastic_rl.dcs.fetch import mapping
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import Compacted, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd.client import EtcdClient, Watch
+from elastic_rl.etcd.client import EtcdClient, KeyValue, Watch
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version
 from elastic_rl.telemetry import traces
@@ -61,7 +62,7 @@ class HeadWatch:
                 raise
             if event is not None:
                 if event.type == "put" and event.kv.key == self._key:
-                    self._offer(event.kv.value)
+                    self._offer(event.kv)
                 continue  # there may be a newer one already
             if self._ready is not None:
                 version, self._ready = self._ready, None
@@ -69,16 +70,16 @@ class HeadWatch:
             if left <= 0 or self._watch.closed:
                 return None
 
-    def _offer(self, value: bytes) -> None:
-        version = Version.decode(value)
-        if version.number > self._seen:
+    def _offer(self, kv: KeyValue) -> None:
+        version = readable_one(kv, Version)
+        if version is not None and version.number > self._seen:
             self._seen, self._ready = version.number, version
 
     def _open(self) -> None:
         kvs, revision = self._etcd.range(self._key)
         for kv in kvs:
             if kv.key == self._key:
-                self._offer(kv.value)
+                self._offer(kv)
         self._watch = self._etcd.watch(self._key, start_revision=revision + 1)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from support.otlp_collector import Collector, Span, collecting
 
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.client import Sample
-from elastic_rl.errors import StagingFailed
+from elastic_rl.errors import DiskFull, StagingFailed
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.host.leftovers import file_tag, tagged_files
 from elastic_rl.runtime import wait_until
@@ -130,6 +130,8 @@ def test_engine_rejects_a_version_with_a_missing_tensor_retries_with_backoff_and
 
     def counted_pull(*args: object, **options: object) -> object:
         tries.append(time.monotonic())
+        if len(tries) == 1:
+            raise DiskFull("the disk of this host is full")
         return pull(*args, **options)
 
     monkeypatch.setattr(Puller, "pull", counted_pull)

@@ -30,6 +30,8 @@ def test_history_is_shortened_once_half_of_the_quota_is_in_use() -> None:
     ([member("a", 900, 440)], ["a"]),
     ([member("a", 900, 10, leads=True), member("b", 900, 10), member("c", 100, 10)], ["b", "a"]),
     ([member("a", 900, 10), member("b", 0, 0, error="x")], []),  # not while another one is away
+    ([member("a", 900 << 20, 65 << 20, quota=1000 << 20)], []),  # its silence would end leases
+    ([member("a", 999 << 20, 65 << 20, quota=1000 << 20, full=True)], ["a"]),
     ([member("a", 1000, 700, full=True), member("b", 0, 0, error="x")], ["a"]),  # nothing is written anyway
     ([member("a", 1000, 1000, full=True)], ["a"]),  # what a compaction freed counts as in use until the next write
     ([member("a", 300, 100, full=True)], []),  # only the alarm is left to be ended

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_rl.coordinator.operations.controller import OperationController
 from elastic_rl.coordinator.operations.state_machine import advance, cancelled
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.etcd.client import KeyValue
+from elastic_rl.etcd.client import KeyValue, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import (
     Engine,
@@ -70,6 +72,35 @@ def with_pool(now: float, desired: int, *engines: Engine, starting: int = 0, **m
     return ClusterSnapshot("j", now=now, leader_time=now, specs={POOL: PoolSpec(name=POOL, desired=desired)},
                            statuses={POOL: status}, engines={e.id: e for e in engines},
                            **more)  # type: ignore[arg-type]
+
+
+def test_restart_of_an_engine_that_ended_by_itself_waits_only_for_its_replacement() -> None:
+    op, request = restart("engines/e0", pool=POOL), RestartRequest(target="engines/e0", generation=1)
+
+    def state(*engines: Engine) -> tuple[OperationState, str]:
+        now = advance(op, with_pool(20.0, 2, *engines, restarts={"engines/e0": request}), 2)
+        return now.state, now.phase
+
+    assert state(engine(0), engine(1)) == (OperationState.RUNNING, "stopping")
+    assert state(engine(0, EngineState.DEAD), engine(1)) == (OperationState.RUNNING, "starting")
+    assert state(engine(1)) == (OperationState.RUNNING, "starting")
+    assert state(engine(1), engine(2))[0] is OperationState.SUCCEEDED
+
+
+def test_operation_with_unreadable_parameters_fails_and_the_others_continue() -> None:
+    written: dict[str, Operation] = {}
+
+    def guarded(compares: object, ops: Sequence[Op]) -> bool:
+        written.update({op.key: Operation.decode(op.data) for op in ops if "/operations/" in op.key})
+        return True
+
+    bad = restart("engines/e0", pool=POOL).replace(params={"pool": POOL, "generation": "many"})
+    good = scale(1)
+    snapshot = with_pool(20.0, 1, engine(0), operations={bad.id: bad, good.id: good},
+                         restarts={bad.target: RestartRequest(target=bad.target, generation=1)})
+    OperationController(Keys("j"), 2, guarded).update(snapshot)
+    assert written[Keys("j").operation(bad.id)].state is OperationState.FAILED
+    assert written[Keys("j").operation(good.id)].state is OperationState.SUCCEEDED
 
 
 def test_scale_out_succeeds_when_all_engines_are_ready() -> None:
