@@ -18,7 +18,7 @@ from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.data.ledger import Ledger
-from elastic_rl.dcs.catalog.catalog import list_versions
+from elastic_rl.dcs.catalog import list_versions
 from elastic_rl.driver.supervisor import DriverSupervisor
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd import fencing

@@ -20,10 +20,10 @@ _HOW = {"kill": (signal.SIGKILL, "kill -9 of the leader → the next one has wri
 _LONGEST_S = 30.0
 
 
-def measure(rig: Testbed) -> list[Row]:
+def measure(testbed: Testbed) -> list[Row]:
     rows = []
-    trials = 5 if rig.options.quick else 30
-    with rig.replicas("a", "b", "c") as replicas:
+    trials = 5 if testbed.options.quick else 30
+    with testbed.replicas("a", "b", "c") as replicas:
         for how, (number, name, goal) in _HOW.items():
             times = [_trial(replicas, number) for _ in range(trials)]
             soonest = 0.0 if how == "term" else TTL_S * 2 / 3  # the lease was renewed at most a third of it ago

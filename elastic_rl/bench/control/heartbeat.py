@@ -25,16 +25,16 @@ _MEMBERS = 1000
 _OTHER = "torchft lighthouse"
 
 
-def measure(rig: Testbed) -> list[Row]:
-    samples, window_s = (200, 5.0) if rig.options.quick else (1000, 15.0)
-    with rig.replicas("a") as replicas:
-        beat = _beats(rig, replicas.keys)
+def measure(testbed: Testbed) -> list[Row]:
+    samples, window_s = (200, 5.0) if testbed.options.quick else (1000, 15.0)
+    with testbed.replicas("a") as replicas:
+        beat = _beats(testbed, replicas.keys)
         ours = seconds(beat, samples, warm=20)
-        with rig.crowd(replicas.keys, _MEMBERS) as crowd:
-            mine = [replicas.process("a"), psutil.Process(rig.etcd_pid)]
+        with testbed.crowd(replicas.keys, _MEMBERS) as crowd:
+            mine = [replicas.process("a"), psutil.Process(testbed.etcd_pid)]
             per_beat = _cpu(mine, window_s, lambda: int(crowd.call("count")["beats"]))
     try:
-        theirs, theirs_cpu = _lighthouse(rig, samples, window_s)
+        theirs, theirs_cpu = _lighthouse(testbed, samples, window_s)
     except Unmeasurable as e:
         return [Row.of("heartbeat", f"a beat, to its acknowledgement ({e.message})", [t * 1e3 for t in ours], "ms"),
                 Row(id="heartbeat-cpu", name="CPU of the servers for a beat", value=per_beat * 1e6, unit="µs")]
@@ -44,16 +44,16 @@ def measure(rig: Testbed) -> list[Row]:
                 "them", value=per_beat * 1e6, unit="µs", alternatives={_OTHER: theirs_cpu * 1e6})]
 
 
-def _beats(rig: Testbed, keys: object) -> Callable[[], None]:
+def _beats(testbed: Testbed, keys: object) -> Callable[[], None]:
     """A member's beat as ``coordinator/membership.py`` writes it."""
     from elastic_rl.etcd.keys import Keys
     assert isinstance(keys, Keys)
     member = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="i")
-    key, lease = keys.member(member.role, member.id), rig.etcd.grant(10 * TTL_S)
-    at = [rig.etcd.put(key, member.encode(), lease=lease)]
+    key, lease = keys.member(member.role, member.id), testbed.etcd.grant(10 * TTL_S)
+    at = [testbed.etcd.put(key, member.encode(), lease=lease)]
 
     def beat() -> None:
-        outcome = rig.etcd.txn([Compare.mod(key, "==", at[0])],
+        outcome = testbed.etcd.txn([Compare.mod(key, "==", at[0])],
                                 [Op.put(key, member.replace(beat_at=time.time()).encode(), lease)])
         at[0] = outcome.revision
 
@@ -68,15 +68,15 @@ def _cpu(servers: list[psutil.Process], window_s: float, beats: Callable[[], int
     return (sum(sum(p.cpu_times()[:2]) for p in servers) - busy) / max(1, beats() - count)
 
 
-def _lighthouse(rig: Testbed, samples: int, window_s: float) -> tuple[list[float], float]:
+def _lighthouse(testbed: Testbed, samples: int, window_s: float) -> tuple[list[float], float]:
     if importlib.util.find_spec("torchft") is None:
         raise Unmeasurable("torchft is not installed: pip install 'elastic-rl[bench]'")
     with contextlib.ExitStack() as stack:
-        server = Worker("elastic_rl.bench.control.lighthouse_server", log=rig.folder / "lighthouse.log")
+        server = Worker("elastic_rl.bench.control.lighthouse_server", log=testbed.folder / "lighthouse.log")
         stack.callback(server.close)
         address = server.call("address")["address"]
         clients = Worker("elastic_rl.bench.control.lighthouse_clients", address, str(_MEMBERS), str(TTL_S),
-                         log=rig.folder / "lighthouse-clients.log")
+                         log=testbed.folder / "lighthouse-clients.log")
         stack.callback(clients.close)
         times = [float(t) for t in clients.call("time", samples=samples)["seconds"]]
         clients.call("start", timeout_s=120.0)

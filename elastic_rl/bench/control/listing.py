@@ -19,19 +19,19 @@ COUNT = 10_000
 _BATCH = 100
 
 
-def measure(rig: Testbed) -> list[Row]:
-    samples = 10 if rig.options.quick else 50
+def measure(testbed: Testbed) -> list[Row]:
+    samples = 10 if testbed.options.quick else 50
     rows = []
-    with rig.replicas("a", coordinator={"max_events": COUNT + 1000}) as replicas:
-        _fill(rig, replicas.keys)
+    with testbed.replicas("a", coordinator={"max_events": COUNT + 1000}) as replicas:
+        _fill(testbed, replicas.keys)
         ranges = {"versions": replicas.keys.versions_prefix("policy"), "events": replicas.keys.events_prefix()}
         with replicas.client("a", timeout=60.0) as client:
             pages: list[float] = []
             for what, prefix in ranges.items():
                 page = seconds(partial(_page, client, what), samples)
-                bare = seconds(partial(rig.etcd.range, prefix, limit=100, newest_first=True), samples)
+                bare = seconds(partial(testbed.etcd.range, prefix, limit=100, newest_first=True), samples)
                 whole = seconds(partial(_walk, client, what), 3)
-                everything = seconds(partial(rig.etcd.range, prefix), 3)
+                everything = seconds(partial(testbed.etcd.range, prefix), 3)
                 pages += page
                 rows += [Row.of(f"list-10k-{what}", f"a page of 100 of {COUNT:,} {what}", [t * 1e3 for t in page], "ms",
                                 limit=sorted(bare)[len(bare) // 2] * 1e3),
@@ -58,13 +58,13 @@ def _walk(client: httpx.Client, what: str) -> None:
         raise RuntimeError(f"{seen} of {COUNT} {what} came")
 
 
-def _fill(rig: Testbed, keys: Keys) -> None:
+def _fill(testbed: Testbed, keys: Keys) -> None:
     now = time.time()
-    rig.etcd.put(keys.stream_next("policy"), str(COUNT + 1).encode())  # as the catalog leaves it
+    testbed.etcd.put(keys.stream_next("policy"), str(COUNT + 1).encode())  # as the catalog leaves it
     for start in range(0, COUNT, _BATCH):
         numbers = range(start + 1, start + _BATCH + 1)
-        rig.etcd.txn([], [Op.put(keys.version("policy", n), Version(
+        testbed.etcd.txn([], [Op.put(keys.version("policy", n), Version(
             stream="policy", number=n, state=VersionState.COMMITTED, epoch=1, manifest=f"{n:032x}", nbytes=1 << 30,
             sources=["node-0"], created_at=now + n, committed_at=now + n, meta={"step": n}).encode()) for n in numbers])
-        rig.etcd.txn([], [events.put_op(keys, events.build(
+        testbed.etcd.txn([], [events.put_op(keys, events.build(
             "version.committed", "policy", f"version {n} is committed", at=now - COUNT + n)) for n in numbers])

@@ -21,18 +21,18 @@ _READS = ("/v1/job", "/v1/pools?limit=100", "/v1/pools/pool-042", "/v1/members?l
 _CALM_S = 5.0
 
 
-def measure(rig: Testbed) -> list[Row]:
-    window_s = 10.0 if rig.options.quick else 30.0
-    with rig.replicas("a", "b") as replicas:
-        rig.pools(replicas.keys, POOLS)
-        with rig.crowd(replicas.keys, MEMBERS) as crowd:
+def measure(testbed: Testbed) -> list[Row]:
+    window_s = 10.0 if testbed.options.quick else 30.0
+    with testbed.replicas("a", "b") as replicas:
+        testbed.pools(replicas.keys, POOLS)
+        with testbed.crowd(replicas.keys, MEMBERS) as crowd:
             leader = replicas.leader()
-            process, etcd = replicas.process(leader), psutil.Process(rig.etcd_pid)
+            process, etcd = replicas.process(leader), psutil.Process(testbed.etcd_pid)
             time.sleep(_CALM_S)  # the roster takes a thousand members in once; that is not what it costs to keep them
-            beats, revision = crowd.call("count")["beats"], rig.etcd.range("none")[1]
+            beats, revision = crowd.call("count")["beats"], testbed.etcd.range("none")[1]
             cpu = _cores(process, etcd, window_s)
             after = crowd.call("count")
-            writes = (rig.etcd.range("none")[1] - revision) / window_s
+            writes = (testbed.etcd.range("none")[1] - revision) / window_s
             rows = [
                 Row(id="cpu-1000", name=f"leader with {MEMBERS} members: cores", value=cpu[0], unit="cores", goal=0.5),
                 Row(id="cpu-1000-etcd", name="… and etcd", value=cpu[1], unit="cores"),
@@ -41,7 +41,7 @@ def measure(rig: Testbed) -> list[Row]:
                 Row(id="etcd-writes", name="… writes that etcd takes", value=writes, unit="1/s",
                     alternatives={"beats of the members": (after["beats"] - beats) / window_s,
                                   "beats that came late": after["late"]})]
-            return rows + _requests(replicas.client(leader, timeout=10.0), window_s, lambda: rig.etcd.range(
+            return rows + _requests(replicas.client(leader, timeout=10.0), window_s, lambda: testbed.etcd.range(
                 replicas.keys.members_prefix(), limit=100))
 
 

@@ -26,10 +26,10 @@ _AFTER_S = 5.0
 _EVERY_S = 0.005
 
 
-def measure(rig: Testbed) -> list[Row]:
-    rows, trials = [], 3 if rig.options.quick else 15
+def measure(testbed: Testbed) -> list[Row]:
+    rows, trials = [], 3 if testbed.options.quick else 15
     with contextlib.ExitStack() as stack:
-        members = Members(rig.folder, stack)
+        members = Members(testbed.folder, stack)
         for how, (number, name) in _HOW.items():
             pauses = [_trial(members, number) for _ in range(trials)]
             for kind, what, times in (("failover", "writes pause", [w for w, _ in pauses]),

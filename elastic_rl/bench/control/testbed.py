@@ -37,10 +37,10 @@ _START_S = 60.0
 class Replicas:
     """Coordinator replicas of a job of its own."""
 
-    def __init__(self, rig: Testbed, stack: contextlib.ExitStack, settings: dict[str, Any]) -> None:
-        self.rig, self.etcd = rig, rig.etcd
+    def __init__(self, testbed: Testbed, stack: contextlib.ExitStack, settings: dict[str, Any]) -> None:
+        self.testbed, self.etcd = testbed, testbed.etcd
         self.keys = Keys(f"bench-{secrets.token_hex(4)}")
-        self._folder = rig.folder / self.keys.job
+        self._folder = testbed.folder / self.keys.job
         self._folder.mkdir()
         self._config = self._folder / "config.yaml"
         self._config.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self._folder), **settings}))
@@ -57,7 +57,7 @@ class Replicas:
             port = free_port()
             self.urls[name] = f"http://127.0.0.1:{port}"
             self.running[name] = process = spawn(python(
-                "elastic_rl.coordinator.service", "--config", str(self._config), "--etcd", self.rig.endpoint,
+                "elastic_rl.coordinator.service", "--config", str(self._config), "--etcd", self.testbed.endpoint,
                 "--replica", name, "--port", str(port)), log=self._folder / f"{name}.log")
             self._stack.callback(end, process)
         for name in names:

@@ -47,9 +47,9 @@ class _Reader:
         self._client.close()
 
 
-def measure(rig: Testbed) -> list[Row]:
-    samples = 30 if rig.options.quick else 200
-    with rig.replicas("a", "b", "c") as replicas, contextlib.ExitStack() as stack:
+def measure(testbed: Testbed) -> list[Row]:
+    samples = 30 if testbed.options.quick else 200
+    with testbed.replicas("a", "b", "c") as replicas, contextlib.ExitStack() as stack:
         names, timeout = list(replicas.urls), httpx.Timeout(10.0, read=60.0)
         readers = [_Reader(replicas.client(names[n % len(names)], timeout=timeout)) for n in range(STREAMS)]
         for reader in readers:

@@ -5,8 +5,8 @@ A row that cannot be measured here is in the result all the same and says why.
 
 from __future__ import annotations
 
-from elastic_rl.bench.measurement import Row
-from elastic_rl.bench.options import Options
+from elastic_rl.bench.options import Options, refuse_settings
+from elastic_rl.bench.recorder import Emit
 from elastic_rl.bench.suite import Suite
 
 SUITE = Suite(__name__, {
@@ -22,8 +22,9 @@ SUITE = Suite(__name__, {
 })
 
 
-def run(options: Options) -> list[Row]:
-    """Measures the wanted rows on processes of their own that all end here."""
-    SUITE.wanted(options.rows)  # a wrong id is told before torch is imported
+def run(options: Options, emit: Emit) -> None:
+    """Measures the selected rows on processes of its own that all end here. Raises ConfigError."""
+    refuse_settings(options)
+    SUITE.modules(options.rows)  # an unknown id is an error before anything heavy is imported
     from elastic_rl.bench.dcs.testbed import Testbed
-    return SUITE.run(options, lambda: Testbed.start(options))
+    SUITE.run(options, emit, lambda: Testbed.start(options))

@@ -49,18 +49,18 @@ class Measured:
     grown: dict[str, list[float]] = field(default_factory=dict)
 
 
-def measure(rig: Testbed) -> list[Row]:
+def measure(testbed: Testbed) -> list[Row]:
     found = Measured()
-    cfg = configure(rig.folder, min(rig.nbytes, _MOST_BYTES))
-    model = Model(rig.folder, cfg)
-    with rig.cluster() as cluster:
+    cfg = configure(testbed.folder, min(testbed.nbytes, _MOST_BYTES))
+    model = Model(testbed.folder, cfg)
+    with testbed.cluster() as cluster:
         engines = start(cluster, model, cfg, _affordable(model.nbytes))
-        hub = updates.DcsUpdate(cluster, engines[:1], model.nbytes)
-        _memory(found, cluster, hub, engines, model)
+        dcs_update = updates.DcsUpdate(cluster, engines[:1], model.nbytes)
+        _memory(found, cluster, dcs_update, engines, model)
         for n in range(1, len(engines) + 1):
-            _count(found, cluster, engines[:n], model, rig.samples)
-        _bare(found, hub, engines[0], rig)
-        _silence(found, hub, engines[0], model, rig)
+            _count(found, cluster, engines[:n], model, testbed.samples)
+        _bare(found, dcs_update, engines[0], testbed)
+        _silence(found, dcs_update, engines[0], model, testbed)
     return rows(found, model.nbytes)
 
 
@@ -108,19 +108,19 @@ def _affordable(nbytes: int) -> int:
 def _count(found: Measured, cluster: Cluster, engines: Sequence[BenchEngine], model: Model, samples: int) -> None:
     """All ways at one number of engines; each ends with the same weights in the engines as ours, or does not count."""
     n = len(engines)
-    hub = updates.DcsUpdate(cluster, engines, model.nbytes)
+    dcs_update = updates.DcsUpdate(cluster, engines, model.nbytes)
     for engine in engines:
         engine.pauses.clear()
-    found.ours[n] = _times(hub.update, model, samples, after=hub.forget)
+    found.ours[n] = _times(dcs_update.update, model, samples, after=dcs_update.forget)
     if n == 1:
         found.pauses = engines[0].pauses[1:]
     others = found.others.setdefault(n, {})
     for name, make in updates.alternatives(cluster, engines, model.nbytes).items():
-        cluster.rig.options.say(f"  {n} engines: {name}")
+        cluster.testbed.options.say(f"  {n} engines: {name}")
         try:
             with make() as update:
                 times = _times(update, model, samples)
-            _require_same(name, hub, engines, model)
+            _require_same(name, dcs_update, engines, model)
             others[name] = times
         except Exception as e:  # whatever it is: it must not cost the others
             found.why[name] = why_of(e)
@@ -140,24 +140,24 @@ def _times(update: updates.Update, model: Model, samples: int, *, after: Callabl
     return out
 
 
-def _require_same(name: str, hub: updates.DcsUpdate, engines: Sequence[BenchEngine], model: Model) -> None:
+def _require_same(name: str, dcs_update: updates.DcsUpdate, engines: Sequence[BenchEngine], model: Model) -> None:
     """What an alternative left in the engines is what the checkpoint service brings."""
     left = everywhere(engines, lambda e: e.checksums())
-    hub.update(model.tensors)
-    hub.forget()
+    dcs_update.update(model.tensors)
+    dcs_update.forget()
     if left != everywhere(engines, lambda e: e.checksums()):
         raise Unmeasurable(f"{name} left other weights in the engines than the checkpoint service does")
 
 
-def _memory(found: Measured, cluster: Cluster, hub: updates.DcsUpdate, engines: Sequence[BenchEngine],
+def _memory(found: Measured, cluster: Cluster, dcs_update: updates.DcsUpdate, engines: Sequence[BenchEngine],
             model: Model) -> None:
     """Of the first updates after the start: what is kept for the next ones counts too. Another way is measured on an
     engine of its own."""
     with Peak(engines[0].pids) as peak:
         for _ in range(2):
             model.renew()
-            hub.update(model.tensors)
-            hub.forget()
+            dcs_update.update(model.tensors)
+            dcs_update.forget()
     found.grown[""] = [float(peak.grown)]
     if len(engines) > 1:
         with updates.from_disk(cluster, engines[1:2], in_memory=True) as update, Peak(engines[1].pids) as peak:
@@ -167,25 +167,25 @@ def _memory(found: Measured, cluster: Cluster, hub: updates.DcsUpdate, engines: 
         found.grown["SGLang from_disk, tmpfs"] = [float(peak.grown)]
 
 
-def _bare(found: Measured, hub: updates.DcsUpdate, engine: BenchEngine, rig: Testbed) -> None:
-    times = rig.folder / "bare"
-    with hub.reference() as reference:
+def _bare(found: Measured, dcs_update: updates.DcsUpdate, engine: BenchEngine, testbed: Testbed) -> None:
+    times = testbed.folder / "bare"
+    with dcs_update.reference() as reference:
         request = {"reference": reference, "times": str(times)}
-        for _ in range(rig.samples + 1):
+        for _ in range(testbed.samples + 1):
             engine.session(lambda: engine.post("/update_weights_from_tensor", load_format=loaders.BARE,
                                                serialized_named_tensors=[pack(request)]))
     found.bare = [float(line) for line in Path(times).read_text().split()][1:]
 
 
-def _silence(found: Measured, hub: updates.DcsUpdate, engine: BenchEngine, model: Model, rig: Testbed) -> None:
-    for i in range(rig.samples + 1):
+def _silence(found: Measured, dcs_update: updates.DcsUpdate, engine: BenchEngine, model: Model, testbed: Testbed) -> None:
+    for i in range(testbed.samples + 1):
         model.renew()
         with Listener(engine.url) as listener:
             begin = time.monotonic()
-            hub.update(model.tensors)
+            dcs_update.update(model.tensors)
             end = time.monotonic()
             listener.wait_for_more()
-        hub.forget()
+        dcs_update.forget()
         if i:
             found.silent.append(longest(listener.at, begin, end))
             found.spoken.append(median(b - a for a, b in zip(listener.at, listener.at[1:], strict=False)))

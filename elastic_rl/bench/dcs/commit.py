@@ -19,12 +19,12 @@ GOAL_S = 1.0
 _ELEMENTS = 64
 
 
-def measure(rig: Testbed) -> list[Row]:
+def measure(testbed: Testbed) -> list[Row]:
     commits, pulls = [], []
-    with rig.cluster() as cluster:
+    with testbed.cluster() as cluster:
         cluster.node("n0", 4 * TENSORS * _ELEMENTS * 2 + (128 << 20))
         publisher, puller = cluster.publisher("n0"), cluster.puller("n0")
-        for i in range(rig.samples + 1):
+        for i in range(testbed.samples + 1):
             tensors = _Tensors(i)
             version = publisher.publish(tensors, meta={})
             commits.append(time.monotonic() - tensors.read_at)

@@ -43,10 +43,10 @@ class Coded:
     exact: bool = True
 
 
-def measure(rig: Testbed) -> list[Row]:
-    base = weights(min(rig.nbytes, _MOST_BYTES) // 2)
+def measure(testbed: Testbed) -> list[Row]:
+    base = weights(min(testbed.nbytes, _MOST_BYTES) // 2)
     with one_core():
-        return rows({share: code(base, changed(base, share), rig.samples) for share in SHARES})
+        return rows({share: code(base, changed(base, share), testbed.samples) for share in SHARES})
 
 
 def rows(found: Mapping[float, Coded]) -> list[Row]:

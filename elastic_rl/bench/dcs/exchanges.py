@@ -117,13 +117,13 @@ READERS: Mapping[str, Callable[[], Callable[[Mapping[str, Any]], Named]]] = {
 def _files(kind: str, save: Callable[[Path, dict[str, torch.Tensor]], None], *, in_memory: bool
            ) -> Callable[[Cluster, Weights], Exchange]:
     def make(cluster: Cluster, weights: Weights) -> Exchange:
-        return FileExchange(cluster, cluster.rig.temporary()[in_memory], kind, weights.nbytes, save)
+        return FileExchange(cluster, cluster.testbed.temporary()[in_memory], kind, weights.nbytes, save)
     return make
 
 
 def _ray(cluster: Cluster, weights: Weights) -> Exchange:
     from elastic_rl.bench.dcs.ray_exchange import RayExchange
-    exchange: Exchange = cluster.adopt(RayExchange(cluster.rig.folder, weights.nbytes))
+    exchange: Exchange = cluster.adopt(RayExchange(cluster.testbed.folder, weights.nbytes))
     return exchange
 
 

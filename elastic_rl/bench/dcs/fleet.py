@@ -28,15 +28,15 @@ _MOST_BYTES, _QUICK_BYTES = 256 << 20, 64 << 20
 _SOURCE = "source"
 
 
-def measure(rig: Testbed) -> list[Row]:
-    nbytes = min(rig.nbytes, _QUICK_BYTES if rig.options.quick else _MOST_BYTES)
-    return [*_fleet(rig, "P2-fleet", nbytes, LINK_BYTES_PER_S),
-            *_fleet(rig, "P2-fleet-slow", nbytes // 2, SLOW_LINK_BYTES_PER_S)]
+def measure(testbed: Testbed) -> list[Row]:
+    nbytes = min(testbed.nbytes, _QUICK_BYTES if testbed.options.quick else _MOST_BYTES)
+    return [*_fleet(testbed, "P2-fleet", nbytes, LINK_BYTES_PER_S),
+            *_fleet(testbed, "P2-fleet-slow", nbytes // 2, SLOW_LINK_BYTES_PER_S)]
 
 
-def _fleet(rig: Testbed, row: str, nbytes: int, bytes_per_s: float) -> list[Row]:
+def _fleet(testbed: Testbed, row: str, nbytes: int, bytes_per_s: float) -> list[Row]:
     weights = Weights(nbytes)
-    with rig.cluster() as cluster:
+    with testbed.cluster() as cluster:
         links, names = _start(cluster, weights.nbytes, bytes_per_s)
         return rows(row, weights.nbytes, bytes_per_s, *_measure(cluster, weights, links, names))
 
@@ -75,7 +75,7 @@ def _measure(cluster: Cluster, weights: Weights, links: Worker, names: Sequence[
     fleets: list[float] = []
     sent: list[float] = []
     with ThreadPoolExecutor(HOSTS) as pool:
-        for _ in range(max(cluster.rig.samples - 2, 1)):
+        for _ in range(max(cluster.testbed.samples - 2, 1)):
             for group, times in ((pullers[:1], singles), (pullers, fleets)):
                 weights.renew()
                 version = publisher.publish(weights.tensors, meta={}).number

@@ -15,11 +15,11 @@ _WARM = 3
 """Pulls that do not count: the first ones touch the arena's pages for the first time, as the raw link's buffer was."""
 
 
-def measure(rig: Testbed) -> list[Row]:
-    weights = Weights(rig.nbytes)
-    with rig.cluster() as cluster:
+def measure(testbed: Testbed) -> list[Row]:
+    weights = Weights(testbed.nbytes)
+    with testbed.cluster() as cluster:
         times = _pulls(cluster, weights)
-    return rows(weights.nbytes, times, tcp_gbps(rig, weights.nbytes))
+    return rows(weights.nbytes, times, tcp_gbps(testbed, weights.nbytes))
 
 
 def rows(nbytes: int, times: list[float], raw_gbps: list[float]) -> list[Row]:
@@ -40,7 +40,7 @@ def _pulls(cluster: Cluster, weights: Weights) -> list[float]:
     cluster.await_nodes()
     publisher, puller = cluster.publisher("source"), cluster.puller("target")
     times = []
-    for i in range(cluster.rig.samples + _WARM):
+    for i in range(cluster.testbed.samples + _WARM):
         weights.renew()
         version = publisher.publish(weights.tensors, meta={})
         start = time.monotonic()

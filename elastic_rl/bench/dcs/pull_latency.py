@@ -38,17 +38,17 @@ class Measured:
     why: dict[str, str] = field(default_factory=dict)
 
 
-def measure(rig: Testbed) -> list[Row]:
+def measure(testbed: Testbed) -> list[Row]:
     found = Measured()
-    weights = Weights(rig.nbytes)
-    with rig.cluster() as cluster:
+    weights = Weights(testbed.nbytes)
+    with testbed.cluster() as cluster:
         found.ours, found.again = _ours(cluster, weights)
     for name, make in EXCHANGES.items():
-        rig.options.say(f"  {name}")
+        testbed.options.say(f"  {name}")
         try:
-            with rig.cluster() as cluster:
-                require_memory(cluster.rig.shm, 2 * weights.nbytes)
-                found.others[name] = _other(rig, weights, make(cluster, weights))
+            with testbed.cluster() as cluster:
+                require_memory(cluster.testbed.shm, 2 * weights.nbytes)
+                found.others[name] = _other(testbed, weights, make(cluster, weights))
         except Exception as e:  # whatever it is: it must not cost the others
             found.why[name] = str(e)
     return rows(found)
@@ -79,7 +79,7 @@ def _ours(cluster: Cluster, weights: Weights) -> tuple[Times, Times]:
     publisher = cluster.publisher(_NODE)
     pullers = [cluster.worker("pull_worker") for _ in range(max(COUNTS))]
     for puller in pullers:
-        puller.call("follow", endpoint=cluster.rig.endpoint, job=cluster.keys.job, stream=STREAM, node=_NODE)
+        puller.call("follow", endpoint=cluster.testbed.endpoint, job=cluster.keys.job, stream=STREAM, node=_NODE)
     last = 0
 
     def once(active: Sequence[Holder], verify: bool) -> float:
@@ -91,12 +91,12 @@ def _ours(cluster: Cluster, weights: Weights) -> tuple[Times, Times]:
         return max(float(puller.answer(_ANSWER_S)["at"]) for puller in active) - start
 
     def sampled(verify: bool) -> Times:
-        return _sample(cluster.rig, weights, pullers, lambda active: once(active, verify), after=cluster.sweep)
+        return _sample(cluster.testbed, weights, pullers, lambda active: once(active, verify), after=cluster.sweep)
 
     return sampled(False), sampled(True)
 
 
-def _other(rig: Testbed, weights: Weights, exchange: Exchange) -> Times:
+def _other(testbed: Testbed, weights: Weights, exchange: Exchange) -> Times:
     def once(active: Sequence[Holder]) -> float:
         start = time.monotonic()
         reference = exchange.write(weights.tensors)
@@ -104,14 +104,14 @@ def _other(rig: Testbed, weights: Weights, exchange: Exchange) -> Times:
             holder.send("load", reference=reference, names=len(weights.tensors), nbytes=weights.nbytes)
         return max(float(holder.answer(_ANSWER_S)["at"]) for holder in active) - start
 
-    return _sample(rig, weights, exchange.holders(max(COUNTS)), once, after=exchange.forget)
+    return _sample(testbed, weights, exchange.holders(max(COUNTS)), once, after=exchange.forget)
 
 
-def _sample(rig: Testbed, weights: Weights, holders: Sequence[Holder], once: Callable[[Sequence[Holder]], float], *,
+def _sample(testbed: Testbed, weights: Weights, holders: Sequence[Holder], once: Callable[[Sequence[Holder]], float], *,
             after: Callable[[], object]) -> Times:
     """The counts take turns, so that what drifts on the machine reaches all of them."""
     times: Times = {n: [] for n in COUNTS}
-    for round_ in range(rig.samples + 1):
+    for round_ in range(testbed.samples + 1):
         for n in COUNTS:
             weights.renew()
             took = once(holders[:n])

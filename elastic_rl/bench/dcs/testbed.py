@@ -66,13 +66,13 @@ def remove_leftovers() -> None:
 
 
 class Cluster:
-    """A job of its own in the rig's etcd. Nodes hold chunks in memory only: no alternative here writes a second copy
+    """A job of its own in the testbed's etcd. Nodes hold chunks in memory only: no alternative here writes a second copy
     to disk either, unless disk is its way."""
 
-    def __init__(self, rig: Testbed, stack: contextlib.ExitStack) -> None:
-        self.rig = rig
+    def __init__(self, testbed: Testbed, stack: contextlib.ExitStack) -> None:
+        self.testbed = testbed
         self.keys = Keys(f"bench-{secrets.token_hex(4)}")
-        self.etcd = rig.etcd
+        self.etcd = testbed.etcd
         self.epoch = fencing.raise_epoch(self.etcd, self.keys, "bench").number
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = stack
@@ -83,15 +83,15 @@ class Cluster:
         require_memory(SHM, versions_bytes + _SPARE_BYTES)
         settings = {"arena_bytes": versions_bytes + _SPARE_BYTES, "disk_bytes": 0, **dcs}
         process = self.processes[node_id] = spawn(python(
-            "elastic_rl.dcs.node.service", "--etcd", self.rig.endpoint, "--id", node_id, f"--job={self.keys.job}",
-            f"--run_dir={self.rig.folder / 'runs'}", "--coordinator.lease_ttl_s=10", "--etcd.call_timeout_s=5",
+            "elastic_rl.dcs.node.service", "--etcd", self.testbed.endpoint, "--id", node_id, f"--job={self.keys.job}",
+            f"--run_dir={self.testbed.folder / 'runs'}", "--coordinator.lease_ttl_s=10", "--etcd.call_timeout_s=5",
             *(f"--dcs.{key}={value}" for key, value in settings.items())),
             log=self._log(node_id))
         self._stack.callback(end, process)
         return process
 
     def _log(self, node_id: str) -> Path:
-        return self.rig.folder / f"{self.keys.job}-{node_id}.log"
+        return self.testbed.folder / f"{self.keys.job}-{node_id}.log"
 
     def await_nodes(self) -> dict[str, DcsNode]:
         """The records of all nodes that were started, once each has registered. Raises DeadlineExceeded."""
@@ -126,17 +126,17 @@ class Cluster:
 
     def sweep(self) -> None:
         """Gives the memory of all versions but the newest back, so that the next one finds room."""
-        janitor = GarbageCollector(self.etcd, self.keys, RetentionPolicy(1))
+        collector = GarbageCollector(self.etcd, self.keys, RetentionPolicy(1))
         try:
             for _ in range(2):  # released in the first, dropped in the second
-                janitor.sweep([])
+                collector.sweep([])
         finally:
-            janitor.close()
+            collector.close()
 
     def worker(self, module: str, *args: str, env: Mapping[str, str] | None = None) -> Worker:
         """A process of this package's ``module`` that ends with the cluster."""
         return self.adopt(Worker(f"elastic_rl.bench.dcs.{module}", *args, env=env,
-                                 log=self.rig.folder / f"{module}-{next(self._names)}.log"))
+                                 log=self.testbed.folder / f"{module}-{next(self._names)}.log"))
 
     def adopt(self, closing: Any) -> Any:
         """Closes something with the cluster; returns it."""
@@ -182,7 +182,7 @@ class Testbed:
             yield Cluster(self, stack)
 
     def temporary(self) -> tuple[Path, Path]:
-        """A new folder on disk and one in memory; both go with the rig."""
+        """A new folder on disk and one in memory; both go with the testbed."""
         name = secrets.token_hex(3)
         folders = self.folder / name, self.shm / name
         for folder in folders:

@@ -74,7 +74,7 @@ class DcsUpdate:
 @contextmanager
 def from_disk(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: bool) -> Iterator[Update]:
     """SGLang's ``update_weights_from_disk`` of a safetensors file."""
-    folder = cluster.rig.temporary()[in_memory] / "model"
+    folder = cluster.testbed.temporary()[in_memory] / "model"
     # The folder that the engines started from, but for the weights.
     source = Path(engines[0].folder)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -93,7 +93,7 @@ def from_disk(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: bo
 @contextmanager
 def from_dcp(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: bool) -> Iterator[Update]:
     """torch DCP saved by the trainer, and loaded inside each scheduler."""
-    folder = cluster.rig.temporary()[in_memory] / "dcp"
+    folder = cluster.testbed.temporary()[in_memory] / "dcp"
 
     def update(tensors: Tensors) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -156,7 +156,7 @@ def from_ray(cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int) -> I
     """Ray's object store: one put by the trainer; an actor beside each engine gets the arrays and hands them to
     SGLang's ``update_weights_from_tensor`` through shared memory."""
     from elastic_rl.bench.dcs.ray_exchange import RayExchange
-    exchange = RayExchange(cluster.rig.folder, nbytes)
+    exchange = RayExchange(cluster.testbed.folder, nbytes)
     try:
         feeders = exchange.feeders([e.url for e in engines])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_rl.bench import dcs, measurement, timing
+from elastic_rl.bench import timing
 from elastic_rl.bench.dcs import (
     apply_latency,
     commit,
@@ -27,69 +26,14 @@ from elastic_rl.bench.dcs import (
 from elastic_rl.bench.dcs.links import Links, Pace
 from elastic_rl.bench.dcs.weights import Weights
 from elastic_rl.bench.measurement import Row
-from elastic_rl.bench.options import DEFAULT_BYTES, QUICK_BYTES, Options, Unmeasurable, parse_size
 from elastic_rl.bench.workers import Worker, WorkerFailed
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.codecs.digests import digest_of
-from elastic_rl.errors import ConfigError, DeadlineExceeded
+from elastic_rl.errors import DeadlineExceeded
 from elastic_rl.runtime import free_port, wait_until
 
 ISSUED = {"P1", "P2-link", "P2-fleet", "P3", "P4", "P5-bytes", "P5-encode", "P5-decode", "commit-100k",
           "memory-trainer", "memory-node", "memory-engine"}
-
-
-# -- options ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("text", "nbytes"), [("1GiB", 1 << 30), ("64MiB", 64 << 20), ("1.5k", 1536), ("4096", 4096),
-                                              ("2 G", 2 << 30), ("3mb", 3 << 20)])
-def test_a_size_is_read_as_people_write_it(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "1 GiB of them"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a size"):
-        parse_size(text)
-
-
-def test_a_quick_run_moves_less_unless_a_size_is_given() -> None:
-    assert (Options().nbytes, Options(quick=True).nbytes) == (DEFAULT_BYTES, QUICK_BYTES)
-    assert Options(quick=True, size_bytes=5).nbytes == 5
-
-
-def test_the_command_that_measures_the_same_is_told() -> None:
-    options = Options(quick=True, size_bytes=64 << 20, rows=("P1", "P3"))
-    assert options.command("dcs") == "elastic-rl bench dcs --quick --size 64MiB --rows P1,P3"
-
-
-# -- which rows -------------------------------------------------------------------------------------------------------
-def test_every_row_of_the_issue_belongs_to_a_module() -> None:
-    assert set() == ISSUED - {row for rows in dcs.SUITE.rows.values() for row in rows}
-
-
-def test_a_row_is_asked_for_by_its_id_or_by_the_part_before_a_dash() -> None:
-    assert dcs.SUITE.wanted([]) == list(dcs.SUITE.rows)
-    assert dcs.SUITE.wanted(["P2-link"]) == ["link_throughput"]
-    assert dcs.SUITE.wanted(["P5", "P3"]) == ["deltas", "stall"]
-    assert dcs.SUITE.wanted(["P1"]) == ["pull_latency", "apply_latency"]
-    with pytest.raises(ConfigError, match="no row 'P6'"):
-        dcs.SUITE.wanted(["P6"])
-
-
-def test_a_module_that_fails_leaves_rows_that_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(rig: object) -> list[Row]:
-        raise Unmeasurable("no memory for it")
-
-    monkeypatch.setattr(link_throughput, "measure", refuse)
-    [row] = dcs.SUITE.measure("link_throughput", None)  # type: ignore[arg-type]
-    assert (row.id, row.value, row.met) == ("P2-link", None, None)
-    assert row.why and "no memory for it" in row.why
-
-
-def test_a_row_that_a_module_owes_and_does_not_give_is_there_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "measure", lambda rig: [Row(id="P2-fleet", name="fleet", value=1.0)])
-    found = {row.id: row for row in dcs.SUITE.measure("fleet", None)}  # type: ignore[arg-type]
-    assert found["P2-fleet"].value == 1.0
-    assert found["P2-fleet-sent"].value is None and found["P2-fleet-sent"].why
 
 
 # -- the rows' arithmetic ---------------------------------------------------------------------------------------------
@@ -268,22 +212,3 @@ def test_a_worker_that_ends_or_does_not_answer_is_an_error(worker: Worker) -> No
     worker.send("end")
     with pytest.raises(WorkerFailed, match="ended"):
         worker.answer(30)
-
-
-# -- the form ---------------------------------------------------------------------------------------------------------
-def test_results_are_appended_with_their_command_and_the_machine(tmp_path: Path) -> None:
-    rows = [Row.of("P2-link", "a|b", [0.5, 0.6, 0.7], "×", goal=0.85, op=">=", limit=1.0, alternatives={"raw": 1.0}),
-            Row.unmeasured("P4", "pause", "no engine")]
-    path = tmp_path / "RESULTS.md"
-    for quick in (True, False):
-        measurement.append_markdown(path, "dcs", Options(quick=quick).command("dcs"), rows)
-    text = path.read_text()
-    assert text.count("## bench dcs") == 2 and "elastic-rl bench dcs --quick\n" in text and "python 3." in text
-    assert "| P2-link | a/b | 0.6 × | 0.51–0.69 | >= 0.85 | **no** | 1 | raw 1 |" in text
-    assert "pause: not measured, no engine" in text
-
-
-def test_rows_survive_json() -> None:
-    shown = json.loads(json.dumps(measurement.result("dcs", fleet.rows("P2-fleet", 64, 64e6, [1.0], [2.0], [64.0]))))
-    assert [row["id"] for row in shown["rows"]][:2] == ["P2-fleet", "P2-fleet-sent"]
-    assert shown["rows"][0]["op"] == "<=" and shown["rows"][0]["met"] is True
