@@ -63,7 +63,8 @@ def _line(row: Row) -> str:
     met = "" if row.met is None else "met" if row.met else "MISSED"
     goal = f"{row.op} {row.goal:g}" if row.goal is not None else ""
     limit = f"limit {row.limit:.4g}" if row.limit is not None else ""
-    return f"{row.id:<26} {f'{row.value:.4g} {row.unit}':>16}  {row.spread:>17}  {goal:>8} {met:<6} {limit:<12} {row.name}"
+    value = f"{row.value:.4g} {row.unit}"
+    return f"{row.id:<26} {value:>16}  {row.spread:>17}  {goal:>8} {met:<6} {limit:<12} {row.name}"
 
 
 class MarkdownFile:

@@ -154,7 +154,7 @@ def _print_row(line: str) -> None:
 
 def _progress(line: str) -> None:
     """Prints progress to stderr, apart from the result."""
-    err.print(line, markup=False, highlight=False)
+    err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @config_app.command("show", context_settings=EXTRA)
