@@ -12,7 +12,7 @@ from elastic_rl import config
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Options
 from elastic_rl.bench.recorder import Emit
-from elastic_rl.bench.suite import is_selected, require_known
+from elastic_rl.bench.suite import require_known
 from elastic_rl.config import Config
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.host.local_cluster import Cluster
@@ -38,7 +38,7 @@ def run(options: Options, emit: Emit) -> None:
             code = train.run(cluster.cfg, info)
         finally:
             for row in rows(read_records(cluster.cfg.job_dir / "steps.jsonl")):
-                if is_selected(row.id, options.rows):
+                if options.selects(row.id):
                     emit(row)
             cluster.down()
         if code:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_rl.errors import ConfigError, ElasticRLError
@@ -41,6 +41,10 @@ class Options:
     def nbytes(self) -> int:
         return self.size_bytes or (QUICK_BYTES if self.quick else DEFAULT_BYTES)
 
+    def selects(self, *rows: str) -> bool:
+        """Whether any of these rows is to be measured."""
+        return any(is_selected(row, self.rows) for row in rows)
+
     def command(self, name: str) -> str:
         """The command line that measures the same."""
         parts = [f"elastic-rl bench {name}", "--quick" if self.quick else "",
@@ -48,6 +52,12 @@ class Options:
                  f"--size {self.size_bytes}" if self.size_bytes else "",
                  f"--rows {','.join(self.rows)}" if self.rows else "", *map(shlex.quote, self.settings)]
         return " ".join(p for p in parts if p)
+
+
+def is_selected(row: str, ids: Sequence[str]) -> bool:
+    """A row is selected by its id, and by the part of it that ends at a dash: ``P1`` selects all rows of P1. No ids
+    select all rows."""
+    return not ids or any(row == given or row.startswith(given + "-") for given in ids)
 
 
 def parse_size(text: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.bench.measurement import Row
-from elastic_rl.bench.options import Options
+from elastic_rl.bench.options import Options, is_selected
 from elastic_rl.bench.recorder import Emit
 from elastic_rl.errors import ConfigError
 from elastic_rl.runtime import freeze_heap
@@ -42,11 +42,13 @@ class Suite:
         with start() as testbed:
             for module in modules:
                 options.say(f"measuring {', '.join(self.rows[module])}")
-                self.measure(module, testbed, emit)
+                self.measure(module, testbed, emit, options.rows)
 
-    def measure(self, module: str, testbed: Any, emit: Emit) -> None:
-        """Emits the module's rows. When it fails, the rows that it did not get to are emitted with the reason."""
-        missing, why = dict.fromkeys(self.rows[module]), "its measurement gave no such row"
+    def measure(self, module: str, testbed: Any, emit: Emit, ids: Sequence[str] = ()) -> None:
+        """Emits the module's rows. The selected rows (all, for no ids) that it failed to measure are emitted with the
+        reason."""
+        missing = dict.fromkeys(row for row in self.rows[module] if is_selected(row, ids))
+        why = "its measurement gave no such row"
         try:
             found = importlib.import_module(f"{self.package}.{module}")
             freeze_heap()
@@ -71,12 +73,6 @@ def require_known(ids: Sequence[str], known: Sequence[str]) -> None:
     for given in ids:
         if not any(is_selected(row, [given]) for row in known):
             raise ConfigError(f"there is no row {given!r}", hint=f"rows: {', '.join(known)}")
-
-
-def is_selected(row: str, ids: Sequence[str]) -> bool:
-    """A row is selected by its id, and by the part of it that ends at a dash: ``P1`` selects all rows of P1. No ids
-    select all rows."""
-    return not ids or any(row == given or row.startswith(given + "-") for given in ids)
 
 
 def why_of(error: Exception) -> str:

@@ -14,8 +14,8 @@ SUITE = Suite(__name__, {
     "store_failover": tuple(f"store-{what}-{fault}{end}" for fault in ("kill", "stop")
                             for what in ("failover", "watch") for end in ("", "-max")),
     "failover": tuple(f"failover-{fault}{end}" for fault in ("kill", "stop", "term") for end in ("", "-max")),
-    "api": ("cpu-1000", "cpu-1000-etcd", "memory-1000", "etcd-writes", "late-writes", "scrape", "api-p99", "api-p50", "api-rps",
-            *(f"api-p99-{path}" for path in _API_PATHS)),
+    "api": ("cpu-1000", "cpu-1000-etcd", "memory-1000", "etcd-writes", "late-writes", "scrape", "api-p99", "api-p50",
+            "api-rps", *(f"api-p99-{path}" for path in _API_PATHS)),
     "watch_delay": ("watch-delay", "watch-delay-first"),
     "listing": tuple(f"list-10k-{what}{end}" for what in ("versions", "events") for end in ("", "-all")),
     "heartbeat": ("heartbeat", "heartbeat-cpu"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -21,12 +21,12 @@ _PIECE = 4 << 20
 _STREAMS = (1, 2, 4)
 
 
-def measure(testbed: Testbed) -> list[Row]:
+def measure(testbed: Testbed) -> Iterator[Row]:
+    nbytes, samples = testbed.nbytes, testbed.samples
     disk, _ = testbed.temporary()
-    return [Row.of("limit-memcpy", "limit: copy in memory", memcpy_gbps(testbed.nbytes, testbed.samples), "GB/s", op=">="),
-            Row.of("limit-tcp", "limit: TCP over loopback", tcp_gbps(testbed, testbed.nbytes), "GB/s", op=">="),
-            Row.of("limit-disk", "limit: write to disk and fsync", disk_gbps(disk, testbed.nbytes, testbed.samples), "GB/s",
-                   op=">=")]
+    yield Row.of("limit-memcpy", "limit: copy in memory", memcpy_gbps(nbytes, samples), "GB/s", op=">=")
+    yield Row.of("limit-tcp", "limit: TCP over loopback", tcp_gbps(testbed, nbytes), "GB/s", op=">=")
+    yield Row.of("limit-disk", "limit: write to disk and fsync", disk_gbps(disk, nbytes, samples), "GB/s", op=">=")
 
 
 def memcpy_gbps(nbytes: int, samples: int) -> list[float]:

@@ -33,10 +33,10 @@ def rows(nbytes: int, times: list[float], raw_gbps: list[float]) -> list[Row]:
 
 
 def _pulls(cluster: Cluster, weights: Weights) -> list[float]:
-    """Seconds of each pull, all of it: pin, manifest, chunks, verification. The publisher's bytes all differ from
-    those before, so nothing is there already and a delta would only cost."""
+    """Seconds of each whole pull: pin, manifest, chunks, verification. Every element differs from the version before,
+    so no chunk is there already and a delta saves nothing."""
     for node in ("source", "target"):
-        cluster.start(node, 2 * weights.nbytes, delta="false")
+        cluster.start(node, 2 * weights.nbytes)
     cluster.await_nodes()
     publisher, puller = cluster.publisher("source"), cluster.puller("target")
     times = []
@@ -48,5 +48,5 @@ def _pulls(cluster: Cluster, weights: Weights) -> list[float]:
             took = time.monotonic() - start
         if i >= _WARM:
             times.append(took)
-        cluster.sweep()
+        cluster.settle()
     return times

@@ -14,7 +14,7 @@ def measure(testbed: Testbed) -> list[Row]:
     weights = Weights(testbed.nbytes)
     with testbed.cluster() as cluster:
         for node in ("source", "target"):
-            cluster.start(node, 2 * weights.nbytes, delta="false")
+            cluster.start(node, 2 * weights.nbytes)
         records = cluster.await_nodes()
         publisher, puller = cluster.publisher("source"), cluster.puller("target")
         peaks = {node: Peak([record.pid]) for node, record in records.items()}

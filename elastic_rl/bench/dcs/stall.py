@@ -42,7 +42,7 @@ def measure(testbed: Testbed) -> list[Row]:
         for _ in range(testbed.samples + 1):
             base.append(_slowest(_all(ranks, "gather")))
             stalls.append(_publish(cluster, ranks))
-            cluster.sweep()
+            cluster.settle()
         _all(ranks, "finish")
         return rows(nbytes, base[1:], stalls[1:], grown)
 
