@@ -18,7 +18,7 @@ class Unmeasurable(ElasticRLError):
     """A row cannot be measured on this machine; the message says why."""
 
 
-def _silent(line: str) -> None:
+def _discard(line: str) -> None:
     return None
 
 
@@ -34,7 +34,7 @@ class Options:
     """Ids of the rows to measure; empty: all."""
     settings: tuple[str, ...] = ()
     """Settings of the job that ``loop`` trains, as ``--key.sub=value``."""
-    say: Callable[[str], None] = _silent
+    say: Callable[[str], None] = _discard
     """Gets a line of progress now and then."""
 
     @property

@@ -57,7 +57,7 @@ def write_pools(etcd: EtcdClient, keys: Keys) -> None:
 
 def write_operations(etcd: EtcdClient, keys: Keys) -> str:
     """Operations that have ended, and drains that wait for their engines. Returns the id of the newest."""
-    made = [_operation(n, time.time()) for n in range(ENDED_OPERATIONS + RUNNING_OPERATIONS)]
+    made = [operation(n, time.time()) for n in range(ENDED_OPERATIONS + RUNNING_OPERATIONS)]
     _write(etcd, (Op.put(keys.operation(op.id), op.encode()) for op in made))
     return made[-1].id
 
@@ -68,7 +68,8 @@ def _version(n: int, now: float) -> Version:
                    nbytes=1 << 30, sources=["node-0"], created_at=at, committed_at=at, meta={"step": n})
 
 
-def _operation(n: int, now: float) -> Operation:
+def operation(n: int, now: float) -> Operation:
+    """The n-th: one that has ended, or the drain of an engine that stays."""
     at, ended = now - 3600.0 + n, n < ENDED_OPERATIONS
     return Operation(id=f"op-{int(at * 1000):013d}-{n:06x}", kind=OperationKind.DRAIN, target=f"engines/m-{n:04d}",
                      params={"pool": f"pool-{n // ENGINES_PER_POOL:03d}", "replace": True},

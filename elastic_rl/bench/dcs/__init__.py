@@ -7,11 +7,11 @@ from elastic_rl.bench.recorder import Emit
 from elastic_rl.bench.suite import Suite
 
 _READERS = (1, 2, 4, 8)
-_SHARES = ("", "-0.5", "-5", "-20")
+_FRACTIONS = ("", "-0.5", "-5", "-20")
 
 SUITE = Suite(__name__, {
     "limits": ("limit-memcpy", "limit-tcp", "limit-disk"),
-    "deltas": tuple(f"P5-{what}{share}" for share in _SHARES for what in ("bytes", "encode", "decode")),
+    "deltas": tuple(f"P5-{what}{fraction}" for fraction in _FRACTIONS for what in ("bytes", "encode", "decode")),
     "pull_latency": ("P1", *(f"P1-pull-{n}" for n in _READERS), "P1-verify", *(f"P1-verify-{n}" for n in _READERS)),
     "link_throughput": ("P2-link", "P2-link-gbps"),
     "fleet": tuple(f"{row}{what}" for row in ("P2-fleet", "P2-fleet-slow")

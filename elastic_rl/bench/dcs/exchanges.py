@@ -89,7 +89,7 @@ def save_dcp(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """torch.distributed.checkpoint in one process; a flush to disk is left out, since nothing else here does one."""
     from torch.distributed import checkpoint
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is there: none is wanted
+        warnings.simplefilter("ignore")  # about a missing process group: none is needed
         checkpoint.save(dict(tensors), storage_writer=checkpoint.FileSystemWriter(
             path, single_file_per_rank=False, sync_files=False, thread_count=2), no_dist=True)
 

@@ -86,7 +86,7 @@ def _start(cluster: Cluster, found: Measured) -> tuple[Worker, list[str]]:
     for name in [_SOURCE, *names]:
         port = free_port()
         link = int(links.call("add", node=name, port=port)["port"])
-        # The hosts share this machine's disk, which has not the speed of one for each.
+        # One disk for all hosts is slower than a disk for each.
         cluster.start(name, 2 * found.nbytes + found.nbytes // 4, port=port, advertise_port=link, disk_bytes=0)
     cluster.await_nodes()
     return links, names

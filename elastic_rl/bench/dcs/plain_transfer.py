@@ -2,7 +2,7 @@
 
 ``each``: the source sends the whole to every host at once, as a file server or one broadcast of point-to-point copies
 does. ``chain``: every host receives from the one before and passes each piece on at once, as a ring broadcast does; it
-ends with the first host that fails. Nothing is verified, and nothing is stored. One process plays all hosts.
+ends with the first host that fails. Nothing is verified, and nothing is stored. One process simulates all hosts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _FEED_S = 120.0
 
 
 class RayExchange:
-    """A Ray of its own with room for two versions."""
+    """A separate Ray whose object store holds two versions."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -33,11 +33,11 @@ def measure(testbed: Testbed) -> list[Row]:
     with testbed.cluster() as cluster:
         cfg = configure(testbed.folder, cluster.keys.job, min(testbed.nbytes, _MOST_BYTES))
         ranks = _ranks(cluster, cfg)
-        shares = [int(answer["nbytes"]) for answer in _all(ranks, "setup")]
-        nbytes = sum(shares)
+        owned = [int(answer["nbytes"]) for answer in _all(ranks, "setup")]
+        nbytes = sum(owned)
         cluster.node("n0", 2 * nbytes + nbytes // 4)
         grown = _first_publish(cluster, ranks)
-        _all(ranks, "prepare", nbytes=max(shares))
+        _all(ranks, "prepare", nbytes=max(owned))
         base, stalls = [], []
         for _ in range(testbed.samples + 1):
             base.append(_slowest(_all(ranks, "gather")))

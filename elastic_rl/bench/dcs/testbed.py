@@ -68,7 +68,7 @@ def remove_leftovers() -> None:
 
 class Cluster:
     """A job of its own in the testbed's etcd. Nodes have the default settings, but for their capacity: arena and disk
-    have room for the versions of the row. So they encode deltas where that pays, and save versions to disk."""
+    hold the versions of the row. So they encode deltas where that pays, and save versions to disk."""
 
     def __init__(self, testbed: Testbed, stack: contextlib.ExitStack) -> None:
         self.testbed = testbed
@@ -81,7 +81,7 @@ class Cluster:
         self._client: DcsClient | None = None
 
     def start(self, node_id: str, versions_bytes: int, **dcs: object) -> subprocess.Popen[bytes]:
-        """A node whose arena and disk have room for so many bytes; ``await_nodes`` waits for it. ``dcs``: settings."""
+        """A node whose arena and disk hold so many bytes; ``await_nodes`` waits for it. ``dcs``: settings."""
         capacity = versions_bytes + _SPARE_BYTES
         settings = {"arena_bytes": capacity, "disk_bytes": capacity, **dcs}
         require_memory(SHM, capacity)

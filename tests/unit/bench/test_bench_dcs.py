@@ -122,15 +122,15 @@ def test_stall_is_over_the_median_of_its_base_and_memory_over_two_buckets_is_mis
     assert rows["memory-trainer"].value == 300 and rows["memory-trainer"].met is False
 
 
-def test_memory_of_a_node_is_in_bytes_and_as_a_share() -> None:
+def test_memory_of_a_node_is_in_bytes_and_as_a_ratio() -> None:
     rows = by_id(node_memory.rows(100 << 20, 25 << 20, 10 << 20))
     assert (rows["memory-node"].value, rows["memory-node-share"].value) == (25, 0.25)
     assert rows.keys() == listed("node_memory")
 
 
-def test_deltas_have_rows_of_each_share() -> None:
+def test_deltas_have_rows_of_each_fraction() -> None:
     coded = deltas.Coded(dense=100, coded=4, encode_s=[1.0], decode_s=[1.0])
-    assert by_id(deltas.rows(dict.fromkeys(deltas.SHARES, coded))).keys() == listed("deltas")
+    assert by_id(row for f in deltas.FRACTIONS for row in deltas.rows(f, coded)).keys() == listed("deltas")
 
 
 def test_samples_exclude_warm_up_runs() -> None:
@@ -233,10 +233,10 @@ WORKER = """
 from elastic_rl.bench.workers import serve
 def fail():
     raise ValueError("as asked")
-def talk():
+def prints():
     print("a library that prints")
-    return {"heard": True}
-serve({"add": lambda a, b: {"sum": a + b}, "fail": fail, "talk": talk, "end": lambda: exit()})
+    return {"ok": True}
+serve({"add": lambda a, b: {"sum": a + b}, "fail": fail, "prints": prints, "end": lambda: exit()})
 """
 
 
@@ -249,7 +249,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_worker_answers_though_it_prints_and_returns_its_errors(worker: Worker) -> None:
     assert worker.call("add", a=2, b=3) == {"sum": 5}
-    assert worker.call("talk") == {"heard": True}
+    assert worker.call("prints") == {"ok": True}
     with pytest.raises(WorkerFailed, match="as asked"):
         worker.call("fail")
     assert worker.call("add", a=1, b=1) == {"sum": 2}, "an error ended the worker"
