@@ -97,14 +97,16 @@ def _pulls(cluster: Cluster, weights: Weights, links: Worker, names: Sequence[st
     pullers = [cluster.puller(name) for name in names]
     fleets, sent = found.fleets.setdefault("", []), found.sent.setdefault("", [])
     with ThreadPoolExecutor(HOSTS) as pool:
-        for _ in range(max(cluster.testbed.samples - 2, 1)):
-            for group, times in ((pullers[:1], found.singles), (pullers, fleets)):
+        for round_ in range(cluster.testbed.samples - 1):
+            for group in (pullers[:1], pullers):
                 weights.renew()
                 version = publisher.publish(weights.tensors, meta={}).number
-                before = _sent(links)
-                times.append(_all(pool.map, group, version))
-                if group is pullers:
+                before, seconds = _sent(links), _all(pool.map, group, version)
+                if round_ and group is pullers:
+                    fleets.append(seconds)
                     sent.append(_sent(links) - before)
+                elif round_:
+                    found.singles.append(seconds)
                 cluster.settle()
 
 
