@@ -137,7 +137,7 @@ def bench(ctx: typer.Context,
     recorder = Recorder(Printer(_progress if output is Format.JSON else _print_row), *([file] if file else []))
     complete = False
     try:
-        with signals_interrupt():
+        with first_signal_interrupts():
             BENCHES[name](options, recorder.emit)
         complete = True
         if file is not None:
@@ -193,6 +193,22 @@ def signals_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
     with _handlers(interrupt, (signal.SIGTERM, signal.SIGHUP)):
+        yield
+
+
+@contextmanager
+def first_signal_interrupts() -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt within the block; later ones do nothing, so that
+    they do not interrupt the cleanup."""
+    interrupted = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    with _handlers(interrupt, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield
 
 

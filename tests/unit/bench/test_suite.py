@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -164,6 +165,24 @@ def test_interrupted_command_prints_and_writes_what_it_measured(tmp_path: Path, 
     assert command("bench", "dcs", "-o", "json") == Exit.INTERRUPTED
     shown = json.loads(capsys.readouterr().out)
     assert shown["complete"] is False and [row["id"] for row in shown["rows"]] == ["P1"]
+
+
+def test_second_signal_does_not_interrupt_the_cleanup_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends SIGTERM twice, and people press Ctrl-C twice."""
+    cleaned: list[signal.Signals] = []
+
+    def bench(options: Options, emit: Emit) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+                cleaned.append(number)
+
+    monkeypatch.setitem(BENCHES, "dcs", bench)
+    before = signal.getsignal(signal.SIGINT)
+    assert command("bench", "dcs") == Exit.INTERRUPTED
+    assert cleaned == [signal.SIGTERM, signal.SIGINT] and signal.getsignal(signal.SIGINT) is before
 
 
 def test_completed_command_leaves_complete_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
