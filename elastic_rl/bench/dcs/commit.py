@@ -28,14 +28,14 @@ _FEWER = 0.98
 
 
 def measure(testbed: Testbed) -> Iterator[Row]:
-    commits: list[float] = []
+    commits: list[float] = []  # the first one does not count where there are several
     pulls: list[float] = []
     with testbed.cluster() as cluster:
         # Nodes save a chunk a file, and no node stores the chunks of a whole such model.
         cluster.start("n0", 4 * TENSORS * _ELEMENTS * 2 + _ARENA_BYTES, disk_bytes=0)
         cluster.await_nodes()
         publisher, puller = cluster.publisher("n0", chunk_bytes=_CHUNK_BYTES), cluster.puller("n0")
-        for i in range(2 if testbed.options.quick else 4):
+        for i in range(1 if testbed.options.quick else 4):
             tensors = _Tensors(i)
             version = publisher.publish(tensors, meta={})
             commits.append(time.monotonic() - tensors.read_at)
@@ -46,9 +46,9 @@ def measure(testbed: Testbed) -> Iterator[Row]:
                 if len(pulled.manifest.tensors) != TENSORS or chunks < _FEWER * CHUNKS:
                     raise RuntimeError(f"{len(pulled.manifest.tensors)} tensors in {chunks} chunks came back")
             cluster.settle()
-    yield Row.of("commit-100k", f"commit of a version of {TENSORS:,} tensors in {chunks:,} chunks", commits[1:], "s",
-                 goal=GOAL_S)
-    yield Row.of("commit-100k-pull", "… and its pull on the same host", pulls[1:], "s")
+    yield Row.of("commit-100k", f"commit of a version of {TENSORS:,} tensors in {chunks:,} chunks",
+                 commits[1:] or commits, "s", goal=GOAL_S)
+    yield Row.of("commit-100k-pull", "… and its pull on the same host", pulls[1:] or pulls, "s")
 
 
 class _Tensors:
