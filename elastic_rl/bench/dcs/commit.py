@@ -35,7 +35,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
         cluster.start("n0", 4 * TENSORS * _ELEMENTS * 2 + _ARENA_BYTES, disk_bytes=0)
         cluster.await_nodes()
         publisher, puller = cluster.publisher("n0", chunk_bytes=_CHUNK_BYTES), cluster.puller("n0")
-        for i in range(1 if testbed.options.quick else 4):
+        for i in range(1 if testbed.options.quick else 3):
             tensors = _Tensors(i)
             version = publisher.publish(tensors, meta={})
             commits.append(time.monotonic() - tensors.read_at)

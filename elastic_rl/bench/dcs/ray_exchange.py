@@ -19,6 +19,8 @@ import numpy as np
 import ray
 import torch
 
+from elastic_rl.bench.dcs.testbed import FOLDER_PREFIX
+
 _SPARE_BYTES = 256 << 20
 _LOGICAL_CPUS = 64
 _FEED_S = 120.0
@@ -30,12 +32,16 @@ class RayExchange:
     def __init__(self, folder: Path, nbytes: int) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Short, since Ray puts sockets below it, whose paths are limited to 107 bytes.
-        self._folder = Path(tempfile.mkdtemp(prefix="erl-bench-ray-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         self._refs: list[Any] = []
         self._actors: list[Any] = []
-        ray.init(address="local", num_cpus=_LOGICAL_CPUS, include_dashboard=False, log_to_driver=False,
-                 object_store_memory=2 * nbytes + _SPARE_BYTES, _temp_dir=str(self._folder),
-                 _node_ip_address="127.0.0.1", logging_level=logging.ERROR)
+        try:
+            ray.init(address="local", num_cpus=_LOGICAL_CPUS, include_dashboard=False, log_to_driver=False,
+                     object_store_memory=2 * nbytes + _SPARE_BYTES, _temp_dir=str(self._folder),
+                     _node_ip_address="127.0.0.1", logging_level=logging.ERROR)
+        except BaseException:  # an interrupt, too
+            self.close()
+            raise
 
     def readers(self, count: int) -> list[Any]:
         self._actors = [ray.remote(num_cpus=1)(_RayReader).remote() for _ in range(count)]

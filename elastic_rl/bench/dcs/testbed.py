@@ -40,7 +40,7 @@ _SPARE_BYTES = 64 << 20
 """Of an arena or disk beyond the versions that it holds: manifests, alignment, files."""
 _SPARE_RAM = 1 << 30
 _START_S, _SAVE_S = 60.0, 120.0
-_PREFIX = "erl-bench-"
+FOLDER_PREFIX = "erl-bench-"
 """Of folders; the id of the process that they belong to follows."""
 
 
@@ -60,8 +60,8 @@ def require_memory(folder: Path, nbytes: int) -> None:
 
 def remove_leftovers() -> None:
     """Removes the folders of killed runs."""
-    for path in [*SHM.glob(f"{_PREFIX}*"), *Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")]:
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+    for path in [*SHM.glob(f"{FOLDER_PREFIX}*"), *Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")]:
+        pid = path.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -201,6 +201,6 @@ class Testbed:
         return folders
 
     def _temporary(self, parent: Path | None) -> Path:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=parent))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder
