@@ -1,4 +1,4 @@
-"""An etcd of a measurement's own: one member, or several that can be killed and stopped."""
+"""etcd for a bench: one member, or several that can be killed and stopped."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class Members:
         self.wait()
 
     def wait(self) -> None:
-        """Until each member answers and has a leader."""
+        """Waits until each member answers and has a leader."""
         wait_until(lambda: all(etcd_server.healthy(e) for e in self.endpoints), timeout_s=_START_S, what="etcd",
                    alive=lambda: all(p.poll() is None for p in self._running))
 
     def signal(self, i: int, number: signal.Signals) -> None:
         self._running[i].send_signal(number)
 
-    def bring_back(self, i: int) -> None:
-        """Lets a stopped member go on, or starts a killed one on its data; waits until all are well."""
+    def restore(self, i: int) -> None:
+        """Resumes a stopped member, or restarts a killed one on its data; waits until all are healthy."""
         self.signal(i, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._running[i].wait(0.2)

@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_rl import config
 from elastic_rl.bench.measurement import Row
-from elastic_rl.config import Config, parse
+from elastic_rl.bench.options import Options
+from elastic_rl.bench.recorder import Emit
+from elastic_rl.bench.suite import require_known
+from elastic_rl.config import Config
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.report.build import effective_steps, read_records
@@ -17,28 +21,36 @@ from elastic_rl.report.charts import PHASE_ORDER
 
 _WARM_STEPS = 2
 """First steps that do not count: caches fill and lazy imports happen in them."""
+_PHASES = tuple(phase for phase in PHASE_ORDER if phase != "publish_stall")
+ROWS = ("samples-per-s", "step-s", *(f"step-s-{phase.replace('_', '-')}" for phase in _PHASES), "publish-stall-s",
+        "pull-apply-s")
 
 
-def run(quick: bool) -> list[Row]:
-    """Trains 12 steps (60 if not ``quick``) on a cluster of its own and measures them."""
+def run(options: Options, emit: Emit) -> None:
+    """Trains 12 steps with ``quick``, else 60, on a cluster of its own and measures them. A run that is interrupted or
+    fails is measured by the steps that it finished. Raises ElasticRLError when the run failed, and ConfigError."""
     from elastic_rl import train
+    require_known(options.rows, ROWS)
     with tempfile.TemporaryDirectory(prefix="elastic-rl-bench-") as folder:
-        cfg = settings(Path(folder), steps=12 if quick else 60)
-        cluster = Cluster(cfg)
+        cluster = Cluster(configure(Path(folder), options))
         try:
             info = cluster.up()
             code = train.run(cluster.cfg, info)
         finally:
+            for row in rows(read_records(cluster.cfg.job_dir / "steps.jsonl")):
+                if options.selects(row.id):
+                    emit(row)
             cluster.down()
         if code:
             raise ElasticRLError(f"the measured run ended with exit code {code}")
-        return rows(read_records(cluster.cfg.job_dir / "steps.jsonl"))
 
 
-def settings(folder: Path, *, steps: int) -> Config:
-    """The default job, cut short: a hardly warmed-up model costs the loop as much as a good one."""
-    return parse({"job": f"bench-{secrets.token_hex(3)}", "run_dir": str(folder),
-                  "sft": {"max_steps": 25}, "train": {"steps": steps, "eval_every_steps": steps}})
+def configure(folder: Path, options: Options) -> Config:
+    """The default job, cut short (the loop takes as long with a model that hardly learned), and the settings of the
+    options. Raises ConfigError."""
+    steps = 12 if options.quick else 60
+    return config.load(None, [f"--job=bench-{secrets.token_hex(3)}", f"--run_dir={folder}", "--sft.max_steps=25",
+                              f"--train.steps={steps}", f"--train.eval_every_steps={steps}", *options.settings])
 
 
 def rows(records: Sequence[dict[str, Any]]) -> list[Row]:
@@ -49,7 +61,7 @@ def rows(records: Sequence[dict[str, Any]]) -> list[Row]:
                   [s["samples"] / s["seconds"]["total"] for s in steps if s["seconds"].get("total")], "1/s", op=">="),
            Row.of("step-s", "step time", [s["total"] for s in seconds], "s")]
     out += [Row.of(f"step-s-{phase.replace('_', '-')}", f"step time: {phase.replace('_', ' ')}",
-                   [s[phase] for s in seconds if phase in s], "s") for phase in PHASE_ORDER if phase != "publish_stall"]
+                   [s[phase] for s in seconds if phase in s], "s") for phase in _PHASES]
     pulls = {(e["id"], e["version"]): float(e["pull_apply_s"])
              for s in steps for e in s.get("engines") or [] if e.get("pull_apply_s")}
     stalls = [s["publish_stall"] for s in seconds if "publish_stall" in s]

@@ -1,9 +1,10 @@
-"""What a person may choose about a measurement. Pure."""
+"""Options of a bench. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_rl.errors import ConfigError, ElasticRLError
@@ -14,37 +15,49 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class Unmeasurable(ElasticRLError):
-    """Something cannot be measured on this machine; the message says why."""
+    """A row cannot be measured on this machine; the message says why."""
 
 
-def _silent(line: str) -> None:
+def _discard(line: str) -> None:
     return None
 
 
 @dataclass(frozen=True)
 class Options:
-    """``rows`` empty: all of them."""
+    """How much to measure, and what."""
 
     quick: bool = False
     """Fewer samples, and fewer bytes unless a size is given."""
     size_bytes: int = 0
-    """Bytes that each row moves; 0: the measurement's own default."""
+    """Bytes that each row of ``dcs`` moves; 0: 64 MiB with ``quick``, else 1 GiB."""
     rows: tuple[str, ...] = ()
-    """Ids of the rows to measure."""
-    say: Callable[[str], None] = _silent
-    """Told what is being measured now."""
+    """Ids of the rows to measure; empty: all."""
+    settings: tuple[str, ...] = ()
+    """Settings of the job that ``loop`` trains, as ``--key.sub=value``."""
+    say: Callable[[str], None] = _discard
+    """Gets a line of progress now and then."""
 
     @property
     def nbytes(self) -> int:
         return self.size_bytes or (QUICK_BYTES if self.quick else DEFAULT_BYTES)
+
+    def selects(self, *rows: str) -> bool:
+        """Whether any of these rows is to be measured."""
+        return any(is_selected(row, self.rows) for row in rows)
 
     def command(self, name: str) -> str:
         """The command line that measures the same."""
         parts = [f"elastic-rl bench {name}", "--quick" if self.quick else "",
                  f"--size {self.size_bytes >> 20}MiB" if self.size_bytes >= 1 << 20 else
                  f"--size {self.size_bytes}" if self.size_bytes else "",
-                 f"--rows {','.join(self.rows)}" if self.rows else ""]
+                 f"--rows {','.join(self.rows)}" if self.rows else "", *map(shlex.quote, self.settings)]
         return " ".join(p for p in parts if p)
+
+
+def is_selected(row: str, ids: Sequence[str]) -> bool:
+    """A row is selected by its id, and by the part of it that ends at a dash: ``P1`` selects all rows of P1. No ids
+    select all rows."""
+    return not ids or any(row == given or row.startswith(given + "-") for given in ids)
 
 
 def parse_size(text: str) -> int:
@@ -54,3 +67,10 @@ def parse_size(text: str) -> int:
     if nbytes <= 0:
         raise ConfigError(f"{text!r} is not a size", hint="write it like 64MiB or 1GiB")
     return nbytes
+
+
+def refuse_settings(options: Options) -> None:
+    """For benches that measure the defaults. Raises ConfigError when settings are given."""
+    if options.settings:
+        raise ConfigError(f"this bench takes no settings ({' '.join(options.settings)})",
+                          hint="only `bench loop` does; the others measure the default settings")

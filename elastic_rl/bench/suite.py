@@ -1,16 +1,18 @@
-"""A measurement of many rows: which module measures which, and how one that fails costs no other."""
+"""A bench of many rows: which module measures which. A module that fails costs no row of another."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.bench.measurement import Row
-from elastic_rl.bench.options import Options
+from elastic_rl.bench.options import Options, is_selected
+from elastic_rl.bench.recorder import Emit
 from elastic_rl.errors import ConfigError
 from elastic_rl.runtime import freeze_heap
 
@@ -19,49 +21,58 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Suite:
-    """Rows of one bench. Each module measures one row or a few that belong together, with a ``measure(rig)`` of its
-    own."""
+    """The modules of a bench. Each has ``measure(testbed)``, which yields its rows as soon as it has them; a row may
+    come again with further alternatives. Rows that are measured together belong to one module."""
 
     package: str
     """Name of the package that holds the modules."""
     rows: Mapping[str, tuple[str, ...]]
-    """Module → the ids of its rows. A row that is asked for by id brings those of its module with it."""
+    """Module → the ids of all its rows."""
 
-    def wanted(self, ids: Sequence[str]) -> list[str]:
+    def modules(self, ids: Sequence[str]) -> list[str]:
         """The modules that measure the rows of these ids (all, for none), in order. Raises ConfigError for an unknown
-        id. ``P1`` asks for everything of P1: a row is meant by its id and by the part of it that ends at a dash."""
-        known = [row for rows in self.rows.values() for row in rows]
-        for given in ids:
-            if not any(_means(given, row) for row in known):
-                raise ConfigError(f"there is no row {given!r}", hint=f"rows: {', '.join(known)}")
-        return [module for module, rows in self.rows.items()
-                if not ids or any(_means(given, row) for given in ids for row in rows)]
+        id."""
+        require_known(ids, [row for rows in self.rows.values() for row in rows])
+        return [module for module, rows in self.rows.items() if not ids or any(is_selected(row, ids) for row in rows)]
 
-    def run(self, options: Options, start: Callable[[], AbstractContextManager[Any]]) -> list[Row]:
-        """Measures the wanted rows, one module after the other, on a rig that ``start`` makes and that ends here."""
-        modules = self.wanted(options.rows)
-        rows: list[Row] = []
-        with start() as rig:
+    def run(self, options: Options, emit: Emit, start: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Measures the selected rows, one module after the other, on a testbed that ``start`` makes and that ends
+        here. Rows that a module measures along with a selected one are emitted too."""
+        modules = self.modules(options.rows)
+        with start() as testbed:
             for module in modules:
                 options.say(f"measuring {', '.join(self.rows[module])}")
-                rows += self.measure(module, rig)
-        return rows
+                self.measure(module, testbed, emit, options.rows)
 
-    def measure(self, module: str, rig: Any) -> list[Row]:
-        """The module's rows; when one fails, those that it owes say why."""
+    def measure(self, module: str, testbed: Any, emit: Emit, ids: Sequence[str] = ()) -> None:
+        """Emits the module's rows. The selected rows (all, for no ids) that it failed to measure are emitted with the
+        reason."""
+        missing = dict.fromkeys(row for row in self.rows[module] if is_selected(row, ids))
+        why = "its measurement gave no such row"
         try:
             found = importlib.import_module(f"{self.package}.{module}")
             freeze_heap()
-            rows: list[Row] = list(found.measure(rig))
+            with contextlib.ExitStack() as stack:
+                rows: Iterable[Row] = found.measure(testbed)
+                if hasattr(rows, "close"):  # ends what a generator started, at once
+                    stack.callback(rows.close)
+                for row in rows:
+                    if row.id not in self.rows[module]:
+                        raise KeyError(f"row {row.id} is not listed in the suite")
+                    missing.pop(row.id, None)
+                    emit(row)
         except Exception as e:  # whatever it is: it must not cost the other rows
             log.warning("%s could not be measured", module, exc_info=True)
-            rows = [Row.unmeasured(row, row, why_of(e)) for row in self.rows[module]]
-        missing = set(self.rows[module]) - {row.id for row in rows}
-        return rows + [Row.unmeasured(row, row, "its measurement gave no such row") for row in sorted(missing)]
+            why = why_of(e)
+        for row_id in missing:
+            emit(Row.unmeasured(row_id, row_id, why))
 
 
-def _means(given: str, row: str) -> bool:
-    return row == given or row.startswith(given + "-")
+def require_known(ids: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ConfigError for an id that selects none of the known rows."""
+    for given in ids:
+        if not any(is_selected(row, [given]) for row in known):
+            raise ConfigError(f"there is no row {given!r}", hint=f"rows: {', '.join(known)}")
 
 
 def why_of(error: Exception) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from elastic_rl import __version__
 from elastic_rl.cli import tables
-from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, load, out
+from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, load, out, overrides
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError
@@ -114,33 +114,47 @@ def doctor(ctx: typer.Context, file: File = None, output: Output = Format.TABLE)
         raise typer.Exit(Exit.PREFLIGHT)
 
 
-@app.command()
-def bench(name: Annotated[str, typer.Argument(help="Bench to run: control, dcs or loop.")],
+@app.command(context_settings=EXTRA)
+def bench(ctx: typer.Context,
+          name: Annotated[str, typer.Argument(help="Bench to run: control, dcs or loop.")],
           quick: Annotated[bool, typer.Option("--quick", help="Fewer samples and bytes.")] = False,
           size: Annotated[str, typer.Option(help="Bytes that a row moves, such as 64MiB; dcs only.")] = "",
-          rows: Annotated[str, typer.Option(help="Ids of the rows to measure, such as P1,P3; dcs only.")] = "",
+          rows: Annotated[str, typer.Option(help="Ids of the rows to measure, such as P1-pull-8,P3.")] = "",
           write: Annotated[Path | None, typer.Option(help="Append the results to this Markdown file.")] = None,
           output: Output = Format.TABLE) -> None:
-    """Run a bench, and compare its results with their goals."""
+    """Run a bench, and compare its results with their goals.
+
+    Each row is printed, and written, as soon as it is measured; Ctrl-C keeps those. `bench loop` takes settings of its
+    job as --key.sub=value."""
     from elastic_rl.bench import BENCHES, measurement
     from elastic_rl.bench.options import Options, parse_size
+    from elastic_rl.bench.recorder import MarkdownFile, Printer, Recorder
     if name not in BENCHES:
         raise ConfigError(f"there is no bench {name!r}", hint=f"known: {', '.join(sorted(BENCHES))}")
     options = Options(quick=quick, size_bytes=parse_size(size) if size else 0, say=_progress,
-                      rows=tuple(r.strip() for r in rows.split(",") if r.strip()))
-    with signals_interrupt():
-        found = BENCHES[name](options)
-    if write is not None:
-        measurement.append_markdown(write, name, options.command(name), found)
-    if output is Format.JSON:
-        tables.write_json(measurement.result(name, found))
-    else:
-        out.print(measurement.table(name, found))
+                      rows=tuple(r.strip() for r in rows.split(",") if r.strip()), settings=tuple(overrides(ctx.args)))
+    file = MarkdownFile(write, name, options.command(name)) if write is not None else None
+    recorder = Recorder(Printer(_progress if output is Format.JSON else _print_row), *([file] if file else []))
+    complete = False
+    try:
+        with first_signal_interrupts():
+            BENCHES[name](options, recorder.emit)
+        complete = True
+        if file is not None:
+            file.finish()
+    finally:
+        if output is Format.JSON and (complete or recorder.rows):
+            tables.write_json(measurement.result(name, recorder.rows, complete=complete))
+
+
+def _print_row(line: str) -> None:
+    """Prints a row to stdout, in one line also where the terminal is narrow."""
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _progress(line: str) -> None:
     """Prints progress to stderr, apart from the result."""
-    err.print(line, markup=False, highlight=False)
+    err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @config_app.command("show", context_settings=EXTRA)
@@ -179,6 +193,22 @@ def signals_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
     with _handlers(interrupt, (signal.SIGTERM, signal.SIGHUP)):
+        yield
+
+
+@contextmanager
+def first_signal_interrupts() -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt within the block; later ones do nothing, so that
+    they do not interrupt the cleanup."""
+    interrupted = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    with _handlers(interrupt, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         yield
 
 

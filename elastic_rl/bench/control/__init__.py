@@ -1,23 +1,30 @@
-"""The control plane measured: how soon another leads, what a thousand members cost, how quick the API and its streams
-are; beside torchft's lighthouse where both do the same."""
+"""The control plane measured: fail-over of the leader and of etcd, the cost of a thousand engines, requests and streams
+of the API; beside torchft's lighthouse where both do the same."""
 
 from __future__ import annotations
 
-from elastic_rl.bench.measurement import Row
-from elastic_rl.bench.options import Options
+from elastic_rl.bench.options import Options, refuse_settings
+from elastic_rl.bench.recorder import Emit
 from elastic_rl.bench.suite import Suite
 
+_API_PATHS = ("job", "pools", "pool", "members", "engines", "engine", "events", "versions", "operations",
+              "operations-running", "steps", "alerts")
+
 SUITE = Suite(__name__, {
-    "store_failover": ("store-failover-kill", "store-failover-stop", "store-watch-kill", "store-watch-stop"),
-    "failover": ("failover-kill", "failover-stop", "failover-term"),
-    "load": ("api-p99", "cpu-1000", "memory-1000", "etcd-writes"),
-    "watch_delay": ("watch-delay",),
-    "listing": ("list-10k",),
+    "store_failover": tuple(f"store-{what}-{fault}{end}" for fault in ("kill", "stop")
+                            for what in ("failover", "watch") for end in ("", "-max")),
+    "failover": tuple(f"failover-{fault}{end}" for fault in ("kill", "stop", "term") for end in ("", "-max")),
+    "api": ("cpu-1000", "cpu-1000-etcd", "memory-1000", "etcd-writes", "late-writes", "scrape", "api-p99", "api-p50",
+            "api-rps", *(f"api-p99-{path}" for path in _API_PATHS)),
+    "watch_delay": ("watch-delay", "watch-delay-first"),
+    "listing": tuple(f"list-10k-{what}{end}" for what in ("versions", "events") for end in ("", "-all")),
     "heartbeat": ("heartbeat", "heartbeat-cpu"),
 })
 
 
-def run(options: Options) -> list[Row]:
-    """Measures the wanted rows on processes of their own that all end here."""
+def run(options: Options, emit: Emit) -> None:
+    """Measures the selected rows on processes of its own that all end here. Raises ConfigError."""
+    refuse_settings(options)
+    SUITE.modules(options.rows)  # an unknown id is an error before anything heavy is imported
     from elastic_rl.bench.control.testbed import Testbed
-    return SUITE.run(options, lambda: Testbed.start(options))
+    SUITE.run(options, emit, lambda: Testbed.start(options))

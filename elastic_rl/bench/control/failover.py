@@ -1,13 +1,14 @@
 """failover-*: from the end of a leader to the first guarded write of the next one.
 
-Three replicas; the leader is killed (-9), stopped as a whole (SIGSTOP, which no connection notices), or told to end
-(SIGTERM: it hands over). What is timed is the announcement that only a working leader writes, under its fencing token.
+Three replicas; the leader is killed (-9), stopped (SIGSTOP: its connections stay open), or asked to end (SIGTERM: it
+hands over). What is timed is the announcement that only a working leader writes, under its fencing token.
 """
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 
 from elastic_rl.bench.control.testbed import TTL_S, Replicas, Testbed
 from elastic_rl.bench.measurement import Row
@@ -20,17 +21,16 @@ _HOW = {"kill": (signal.SIGKILL, "kill -9 of the leader → the next one has wri
 _LONGEST_S = 30.0
 
 
-def measure(rig: Testbed) -> list[Row]:
-    rows = []
-    trials = 5 if rig.options.quick else 30
-    with rig.replicas("a", "b", "c") as replicas:
+def measure(testbed: Testbed) -> Iterator[Row]:
+    trials = 5 if testbed.options.quick else 30
+    with testbed.replicas("a", "b", "c") as replicas:
         for how, (number, name, goal) in _HOW.items():
             times = [_trial(replicas, number) for _ in range(trials)]
-            soonest = 0.0 if how == "term" else TTL_S * 2 / 3  # the lease was renewed at most a third of it ago
-            rows += [Row.of(f"failover-{how}", name, times, "s", goal=goal, limit=soonest),
-                     Row(id=f"failover-{how}-max", name=f"… at most, of {trials}", value=max(times), unit="s",
-                         goal=goal, samples=trials)]
-    return rows
+            # The lease was renewed at most a third of its time to live before.
+            soonest = None if how == "term" else TTL_S * 2 / 3
+            yield Row.of(f"failover-{how}", name, times, "s", goal=goal, limit=soonest)
+            yield Row(id=f"failover-{how}-max", name=f"… at most, of {trials}", value=max(times), unit="s", goal=goal,
+                      samples=trials)
 
 
 def _trial(replicas: Replicas, number: signal.Signals) -> float:
@@ -44,7 +44,7 @@ def _trial(replicas: Replicas, number: signal.Signals) -> float:
                 took = time.monotonic() - began
                 break
         else:
-            raise DeadlineExceeded(f"nobody led within {_LONGEST_S:g} s")
+            raise DeadlineExceeded(f"no replica led within {_LONGEST_S:g} s")
     replicas.end(victim)
     replicas.start(victim)
     return took

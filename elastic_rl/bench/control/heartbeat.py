@@ -1,7 +1,9 @@
-"""heartbeat-*: a member's beat, beside that of torchft's lighthouse.
+"""heartbeat, heartbeat-cpu: a member's heartbeat, beside that of torchft's lighthouse.
 
-The lighthouse keeps its members in the memory of one process; ours are leased records of etcd, which another leader
-finds after the first one's end. What is compared is what both do: take a beat, and know who has not given one.
+The lighthouse keeps its members in the memory of one process; ours are leased records of etcd, which the next leader
+finds. Compared is what both do: acknowledge a heartbeat, and know who sent none for ``lease_ttl_s``. Both get a sign of
+life of each member every third of that: the lighthouse a heartbeat, ours a keep-alive of the lease, and each third time
+the member's record with its progress as well.
 """
 
 from __future__ import annotations
@@ -9,75 +11,82 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 
 from elastic_rl.bench.control.testbed import TTL_S, Testbed
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Unmeasurable
-from elastic_rl.bench.timing import seconds
+from elastic_rl.bench.timing import seconds, with_alternatives
 from elastic_rl.bench.workers import Worker
+from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Member
 from elastic_rl.etcd.transaction import Compare, Op
 
 _MEMBERS = 1000
-_OTHER = "torchft lighthouse"
+_LIGHTHOUSE = "torchft lighthouse"
+_SETTLE_S = 5.0
 
 
-def measure(rig: Testbed) -> list[Row]:
-    samples, window_s = (200, 5.0) if rig.options.quick else (1000, 15.0)
-    with rig.replicas("a") as replicas:
-        beat = _beats(rig, replicas.keys)
-        ours = seconds(beat, samples, warm=20)
-        with rig.crowd(replicas.keys, _MEMBERS) as crowd:
-            mine = [replicas.process("a"), psutil.Process(rig.etcd_pid)]
-            per_beat = _cpu(mine, window_s, lambda: int(crowd.call("count")["beats"]))
+def measure(testbed: Testbed) -> Iterator[Row]:
+    samples, window_s = (200, 5.0) if testbed.options.quick else (1000, 15.0)
+    with testbed.replicas("a") as replicas:
+        ours = [t * 1e3 for t in seconds(_heartbeat(testbed, replicas.keys), samples, warm=20)]
+        latency = Row.of("heartbeat", "a heartbeat until it is acknowledged", ours, "ms")
+        yield latency
+        with testbed.members(replicas.keys, _MEMBERS):
+            cpu = Row(id="heartbeat-cpu", name=f"CPU of all servers for one of {_MEMBERS} members and a second",
+                      value=_cpu([replicas.process("a"), psutil.Process(testbed.etcd_pid)], window_s), unit="µs")
+        yield cpu
     try:
-        theirs, theirs_cpu = _lighthouse(rig, samples, window_s)
+        theirs, theirs_cpu = _lighthouse(testbed, samples, window_s)
     except Unmeasurable as e:
-        return [Row.of("heartbeat", f"a beat, to its acknowledgement ({e.message})", [t * 1e3 for t in ours], "ms"),
-                Row(id="heartbeat-cpu", name="CPU of the servers for a beat", value=per_beat * 1e6, unit="µs")]
-    return [Row.of("heartbeat", "a beat, to its acknowledgement", [t * 1e3 for t in ours], "ms",
-                   alternatives={_OTHER: sorted(theirs)[len(theirs) // 2] * 1e3}),
-            Row(id="heartbeat-cpu", name=f"CPU of the servers for a beat of one of {_MEMBERS} members, all they do for "
-                "them", value=per_beat * 1e6, unit="µs", alternatives={_OTHER: theirs_cpu * 1e6})]
+        missing = {"unmeasured_alternatives": {_LIGHTHOUSE: e.message}}
+        yield latency.model_copy(update=missing)
+        yield cpu.model_copy(update=missing)
+    else:
+        yield with_alternatives(latency, {_LIGHTHOUSE: [t * 1e3 for t in theirs]})
+        yield with_alternatives(cpu, {_LIGHTHOUSE: [theirs_cpu]})
 
 
-def _beats(rig: Testbed, keys: object) -> Callable[[], None]:
-    """A member's beat as ``coordinator/membership.py`` writes it."""
-    from elastic_rl.etcd.keys import Keys
-    assert isinstance(keys, Keys)
+def _heartbeat(testbed: Testbed, keys: Keys) -> Callable[[], None]:
+    """Writes a member's record as ``etcd/membership.py`` does."""
     member = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="i")
-    key, lease = keys.member(member.role, member.id), rig.etcd.grant(10 * TTL_S)
-    at = [rig.etcd.put(key, member.encode(), lease=lease)]
+    key, lease = keys.member(member.role, member.id), testbed.etcd.grant(10 * TTL_S)
+    revision = testbed.etcd.put(key, member.encode(), lease=lease)
 
-    def beat() -> None:
-        outcome = rig.etcd.txn([Compare.mod(key, "==", at[0])],
-                                [Op.put(key, member.replace(beat_at=time.time()).encode(), lease)])
-        at[0] = outcome.revision
+    def write() -> None:
+        nonlocal revision
+        revision = testbed.etcd.txn([Compare.mod(key, "==", revision)],
+                                    [Op.put(key, member.replace(beat_at=time.time()).encode(), lease)]).revision
 
-    return beat
+    return write
 
 
-def _cpu(servers: list[psutil.Process], window_s: float, beats: Callable[[], int]) -> float:
-    """CPU seconds of the servers for a beat, over a while."""
-    time.sleep(2.0)
-    busy, count = sum(sum(p.cpu_times()[:2]) for p in servers), beats()
+def _cpu(servers: list[psutil.Process], window_s: float) -> float:
+    """Microseconds of the servers' CPU for a member and a second."""
+    time.sleep(_SETTLE_S)
+    busy, began = sum(sum(p.cpu_times()[:2]) for p in servers), time.monotonic()
     time.sleep(window_s)
-    return (sum(sum(p.cpu_times()[:2]) for p in servers) - busy) / max(1, beats() - count)
+    took = time.monotonic() - began
+    return (sum(sum(p.cpu_times()[:2]) for p in servers) - busy) / took / _MEMBERS * 1e6
 
 
-def _lighthouse(rig: Testbed, samples: int, window_s: float) -> tuple[list[float], float]:
+def _lighthouse(testbed: Testbed, samples: int, window_s: float) -> tuple[list[float], float]:
+    """Seconds of heartbeats, and what ``_cpu`` gives. Raises Unmeasurable."""
     if importlib.util.find_spec("torchft") is None:
-        raise Unmeasurable("torchft is not installed: pip install 'elastic-rl[bench]'")
+        raise Unmeasurable("torchft is not installed (pip install 'elastic-rl[bench]')")
     with contextlib.ExitStack() as stack:
-        server = Worker("elastic_rl.bench.control.lighthouse_server", log=rig.folder / "lighthouse.log")
-        stack.callback(server.close)
+        server = stack.enter_context(Worker("elastic_rl.bench.control.lighthouse_server",
+                                            log=testbed.folder / "lighthouse.log"))
         address = server.call("address")["address"]
-        clients = Worker("elastic_rl.bench.control.lighthouse_clients", address, str(_MEMBERS), str(TTL_S),
-                         log=rig.folder / "lighthouse-clients.log")
-        stack.callback(clients.close)
+        clients = stack.enter_context(Worker(
+            "elastic_rl.bench.control.lighthouse_clients", address, str(_MEMBERS), str(TTL_S),
+            log=testbed.folder / "lighthouse-clients.log"))
         times = [float(t) for t in clients.call("time", samples=samples)["seconds"]]
         clients.call("start", timeout_s=120.0)
-        return times, _cpu([psutil.Process(server.pid)], window_s, lambda: int(clients.call("count")["beats"]))
+        cpu = _cpu([psutil.Process(server.pid)], window_s)
+        if late := clients.call("count")["late"]:
+            raise Unmeasurable(f"{late} heartbeats of the simulated members were late")
+        return times, cpu

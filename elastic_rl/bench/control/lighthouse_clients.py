@@ -1,4 +1,4 @@
-"""Members of a lighthouse: one process plays them all, as ``crowd_process`` plays ours."""
+"""Members of a lighthouse: one process simulates them all, as ``simulated_members`` does ours."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Clients:
         from torchft.coordination import LighthouseClient
         self._client = LighthouseClient(address, connect_timeout=_TIMEOUT)
         self._names = [f"m-{n:04d}" for n in range(count)]
-        self._ttl_s, self._beats = ttl_s, 0
+        self._ttl_s, self._heartbeats, self._late = ttl_s, 0, 0
 
     def time(self, samples: int) -> dict[str, Any]:
-        """Seconds of single beats."""
+        """Seconds of single heartbeats."""
         out = []
         for _ in range(samples):
             began = time.monotonic()
@@ -30,21 +30,23 @@ class Clients:
         return {"seconds": out}
 
     def start(self) -> dict[str, Any]:
-        threading.Thread(target=self._beat_on, daemon=True).start()
+        threading.Thread(target=self._send, daemon=True).start()
         return {}
 
-    def _beat_on(self) -> None:
-        # A lighthouse has no leases beside its beats: they come as often as our keep-alives do.
+    def _send(self) -> None:
+        """A heartbeat of each member every third of the time to live, as often as our keep-alives."""
         pause, due = self._ttl_s / 3 / len(self._names), time.monotonic()
         while True:
             for name in self._names:
                 due += pause
                 time.sleep(max(0.0, due - time.monotonic()))
+                self._late += time.monotonic() - due > self._ttl_s / 3
                 self._client.heartbeat(name, timeout=_TIMEOUT)
-                self._beats += 1
+                self._heartbeats += 1
 
     def count(self) -> dict[str, Any]:
-        return {"beats": self._beats}
+        """Heartbeats so far, and how many were late by more than their interval."""
+        return {"heartbeats": self._heartbeats, "late": self._late}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""store-failover-*, store-watch-*: the leading member of three fails under one client that writes all the time.
+"""store-failover-*, store-watch-*: etcd's leading member of three fails under one client that writes all the time.
 
-What is timed is the longest pause between two writes that were answered, and between two changes that a watch told of,
-from the fault on. The client and the watch begin at the member that fails. etcd's timings are its defaults.
+Timed is the longest pause between two writes that were answered, and between two changes that a watch returned, from
+the fault on. The client and the watch are connected to the member that fails. etcd's timings are its defaults.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 from elastic_rl.bench.control.testbed import Testbed
 from elastic_rl.bench.etcd import Members
@@ -22,56 +23,55 @@ from elastic_rl.runtime import wait_until
 _HOW = {"kill": (signal.SIGKILL, "kill -9 of the leading etcd member"), "stop": (signal.SIGSTOP, "SIGSTOP of it")}
 _GOAL_S = 2.5
 _AFTER_S = 5.0
-"""How long after a fault pauses are looked for."""
+"""How long after a fault pauses are measured."""
 _EVERY_S = 0.005
 
 
-def measure(rig: Testbed) -> list[Row]:
-    rows, trials = [], 3 if rig.options.quick else 15
+def measure(testbed: Testbed) -> Iterator[Row]:
+    trials = 3 if testbed.options.quick else 15
     with contextlib.ExitStack() as stack:
-        members = Members(rig.folder, stack)
+        members = Members(testbed.folder, stack)
         for how, (number, name) in _HOW.items():
             pauses = [_trial(members, number) for _ in range(trials)]
             for kind, what, times in (("failover", "writes pause", [w for w, _ in pauses]),
                                       ("watch", "a watch pauses", [e for _, e in pauses])):
-                rows += [Row.of(f"store-{kind}-{how}", f"{name} → {what}", times, "s", goal=_GOAL_S),
-                         Row(id=f"store-{kind}-{how}-max", name=f"… at most, of {trials}", value=max(times), unit="s",
-                             goal=_GOAL_S, samples=trials)]
-    return rows
+                yield Row.of(f"store-{kind}-{how}", f"{name} → {what}", times, "s", goal=_GOAL_S)
+                yield Row(id=f"store-{kind}-{how}-max", name=f"… at most, of {trials}", value=max(times), unit="s",
+                          goal=_GOAL_S, samples=trials)
 
 
 def _trial(members: Members, number: signal.Signals) -> tuple[float, float]:
     """Seconds of the longest pause of the writes, and of the watch."""
     keys, victim = Keys("bench-store"), _leader(members)
-    with _beginning_at(members, victim) as etcd:
+    with _connected_to(members, victim) as etcd:
         revision, done = etcd.put(keys.root + "n", b""), threading.Event()
-        wrote, heard = [time.monotonic()], [time.monotonic()]
+        written, seen = [time.monotonic()], [time.monotonic()]
         with etcd.watch(keys.root + "n", start_revision=revision + 1) as watch:
 
             def write() -> None:
                 while not done.wait(_EVERY_S):
                     etcd.put(keys.root + "n", b"")
-                    wrote.append(time.monotonic())
+                    written.append(time.monotonic())
 
-            def hear() -> None:
+            def follow() -> None:
                 while not done.is_set():
                     if watch.get(0.1) is not None:
-                        heard.append(time.monotonic())
+                        seen.append(time.monotonic())
 
-            threads = [threading.Thread(target=work, daemon=True) for work in (write, hear)]
+            threads = [threading.Thread(target=work, daemon=True) for work in (write, follow)]
             for thread in threads:
                 thread.start()
-            wait_until(lambda: len(wrote) > 50 and len(heard) > 50, timeout_s=20, what="writes")
+            wait_until(lambda: len(written) > 50 and len(seen) > 50, timeout_s=20, what="writes")
             fault = time.monotonic()
             members.signal(victim, number)
             time.sleep(_AFTER_S)
-            if max(wrote[-1], heard[-1]) < fault + _AFTER_S / 2:
+            if max(written[-1], seen[-1]) < fault + _AFTER_S / 2:
                 raise DeadlineExceeded(f"no write was answered within {_AFTER_S:g} s of the fault")
-            members.bring_back(victim)
+            members.restore(victim)
             done.set()
             for thread in threads:
                 thread.join(20)
-    return _longest(wrote, fault), _longest(heard, fault)
+    return _longest(written, fault), _longest(seen, fault)
 
 
 def _longest(times: list[float], fault: float) -> float:
@@ -85,8 +85,8 @@ def _leader(members: Members) -> int:
                               what="a leading member")[0])
 
 
-def _beginning_at(members: Members, i: int) -> EtcdClient:
-    """A client as it is by default; it takes a member by chance, so we try until it took this one."""
+def _connected_to(members: Members, i: int) -> EtcdClient:
+    """A client with the default settings. It picks a member at random, so this retries until it picked this one."""
     while True:
         etcd = EtcdClient(members.endpoints)
         if etcd.endpoint == members.endpoints[i]:

@@ -1,4 +1,4 @@
-"""What every row needs: an etcd, coordinator replicas, a crowd of simulated members, and the end of them all."""
+"""What the rows share: an etcd, coordinator replicas, simulated members and clients, and the end of them all."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from elastic_rl.bench.options import Options
 from elastic_rl.bench.workers import Worker
 from elastic_rl.config import CoordinatorConfig, parse
 from elastic_rl.coordinator.api import auth
-from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import PoolSpec, PoolStatus
 from elastic_rl.host.processes import python, spawn
 from elastic_rl.runtime import free_port, wait_until
 
@@ -37,16 +37,16 @@ _START_S = 60.0
 class Replicas:
     """Coordinator replicas of a job of its own."""
 
-    def __init__(self, rig: Testbed, stack: contextlib.ExitStack, settings: dict[str, Any]) -> None:
-        self.rig, self.etcd = rig, rig.etcd
+    def __init__(self, testbed: Testbed, stack: contextlib.ExitStack, settings: dict[str, Any]) -> None:
+        self.testbed, self.etcd = testbed, testbed.etcd
         self.keys = Keys(f"bench-{secrets.token_hex(4)}")
-        self._folder = rig.folder / self.keys.job
+        self._folder = testbed.folder / self.keys.job
         self._folder.mkdir()
         self._config = self._folder / "config.yaml"
         self._config.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self._folder), **settings}))
         cluster_dir = parse({"job": self.keys.job, "run_dir": str(self._folder)}).cluster_dir
         cluster_dir.mkdir(parents=True)
-        self._token = json.loads(auth.create_tokens(cluster_dir).read_text())["operator"]
+        self.token = json.loads(auth.create_tokens(cluster_dir).read_text())["operator"]
         self._stack = stack
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.urls: dict[str, str] = {}
@@ -57,7 +57,7 @@ class Replicas:
             port = free_port()
             self.urls[name] = f"http://127.0.0.1:{port}"
             self.running[name] = process = spawn(python(
-                "elastic_rl.coordinator.service", "--config", str(self._config), "--etcd", self.rig.endpoint,
+                "elastic_rl.coordinator.service", "--config", str(self._config), "--etcd", self.testbed.endpoint,
                 "--replica", name, "--port", str(port)), log=self._folder / f"{name}.log")
             self._stack.callback(end, process)
         for name in names:
@@ -65,8 +65,8 @@ class Replicas:
                        alive=lambda n=name: self.running[n].poll() is None)
 
     def client(self, name: str, *, timeout: httpx.Timeout | float) -> httpx.Client:
-        """A client of a replica's API that may do anything."""
-        return httpx.Client(base_url=self.urls[name], headers={"Authorization": f"Bearer {self._token}"},
+        """A client of a replica's API with an operator's token."""
+        return httpx.Client(base_url=self.urls[name], headers={"Authorization": f"Bearer {self.token}"},
                             timeout=timeout)
 
     def _ready(self, name: str) -> bool:
@@ -79,18 +79,18 @@ class Replicas:
         """Name of the replica whose leadership is announced and that is alive; waits for one."""
         from elastic_rl.coordinator.records import Leadership
 
-        def look() -> str:
+        def find() -> str:
             found = self.etcd.get(self.keys.leadership())
             name = Leadership.decode(found.value).replica if found else ""
             return name if name in self.running and self.etcd.get(self.keys.leader(name)) else ""
 
-        return str(wait_until(look, timeout_s=_START_S, what="a leader"))
+        return str(wait_until(find, timeout_s=_START_S, what="a leader"))
 
     def signal(self, name: str, number: signal.Signals) -> None:
         self.running[name].send_signal(number)
 
     def end(self, name: str) -> None:
-        """Ends a replica, stopped or not, and forgets it."""
+        """Kills a replica, stopped or not."""
         process = self.running.pop(name)
         process.kill()
         process.wait(10)
@@ -124,20 +124,19 @@ class Testbed:
             yield made
 
     @contextmanager
-    def crowd(self, keys: Keys, members: int) -> Iterator[Worker]:
-        """Simulated members in a process of their own, each with its lease and its beats."""
-        worker = Worker("elastic_rl.bench.control.simulated_members", self.endpoint, keys.job, str(members), str(TTL_S),
-                        log=self.folder / f"crowd-{next(self._names)}.log")
-        try:
+    def members(self, keys: Keys, count: int, *, engines: bool = False, version: int = 0) -> Iterator[Worker]:
+        """Simulated members, or ``engines`` that have a version of the policy, in a process of their own."""
+        if engines:
+            fencing.raise_epoch(self.etcd, keys, "bench")
+        with Worker("elastic_rl.bench.control.simulated_members", self.endpoint, keys.job, str(count), str(TTL_S),
+                    "engines" if engines else "members", str(version), log=self._log("members")) as worker:
             worker.call("start", timeout_s=120.0)
             yield worker
-        finally:
-            worker.close()
 
-    def pools(self, keys: Keys, count: int) -> None:
-        """Writes pools that are as they are wanted."""
-        for n in range(count):
-            name = f"pool-{n:03d}"
-            self.etcd.txn([], [
-                Op.put(keys.pool_spec(name), PoolSpec(name=name, desired=4).encode()),
-                Op.put(keys.pool_status(name), PoolStatus(name=name, ready=4, starting=0, draining=0).encode())])
+    def api_clients(self, replicas: Replicas, replica: str, count: int) -> Worker:
+        """Clients of a replica's API in a process of their own."""
+        return Worker("elastic_rl.bench.control.api_clients", replicas.urls[replica], replicas.token, self.endpoint,
+                      str(count), log=self._log("api-clients"))
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}-{next(self._names)}.log"

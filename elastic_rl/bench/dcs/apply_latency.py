@@ -1,15 +1,15 @@
-"""P1, second half, P4 and memory-engine: new weights in real engines, by the checkpoint service and by the others.
+"""P1-apply-*, P4-* and memory-engine: new weights in real engines, by the checkpoint service and by the alternatives.
 
 P1-apply: from a trainer that has the tensors to N engines that have applied them, against the best alternative.
 P4: how long an engine is paused for it, against the model's bare ``load_weights`` from memory that is mapped already;
-and how long a stream of tokens falls silent.
+and the longest time between two tokens of a stream meanwhile.
 memory-engine: what applying adds to the memory of an engine's processes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,9 +18,9 @@ import psutil
 
 from elastic_rl.bench.dcs import loaders, updates
 from elastic_rl.bench.dcs.engines import BenchEngine, Model, configure, everywhere, start
-from elastic_rl.bench.dcs.inter_token_latency import Listener, longest
 from elastic_rl.bench.dcs.memory import Peak
 from elastic_rl.bench.dcs.testbed import Cluster, Testbed
+from elastic_rl.bench.dcs.token_gaps import Listener, longest
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.bench.suite import why_of
@@ -36,64 +36,85 @@ _ENGINE_BYTES = 1500 << 20
 
 @dataclass
 class Measured:
-    """Seconds by number of engines; pauses and bare loads of one engine; memory grown, bytes."""
+    """Seconds by number of engines, of the checkpoint service and of the alternatives; pauses and bare loads of one
+    engine; times between tokens; growth of memory, bytes."""
 
     ours: dict[int, list[float]] = field(default_factory=dict)
     others: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     pauses: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
-    silent: list[float] = field(default_factory=list)
-    """Seconds without a token during an update; and, ``spoken``, between two tokens otherwise."""
-    spoken: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """Longest time between two tokens during an update."""
+    usual_gaps: list[float] = field(default_factory=list)
+    """Median time between two tokens."""
     grown: dict[str, list[float]] = field(default_factory=dict)
+    """By way; the checkpoint service has an empty name."""
 
 
-def measure(rig: Testbed) -> list[Row]:
+def measure(testbed: Testbed) -> Iterator[Row]:
     found = Measured()
-    cfg = configure(rig.folder, min(rig.nbytes, _MOST_BYTES))
-    model = Model(rig.folder, cfg)
-    with rig.cluster() as cluster:
+    cfg = configure(testbed.folder, min(testbed.nbytes, _MOST_BYTES))
+    model = Model(testbed.folder, cfg)
+    with testbed.cluster() as cluster:
         engines = start(cluster, model, cfg, _affordable(model.nbytes))
-        hub = updates.DcsUpdate(cluster, engines[:1], model.nbytes)
-        _memory(found, cluster, hub, engines, model)
-        for n in range(1, len(engines) + 1):
-            _count(found, cluster, engines[:n], model, rig.samples)
-        _bare(found, hub, engines[0], rig)
-        _silence(found, hub, engines[0], model, rig)
-    return rows(found, model.nbytes)
+        ours = updates.DcsUpdate(cluster, engines[:1], model.nbytes)
+        _memory(found, cluster, ours, engines, model)
+        yield memory_row(found, model.nbytes)
+        for n in COUNTS:
+            if n > len(engines):
+                yield from missing_rows(n, "this machine's memory holds fewer engines")
+                continue
+            for _ in _count(found, cluster, engines[:n], model, testbed.samples):
+                yield from count_rows(found, n, model.nbytes)
+        _bare(found, ours, engines[0], testbed)
+        yield from pause_rows(found)
+        _gaps(found, ours, engines[0], model, testbed)
+        yield gap_row(found)
 
 
-def rows(found: Measured, nbytes: int) -> list[Row]:
+def count_rows(found: Measured, n: int, nbytes: int) -> Iterator[Row]:
     """Pure."""
-    out = []
-    size = f"{nbytes >> 20} MiB"
-    for n in COUNTS:
-        name = f"publish → {n} engine{'s' if n > 1 else ''} applied {size}"
-        if n not in found.ours:
-            out.append(Row.unmeasured(f"P1-apply-{n}", name, "this machine's memory holds fewer engines"))
-            continue
-        ours, others = found.ours[n], found.others.get(n, {})
-        if others:
-            faster, by = speedup(ours, others)
-            out.append(Row.of(f"P1-apply-{n}", f"{name}: faster than the best alternative", faster, "×", op=">=",
-                              goal=GOAL_FASTER, alternatives=by))
-        else:
-            out.append(Row.unmeasured(f"P1-apply-{n}", name, "no alternative could be measured"))
-        out.append(with_alternatives(Row.of(f"P1-apply-{n}-s", name, ours, "s"), others))
-    out += [Row.unmeasured(f"P1-apply-{name.replace(',', '').replace(' ', '-')}", f"publish → applied: {name}", why)
-            for name, why in found.why.items()]
+    name = f"publish → {_engines(n)} applied {nbytes >> 20} MiB"
+    ours, others = found.ours[n], found.others.get(n, {})
+    if others:
+        faster, by = speedup(ours, others)
+        yield Row.of(f"P1-apply-{n}", f"{name}: faster than the best alternative", faster, "×", op=">=",
+                     goal=GOAL_FASTER, alternatives=by, unmeasured_alternatives=found.why)
+    elif found.why:
+        yield Row.unmeasured(f"P1-apply-{n}", name, "no alternative could be measured",
+                             unmeasured_alternatives=found.why)
+    yield with_alternatives(Row.of(f"P1-apply-{n}-s", name, ours, "s"), others)
+
+
+def missing_rows(n: int, why: str) -> list[Row]:
+    return [Row.unmeasured(f"P1-apply-{n}{end}", f"publish → {_engines(n)} applied", why) for end in ("", "-s")]
+
+
+def pause_rows(found: Measured) -> list[Row]:
+    """Pure."""
     bare = median(found.bare)
+    return [Row.of("P4", "engine pause over its bare load_weights", [p / bare for p in found.pauses], "×",
+                   goal=GOAL_PAUSE),
+            Row.of("P4-pause-s", "engine pause", found.pauses, "s", alternatives={"bare load_weights": bare})]
+
+
+def gap_row(found: Measured) -> Row:
+    """Pure."""
+    usual = median(found.usual_gaps)
+    return Row.of("P4-token-gap-s", "longest time between two tokens of a stream while weights change", found.gaps, "s",
+                  limit=usual, alternatives={"between two tokens otherwise": usual})
+
+
+def memory_row(found: Measured, nbytes: int) -> Row:
+    """Pure."""
     grown = {name: median(values) / 2**20 for name, values in found.grown.items()}
-    ours_mib = grown.pop("", 0.0)
-    return [*out,
-            Row.of("P4", "engine pause over its bare load_weights", [p / bare for p in found.pauses], "×",
-                   goal=GOAL_PAUSE, limit=1.0),
-            Row.of("P4-pause-s", "engine pause", found.pauses, "s", limit=bare),
-            Row.of("P4-silence-s", "longest time without a token of a stream while weights change", found.silent, "s",
-                   limit=bare + (median(found.spoken) if found.spoken else 0.0),
-                   alternatives={"between two tokens otherwise": median(found.spoken)} if found.spoken else {}),
-            Row.of("memory-engine", f"engine: memory that applying {size} adds", [ours_mib], "MiB", alternatives=grown)]
+    return Row.of("memory-engine", f"engine: memory that applying {nbytes >> 20} MiB adds", [grown.pop("")], "MiB",
+                  alternatives=grown)
+
+
+def _engines(n: int) -> str:
+    return f"{n} engine{'s' if n > 1 else ''}"
 
 
 def _affordable(nbytes: int) -> int:
@@ -105,26 +126,31 @@ def _affordable(nbytes: int) -> int:
     return int(count)
 
 
-def _count(found: Measured, cluster: Cluster, engines: Sequence[BenchEngine], model: Model, samples: int) -> None:
-    """All ways at one number of engines; each ends with the same weights in the engines as ours, or does not count."""
+def _count(found: Measured, cluster: Cluster, engines: Sequence[BenchEngine], model: Model, samples: int
+           ) -> Iterator[None]:
+    """Measures all ways at one number of engines, and yields after each. An alternative counts only when it leaves the
+    same weights in the engines as the checkpoint service."""
     n = len(engines)
-    hub = updates.DcsUpdate(cluster, engines, model.nbytes)
+    ours = updates.DcsUpdate(cluster, engines, model.nbytes)
     for engine in engines:
         engine.pauses.clear()
-    found.ours[n] = _times(hub.update, model, samples, after=hub.forget)
+    found.ours[n] = _times(ours.update, model, samples, after=ours.settle)
     if n == 1:
         found.pauses = engines[0].pauses[1:]
+    yield
     others = found.others.setdefault(n, {})
     for name, make in updates.alternatives(cluster, engines, model.nbytes).items():
-        cluster.rig.options.say(f"  {n} engines: {name}")
+        cluster.testbed.options.say(f"  {_engines(n)}: {name}")
         try:
             with make() as update:
                 times = _times(update, model, samples)
-            _require_same(name, hub, engines, model)
+            _require_same(name, ours, engines, model)
             others[name] = times
-        except Exception as e:  # whatever it is: it must not cost the others
+        except Exception as e:  # whatever it is: it must not cost the other alternatives
             found.why[name] = why_of(e)
+        yield
     found.why.setdefault("checkpoint-engine", updates.checkpoint_engine())
+    yield
 
 
 def _times(update: updates.Update, model: Model, samples: int, *, after: Callable[[], object] = lambda: None
@@ -140,24 +166,24 @@ def _times(update: updates.Update, model: Model, samples: int, *, after: Callabl
     return out
 
 
-def _require_same(name: str, hub: updates.DcsUpdate, engines: Sequence[BenchEngine], model: Model) -> None:
+def _require_same(name: str, ours: updates.DcsUpdate, engines: Sequence[BenchEngine], model: Model) -> None:
     """What an alternative left in the engines is what the checkpoint service brings."""
     left = everywhere(engines, lambda e: e.checksums())
-    hub.update(model.tensors)
-    hub.forget()
+    ours.update(model.tensors)
+    ours.settle()
     if left != everywhere(engines, lambda e: e.checksums()):
         raise Unmeasurable(f"{name} left other weights in the engines than the checkpoint service does")
 
 
-def _memory(found: Measured, cluster: Cluster, hub: updates.DcsUpdate, engines: Sequence[BenchEngine],
+def _memory(found: Measured, cluster: Cluster, ours: updates.DcsUpdate, engines: Sequence[BenchEngine],
             model: Model) -> None:
-    """Of the first updates after the start: what is kept for the next ones counts too. Another way is measured on an
-    engine of its own."""
+    """Of the first updates after the start: what is kept for the next ones counts too. The alternative is measured on
+    another engine."""
     with Peak(engines[0].pids) as peak:
         for _ in range(2):
             model.renew()
-            hub.update(model.tensors)
-            hub.forget()
+            ours.update(model.tensors)
+            ours.settle()
     found.grown[""] = [float(peak.grown)]
     if len(engines) > 1:
         with updates.from_disk(cluster, engines[1:2], in_memory=True) as update, Peak(engines[1].pids) as peak:
@@ -167,25 +193,25 @@ def _memory(found: Measured, cluster: Cluster, hub: updates.DcsUpdate, engines: 
         found.grown["SGLang from_disk, tmpfs"] = [float(peak.grown)]
 
 
-def _bare(found: Measured, hub: updates.DcsUpdate, engine: BenchEngine, rig: Testbed) -> None:
-    times = rig.folder / "bare"
-    with hub.reference() as reference:
+def _bare(found: Measured, ours: updates.DcsUpdate, engine: BenchEngine, testbed: Testbed) -> None:
+    times = testbed.folder / "bare"
+    with ours.reference() as reference:
         request = {"reference": reference, "times": str(times)}
-        for _ in range(rig.samples + 1):
+        for _ in range(testbed.samples + 1):
             engine.session(lambda: engine.post("/update_weights_from_tensor", load_format=loaders.BARE,
                                                serialized_named_tensors=[pack(request)]))
     found.bare = [float(line) for line in Path(times).read_text().split()][1:]
 
 
-def _silence(found: Measured, hub: updates.DcsUpdate, engine: BenchEngine, model: Model, rig: Testbed) -> None:
-    for i in range(rig.samples + 1):
+def _gaps(found: Measured, ours: updates.DcsUpdate, engine: BenchEngine, model: Model, testbed: Testbed) -> None:
+    for i in range(testbed.samples + 1):
         model.renew()
         with Listener(engine.url) as listener:
             begin = time.monotonic()
-            hub.update(model.tensors)
+            ours.update(model.tensors)
             end = time.monotonic()
             listener.wait_for_more()
-        hub.forget()
+        ours.settle()
         if i:
-            found.silent.append(longest(listener.at, begin, end))
-            found.spoken.append(median(b - a for a, b in zip(listener.at, listener.at[1:], strict=False)))
+            found.gaps.append(longest(listener.at, begin, end))
+            found.usual_gaps.append(median(b - a for a, b in zip(listener.at, listener.at[1:], strict=False)))

@@ -1,4 +1,4 @@
-"""P5: what a delta saves, and what it costs, at several shares of changed elements.
+"""P5: what a delta saves, and what it costs, for several fractions of changed elements.
 
 bf16 weights change by one unit in the last place here and there, as small learning rates change them. Sizes are
 compared with the plain ways to write the same change down. Speeds are of the dense bytes, on one core.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,8 +20,8 @@ from elastic_rl.bench.dcs.testbed import DCS, Testbed
 from elastic_rl.bench.measurement import Row
 from elastic_rl.dcs.codecs import delta
 
-SHARES = (0.005, 0.02, 0.05, 0.20)
-GOAL_SHARE = 0.02
+GOAL_FRACTION = 0.02
+FRACTIONS = (GOAL_FRACTION, 0.005, 0.05, 0.20)
 GOAL_FEWER, GOAL_ENCODE_GBPS = 20.0, 1.0
 _MOST_BYTES = 256 << 20
 """Every chunk is coded alone, so more of them would only take longer."""
@@ -32,7 +32,7 @@ Words = npt.NDArray[np.uint16]
 
 @dataclass
 class Coded:
-    """One share's measurements over all chunks."""
+    """Measurements of one fraction of changed elements, over all chunks."""
 
     dense: int = 0
     coded: int = 0
@@ -43,22 +43,19 @@ class Coded:
     exact: bool = True
 
 
-def measure(rig: Testbed) -> list[Row]:
-    base = weights(min(rig.nbytes, _MOST_BYTES) // 2)
-    with one_core():
-        return rows({share: code(base, changed(base, share), rig.samples) for share in SHARES})
+def measure(testbed: Testbed) -> Iterator[Row]:
+    base = weights(min(testbed.nbytes, _MOST_BYTES) // 2)
+    for fraction in FRACTIONS:
+        with one_core():
+            coded = code(base, changed(base, fraction), testbed.samples)
+        yield from rows(fraction, coded)
 
 
-def rows(found: Mapping[float, Coded]) -> list[Row]:
-    """The rows of the goal's share first, then one a further share. Pure."""
-    order = sorted(found, key=lambda share: (share != GOAL_SHARE, share))
-    return [row for share in order for row in _rows_of(share, found[share])]
-
-
-def _rows_of(share: float, c: Coded) -> Iterator[Row]:
-    main = share == GOAL_SHARE
-    end = "" if main else f"-{share * 100:g}"
-    text = f" at {share:.1%} changed"
+def rows(fraction: float, c: Coded) -> Iterator[Row]:
+    """Pure."""
+    main = fraction == GOAL_FRACTION
+    end = "" if main else f"-{fraction * 100:g}"
+    text = f" at {fraction:.1%} changed"
     if not c.exact:
         for row in ("P5-bytes", "P5-encode", "P5-decode"):
             yield Row.unmeasured(row + end, f"delta{text}", "what was decoded is not what was encoded")
@@ -76,16 +73,16 @@ def weights(elements: int) -> Words:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def changed(base: Words, share: float) -> Words:
-    """A copy with about that share of the elements one step up or down."""
+def changed(base: Words, fraction: float) -> Words:
+    """A copy with about that fraction of the elements one step up or down."""
     rng = np.random.default_rng(1)
     out = base.copy()
     step = 1 << 20
     for start in range(0, len(base), step):
         part = out[start:start + step]
         draw = rng.random(len(part), dtype=np.float32)
-        part[draw < share / 2] += 1
-        part[(draw >= share / 2) & (draw < share)] -= 1
+        part[draw < fraction / 2] += 1
+        part[(draw >= fraction / 2) & (draw < fraction)] -= 1
     return out
 
 

@@ -111,7 +111,7 @@ class BenchEngine(SGLangServer):
 
 def start(cluster: Cluster, model: Model, cfg: Config, count: int) -> list[BenchEngine]:
     """Engines that end with the cluster; started together, since most of a start is waiting for one core."""
-    engines = [BenchEngine(i, model, cfg, cluster.rig.folder) for i in range(count)]
+    engines = [BenchEngine(i, model, cfg, cluster.testbed.folder) for i in range(count)]
     for engine in engines:
         cluster.adopt(engine)
     try:

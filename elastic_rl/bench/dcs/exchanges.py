@@ -1,6 +1,6 @@
-"""The other ways of getting tensors from one process to others of the same host, each set as it does best.
+"""The alternatives for getting tensors from one process to others of the same host, each with its best settings.
 
-``Exchange`` is the side that writes. ``READERS`` are the other side, by kind; they run in processes of ``holder``, or,
+``Exchange`` is the side that writes. ``LOADERS`` are the other side, by kind; they run in processes of ``reader``, or,
 for Ray, in actors that answer like one. None of them verifies what it reads.
 """
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # engines load a part of this module, and have no use for the
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-class Holder(Protocol):
-    """A process that holds tensors; ``workers.Worker`` is one."""
+class Reader(Protocol):
+    """A process that reads tensors; ``workers.Worker`` is one."""
 
     def send(self, op: str, **fields: Any) -> None: ...
 
@@ -32,18 +32,18 @@ class Holder(Protocol):
 class Exchange(Protocol):
     """Where a publisher leaves the tensors."""
 
-    def holders(self, count: int) -> list[Holder]:
-        """Processes that obey ``load`` with the reference that ``write`` returned, and ``rest``."""
+    def readers(self, count: int) -> list[Reader]:
+        """Processes that take ``load``, with the reference that ``write`` returned, and ``release``."""
 
     def write(self, tensors: Named) -> dict[str, Any]:
-        """Makes the tensors available; what a holder needs to find them."""
+        """Makes the tensors available; what a reader needs to find them."""
 
-    def forget(self) -> None:
-        """Gives back what was written last; nobody holds it any more."""
+    def delete(self) -> None:
+        """Deletes what was written last; no reader uses it any more."""
 
 
 class FileExchange:
-    """Files of one kind in a folder, anew for each version."""
+    """Files of one kind, in a folder for each version."""
 
     def __init__(self, cluster: Cluster, folder: Path, kind: str, nbytes: int,
                  save: Callable[[Path, dict[str, torch.Tensor]], None]) -> None:
@@ -54,12 +54,12 @@ class FileExchange:
     def path(self) -> Path:
         return self._folder / f"v{self._count}"
 
-    def holders(self, count: int) -> list[Holder]:
+    def readers(self, count: int) -> list[Reader]:
         from elastic_rl.bench.dcs.testbed import require_ram
         require_ram(self._nbytes * (count + 1 if self._kind == "dcp" else 1))  # each DCP reader has a copy of its own
-        out = [self._cluster.worker("pull_worker") for _ in range(count)]
-        for holder in out:
-            holder.call("open", kind=self._kind)
+        out = [self._cluster.worker("reader") for _ in range(count)]
+        for reader in out:
+            reader.call("open", kind=self._kind)
         return list(out)
 
     def write(self, tensors: Named) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class FileExchange:
         self._save(self.path, named)
         return {"path": str(self.path), "shapes": [[name, list(t.shape)] for name, t in named.items()]}
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -89,7 +89,7 @@ def save_dcp(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """torch.distributed.checkpoint in one process; a flush to disk is left out, since nothing else here does one."""
     from torch.distributed import checkpoint
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is there: none is wanted
+        warnings.simplefilter("ignore")  # about a missing process group: none is needed
         checkpoint.save(dict(tensors), storage_writer=checkpoint.FileSystemWriter(
             path, single_file_per_rank=False, sync_files=False, thread_count=2), no_dist=True)
 
@@ -110,20 +110,20 @@ class DcpReader:
         return self._state.items()
 
 
-READERS: Mapping[str, Callable[[], Callable[[Mapping[str, Any]], Named]]] = {
+LOADERS: Mapping[str, Callable[[], Callable[[Mapping[str, Any]], Named]]] = {
     "safetensors": lambda: read_safetensors, "dcp": DcpReader}
 
 
 def _files(kind: str, save: Callable[[Path, dict[str, torch.Tensor]], None], *, in_memory: bool
            ) -> Callable[[Cluster, Weights], Exchange]:
     def make(cluster: Cluster, weights: Weights) -> Exchange:
-        return FileExchange(cluster, cluster.rig.temporary()[in_memory], kind, weights.nbytes, save)
+        return FileExchange(cluster, cluster.testbed.temporary()[in_memory], kind, weights.nbytes, save)
     return make
 
 
 def _ray(cluster: Cluster, weights: Weights) -> Exchange:
     from elastic_rl.bench.dcs.ray_exchange import RayExchange
-    exchange: Exchange = cluster.adopt(RayExchange(cluster.rig.folder, weights.nbytes))
+    exchange: Exchange = cluster.adopt(RayExchange(cluster.testbed.folder, weights.nbytes))
     return exchange
 
 

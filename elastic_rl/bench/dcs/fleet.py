@@ -1,96 +1,136 @@
 """P2-fleet: a version spreads to many hosts whose links are the limit.
 
-Every host's link is held to the same speed each way (``links``). One pull alone sets the scale. A publisher's node that
-sent everything to everyone would need as many times that as there are hosts. A few cores cannot fill sixteen links of
-``LINK_BYTES_PER_S``, each with two processes and four copies on its way, as a host each would; so the same is measured
-with links that they can fill.
+Every host's link is held to the same speed each way (``links``). One pull alone sets the scale. The alternatives are
+measured over the same links (``plain_transfer``). A few cores cannot fill sixteen links of ``LINK_BYTES_PER_S``, each
+with two processes and four copies on its way, as a host each would; so the same is measured with slower links.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from statistics import median
 
-from elastic_rl.bench.dcs.testbed import Cluster, Testbed
+from elastic_rl.bench.dcs.testbed import STREAM, Cluster, Testbed
 from elastic_rl.bench.dcs.weights import Weights
 from elastic_rl.bench.measurement import Row
+from elastic_rl.bench.suite import why_of
 from elastic_rl.bench.workers import Worker
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.runtime import free_port
 
 HOSTS = 16
-LINK_BYTES_PER_S, SLOW_LINK_BYTES_PER_S = 64e6, 16e6
+LINKS_BYTES_PER_S = {"P2-fleet": 64e6, "P2-fleet-slow": 16e6}
 GOAL_SINGLES, GOAL_SENT = 2.0, 2.2
+ALTERNATIVES = {"each": "plain TCP, the source sends to each host", "chain": "plain TCP, a chain of hosts"}
 _MOST_BYTES, _QUICK_BYTES = 256 << 20, 64 << 20
 """Every host's arena is in the memory of this one. Half of it over the slow links."""
 _SOURCE = "source"
+_TRANSFER_S = 900.0
 
 
-def measure(rig: Testbed) -> list[Row]:
-    nbytes = min(rig.nbytes, _QUICK_BYTES if rig.options.quick else _MOST_BYTES)
-    return [*_fleet(rig, "P2-fleet", nbytes, LINK_BYTES_PER_S),
-            *_fleet(rig, "P2-fleet-slow", nbytes // 2, SLOW_LINK_BYTES_PER_S)]
+@dataclass
+class Measured:
+    """Of one speed of the links: seconds of a pull alone, seconds of all hosts and bytes out of the source for the
+    checkpoint service (the name is empty) and for each alternative."""
+
+    nbytes: int
+    bytes_per_s: float
+    singles: list[float] = field(default_factory=list)
+    fleets: dict[str, list[float]] = field(default_factory=dict)
+    sent: dict[str, list[float]] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
 
 
-def _fleet(rig: Testbed, row: str, nbytes: int, bytes_per_s: float) -> list[Row]:
-    weights = Weights(nbytes)
-    with rig.cluster() as cluster:
-        links, names = _start(cluster, weights.nbytes, bytes_per_s)
-        return rows(row, weights.nbytes, bytes_per_s, *_measure(cluster, weights, links, names))
+def measure(testbed: Testbed) -> Iterator[Row]:
+    nbytes = min(testbed.nbytes, _QUICK_BYTES if testbed.options.quick else _MOST_BYTES)
+    for row, bytes_per_s in LINKS_BYTES_PER_S.items():
+        if not testbed.options.selects(row, f"{row}-sent", f"{row}-s", f"{row}-single-s"):
+            continue
+        weights = Weights(nbytes // 2 if row.endswith("slow") else nbytes)
+        found = Measured(weights.nbytes, bytes_per_s)
+        with testbed.cluster() as cluster:
+            links, names = _start(cluster, found)
+            _pulls(cluster, weights, links, names, found)
+        yield from rows(row, found)
+        for kind, name in ALTERNATIVES.items():
+            testbed.options.say(f"  {name}")
+            try:
+                with testbed.cluster() as cluster:
+                    _plain(cluster, kind, found)
+            except Exception as e:  # whatever it is: it must not cost the other alternatives
+                found.why[name] = why_of(e)
+            yield from rows(row, found)
 
 
-def rows(row: str, nbytes: int, bytes_per_s: float, singles: Sequence[float], fleets: Sequence[float],
-         sent: Sequence[float]) -> list[Row]:
-    """Pure. ``singles``, ``fleets``: seconds; ``sent``: bytes out of the publisher's node in each of ``fleets``."""
-    single, ideal = median(singles), nbytes / bytes_per_s
-    name = f"{HOSTS} hosts with links of {bytes_per_s / 1e6:.0f} MB/s pull {nbytes >> 20} MiB"
-    return [Row.of(row, f"{name}, in single pulls", [t / single for t in fleets], "×", goal=GOAL_SINGLES,
-                   alternatives={"one after the other": float(HOSTS)}, limit=ideal / single),
-            Row.of(f"{row}-sent", "… and the publisher's node sends the version so often", [s / nbytes for s in sent],
-                   "×", goal=GOAL_SENT, alternatives={"to each host": float(HOSTS)}, limit=1.0),
-            Row.of(f"{row}-s", f"… all {HOSTS} done", fleets, "s", limit=ideal),
-            Row.of(f"{row}-single-s", "… one alone", singles, "s", limit=ideal)]
+def rows(row: str, found: Measured) -> list[Row]:
+    """Pure."""
+    single, ideal, nbytes = median(found.singles), found.nbytes / found.bytes_per_s, found.nbytes
+    name = f"{HOSTS} hosts with links of {found.bytes_per_s / 1e6:.0f} MB/s pull {nbytes >> 20} MiB"
+    times = {other: median(t) for other, t in found.fleets.items() if other}
+    sent = {other: median(s) / nbytes for other, s in found.sent.items() if other}
+    out = [Row.of(row, f"{name}, in single pulls", [t / single for t in found.fleets[""]], "×", goal=GOAL_SINGLES,
+                  alternatives={other: t / single for other, t in times.items()}, limit=ideal / single),
+           Row.of(f"{row}-sent", "… copies that leave the publisher's node", [s / nbytes for s in found.sent[""]], "×",
+                  goal=GOAL_SENT, alternatives=sent, limit=1.0),
+           Row.of(f"{row}-s", f"… until all {HOSTS} have it", found.fleets[""], "s", alternatives=times, limit=ideal),
+           Row.of(f"{row}-single-s", "… until one host alone has it", found.singles, "s", limit=ideal)]
+    return [r.model_copy(update={"unmeasured_alternatives": found.why}) for r in out[:3]] + out[3:]
 
 
-def _start(cluster: Cluster, nbytes: int, bytes_per_s: float) -> tuple[Worker, list[str]]:
-    links = cluster.worker("links", str(bytes_per_s))
+def _start(cluster: Cluster, found: Measured) -> tuple[Worker, list[str]]:
+    links = cluster.worker("links", str(found.bytes_per_s))
     names = [f"host-{i:02}" for i in range(HOSTS)]
     for name in [_SOURCE, *names]:
         port = free_port()
         link = int(links.call("add", node=name, port=port)["port"])
-        # The bytes all differ from those before: a delta would only cost.
-        cluster.start(name, 2 * nbytes + nbytes // 4, port=port, advertise_port=link, delta="false")
+        # One disk for all hosts is slower than a disk for each.
+        cluster.start(name, 2 * found.nbytes + found.nbytes // 4, port=port, advertise_port=link, disk_bytes=0)
     cluster.await_nodes()
     return links, names
 
 
-def _measure(cluster: Cluster, weights: Weights, links: Worker, names: Sequence[str]
-             ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of one pull, of all, and bytes out of the publisher's node, time by time."""
+def _pulls(cluster: Cluster, weights: Weights, links: Worker, names: Sequence[str], found: Measured) -> None:
     publisher = cluster.publisher(_SOURCE)
     pullers = [cluster.puller(name) for name in names]
-    singles: list[float] = []
-    fleets: list[float] = []
-    sent: list[float] = []
+    fleets, sent = found.fleets.setdefault("", []), found.sent.setdefault("", [])
     with ThreadPoolExecutor(HOSTS) as pool:
-        for _ in range(max(cluster.rig.samples - 2, 1)):
-            for group, times in ((pullers[:1], singles), (pullers, fleets)):
+        for round_ in range(cluster.testbed.samples - 1):
+            for group in (pullers[:1], pullers):
                 weights.renew()
                 version = publisher.publish(weights.tensors, meta={}).number
-                before = int(links.call("counts")[_SOURCE]["out"])
-                times.append(_all(pool.map, group, version))
-                if group is pullers:
-                    sent.append(float(int(links.call("counts")[_SOURCE]["out"]) - before))
-                cluster.sweep()
-    return singles, fleets, sent
+                before, seconds = _sent(links), _all(pool.map, group, version)
+                if round_ and group is pullers:
+                    fleets.append(seconds)
+                    sent.append(_sent(links) - before)
+                elif round_:
+                    found.singles.append(seconds)
+                cluster.settle()
+
+
+def _plain(cluster: Cluster, kind: str, found: Measured) -> None:
+    """One transfer to all hosts; it takes as long each time, since the links are the limit."""
+    links, hosts = cluster.worker("links", str(found.bytes_per_s)), cluster.worker("plain_transfer", str(found.nbytes))
+    names = [_SOURCE, *(f"host-{i:02}" for i in range(HOSTS))]
+    ports = hosts.call("listen", names=names)["ports"]
+    hosts.call("connect", links=[int(links.call("add", node=name, port=port)["port"])
+                                 for name, port in zip(names, ports, strict=True)])
+    before = _sent(links)
+    found.fleets[ALTERNATIVES[kind]] = [float(hosts.call(kind, timeout_s=_TRANSFER_S)["seconds"])]
+    found.sent[ALTERNATIVES[kind]] = [_sent(links) - before]
+
+
+def _sent(links: Worker) -> float:
+    """Bytes out of the source so far."""
+    return float(links.call("counts")[_SOURCE]["out"])
 
 
 def _all(run: Callable[..., object], pullers: Sequence[Puller], version: int) -> float:
     """Seconds until every one of them has the version."""
     def pull(puller: Puller) -> None:
-        puller.pull("policy", version).close()
+        puller.pull(STREAM, version).close()
 
     start = time.monotonic()
     list(run(pull, pullers))  # type: ignore[call-overload]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -21,12 +21,12 @@ _PIECE = 4 << 20
 _STREAMS = (1, 2, 4)
 
 
-def measure(rig: Testbed) -> list[Row]:
-    disk, _ = rig.temporary()
-    return [Row.of("limit-memcpy", "limit: copy in memory", memcpy_gbps(rig.nbytes, rig.samples), "GB/s", op=">="),
-            Row.of("limit-tcp", "limit: TCP over loopback", tcp_gbps(rig, rig.nbytes), "GB/s", op=">="),
-            Row.of("limit-disk", "limit: write to disk and fsync", disk_gbps(disk, rig.nbytes, rig.samples), "GB/s",
-                   op=">=")]
+def measure(testbed: Testbed) -> Iterator[Row]:
+    nbytes, samples = testbed.nbytes, testbed.samples
+    disk, _ = testbed.temporary()
+    yield Row.of("limit-memcpy", "limit: copy in memory", memcpy_gbps(nbytes, samples), "GB/s", op=">=")
+    yield Row.of("limit-tcp", "limit: TCP over loopback", tcp_gbps(testbed, nbytes), "GB/s", op=">=")
+    yield Row.of("limit-disk", "limit: write to disk and fsync", disk_gbps(disk, nbytes, samples), "GB/s", op=">=")
 
 
 def memcpy_gbps(nbytes: int, samples: int) -> list[float]:
@@ -48,17 +48,17 @@ def disk_gbps(folder: Path, nbytes: int, samples: int) -> list[float]:
     return gbps(max(nbytes // _PIECE, 1) * _PIECE, seconds(write, samples))
 
 
-def tcp_gbps(rig: Testbed, nbytes: int) -> list[float]:
+def tcp_gbps(testbed: Testbed, nbytes: int) -> list[float]:
     """Samples with the number of streams that is fastest. Both ends have all the bytes in memory that was touched
     before, as a version is, so this is the speed of the link for such bytes and not that of a cache."""
     best: list[float] = []
     for streams in _STREAMS:
-        with (Worker(__name__, log=rig.folder / "tcp-send.log") as sender,
-              Worker(__name__, log=rig.folder / "tcp-receive.log") as receiver):
+        with (Worker(__name__, log=testbed.folder / "tcp-send.log") as sender,
+              Worker(__name__, log=testbed.folder / "tcp-receive.log") as receiver):
             for end in (sender, receiver):
                 end.call("prepare", nbytes=nbytes, streams=streams)
             found = []
-            for _ in range(rig.samples + 1):
+            for _ in range(testbed.samples + 1):
                 port = int(receiver.call("listen")["port"])
                 receiver.send("receive")
                 sender.call("send", port=port)

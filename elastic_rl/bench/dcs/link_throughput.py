@@ -15,11 +15,11 @@ _WARM = 3
 """Pulls that do not count: the first ones touch the arena's pages for the first time, as the raw link's buffer was."""
 
 
-def measure(rig: Testbed) -> list[Row]:
-    weights = Weights(rig.nbytes)
-    with rig.cluster() as cluster:
+def measure(testbed: Testbed) -> list[Row]:
+    weights = Weights(testbed.nbytes)
+    with testbed.cluster() as cluster:
         times = _pulls(cluster, weights)
-    return rows(weights.nbytes, times, tcp_gbps(rig, weights.nbytes))
+    return rows(weights.nbytes, times, tcp_gbps(testbed, weights.nbytes))
 
 
 def rows(nbytes: int, times: list[float], raw_gbps: list[float]) -> list[Row]:
@@ -33,14 +33,14 @@ def rows(nbytes: int, times: list[float], raw_gbps: list[float]) -> list[Row]:
 
 
 def _pulls(cluster: Cluster, weights: Weights) -> list[float]:
-    """Seconds of each pull, all of it: pin, manifest, chunks, verification. The publisher's bytes all differ from
-    those before, so nothing is there already and a delta would only cost."""
+    """Seconds of each whole pull: pin, manifest, chunks, verification. Every element differs from the version before,
+    so no chunk is there already and a delta saves nothing."""
     for node in ("source", "target"):
-        cluster.start(node, 2 * weights.nbytes, delta="false")
+        cluster.start(node, 2 * weights.nbytes)
     cluster.await_nodes()
     publisher, puller = cluster.publisher("source"), cluster.puller("target")
     times = []
-    for i in range(cluster.rig.samples + _WARM):
+    for i in range(cluster.testbed.samples + _WARM):
         weights.renew()
         version = publisher.publish(weights.tensors, meta={})
         start = time.monotonic()
@@ -48,5 +48,5 @@ def _pulls(cluster: Cluster, weights: Weights) -> list[float]:
             took = time.monotonic() - start
         if i >= _WARM:
             times.append(took)
-        cluster.sweep()
+        cluster.settle()
     return times

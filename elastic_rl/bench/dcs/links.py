@@ -1,9 +1,8 @@
-"""Slow links: a process through which all traffic between nodes goes, each node with a link of its own whose speed is
-held each way.
+"""Slow links: a proxy for all traffic between nodes, with a limited speed each way for every node.
 
-A node *registers* the address of its link and not its own (``dcs.advertise_port``), so whoever talks to it goes through
-here; who that is follows from the first message, which names the calling node. Bytes that node a sends to node b pay at
-a's way out and at b's way in, and are counted at both.
+A node registers the address of its link instead of its own (``dcs.advertise_port``), so its callers connect to the
+proxy; the first message names the calling node. Bytes from node a to node b count against a's speed out and b's speed
+in, and are counted at both.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from elastic_rl.bench.workers import serve
 
 _PIECE = 64 << 10
 _SOCKET_BYTES = 128 << 10
-"""Of the kernel's buffers on either side; what lies in them has paid already."""
+"""Of the kernel's buffers on either side; bytes in them are counted already."""
 _BURST_S = 0.02
 _PREAMBLE = struct.Struct(">4sIQ")  # of dcs.protocol
 _LONGEST_HELLO = 64 << 10

@@ -1,4 +1,4 @@
-"""Memory of processes: what is theirs alone, as the kernel counts it (PSS: shared pages count in equal parts)."""
+"""Memory of processes as the kernel counts it: PSS, in which a shared page counts in equal parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _POLL_S = 0.02
 
 def pss(pids: Sequence[int]) -> dict[str, int]:
     """Bytes of all these processes together: ``Pss_Anon`` (their own), ``Pss_File``, ``Pss_Shmem`` (arenas) and
-    ``Pss``, the sum. Those that are gone count nothing."""
+    ``Pss``, the sum. Processes that ended count nothing."""
     out = {"Pss": 0, "Pss_Anon": 0, "Pss_File": 0, "Pss_Shmem": 0}
     for pid in pids:
         try:

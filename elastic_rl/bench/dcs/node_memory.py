@@ -8,13 +8,13 @@ from elastic_rl.bench.dcs.weights import Weights
 from elastic_rl.bench.measurement import Row
 
 
-def measure(rig: Testbed) -> list[Row]:
+def measure(testbed: Testbed) -> list[Row]:
     """Two nodes: one is published to and serves, the other pulls. The larger of the two counts, at its peak: its own
     memory, and what its arena uses more than the version has bytes."""
-    weights = Weights(rig.nbytes)
-    with rig.cluster() as cluster:
+    weights = Weights(testbed.nbytes)
+    with testbed.cluster() as cluster:
         for node in ("source", "target"):
-            cluster.start(node, 2 * weights.nbytes, delta="false")
+            cluster.start(node, 2 * weights.nbytes)
         records = cluster.await_nodes()
         publisher, puller = cluster.publisher("source"), cluster.puller("target")
         peaks = {node: Peak([record.pid]) for node, record in records.items()}

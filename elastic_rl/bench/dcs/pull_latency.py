@@ -1,21 +1,23 @@
-"""P1, first half: from the call of publish until all of N processes of the host hold the version, verified and mapped.
+"""P1, P1-pull-*, P1-verify-*: from the call of publish until all of N processes of the host can use the version.
 
-Pullers are processes that follow the head. Their host's node verifies every chunk, once for all of them, and each maps
-what was verified; what it costs when each verifies for itself as well is a row of its own. The alternatives are told
-through a pipe when the bytes are there, have nothing to verify, and end with the same named tensors in each process.
+Readers are processes that follow the head and do what an engine does: have the host's node pull and verify the version,
+which it does once for all of them, map it, and confirm that it stayed in place. ``P1-verify``: each reader verifies
+every byte itself as well, as a restored trainer and an export do. The alternatives learn through a pipe that the bytes
+are there, verify nothing, and end with the same named tensors in each process.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from elastic_rl.bench.dcs.exchanges import EXCHANGES, Exchange, Holder
+from elastic_rl.bench.dcs.exchanges import EXCHANGES, Exchange, Reader
 from elastic_rl.bench.dcs.testbed import STREAM, Cluster, Testbed, require_memory
 from elastic_rl.bench.dcs.weights import Weights
 from elastic_rl.bench.measurement import Row
+from elastic_rl.bench.suite import why_of
 from elastic_rl.bench.timing import with_alternatives
 
 COUNTS = (1, 2, 4, 8)
@@ -24,102 +26,114 @@ _NODE = "n0"
 _ANSWER_S = 300.0
 
 Times = dict[int, list[float]]
-"""Number of processes → seconds until the last of them held the tensors."""
+"""Number of processes → seconds until the last of them had the tensors."""
 
 
 @dataclass
 class Measured:
-    """Ours and the others', and why some of the others are not there."""
+    """Times of the checkpoint service and of the alternatives, and why some alternatives have none."""
 
-    ours: Times = field(default_factory=dict)
-    again: Times = field(default_factory=dict)
-    """Ours when each process verifies once more."""
+    pulls: Times = field(default_factory=dict)
+    verified: Times = field(default_factory=dict)
+    """Each process verifies as well."""
     others: dict[str, Times] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
 
 
-def measure(rig: Testbed) -> list[Row]:
+def measure(testbed: Testbed) -> Iterator[Row]:
     found = Measured()
-    weights = Weights(rig.nbytes)
-    with rig.cluster() as cluster:
-        found.ours, found.again = _ours(cluster, weights)
+    weights = Weights(testbed.nbytes)
+    with testbed.cluster() as cluster:
+        pull = _dcs(cluster, weights)
+        found.pulls = pull(False)
+        yield from rows(found)
+        if testbed.options.selects("P1-verify", *(f"P1-verify-{n}" for n in COUNTS)):
+            found.verified = pull(True)
+            yield from verify_rows(found)
     for name, make in EXCHANGES.items():
-        rig.options.say(f"  {name}")
+        testbed.options.say(f"  {name}")
         try:
-            with rig.cluster() as cluster:
-                require_memory(cluster.rig.shm, 2 * weights.nbytes)
-                found.others[name] = _other(rig, weights, make(cluster, weights))
-        except Exception as e:  # whatever it is: it must not cost the others
-            found.why[name] = str(e)
-    return rows(found)
+            with testbed.cluster() as cluster:
+                require_memory(testbed.shm, 2 * weights.nbytes)
+                found.others[name] = _other(testbed, weights, make(cluster, weights))
+        except Exception as e:  # whatever it is: it must not cost the other alternatives
+            found.why[name] = why_of(e)
+        yield from rows(found)
 
 
 def rows(found: Measured) -> list[Row]:
-    """``P1``: how flat; ``P1-hold-N``: the seconds behind it. Pure."""
-    most = max(found.ours)
+    """``P1``: how much longer most processes take than one; ``P1-pull-N``: the seconds behind it. Pure."""
+    most = max(found.pulls)
     out = [with_alternatives(
-        Row.of("P1", f"publish → {most} processes hold it, over 1 process", _flat(found.ours), "×", goal=GOAL_FLAT),
-        {name: _flat(times) for name, times in found.others.items()})]
-    for n, times in found.ours.items():
-        row = Row.of(f"P1-hold-{n}", f"publish → {n} process{'es' if n > 1 else ''} hold it", times, "s")
+        Row.of("P1", f"publish → {most} processes have it, over 1 process", _growth(found.pulls), "×", goal=GOAL_FLAT),
+        {name: _growth(times) for name, times in found.others.items()})]
+    for n, times in found.pulls.items():
+        row = Row.of(f"P1-pull-{n}", f"publish → {_processes(n)} it", times, "s")
         out.append(with_alternatives(row, {name: others[n] for name, others in found.others.items() if n in others}))
-    out += [Row.of(f"P1-verify-{n}", f"… and each of {n} verified it once more", times, "s")
-            for n, times in found.again.items()]
-    return out + [Row.unmeasured(f"P1-hold-{name.replace(' ', '-')}", f"publish → processes hold it: {name}", why)
-                  for name, why in found.why.items()]
+    return [row.model_copy(update={"unmeasured_alternatives": found.why}) for row in out]
 
 
-def _flat(times: Times) -> list[float]:
+def verify_rows(found: Measured) -> list[Row]:
+    """The same for readers that each verify. Pure."""
+    return [Row.of("P1-verify", "… that each verify every byte, over 1 process", _growth(found.verified), "×"),
+            *(Row.of(f"P1-verify-{n}", f"publish → {_processes(n)} it, each verified it", times, "s")
+              for n, times in found.verified.items())]
+
+
+def _processes(n: int) -> str:
+    return f"{n} processes have" if n > 1 else "1 process has"
+
+
+def _growth(times: Times) -> list[float]:
     base = median(times[min(times)])
     return [t / base for t in times[max(times)]]
 
 
-def _ours(cluster: Cluster, weights: Weights) -> tuple[Times, Times]:
+def _dcs(cluster: Cluster, weights: Weights) -> Callable[[bool], Times]:
+    """Starts a node and readers; the result takes the samples."""
     cluster.node(_NODE, 2 * weights.nbytes)
     publisher = cluster.publisher(_NODE)
-    pullers = [cluster.worker("pull_worker") for _ in range(max(COUNTS))]
-    for puller in pullers:
-        puller.call("follow", endpoint=cluster.rig.endpoint, job=cluster.keys.job, stream=STREAM, node=_NODE)
+    readers = [cluster.worker("reader") for _ in range(max(COUNTS))]
+    for reader in readers:
+        reader.call("follow", endpoint=cluster.testbed.endpoint, job=cluster.keys.job, stream=STREAM, node=_NODE)
     last = 0
 
-    def once(active: Sequence[Holder], verify: bool) -> float:
+    def once(active: Sequence[Reader], verify: bool) -> float:
         nonlocal last
-        for puller in active:
-            puller.send("hold", after=last, verify=verify, names=len(weights.tensors), nbytes=weights.nbytes)
+        for reader in active:
+            reader.send("pull", after=last, verify=verify, names=len(weights.tensors), nbytes=weights.nbytes)
         start = time.monotonic()
         last = publisher.publish(weights.tensors, meta={}).number
-        return max(float(puller.answer(_ANSWER_S)["at"]) for puller in active) - start
+        return max(float(reader.answer(_ANSWER_S)["at"]) for reader in active) - start
 
-    def sampled(verify: bool) -> Times:
-        return _sample(cluster.rig, weights, pullers, lambda active: once(active, verify), after=cluster.sweep)
-
-    return sampled(False), sampled(True)
+    return lambda verify: _sample(cluster.testbed, weights, readers, lambda active: once(active, verify),
+                                  after=cluster.settle)
 
 
-def _other(rig: Testbed, weights: Weights, exchange: Exchange) -> Times:
-    def once(active: Sequence[Holder]) -> float:
+def _other(testbed: Testbed, weights: Weights, exchange: Exchange) -> Times:
+    def once(active: Sequence[Reader]) -> float:
         start = time.monotonic()
         reference = exchange.write(weights.tensors)
-        for holder in active:
-            holder.send("load", reference=reference, names=len(weights.tensors), nbytes=weights.nbytes)
-        return max(float(holder.answer(_ANSWER_S)["at"]) for holder in active) - start
+        for reader in active:
+            reader.send("load", reference=reference, names=len(weights.tensors), nbytes=weights.nbytes)
+        return max(float(reader.answer(_ANSWER_S)["at"]) for reader in active) - start
 
-    return _sample(rig, weights, exchange.holders(max(COUNTS)), once, after=exchange.forget)
+    return _sample(testbed, weights, exchange.readers(max(COUNTS)), once, after=exchange.delete)
 
 
-def _sample(rig: Testbed, weights: Weights, holders: Sequence[Holder], once: Callable[[Sequence[Holder]], float], *,
+def _sample(testbed: Testbed, weights: Weights, readers: Sequence[Reader], once: Callable[[Sequence[Reader]], float], *,
             after: Callable[[], object]) -> Times:
-    """The counts take turns, so that what drifts on the machine reaches all of them."""
+    """The counts alternate, so that drift of the machine affects all of them."""
     times: Times = {n: [] for n in COUNTS}
-    for round_ in range(rig.samples + 1):
+    for round_ in range(testbed.samples + 1):
         for n in COUNTS:
             weights.renew()
-            took = once(holders[:n])
+            took = once(readers[:n])
             if round_:
                 times[n].append(took)
-            for holder in holders:
-                holder.send("rest")
-            for holder in holders:
-                holder.answer(_ANSWER_S)
+            for reader in readers:
+                reader.send("release")
+            for reader in readers:
+                reader.answer(_ANSWER_S)
             after()
     return times

@@ -19,26 +19,32 @@ import numpy as np
 import ray
 import torch
 
+from elastic_rl.bench.dcs.testbed import FOLDER_PREFIX
+
 _SPARE_BYTES = 256 << 20
 _LOGICAL_CPUS = 64
 _FEED_S = 120.0
 
 
 class RayExchange:
-    """A Ray of its own with room for two versions."""
+    """A separate Ray whose object store holds two versions."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Short, since Ray puts sockets below it, whose paths are limited to 107 bytes.
-        self._folder = Path(tempfile.mkdtemp(prefix="erl-bench-ray-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         self._refs: list[Any] = []
         self._actors: list[Any] = []
-        ray.init(address="local", num_cpus=_LOGICAL_CPUS, include_dashboard=False, log_to_driver=False,
-                 object_store_memory=2 * nbytes + _SPARE_BYTES, _temp_dir=str(self._folder),
-                 _node_ip_address="127.0.0.1", logging_level=logging.ERROR)
+        try:
+            ray.init(address="local", num_cpus=_LOGICAL_CPUS, include_dashboard=False, log_to_driver=False,
+                     object_store_memory=2 * nbytes + _SPARE_BYTES, _temp_dir=str(self._folder),
+                     _node_ip_address="127.0.0.1", logging_level=logging.ERROR)
+        except BaseException:  # an interrupt, too
+            self.close()
+            raise
 
-    def holders(self, count: int) -> list[Any]:
-        self._actors = [ray.remote(num_cpus=1)(_RayHolder).remote() for _ in range(count)]
+    def readers(self, count: int) -> list[Any]:
+        self._actors = [ray.remote(num_cpus=1)(_RayReader).remote() for _ in range(count)]
         return [_Remote(actor, self._refs) for actor in self._actors]
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
@@ -46,7 +52,7 @@ class RayExchange:
         self._refs[:] = [ray.put({name: tensor.view(torch.uint16).numpy() for name, tensor in tensors})]
         return {}
 
-    def forget(self) -> None:
+    def delete(self) -> None:
         self._refs.clear()
 
     def feeders(self, urls: list[str]) -> list[Any]:
@@ -81,14 +87,14 @@ class _Remote:
         fields.pop("reference", None)
         # In a list: a reference that is an argument itself would be resolved before the call.
         self._pending = self._actor.load.remote(list(self._refs), **fields) if op == "load" else \
-            self._actor.rest.remote()
+            self._actor.release.remote()
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         found: dict[str, Any] = ray.get(self._pending, timeout=timeout_s)
         return found
 
 
-class _RayHolder:
+class _RayReader:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -102,7 +108,7 @@ class _RayHolder:
             raise RuntimeError(f"{len(self._tensors)} tensors of {found} bytes came, not {names} of {nbytes}")
         return {"at": at}
 
-    def rest(self) -> dict[str, float]:
+    def release(self) -> dict[str, float]:
         self._tensors = {}
         return {}
 

@@ -29,20 +29,20 @@ _LAYER_BYTES = 60 << 20
 _SETUP_S, _STEP_S = 240.0, 120.0
 
 
-def measure(rig: Testbed) -> list[Row]:
-    with rig.cluster() as cluster:
-        cfg = configure(rig.folder, cluster.keys.job, min(rig.nbytes, _MOST_BYTES))
+def measure(testbed: Testbed) -> list[Row]:
+    with testbed.cluster() as cluster:
+        cfg = configure(testbed.folder, cluster.keys.job, min(testbed.nbytes, _MOST_BYTES))
         ranks = _ranks(cluster, cfg)
-        shares = [int(answer["nbytes"]) for answer in _all(ranks, "setup")]
-        nbytes = sum(shares)
+        owned = [int(answer["nbytes"]) for answer in _all(ranks, "setup")]
+        nbytes = sum(owned)
         cluster.node("n0", 2 * nbytes + nbytes // 4)
         grown = _first_publish(cluster, ranks)
-        _all(ranks, "prepare", nbytes=max(shares))
+        _all(ranks, "prepare", nbytes=max(owned))
         base, stalls = [], []
-        for _ in range(rig.samples + 1):
+        for _ in range(testbed.samples + 1):
             base.append(_slowest(_all(ranks, "gather")))
             stalls.append(_publish(cluster, ranks))
-            cluster.sweep()
+            cluster.settle()
         _all(ranks, "finish")
         return rows(nbytes, base[1:], stalls[1:], grown)
 
@@ -68,9 +68,9 @@ def configure(folder: Path, job: str, nbytes: int) -> Config:
 
 
 def _context(cluster: Cluster, cfg: Config) -> Path:
-    folder = cluster.rig.folder / "trainer"
+    folder = cluster.testbed.folder / "trainer"
     hf_config(cfg).save_pretrained(folder)
-    ctx = RunContext(config=cfg, etcd_endpoints=[cluster.rig.endpoint], job=cluster.keys.job, epoch=cluster.epoch,
+    ctx = RunContext(config=cfg, etcd_endpoints=[cluster.testbed.endpoint], job=cluster.keys.job, epoch=cluster.epoch,
                      model_dir=str(folder))
     return ctx.save(folder / "context.json")
 

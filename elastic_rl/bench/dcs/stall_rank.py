@@ -35,7 +35,7 @@ class Rank:
         self._copy = torch.empty(0, dtype=torch.uint8)
         self._step = 0
 
-    def share(self) -> dict[str, int]:
+    def owned_bytes(self) -> dict[str, int]:
         """Bytes of the full tensors that this rank is to publish."""
         return {"nbytes": sum(t.nbytes for _, _, t in snapshot.weights(self._policy, self._bucket_bytes))}
 
@@ -73,7 +73,7 @@ def main(context: str) -> None:
 
     def setup() -> dict[str, int]:
         made.append(Rank(context))  # a collective, so not before all ranks were asked
-        return made[0].share()
+        return made[0].owned_bytes()
 
     serve({"setup": setup, "prepare": lambda nbytes: made[0].prepare(nbytes), "gather": lambda: made[0].gather(),
            "publish": lambda: made[0].publish(), "finish": lambda: made[0].finish()})

@@ -1,4 +1,4 @@
-"""What every row needs: an etcd and folders of its own, nodes, publishers and pullers, and the end of them all."""
+"""What the rows share: an etcd and folders, nodes, publishers and pullers, and the end of them all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +22,7 @@ from elastic_rl.bench.workers import Worker, last_line
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.errors import DeadlineExceeded
@@ -36,11 +37,11 @@ SHM = Path("/dev/shm")
 STREAM = "policy"
 DCS = DcsConfig()
 _SPARE_BYTES = 64 << 20
-"""Of an arena beyond the versions that it is to hold: manifests, and what alignment costs."""
+"""Of an arena or disk beyond the versions that it holds: manifests, alignment, files."""
 _SPARE_RAM = 1 << 30
-_START_S = 60.0
-_PREFIX = "erl-bench-"
-"""Of folders; the process follows that they belong to."""
+_START_S, _SAVE_S = 60.0, 120.0
+FOLDER_PREFIX = "erl-bench-"
+"""Of folders; the id of the process that they belong to follows."""
 
 
 def require_ram(nbytes: int) -> None:
@@ -51,47 +52,50 @@ def require_ram(nbytes: int) -> None:
 
 
 def require_memory(folder: Path, nbytes: int) -> None:
-    """Raises Unmeasurable when the folder's file system has no room for so much."""
+    """Raises Unmeasurable when the folder's file system has less free space."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise Unmeasurable(f"{folder} has {free >> 20} MiB free of the {nbytes >> 20} MiB that this takes")
 
 
 def remove_leftovers() -> None:
-    """Removes the folders of runs of this bench that were killed."""
-    for path in [*SHM.glob(f"{_PREFIX}*"), *Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")]:
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+    """Removes the folders of killed runs."""
+    for path in [*SHM.glob(f"{FOLDER_PREFIX}*"), *Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")]:
+        pid = path.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
 
 class Cluster:
-    """A job of its own in the rig's etcd. Nodes hold chunks in memory only: no alternative here writes a second copy
-    to disk either, unless disk is its way."""
+    """A job of its own in the testbed's etcd. Nodes have the default settings, but for their capacity: arena and disk
+    hold the versions of the row. So they encode deltas where that pays, and save versions to disk."""
 
-    def __init__(self, rig: Testbed, stack: contextlib.ExitStack) -> None:
-        self.rig = rig
+    def __init__(self, testbed: Testbed, stack: contextlib.ExitStack) -> None:
+        self.testbed = testbed
         self.keys = Keys(f"bench-{secrets.token_hex(4)}")
-        self.etcd = rig.etcd
+        self.etcd = testbed.etcd
         self.epoch = fencing.raise_epoch(self.etcd, self.keys, "bench").number
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack = stack
         self._names = itertools.count(1)
+        self._client: DcsClient | None = None
 
     def start(self, node_id: str, versions_bytes: int, **dcs: object) -> subprocess.Popen[bytes]:
-        """A node whose arena has room for so many bytes; ``await_nodes`` waits for it."""
-        require_memory(SHM, versions_bytes + _SPARE_BYTES)
-        settings = {"arena_bytes": versions_bytes + _SPARE_BYTES, "disk_bytes": 0, **dcs}
+        """A node whose arena and disk hold so many bytes; ``await_nodes`` waits for it. ``dcs``: settings."""
+        capacity = versions_bytes + _SPARE_BYTES
+        settings = {"arena_bytes": capacity, "disk_bytes": capacity, **dcs}
+        require_memory(SHM, capacity)
+        require_memory(self.testbed.folder, int(str(settings["disk_bytes"])))
         process = self.processes[node_id] = spawn(python(
-            "elastic_rl.dcs.node.service", "--etcd", self.rig.endpoint, "--id", node_id, f"--job={self.keys.job}",
-            f"--run_dir={self.rig.folder / 'runs'}", "--coordinator.lease_ttl_s=10", "--etcd.call_timeout_s=5",
+            "elastic_rl.dcs.node.service", "--etcd", self.testbed.endpoint, "--id", node_id, f"--job={self.keys.job}",
+            f"--run_dir={self.testbed.folder / 'runs'}",
             *(f"--dcs.{key}={value}" for key, value in settings.items())),
             log=self._log(node_id))
         self._stack.callback(end, process)
         return process
 
     def _log(self, node_id: str) -> Path:
-        return self.rig.folder / f"{self.keys.job}-{node_id}.log"
+        return self.testbed.folder / f"{self.keys.job}-{node_id}.log"
 
     def await_nodes(self) -> dict[str, DcsNode]:
         """The records of all nodes that were started, once each has registered. Raises DeadlineExceeded."""
@@ -113,39 +117,46 @@ class Cluster:
         return self.await_nodes()[node_id]
 
     def publisher(self, node: str, **settings: Any) -> Publisher:
-        defaults = {"chunk_bytes": DCS.chunk_bytes, "staging_ttl_s": 30, "io_timeout_s": 120.0}
+        defaults = {"chunk_bytes": DCS.chunk_bytes, "staging_ttl_s": DCS.staging_ttl_s,
+                    "io_timeout_s": DCS.io_timeout_s}
         out = Publisher(self.etcd, self.keys, STREAM, epoch=self.epoch, owner=f"bench-{next(self._names)}", node=node,
                         **{**defaults, **settings})
         self._stack.callback(out.close)
         return out
 
     def puller(self, node: str) -> Puller:
-        out = Puller(self.etcd, self.keys, f"bench-{next(self._names)}", io_timeout_s=120.0, node=node)
+        out = Puller(self.etcd, self.keys, f"bench-{next(self._names)}", io_timeout_s=DCS.io_timeout_s, node=node)
         self._stack.callback(out.close)
         return out
 
-    def sweep(self) -> None:
-        """Gives the memory of all versions but the newest back, so that the next one finds room."""
-        janitor = GarbageCollector(self.etcd, self.keys, RetentionPolicy(1))
+    def settle(self) -> None:
+        """Between two samples: waits until the nodes have saved every chunk to disk, and has them drop all versions but
+        the newest."""
+        if any(p.poll() is None for p in self.processes.values()):
+            wait_until(lambda: not any(n["unsaved"] for n in self._usage()), timeout_s=_SAVE_S, what="the nodes' disks")
+        self._drop_old()
+
+    def _usage(self) -> list[dict[str, Any]]:
+        self._client = self._client or self.adopt(DcsClient(self.etcd, self.keys, io_timeout_s=DCS.io_timeout_s))
+        return [self._client.connect(node).stat() for node in self.processes]
+
+    def _drop_old(self) -> None:
+        collector = GarbageCollector(self.etcd, self.keys, RetentionPolicy(1))
         try:
             for _ in range(2):  # released in the first, dropped in the second
-                janitor.sweep([])
+                collector.sweep([])
         finally:
-            janitor.close()
+            collector.close()
 
     def worker(self, module: str, *args: str, env: Mapping[str, str] | None = None) -> Worker:
         """A process of this package's ``module`` that ends with the cluster."""
         return self.adopt(Worker(f"elastic_rl.bench.dcs.{module}", *args, env=env,
-                                 log=self.rig.folder / f"{module}-{next(self._names)}.log"))
+                                 log=self.testbed.folder / f"{module}-{next(self._names)}.log"))
 
     def adopt(self, closing: Any) -> Any:
         """Closes something with the cluster; returns it."""
         self._stack.callback(closing.close)
         return closing
-
-    def later(self, what: Callable[[], object]) -> None:
-        """Called when the cluster ends."""
-        self._stack.callback(what)
 
 
 class Testbed:
@@ -172,7 +183,7 @@ class Testbed:
 
     @property
     def samples(self) -> int:
-        """How often each thing is done, after one time that does not count."""
+        """Number of samples, after one that does not count."""
         return 3 if self.options.quick else 5
 
     @contextmanager
@@ -182,7 +193,7 @@ class Testbed:
             yield Cluster(self, stack)
 
     def temporary(self) -> tuple[Path, Path]:
-        """A new folder on disk and one in memory; both go with the rig."""
+        """A new folder on disk and one in memory; both end with the testbed."""
         name = secrets.token_hex(3)
         folders = self.folder / name, self.shm / name
         for folder in folders:
@@ -190,6 +201,6 @@ class Testbed:
         return folders
 
     def _temporary(self, parent: Path | None) -> Path:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=parent))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder

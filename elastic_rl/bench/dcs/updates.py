@@ -1,8 +1,7 @@
 """The ways by which new weights get from a trainer into engines: the checkpoint service, and the alternatives.
 
-An ``Update`` brings the tensors into all engines and returns when the last one has them. Each is set as it does best;
-none of the alternatives verifies anything, and none leaves a version that another engine could get later, but for the
-files.
+An ``Update`` brings the tensors into all engines and returns when the last one has them. Each has its best settings.
+None of the alternatives verifies anything, and only the files remain for an engine that comes later.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _HEAD_S = 120.0
 
 
 class DcsUpdate:
-    """Ours: publish; each engine's runner follows the head, pulls and applies."""
+    """The checkpoint service: publish; each engine's runner follows the head, pulls, stages, confirms and applies."""
 
     def __init__(self, cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int) -> None:
         if not cluster.processes:
@@ -41,7 +40,7 @@ class DcsUpdate:
         self._publisher = cluster.publisher(_NODE)
         self._pullers = [cluster.puller(_NODE) for _ in engines]
         self._heads = [cluster.adopt(puller.watch_head(STREAM)) for puller in self._pullers]
-        self._sweep = cluster.sweep
+        self._settle = cluster.settle
         self.last = 0
 
     def update(self, tensors: Tensors) -> None:
@@ -59,14 +58,16 @@ class DcsUpdate:
             raise EngineFailed("no version came")
         engine, puller = self._engines[i], self._pullers[i]
         with engine.stage() as session, puller.pull(STREAM, version.number, on_part=session.add) as pulled:
-            engine.apply(session.finish(pulled.reference()), version.number)
+            update = session.finish(pulled.reference())
+            pulled.confirm()
+            engine.apply(update, version.number)
 
-    def forget(self) -> None:
-        self._sweep()
+    def settle(self) -> None:
+        self._settle()
 
     @contextmanager
     def reference(self) -> Iterator[dict[str, Any]]:
-        """Of the newest version, pinned as long as the context is open."""
+        """Of the newest version, pinned while the context is open."""
         with self._pullers[0].pull(STREAM) as pulled:
             yield pulled.reference()
 
@@ -74,7 +75,7 @@ class DcsUpdate:
 @contextmanager
 def from_disk(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: bool) -> Iterator[Update]:
     """SGLang's ``update_weights_from_disk`` of a safetensors file."""
-    folder = cluster.rig.temporary()[in_memory] / "model"
+    folder = cluster.testbed.temporary()[in_memory] / "model"
     # The folder that the engines started from, but for the weights.
     source = Path(engines[0].folder)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -93,7 +94,7 @@ def from_disk(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: bo
 @contextmanager
 def from_dcp(cluster: Cluster, engines: Sequence[BenchEngine], *, in_memory: bool) -> Iterator[Update]:
     """torch DCP saved by the trainer, and loaded inside each scheduler."""
-    folder = cluster.rig.temporary()[in_memory] / "dcp"
+    folder = cluster.testbed.temporary()[in_memory] / "dcp"
 
     def update(tensors: Tensors) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -156,14 +157,14 @@ def from_ray(cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int) -> I
     """Ray's object store: one put by the trainer; an actor beside each engine gets the arrays and hands them to
     SGLang's ``update_weights_from_tensor`` through shared memory."""
     from elastic_rl.bench.dcs.ray_exchange import RayExchange
-    exchange = RayExchange(cluster.rig.folder, nbytes)
+    exchange = RayExchange(cluster.testbed.folder, nbytes)
     try:
         feeders = exchange.feeders([e.url for e in engines])
 
         def update(tensors: Tensors) -> None:
             exchange.write(tensors)
             exchange.feed(feeders)
-            exchange.forget()
+            exchange.delete()
 
         yield update
     finally:

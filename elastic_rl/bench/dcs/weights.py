@@ -41,7 +41,9 @@ class Weights:
         return self.flat.numel()
 
     def renew(self) -> None:
-        """Changes every page, so that no chunk of this version equals one of another."""
+        """Changes the low bits of every element, so that a delta saves nothing, and makes every page differ from all
+        other pages of this and other versions, so that no chunk equals one that a node has."""
+        self.flat.view(torch.int16).bitwise_xor_(self._round % 7 + 1)
         pages = self.flat.view(torch.int32)[::_PAGE_INTS]
         stamp = torch.arange(len(pages), dtype=torch.int32) + self._round * len(pages)
         self._round += 1

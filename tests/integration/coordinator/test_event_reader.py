@@ -40,14 +40,14 @@ def test_event_that_sorts_into_a_page_that_was_read_is_not_missed(etcd: EtcdClie
         answer = page(*args, **options)
         if options.get("newest_first") is not True and len(pages) < 3:
             pages.append(len(answer.kvs))
-            if len(pages) == 2:
+            if len(pages) == 1:
                 late = [events.build("test.late", "s", "m", at=1.0), events.build("test.newest", "s", "m", at=9000.0)]
                 etcd.txn([], [events.put_op(keys, event) for event in late])
         return answer
 
     monkeypatch.setattr(etcd, "page", slow_page)
     kinds = read_all(etcd, keys)
-    assert len(pages) == 3, "the backlog was read in one page: this test shows nothing"
+    assert len(pages) > 1, "the backlog was read in one page: this test shows nothing"
     assert sorted(kinds) == sorted([*(f"test.{n}" for n in range(count)), "test.late", "test.newest"])
 
 

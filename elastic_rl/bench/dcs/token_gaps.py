@@ -1,7 +1,6 @@
-"""How long an engine says nothing while its weights change, as whoever reads a stream of its tokens sees it.
+"""The time between two tokens of an engine while its weights change, as a client that reads a stream of them sees it.
 
-That is the pause that counts: work which an engine does before it is paused in name, but in the thread that makes the
-tokens, shows here.
+Unlike the pause, it includes work that the engine does before the pause in the thread that makes the tokens.
 """
 
 from __future__ import annotations
