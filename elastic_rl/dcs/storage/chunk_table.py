@@ -10,9 +10,9 @@ When may a chunk be *dropped*, so that no committed version ever loses one?
   ``mark`` (the last number) first, then reads from etcd which versions are live, then requests a drop of what none of
   them refers to. A chunk that was touched after the mark stays; one that was touched before it and is not held belongs
   to a version whose commit the garbage collector has seen, or to none.
-- Which chunks a live version refers to is in its manifest, which comes to a node before its chunks. A live manifest that
-  is absent therefore stands for a version of which nothing is here, unless chunks were found on disk at the start or a
-  chunk was lost: then nothing is dropped until every live manifest is here (``manifests_to_fetch``).
+- A manifest comes to a node before its chunks. A live manifest that is absent therefore stands for a version of which
+  nothing is here, unless chunks were found on disk at the start or a chunk was lost: then nothing is dropped until
+  every live manifest is here (``manifests_to_fetch``).
 
 When is a chunk *saved* to disk? When nothing holds it and the grace is over, in the background, version by version
 (``save_queue``).
