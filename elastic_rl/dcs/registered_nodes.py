@@ -7,6 +7,7 @@ lease had ended in an outage of etcd, is the same.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from elastic_rl.errors import CatalogMismatch, Conflict
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import DcsNode
+from elastic_rl.etcd.records import CatalogIdentity, DcsNode
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +58,19 @@ def _decoded(kv: KeyValue) -> RegisteredNode | None:
         return None
 
 
-def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str, str], catalog: str
-                        ) -> tuple[list[Compare], int]:
+def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str, str],
+                        identity: CatalogIdentity) -> tuple[list[Compare], int]:
     """Checks that each node is registered and still the process that acknowledged chunks, and returns the conditions
     under which that holds later too, and the revision of the check. ``acknowledged``: node id → incarnation;
-    ``catalog``: id of the catalog written to.
+    ``identity``: of the catalog written to, as the caller last read it.
 
     The conditions are a single comparison (no node has registered since the check), so their number does not grow with
     that of the nodes. They do not notice a node whose record goes away after the check; that is the failure of one
     replica, as at any later time.
 
-    Raises Conflict for a node that is gone or restarted, CatalogMismatch for one that belongs to another catalog.
+    Raises Conflict for a node that is gone or restarted. Raises CatalogMismatch for one that belongs to another
+    catalog, and when any node has seen more commits of this one than etcd has: an etcd that was restored from an old
+    backup would assign numbers of versions a second time.
     """
     if not acknowledged:
         return [], 0
@@ -76,7 +79,23 @@ def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str,
         found = nodes.get(node_id)
         if found is None or found.node.incarnation != incarnation:
             raise Conflict(f"DCS node {node_id} was lost or restarted after it had stored chunks of the version")
-        if not found.belongs_to(catalog):
+        if not found.belongs_to(identity.id):
             raise CatalogMismatch(f"DCS node {node_id} holds versions of catalog {found.node.catalog}, and etcd has "
-                                  f"catalog {catalog}", hint=RECOVER_HINT)
+                                  f"catalog {identity.id}", hint=RECOVER_HINT)
+    _require_newest(etcd, keys, identity, nodes)
     return [Compare.none_created_since(keys.dcs_nodes_prefix(), revision)], revision
+
+
+def _require_newest(etcd: EtcdClient, keys: Keys, identity: CatalogIdentity, nodes: Mapping[str, RegisteredNode]
+                    ) -> None:
+    """Raises CatalogMismatch when one of the nodes has seen more commits than the catalog has now."""
+    seen = {n.node.commits: n.node.id for n in nodes.values() if n.node.catalog == identity.id}
+    most = max(seen, default=0)
+    if most <= identity.commits:
+        return
+    kv, now = etcd.get(keys.dcs_catalog()), None  # after the nodes: the caller may have missed commits they have seen
+    with contextlib.suppress(ValidationError):  # the caller's guard on this record reports that
+        now = CatalogIdentity.decode(kv.value) if kv is not None else None
+    if now is not None and now.id == identity.id and now.commits < most:
+        raise CatalogMismatch(f"etcd has catalog {identity.id} after {now.commits} commits, and DCS node {seen[most]} "
+                              f"has seen {most}: was etcd restored from an old backup?", hint=RECOVER_HINT)

@@ -22,7 +22,7 @@ from elastic_rl.dcs.registered_nodes import RegisteredNode, read_nodes, registra
 from elastic_rl.errors import ArenaFull, ChunkMissing, DiskFull, ElasticRLError, NodeUnavailable
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Placement, Version, VersionState
+from elastic_rl.etcd.records import CatalogIdentity, Placement, Version, VersionState
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Repairer:
             if self._examined.get(key) == there or self._clock() < retry_at:
                 continue
             try:
-                lines += self._repair(entry, nodes, as_of, identity.id, guard)
+                lines += self._repair(entry, nodes, as_of, identity, guard)
             except ElasticRLError as e:
                 first_s, longest_s = _RETRY_S
                 pause_s = min(longest_s, first_s * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
@@ -94,7 +94,8 @@ class Repairer:
                    if e.version.state is VersionState.COMMITTED]
         return sorted(entries, key=lambda e: -e.version.number)
 
-    def _repair(self, entry: Entry, nodes: _Nodes, as_of: int, catalog: str, guard: Sequence[Compare]) -> list[str]:
+    def _repair(self, entry: Entry, nodes: _Nodes, as_of: int, identity: CatalogIdentity,
+                guard: Sequence[Compare]) -> list[str]:
         """``as_of``: revision at which the nodes were read. Raises ElasticRLError where a later try may do better."""
         version = entry.version
         found = reads.read_placement(self._etcd, self._keys, version.stream, version.number)
@@ -106,7 +107,7 @@ class Repairer:
         acknowledged = merge_acknowledged(copies.values())
         now = placement.with_copies(holding, ((part, n) for part, made in copies.items() for n in made))
         try:
-            registered, _ = registration_guards(self._etcd, self._keys, acknowledged, catalog)
+            registered, _ = registration_guards(self._etcd, self._keys, acknowledged, identity)
             if now != found.placement and not leader_writes.update_placement(
                     self._etcd, self._keys, entry, found, now.replace(as_of=as_of), [*registered, *guard]):
                 raise NodeUnavailable("its record changed meanwhile, or this replica no longer leads")

@@ -191,7 +191,7 @@ def commit_together(pending: Sequence[PendingCommit], *, also: Sequence[Op] = ()
         if first.identity is None:
             raise Conflict("a version can only be committed by the writer that began it")
         identity = first.identity.replace(commits=first.identity.commits + 1)
-        registered, as_of = registration_guards(etcd, keys, acknowledged, identity.id)
+        registered, as_of = registration_guards(etcd, keys, acknowledged, first.identity)
         done = etcd.txn(
             [fencing.epoch_guard(keys, first.epoch), first._identity_guard(), *registered,
              *(c for p in pending for c in p.writer._commit_conditions(p))],

@@ -343,6 +343,8 @@ class Server:
             return {}
         live, released, session.live, session.released = session.live, session.released, [], []
         manifests = self._index.kept(str(header["catalog"]), int(header["commits"]), live, released)
+        if missing := self._table.manifests_to_fetch(manifests):
+            self._fetcher.fetch(missing, (), None)
         dropped, freed = self._table.drop(manifests, int(header["mark"]))
         return {"chunks": dropped, "nbytes": freed}
 

@@ -10,6 +10,9 @@ When may a chunk be *dropped*, so that no committed version ever loses one?
   ``mark`` (the last number) first, then reads from etcd which versions are live, then requests a drop of what none of
   them refers to. A chunk that was touched after the mark stays; one that was touched before it and is not held belongs
   to a version whose commit the garbage collector has seen, or to none.
+- A manifest comes to a node before its chunks. A live manifest that is absent therefore stands for a version of which
+  nothing is here, unless chunks were found on disk at the start or a chunk was lost: then nothing is dropped until
+  every live manifest is here (``manifests_to_fetch``).
 
 When is a chunk *saved* to disk? When nothing holds it and the grace is over, in the background, version by version
 (``save_queue``).
@@ -73,12 +76,15 @@ class ChunkTable:
         self._held: dict[int, dict[str, Chunk]] = {}  # connection -> what it holds
         self._located: dict[int, dict[str, dict[int, Copy]]] = {}  # connection -> token -> offset -> copy
         self._corrupt: dict[str, None] = {}  # dropped for their bytes, oldest first
+        self._lost = 0  # chunks that were dropped for their bytes
+        self._lost_at_drop = 0  # of those, how many before the last drop with every live manifest; -1: none so far
         self._parsed: dict[str, frozenset[str]] = {}  # manifest digest -> its chunks
         self._queue = SaveQueue(self._chunks, self._lock, changed, clock, enabled=disk is not None)
         self._tiers = Tiers(view, disk, self._queue, changed, verify_every_s=verify_every_s, clock=clock,
                             on_lost=self._lose)
         if disk is not None:
             self._chunks.update((d, Chunk(d, nbytes, on_disk=True)) for d, nbytes in disk.index().items())
+            self._lost_at_drop = -1 if self._chunks else 0
 
     # -- writing -----------------------------------------------------------------------------------------------------
     def alloc(self, conn: int, nbytes: int) -> int:
@@ -331,17 +337,25 @@ class ChunkTable:
         with self._lock:
             return self._touch
 
+    def manifests_to_fetch(self, live: set[str]) -> list[str]:
+        """Those of the live manifests without which ``drop`` refuses, and which are not here."""
+        with self._lock:
+            if self._lost == self._lost_at_drop:
+                return []
+            return sorted(d for d in live if d not in self._chunks and d not in self._parsed)
+
     def drop(self, live: set[str], mark: int) -> tuple[int, int]:
         """Drops what no live manifest refers to, was not touched after ``mark`` and is not held: (chunks, bytes).
 
-        ``live``: digests of manifests. Raises ChunkCorrupt, and drops nothing, when one of them is here, or was, and
-        cannot be read.
+        ``live``: digests of manifests. Raises ChunkCorrupt or ChunkMissing, and drops nothing, when one of them is
+        corrupt, or is absent while chunks of its version may be here.
         """
-        keep = set(live)
+        keep, lost = set(live), self._lost
         for digest in live:
             keep |= self._chunks_of(digest)
         now = self._clock()
         with self._lock:
+            self._lost_at_drop = lost
             victims = [c for c in self._chunks.values() if c.digest not in keep and c.touched <= mark
                        and not c.holders and c.keep_until <= now]
             for chunk in victims:
@@ -360,7 +374,10 @@ class ChunkTable:
             except ChunkMissing as e:
                 if self.was_corrupt(manifest):
                     raise ChunkCorrupt(f"the manifest {manifest} of a live version was dropped as corrupt") from e
-                return frozenset()  # no chunk of that version is here: a manifest always comes before its chunks
+                if self._lost != self._lost_at_drop:
+                    raise ChunkMissing(f"the manifest {manifest} of a live version is absent, and chunks of that "
+                                       "version may be here") from e
+                return frozenset()  # no chunk of that version is here
             with self._lock:
                 self._parsed[manifest] = known
         return known
@@ -375,6 +392,7 @@ class ChunkTable:
         if chunk.gone:
             return
         self._forget(chunk)
+        self._lost += 1
         if corrupt:
             self._corrupt[chunk.digest] = None
             while len(self._corrupt) > _CORRUPT_KEPT:

@@ -137,6 +137,36 @@ def test_node_of_another_catalog_fails_the_commit(job: Job) -> None:
     assert catalog.head(job.etcd, job.keys, "policy") is None
 
 
+def test_node_that_has_seen_more_commits_fails_the_commit(job: Job) -> None:
+    """Etcd was restored from an old backup: the number of the version may have been used."""
+    writer = job.writer()
+    commit_together([job.pending(writer)])
+    identity, _ = read_identity(job.etcd, job.keys)
+    assert identity is not None
+    current = {"a": job.register("a", catalog=identity.id, commits=1)}
+    commit_together([job.pending(writer, acknowledged=current)])
+    job.register("elsewhere", catalog=identity.id, commits=20)
+    with pytest.raises(CatalogMismatch, match="after 2 commits, and DCS node elsewhere has seen 20") as caught:
+        commit_together([job.pending(writer, acknowledged=current)])
+    assert "elastic-rl versions recover" in str(caught.value)
+    head = catalog.head(job.etcd, job.keys, "policy")
+    assert head is not None and head.number == 2
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_node_that_noted_other_commits_meanwhile_does_not_fail_the_commit(job: Job, behind: int) -> None:
+    """A publisher that has not seen the commits of other streams is no older catalog."""
+    late, other = job.writer(), job.writer("critic")
+    pending = job.pending(late)
+    for _ in range(1 + behind):
+        commit_together([job.pending(other)])
+    identity, _ = read_identity(job.etcd, job.keys)
+    assert identity is not None
+    nodes = {"a": job.register("a", catalog=identity.id, commits=identity.commits)}
+    [version] = commit_together([PendingCommit(late, pending.staged, "m", 1, Placement(parts=[["a"]]), nodes)])
+    assert version.number == 1
+
+
 def test_running_publisher_notices_that_etcd_lost_its_catalog(job: Job) -> None:
     writer = job.writer()
     commit_together([job.pending(writer)])

@@ -93,6 +93,22 @@ def test_restarted_node_counts_with_its_disk_and_not_without(dcs: DcsCluster) ->
     assert sorted(require_placement(dcs, 1)[0]) == ["a", "b"]
 
 
+def test_sweep_fetches_the_manifest_that_a_restarted_node_lost(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    dcs.start("b", disk_bytes=64 << 20)
+    dcs.publish(1, replicas=2)
+    [[_, _]] = require_placement(dcs, 1)
+    manifest, chunks = dcs.head().manifest, dcs.stat("b")["chunks"]
+    dcs.stop("b")
+    [file] = dcs.folder.rglob(manifest)
+    file.unlink()
+    dcs.start("b", disk_bytes=64 << 20)
+    assert dcs.client().connect("b").has([manifest]) == [manifest] and dcs.stat("b")["chunks"] == chunks - 1
+    dcs.collector(io_timeout_s=20).sweep([])
+    assert dcs.stat("b")["chunks"] == chunks, "chunks of a live version were dropped"
+    require_placement(dcs, 1)
+
+
 def test_repairer_that_no_longer_leads_changes_no_record(dcs: DcsCluster) -> None:
     dcs.start("a", "b", "c")
     dcs.publish(1, replicas=2)

@@ -326,6 +326,36 @@ def test_drop_refuses_while_a_live_manifest_on_disk_is_corrupt(folder: Path) -> 
     after.disk.close()
 
 
+def test_drop_after_restart_requires_the_manifest_that_was_lost_before_it(folder: Path) -> None:
+    packer = Packer(KIB)
+    packer.add("t", "uint8", (KIB,))
+    before = Node(folder)
+    digest, orphan = before.commit(b"a" * KIB), before.commit(b"o" * KIB)
+    encoded = packer.manifest([digest]).encode()
+    manifest = before.commit(encoded)
+    before.save_all()
+    before.disk.close()
+    before.path(manifest).write_bytes(b"rotten")
+    corrupt = Node(folder)
+    with pytest.raises(ChunkCorrupt):
+        corrupt.table.drop({manifest}, corrupt.table.mark())
+    corrupt.saver.step(0)
+    assert not corrupt.path(manifest).exists()
+    corrupt.disk.close()
+    after = Node(folder)
+    with pytest.raises(ChunkMissing, match=manifest):
+        after.table.drop({manifest}, after.table.mark())
+    assert after.table.has(digest) and after.table.manifests_to_fetch({manifest}) == [manifest]
+    after.commit(encoded)
+    assert after.table.manifests_to_fetch({manifest}) == []
+    assert after.table.drop({manifest}, after.table.mark()) == (1, KIB)
+    assert after.table.has(digest) and not after.table.has(orphan)
+    elsewhere = "f" * 32  # a version that was committed since, of which nothing is here
+    assert after.table.manifests_to_fetch({manifest, elsewhere}) == []
+    assert after.table.drop({manifest, elsewhere}, after.table.mark()) == (0, 0) and after.table.has(digest)
+    after.disk.close()
+
+
 def test_drop_reads_manifest_from_disk_while_the_arena_is_full(node: Node) -> None:
     packer = Packer(KIB)
     packer.add("t", "uint8", (KIB,))
