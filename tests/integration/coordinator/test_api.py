@@ -198,6 +198,17 @@ def test_external_engine_is_registered_once_and_cancelled(cluster: ApiCluster, a
     assert api.post("/v1/engines", json=body).status_code == 202
 
 
+def test_server_is_registered_once_under_any_spelling(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
+    own, external = runtime.free_port(), runtime.free_port()
+    cluster.etcd.put(cluster.keys.engine(f"{pool}-own"), Engine(
+        id=f"{pool}-own", pool=pool, state=EngineState.READY, epoch=1, url=f"http://127.0.0.1:{own}").encode())
+    answer = api.post("/v1/engines", json={"url": f"http://localhost:{external}", "pool": pool})
+    assert answer.status_code == 202 and answer.json()["params"]["url"] == f"http://127.0.0.1:{external}"
+    for port in (own, external):
+        for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "[::1]"):
+            problem(api.post("/v1/engines", json={"url": f"http://{host}:{port}", "pool": pool}), 409, "conflict")
+
+
 def test_external_engine_is_deregistered_once_and_others_are_not(cluster: ApiCluster, api: httpx.Client, pool: str,
                                                                  engine: str) -> None:
     external, key = f"x-{pool}", {"Idempotency-Key": f"leave-{pool}"}
