@@ -70,7 +70,8 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def free_registration(etcd: EtcdClient, keys: Keys, url: str, limit: int) -> KeyValue | None:
     """The registration under this URL if it has ended; None where there is none. Raises a 409 problem for a server that
-    is registered or is the pool's own already, under any spelling of its address, and where ``limit`` external engines are registered."""
+    is registered or is the pool's own already, under any spelling of its address, and where ``limit`` external engines
+    are registered."""
     kvs = etcd.range(keys.external_engines_prefix())[0]
     registered = [r for r, _ in decode_all(kvs, ExternalEngine, {})]
     taken = {server_of(r.url): r.engine for r in registered if not r.ended}
