@@ -62,13 +62,15 @@ class CoordinatorConfig(Section):
     """PEM file of the authority against which replicas and clients verify the admin API. Empty: the authorities of the
     system."""
     max_requests: Positive = 128
-    """Largest number of requests that a replica works on at once; it refuses further ones with status 503."""
+    """Largest number of requests with a token or session that a replica works on at once; it refuses further ones with
+    status 503. Requests without credentials have a limit of their own (32)."""
     max_streams: Positive = 64
     """Largest number of event streams that a replica serves at once; it refuses further ones with status 503."""
     max_body_bytes: Positive = 65536
     """Largest body of a request, in bytes; a larger one is refused with status 413."""
     request_timeout_s: Seconds = 10.0
-    """Seconds within which the headers of a request, and then its body, must arrive; else the request is refused."""
+    """Seconds within which a TLS handshake must end, and the headers of a request, and then its body, must arrive; else
+    the connection is closed or the request refused."""
 
     @model_validator(mode="after")
     def _check(self) -> CoordinatorConfig:

@@ -16,7 +16,10 @@ import json
 import logging
 import os
 import secrets
+import socket
+import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, Protocol, Self
@@ -29,7 +32,8 @@ log = logging.getLogger(__name__)
 
 ENV = "ELASTIC_RL_STAGER"
 _FIRST_REQUEST_S = 10.0
-"""Timeout of a stager for the first request on a connection."""
+"""Timeout of a stager for the first request on a connection, and for each part of a message."""
+_ACCEPT_RETRY_S = 0.5
 _NEXT_REQUEST_S = 120.0
 """Timeout for each further request: as long as a tensor may take to arrive."""
 _MAX_REQUEST = 256 << 20
@@ -57,7 +61,7 @@ def _address(secret: str, rank: int) -> str:
 
 
 class Stager(threading.Thread):
-    """Serves a loader to clients that have the secret, one connection at a time. A daemon thread."""
+    """Serves a loader to clients of its own user that have the secret, one connection at a time. A daemon thread."""
 
     def __init__(self, secret: str, rank: int, loader: StagingTarget) -> None:
         super().__init__(name="stager", daemon=True)
@@ -69,7 +73,13 @@ class Stager(threading.Thread):
 
     def run(self) -> None:
         while True:
-            with self._listener.accept() as connection:
+            try:
+                connection = self._listener.accept()
+            except OSError as e:  # no descriptors
+                log.error("stager: a connection cannot be accepted: %s", e)
+                time.sleep(_ACCEPT_RETRY_S)
+                continue
+            with connection:
                 try:
                     self._serve(connection)
                 except (OSError, EOFError, ValueError) as e:  # not a client of ours, or one that disconnected
@@ -77,6 +87,13 @@ class Stager(threading.Thread):
 
     def _serve(self, connection: Connection) -> None:
         timeout_s = _FIRST_REQUEST_S
+        with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            # An abstract socket has no permissions: every user of the host can connect.
+            _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.geteuid():
+                raise PermissionError(f"a connection of user {user} is refused")
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # of each read and write within a message
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(timeout_s * 1e6), 10**6)))
         while connection.poll(timeout_s):
             try:
                 request = json.loads(connection.recv_bytes(_MAX_REQUEST))

@@ -35,8 +35,9 @@ _CLOCK_STEP_S = 1.0
 class Membership:
     """This process's entry among the members, kept by a thread of the process until ``close``.
 
-    A process that starts under the same role and id replaces the entry; the older one then sees ``replaced`` and stops
-    its heartbeats.
+    A process that starts under the same role and id replaces the entry, so that a restarted one is listed at once. The
+    older one then sees ``replaced`` and stops its heartbeats. If it still runs when the other's entry has been gone for
+    ``ttl_s``, it registers again: the other was a failed start under this name, and this process does the work.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, role: str, member_id: str, *, ttl_s: int, url: str = "",
@@ -54,6 +55,7 @@ class Membership:
         self.replaced = threading.Event()
         self._lease: KeptLease | None = None
         self._revision = 0  # of our last write
+        self._absent_since: float | None = None  # monotonic; of the entry of the process that replaced this one
         self._thread = threading.Thread(target=self._run, name=f"member-{role}-{member_id}", daemon=True)
 
     @property
@@ -111,16 +113,19 @@ class Membership:
 
     def _run(self) -> None:
         written_at = time.monotonic()
-        while not self._stopping.is_set() and not self.replaced.is_set():
-            changed = self._changed.wait(self._ttl_s / 3)
+        while not self._stopping.is_set():
+            # One that was replaced has nobody to report to.
+            changed = (self._stopping if self.replaced.is_set() else self._changed).wait(self._ttl_s / 3)
             self._changed.clear()
             if self._stopping.is_set():
                 return
             alive = self._lease is not None and self._lease.alive
-            if alive and not changed and time.monotonic() - written_at < self._ttl_s:
+            if alive and not self.replaced.is_set() and not changed and time.monotonic() - written_at < self._ttl_s:
                 continue  # the lease has its own thread; a heartbeat without news is a write to etcd and can be rarer
             try:
-                if alive:
+                if self.replaced.is_set():
+                    self._stand_by()
+                elif alive:
                     self._heartbeat()
                 else:
                     self._register()
@@ -155,6 +160,32 @@ class Membership:
             self._revision = outcome.revision
         elif not self._was_replaced():
             self._register()
+
+    def _stand_by(self) -> None:
+        """Registers again once no process has had our name for ``ttl_s``, in which one that restarts may return."""
+        if self._etcd.get(self._key) is not None:
+            self._absent_since = None
+            return
+        now = time.monotonic()
+        if self._absent_since is None:
+            self._absent_since = now
+        if now - self._absent_since < self._ttl_s:
+            return
+        old, lease = self._lease, self._etcd.keepalive(self._ttl_s)
+        try:
+            outcome = self._etcd.txn([Compare.absent(self._key)], [Op.put(self._key, self._now().encode(), lease.id)])
+        except ElasticRLError:
+            lease.close()
+            raise
+        self._absent_since = None
+        if not outcome.succeeded:
+            lease.close()
+            return
+        self._lease, self._revision = lease, outcome.revision
+        self.replaced.clear()
+        log.warning("member %s is registered again: the process that replaced it is gone", self._key)
+        if old is not None:
+            old.close()
 
     def _was_replaced(self) -> bool:
         """Whether another process has taken our name since we registered."""

@@ -21,6 +21,10 @@ TABLE, CREDENTIALS, VIEWER_TOKEN = "tokens.json", "credentials.json", "viewer.to
 alone for Prometheus."""
 
 
+MIN_TOKEN_CHARS = 16
+"""Fewest characters of a token that is written into a table in the short form."""
+
+
 class Role(StrEnum):
     VIEWER = "viewer"
     """Reads."""
@@ -119,6 +123,8 @@ class TokenTable:
             stat = self._path.stat()
         except FileNotFoundError as e:
             raise ConfigError(f"the token table {self._path} is missing", hint="`elastic-rl up` writes it") from e
+        except OSError as e:  # a circle of links, a folder that may not be searched
+            raise ConfigError(f"the token table {self._path} cannot be read: {e}") from e
         stamp = _Stamp(stat.st_mtime_ns, stat.st_ino, stat.st_size)
         if stamp == self._stamp:
             return
@@ -136,5 +142,21 @@ def _parse(table: object) -> list[Token]:
     """Entries of a table: digests under ``tokens``, or the short form ``{role: token}``, which is also what the command
     line takes as a token file."""
     if isinstance(table, dict) and "tokens" not in table:
-        return [Token(name=role, role=Role(role), sha256=digest(str(token))) for role, token in table.items()]
-    return _Table.model_validate(table).tokens
+        return [Token(name=role, role=Role(role), sha256=digest(_strong(role, token))) for role, token in table.items()]
+    tokens = _Table.model_validate(table).tokens
+    for token in tokens:
+        if token.sha256 == digest(""):
+            raise _weak(token.name)
+    return tokens
+
+
+def _strong(role: str, token: object) -> str:
+    """Raises ConfigError for what a stranger can guess."""
+    if not isinstance(token, str) or len(token.strip()) < MIN_TOKEN_CHARS:
+        raise _weak(role)
+    return token
+
+
+def _weak(name: str) -> ConfigError:
+    return ConfigError(f"the token {name!r} of the token table is not a string of {MIN_TOKEN_CHARS} characters or more",
+                       hint="make one with `openssl rand -hex 32`")

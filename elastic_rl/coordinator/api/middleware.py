@@ -1,13 +1,15 @@
-"""Checks that every request passes before its handler: load, origin, credentials, and the body, within limits.
+"""Checks that every request passes before its handler: origin, credentials, load, and the body, within limits.
 
-Cheap checks come first: nothing is read for a client that may not ask, and nothing is parsed that is too large.
+Cheap checks come first: nothing is read for a client that may not ask, and nothing is parsed that is too large. A
+request counts against ``max_requests`` once its caller is identified. Those without credentials have limits of their
+own, and count only once their bodies are here, so that nobody without a token can use up what operators need.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -18,6 +20,7 @@ from elastic_rl.coordinator import problems
 from elastic_rl.coordinator.api import request_origin
 from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.api.authentication import SESSION, Caller
+from elastic_rl.coordinator.api.connections import Connection
 from elastic_rl.coordinator.api.context import Context
 from elastic_rl.coordinator.api.request_origin import ServedHosts
 from elastic_rl.coordinator.metrics import scrape
@@ -35,6 +38,29 @@ _FOR_VIEWERS = {_SIGN_IN, ("DELETE", "/v1/session"), ("POST", "/v1/session-links
 _METHODS = ("GET", "HEAD", "POST", "PATCH", "PUT", "DELETE", "OPTIONS")
 _READS = ("GET", "HEAD", "OPTIONS")
 _WITH_BODY = ("POST", "PATCH", "PUT", "DELETE")
+_ANONYMOUS_BODY_BYTES = 1024
+"""Largest body of a request without credentials: a link has 200 characters at most."""
+_MAX_ANONYMOUS = 32
+"""Requests without credentials that are in progress at once, beside those that are authenticated."""
+_MAX_IDENTIFYING = 32
+"""Sessions that are looked up in etcd at once; less than the threads of the pool, in which handlers run too."""
+
+
+class _Limit:
+    """Counts requests in progress."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._running = most, 0
+
+    def take(self) -> None:
+        """Raises a 503 problem at the limit."""
+        if self._running >= self._most:
+            raise Problem(503, Kind.OVERLOADED, "The replica has too much to do",
+                          f"it works on {self._most} such requests already", headers={"Retry-After": "1"})
+        self._running += 1
+
+    def free(self) -> None:
+        self._running -= 1
 
 
 class RequestMiddleware:
@@ -43,7 +69,8 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, context: Context) -> None:
         self._app, self._context, self._cfg = app, context, context.cfg.coordinator
         self._hosts = ServedHosts.from_config(self._cfg)
-        self._running = 0
+        self._authenticated, self._anonymous = _Limit(self._cfg.max_requests), _Limit(_MAX_ANONYMOUS)
+        self._identifying = _Limit(_MAX_IDENTIFYING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,14 +78,9 @@ class RequestMiddleware:
             return
         # A copy: for HEAD the handler sees a GET, and the server still has to know that it leaves the body out.
         inner: Scope = {**scope, "state": {"caller": None, "body": b"", "head": scope["method"] == "HEAD"}}
-        counted = scope["path"] not in PROBES
-        self._running += counted
-        response = _MeasuredResponse(inner, scope["method"], send, self._finished if counted else lambda: None)
+        response = _MeasuredResponse(inner, scope["method"], send)
         try:
-            if counted and self._running > self._cfg.max_requests:
-                raise Problem(503, Kind.OVERLOADED, "The replica has too much to do",
-                              f"it works on {self._cfg.max_requests} requests already", headers={"Retry-After": "1"})
-            await self._admit(inner, receive, response.send)
+            await self._admit(inner, receive, response, scope.get("state", {}).get("connection"))
         except Problem as problem:
             await problem.response(scope["path"])(scope, receive, response.send)
         except ElasticRLError as e:
@@ -66,21 +88,27 @@ class RequestMiddleware:
         finally:
             response.started()
 
-    def _finished(self) -> None:
-        self._running -= 1
-
-    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _admit(self, scope: Scope, receive: Receive, response: _MeasuredResponse,
+                     connection: Connection | None) -> None:
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
         if path not in PROBES:
             self._hosts.check(headers)
         if path.startswith(_GUARDED):
             scope["state"]["caller"] = await self._caller(method, path, headers)
+        known = scope["state"]["caller"] is not None
+        if known:
+            response.count(self._authenticated)
+            if connection is not None:
+                connection.busy()
         if method == "HEAD":
             scope["method"] = "GET"
         if method in _WITH_BODY:
-            scope["state"]["body"] = body = await self._body(headers, receive)
+            most = self._cfg.max_body_bytes if known else min(_ANONYMOUS_BODY_BYTES, self._cfg.max_body_bytes)
+            scope["state"]["body"] = body = await self._body(headers, receive, most)
             receive = _replay(body, receive)
-        await self._app(scope, receive, send)
+        if not known and path not in PROBES:
+            response.count(self._anonymous)
+        await self._app(scope, receive, response.send)
 
     async def _caller(self, method: str, path: str, headers: Headers) -> Caller | None:
         """Who sends a request; None for one that signs in. Raises problems: 403 for one of another site, or that the
@@ -91,7 +119,11 @@ class RequestMiddleware:
         if (method, path) == _SIGN_IN and (credentials.cookie or not credentials.scheme):
             return None
         if credentials.scheme == SESSION:
-            caller = await run_in_threadpool(authenticator.identify, credentials)  # it reads etcd
+            self._identifying.take()
+            try:
+                caller = await run_in_threadpool(authenticator.identify, credentials)  # it reads etcd
+            finally:
+                self._identifying.free()
         else:
             caller = authenticator.identify(credentials)
         needed = Role.VIEWER if method in _READS or (method, path) in _FOR_VIEWERS else Role.OPERATOR
@@ -100,10 +132,9 @@ class RequestMiddleware:
                           f"{caller.name!r} is a {caller.role}; this needs an {needed}")
         return caller
 
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
-        """All of a request's body. Raises problems: 415; 413; 408 when it does not arrive in time; 400 when the
-        connection ends before the body does: a handler would take what is missing for defaults."""
-        most = self._cfg.max_body_bytes
+    async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
+        """All of a request's body, of ``most`` bytes at most. Raises problems: 415; 413; 408 when it does not arrive in
+        time; 400 when the connection ends before the body does: a handler would take what is missing for defaults."""
         too_large = Problem(413, Kind.BODY_TOO_LARGE, "The body is too large", f"it may have {most} bytes at most",
                             headers={"Connection": "close"})
         announced = headers.get("content-length", "0")
@@ -144,16 +175,21 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class _MeasuredResponse:
     """Passes a response on, and counts and times its start: a stream may go on for hours."""
 
-    def __init__(self, scope: Scope, method: str, send: Send, on_start: Callable[[], None]) -> None:
-        self._scope, self._send, self._on_start = scope, send, on_start
+    def __init__(self, scope: Scope, method: str, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self._limit: _Limit | None = None
         self._method = method if method in _METHODS else "other"
         self._began = time.monotonic()
-        self._started = False
+
+    def count(self, limit: _Limit) -> None:
+        """Counts the request against a limit until its response starts. Raises a 503 problem at the limit."""
+        limit.take()
+        self._limit = limit
 
     def started(self) -> None:
-        if not self._started:
-            self._started = True
-            self._on_start()
+        if self._limit is not None:
+            self._limit.free()
+            self._limit = None
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

@@ -12,41 +12,54 @@ import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import tls
+from elastic_rl.coordinator.api.connections import Acceptor, Connection, Limits, limits_of_process
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.runtime import reachable_address, require_port_free
 
 _HEADER_BYTES = 32 * 1024
 _KEEP_ALIVE_S = 30
 _SHUTDOWN_S = 3
-_IDLE_CONNECTIONS = 1024
-"""Connections between two requests, beyond those that work or stream."""
 _UNACKNOWLEDGED_MS = 30_000
 _BACKLOG = 256
 
 
 class Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: a replica resigns before it stops to answer."""
+    """Uvicorn without its signal handlers, since a replica resigns before it stops to answer, and with an ``Acceptor``
+    in place of asyncio's, which has no limits."""
+
+    def __init__(self, config: uvicorn.Config, limits: Limits, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self._limits, self._handshake_timeout_s = limits, handshake_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """``sockets``: the listening ones. Their idle connections are limited each by itself."""
+        self.servers = [Acceptor(listener, self._make_protocol, self._limits, self.config.ssl,  # type: ignore[misc]
+                                 self._handshake_timeout_s) for listener in sockets or []]
+        self.started = True
+
+    def _make_protocol(self, connection: Connection) -> asyncio.Protocol:
+        return _Protocol(self.config, self.server_state, connection, self._handshake_timeout_s)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def make_server(app: ASGIApp, cfg: CoordinatorConfig) -> Server:
-    """Raises ConfigError when the certificate of the settings cannot be used."""
-    class Protocol(_Protocol):
-        header_timeout_s = cfg.request_timeout_s
-
+def make_server(app: ASGIApp, cfg: CoordinatorConfig, limits: Limits | None = None) -> Server:
+    """``limits``: of idle connections; default: as many as this process may have. The state of each request's scope has
+    its ``Connection`` under "connection". Raises ConfigError when the certificate of the settings cannot be used."""
     context = tls.server_context(cfg)
+    limits = limits or limits_of_process(cfg.max_requests + cfg.max_streams)
     return Server(uvicorn.Config(
-        app, http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off", server_header=False,
-        timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
+        app, interface="asgi3", http=_Protocol, ws="none", log_config=None, access_log=False, lifespan="off",
+        server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S, timeout_keep_alive=_KEEP_ALIVE_S,
         h11_max_incomplete_event_size=_HEADER_BYTES,
-        limit_concurrency=_IDLE_CONNECTIONS + cfg.max_requests + cfg.max_streams,
-        ssl_context_factory=(lambda _config, _default: context) if context is not None else None))
+        ssl_context_factory=(lambda _config, _default: context) if context is not None else None),
+        limits, cfg.request_timeout_s)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -77,13 +90,18 @@ def advertised(cfg: CoordinatorConfig, port: int, etcd_endpoints: Sequence[str])
 
 
 class _Protocol(H11Protocol):
-    """A connection on which the headers of every request have to arrive within ``header_timeout_s``."""
+    """A connection on which the headers of every request have to arrive within ``header_timeout_s``, and that
+    tells its ``Connection`` what becomes of it."""
 
-    header_timeout_s: float
-    _deadline: asyncio.TimerHandle | None = None
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, connection: Connection,
+                 header_timeout_s: float) -> None:
+        super().__init__(config, server_state, {"connection": connection})
+        self._connection, self._header_timeout_s = connection, header_timeout_s
+        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._connection.made(transport)
         self._start_deadline()
 
     def handle_events(self) -> None:
@@ -94,12 +112,17 @@ class _Protocol(H11Protocol):
         elif self._deadline is None:
             self._start_deadline()
 
+    def on_response_complete(self) -> None:
+        self._connection.idle()
+        super().on_response_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.lost()
         self._cancel_deadline()
         super().connection_lost(exc)
 
     def _start_deadline(self) -> None:
-        self._deadline = self.loop.call_later(self.header_timeout_s, self._abort)
+        self._deadline = self.loop.call_later(self._header_timeout_s, self._abort)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from urllib.parse import urlsplit
 
 from elastic_rl.coordinator.problems import Problem
@@ -10,32 +12,74 @@ from elastic_rl.etcd.decoding import decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
 
+_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
+_NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
+
 
 def normalized_url(url: str) -> str:
-    """The URL in the one form in which it is stored. Raises a 422 problem unless it is http://HOST:PORT."""
+    """The URL in the one form in which it is stored: IP addresses as ``ipaddress`` writes them, IPv4-mapped ones as
+    IPv4, and 127.0.0.1 for localhost. Raises a 422 problem unless it is http://HOST:PORT, and for other spellings of an
+    address: numeric forms, trailing dots, and loopback addresses other than 127.0.0.1 and ::1."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or 0
+        host, port = _canonical_host(parts.hostname or ""), parts.port or 0
     except ValueError:  # an invalid port, half an IPv6 address
         host, port, parts = "", 0, urlsplit("")
     plain = parts.path in ("", "/") and not (parts.query or parts.fragment or "@" in parts.netloc)
     if parts.scheme != "http" or not host or not port or not plain or not url.isascii() or not url.isprintable():
-        raise Problem(422, "invalid", "The request is not valid", f"url must be http://HOST:PORT, not {url!r}",
+        raise Problem(422, "invalid", "The request is not valid",
+                      f"url must be http://HOST:PORT with a host name or an IP address in its usual form, not {url!r}",
                       errors=[{"pointer": "/url", "detail": "http://HOST:PORT"}])
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def server_of(url: str) -> tuple[str, int]:
+    """What two URLs of one server have in common: address and port, whichever loopback address it is."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if (address := _address(host)) is not None:
+        host = str(_LOOPBACK if address.is_loopback else address)
+    return host, parts.port or 0
+
+
+def _canonical_host(host: str) -> str:
+    """Raises ValueError for other spellings of an address, and for what is no address of one server."""
+    address = _address(host)
+    if address is None:
+        if not _NAME.fullmatch(host) or _NUMERIC.fullmatch(host.rpartition(".")[2]) or host.endswith(".localhost"):
+            raise ValueError(host)
+        return host
+    if address.is_unspecified or address.is_multicast:
+        raise ValueError(host)
+    if address.version == 4 and address.is_loopback and address != _LOOPBACK:
+        raise ValueError(host)
+    return str(address)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a host in lower case is; None for a name."""
+    if host == "localhost":
+        return _LOOPBACK
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return address.ipv4_mapped or address if isinstance(address, ipaddress.IPv6Address) else address
+
+
 def free_registration(etcd: EtcdClient, keys: Keys, url: str, limit: int) -> KeyValue | None:
-    """The server's registration if it has ended; None where there is none. Raises a 409 problem for a server that is
-    registered or is the pool's own already, and where ``limit`` external engines are registered."""
+    """The registration under this URL if it has ended; None where there is none. Raises a 409 problem for a server that
+    is registered or is the pool's own already, under any spelling of its address, and where ``limit`` external engines
+    are registered."""
     kvs = etcd.range(keys.external_engines_prefix())[0]
     registered = [r for r, _ in decode_all(kvs, ExternalEngine, {})]
-    taken = {r.url: r.engine for r in registered if not r.ended}
+    taken = {server_of(r.url): r.engine for r in registered if not r.ended}
     for engine, _ in decode_all(etcd.range(keys.engines_prefix())[0], Engine, {}):
         if engine.state not in (EngineState.DEAD, EngineState.QUARANTINED):
-            taken.setdefault(engine.url, engine.id)
-    if url in taken:
-        raise Problem(409, "conflict", "The server is registered already", f"{url} is engine {taken[url]}")
+            taken.setdefault(server_of(engine.url), engine.id)
+    if (server := server_of(url)) in taken:
+        raise Problem(409, "conflict", "The server is registered already", f"{url} is engine {taken[server]}")
     if sum(not r.ended for r in registered) >= limit:
         raise Problem(409, "conflict", "There are too many external engines",
                       f"{limit} are registered, which is coordinator.max_engines; drain one first")

@@ -36,6 +36,9 @@ class Admission:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._authenticated)
 
+    def __contains__(self, conn: int) -> bool:
+        return conn in self._waiting or conn in self._authenticated
+
     def enter(self, conn: int, host: str, now: float) -> list[int] | None:
         """A connection was accepted: returns those that are to be closed to make room for it, or None if it is to be
         refused."""

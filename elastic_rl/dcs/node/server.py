@@ -218,7 +218,15 @@ class Server:
         if context is None:
             return
         if session.sock.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE:
-            session.sock = context.wrap_socket(session.sock, server_side=True)
+            # The handshake waits for the caller, so ``cut`` has to find the wrapped socket from here on. One that was
+            # cut before had the plain socket, whose descriptor the wrapped one has taken over.
+            sock = context.wrap_socket(session.sock, server_side=True, do_handshake_on_connect=False)
+            with self._lock:
+                session.sock = sock
+                admitted = session.conn in self._admission
+            if not admitted:
+                raise protocol.Closed("it was closed before its TLS handshake")
+            sock.do_handshake()
             return
         protocol.receive(session.sock, max_header=_HELLO_BYTES, max_payload=0)
         denied = AccessDenied("this node speaks TLS only", hint="set dcs.tls_cert, dcs.tls_key and dcs.tls_ca")

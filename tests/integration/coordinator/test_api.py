@@ -198,6 +198,17 @@ def test_external_engine_is_registered_once_and_cancelled(cluster: ApiCluster, a
     assert api.post("/v1/engines", json=body).status_code == 202
 
 
+def test_server_is_registered_once_under_any_spelling(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
+    own, external = runtime.free_port(), runtime.free_port()
+    cluster.etcd.put(cluster.keys.engine(f"{pool}-own"), Engine(
+        id=f"{pool}-own", pool=pool, state=EngineState.READY, epoch=1, url=f"http://127.0.0.1:{own}").encode())
+    answer = api.post("/v1/engines", json={"url": f"http://localhost:{external}", "pool": pool})
+    assert answer.status_code == 202 and answer.json()["params"]["url"] == f"http://127.0.0.1:{external}"
+    for port in (own, external):
+        for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "[::1]"):
+            problem(api.post("/v1/engines", json={"url": f"http://{host}:{port}", "pool": pool}), 409, "conflict")
+
+
 def test_external_engine_is_deregistered_once_and_others_are_not(cluster: ApiCluster, api: httpx.Client, pool: str,
                                                                  engine: str) -> None:
     external, key = f"x-{pool}", {"Idempotency-Key": f"leave-{pool}"}
@@ -416,6 +427,30 @@ def test_requests_beyond_the_limit_are_refused_and_probes_are_not(cluster: ApiCl
     overloaded = runtime.wait_until(refused, timeout_s=20, what="a refused request")
     problem(overloaded, 503, "overloaded")
     runtime.wait_until(lambda: api.get("/v1/pools").status_code == 200, timeout_s=10, what="a free slot")
+
+
+def test_unfinished_requests_without_a_token_take_no_slots(cluster: ApiCluster, api: httpx.Client) -> None:
+    """In the second in which their bodies may still arrive."""
+    host, port = cluster.replicas.urls["a"].removeprefix("http://").split(":")
+    start = (b"POST /v1/session HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+             b"Content-Length: 9\r\n\r\n")
+    with contextlib.ExitStack() as held:
+        opened = []
+        for _ in range(60):
+            opened.append(held.enter_context(socket.create_connection((host, int(port)), timeout=10)))
+            opened[-1].sendall(start)
+        answers = [api.get("/v1/pools") for _ in range(5)] + [api.post("/v1/session", json={"link": "x"}, headers={
+            "Authorization": ""})]
+        assert b" 408 " in opened[-1].recv(1000), "the last of them was in progress all the time"
+    assert [a.status_code for a in answers] == [200] * 5 + [401]
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "chunked"])
+def test_body_of_a_sign_in_without_a_token_is_small(cluster: ApiCluster, announced: bool) -> None:
+    with cluster.client("a", headers={"Content-Type": "application/json"}) as stranger:
+        content = b'{"link": "' + b"x" * 1200 + b'"}'
+        answer = stranger.post("/v1/session", content=content if announced else iter([content]))
+    problem(answer, 413, "body-too-large")
 
 
 def test_records_are_returned_as_stored(cluster: ApiCluster, api: httpx.Client) -> None:

@@ -94,6 +94,15 @@ def plane(etcd: EtcdClient, keys: Keys) -> Iterator[Plane]:
     made.close()
 
 
+def end_heartbeats(member: Membership) -> None:
+    """As if its process hung; ``close`` still ends the lease."""
+    member._stopping.set()
+    member._changed.set()
+    member._thread.join(20)
+    assert not member._thread.is_alive()
+    member._stopping.clear()
+
+
 def events_of(etcd: EtcdClient, keys: Keys, kind: str) -> list[Event]:
     return [e for e in events.recent(etcd, keys, 1000) if e.kind == kind]
 
@@ -297,8 +306,8 @@ def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run
         member = plane.member("advantages", f"advantages-{n}", "idle")
         wait_until(lambda: etcd.get(keys.registry_entry("advantages", f"advantages-{n}")), timeout_s=20,
                    what="its registry entry")
+        end_heartbeats(member)
         etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and it did not sign off
-        member.replaced.set()
         wait_until(lambda: any(e.subject == f"advantages-{n}" for e in events_of(etcd, keys, "advantages.dead")),
                    timeout_s=20, what="the event of the death")
 
@@ -471,8 +480,8 @@ def test_death_of_an_earlier_runner_leaves_the_record_of_the_next_one_alone(lead
         wait_until(lambda n=name: etcd.get(keys.registry_entry("engine", n)), timeout_s=20, what="the registry entry")
         etcd.put(keys.engine(name), Engine(id=name, pool=POOL, state=EngineState.READY, epoch=1,
                                            incarnation=incarnation or member.incarnation).encode())
+        end_heartbeats(member)
         etcd.delete(keys.member("engine", name))  # its lease has ended, and it did not sign off
-        member.replaced.set()
         wait_until(lambda n=name: [e for e in events_of(etcd, keys, "engine.dead") if e.subject == n], timeout_s=20,
                    what="the event of the death")
     states = {n: Engine.decode(etcd.get(keys.engine(n)).value).state for n in ("e1", "e2")}

@@ -89,6 +89,21 @@ def test_younger_of_two_members_with_one_name_stays(etcd: EtcdClient, keys: Keys
     assert _rank0(etcd, keys) is None
 
 
+def test_replaced_member_registers_again_once_the_other_is_gone(etcd: EtcdClient, keys: Keys) -> None:
+    older = Membership(etcd, keys, "coordinator", "c-0", ttl_s=TTL_S, url="http://older").start()
+    with Membership(etcd, keys, "coordinator", "c-0", ttl_s=TTL_S).start() as younger:
+        older.progress(1, "late")
+        assert older.replaced.wait(TTL_S + 15)
+        time.sleep(TTL_S)  # long enough for a member that did not wait for the other's end
+        assert [m.incarnation for m in members(etcd, keys, "coordinator")] == [younger.incarnation]
+    (back,) = wait_until(lambda: members(etcd, keys, "coordinator"), timeout_s=TTL_S + 15, what="the older one")
+    assert (back.incarnation, back.url, back.step) == (older.incarnation, "http://older", 1)
+    older.progress(2, "again")
+    wait_until(lambda: members(etcd, keys, "coordinator")[0].step == 2, timeout_s=20, what="its heartbeats")
+    older.close()
+    assert members(etcd, keys, "coordinator") == []
+
+
 def test_killed_member_is_gone_within_its_ttl(etcd: EtcdClient, keys: Keys, worker: subprocess.Popen[bytes]) -> None:
     assert _wait_step(etcd, keys, above=3).pid == worker.pid
     worker.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_rl.coordinator.operations.external_engines import normalized_url
+from elastic_rl.coordinator.operations.external_engines import normalized_url, server_of
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.engine.external_server import incompatibility, is_local_address
 from elastic_rl.engine.loader import LOADER
@@ -17,6 +17,34 @@ MODEL, SERVER = {"architectures": QWEN}, {"custom_weight_loader": [LOADER], "tp_
 def test_url_of_a_server_is_normalized(url: str) -> None:
     assert normalized_url(url) == "http://host:30000"
     assert normalized_url("http://[::1]:30000/") == "http://[::1]:30000"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]"])
+def test_loopback_address_has_one_spelling(host: str) -> None:
+    assert normalized_url(f"http://{host}:30000") == "http://127.0.0.1:30000"
+
+
+def test_ipv6_address_has_one_spelling() -> None:
+    assert normalized_url("http://[2001:DB8:0:0::1]:30000") == "http://[2001:db8::1]:30000"
+    assert normalized_url("http://[::ffff:10.0.0.9]:30000") == "http://10.0.0.9:30000"
+
+
+@pytest.mark.parametrize("host", ["localhost.", "127.0.0.1.", "127.0.0.2", "127.1", "0x7f000001", "2130706433",
+                                  "0177.0.0.1", "host.0x7f", "1.2.3.4.5", "0.0.0.0", "[::]", "0", "x.localhost",
+                                  "224.0.0.1", "host..name", "ho%73t", "-host"])
+def test_other_spellings_of_an_address_are_refused(host: str) -> None:
+    with pytest.raises(Problem) as refused:
+        normalized_url(f"http://{host}:30000")
+    assert (refused.value.status, refused.value.kind) == (422, "invalid")
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [
+    ("http://127.0.0.1:1", "http://localhost:1", True), ("http://127.0.0.1:1", "http://127.0.0.7:1", True),
+    ("http://127.0.0.1:1", "http://[::1]:1", True), ("http://127.0.0.1:1", "http://127.0.0.1:2", False),
+    ("http://10.0.0.1:1", "http://[::ffff:10.0.0.1]:1", True), ("http://10.0.0.1:1", "http://10.0.0.2:1", False),
+    ("http://Host:1", "http://host:1", True)])
+def test_urls_of_one_server_are_recognized(one: str, other: str, same: bool) -> None:
+    assert (server_of(one) == server_of(other)) is same
 
 
 @pytest.mark.parametrize("url", [

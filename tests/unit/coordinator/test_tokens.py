@@ -30,8 +30,8 @@ def test_token_is_found_by_its_digest_and_withdrawn_without_a_restart(tmp_path: 
 
 
 def test_short_form_of_the_table_names_a_token_by_its_role(tmp_path: Path) -> None:
-    table = TokenTable(write(tmp_path / "t", {"viewer": "v", "operator": "o"}))
-    viewer = table.find("v")
+    table = TokenTable(write(tmp_path / "t", {"viewer": "v" * 16, "operator": "o" * 16}))
+    viewer = table.find("v" * 16)
     assert viewer is not None and viewer.role is Role.VIEWER and not viewer.role.may(Role.OPERATOR)
 
 
@@ -41,6 +41,27 @@ def test_short_form_of_the_table_names_a_token_by_its_role(tmp_path: Path) -> No
 def test_bad_token_table_is_refused(tmp_path: Path, table: object, mode: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         TokenTable(write(tmp_path / "t", table, mode))
+
+
+@pytest.mark.parametrize("token", ["", None, "short", 1234567890123456, ["a" * 16], "x" * 15, " " * 16])
+def test_weak_token_in_the_short_form_is_refused(tmp_path: Path, token: object) -> None:
+    with pytest.raises(ConfigError, match="'operator'.*16 characters"):
+        TokenTable(write(tmp_path / "t", {"viewer": "v" * 16, "operator": token}))
+
+
+def test_digest_of_the_empty_token_is_refused(tmp_path: Path) -> None:
+    entry = {"name": "ada", "role": "operator", "sha256": auth.digest("")}
+    with pytest.raises(ConfigError, match="'ada'"):
+        TokenTable(write(tmp_path / "t", {"tokens": [entry]}))
+
+
+def test_table_behind_a_circle_of_links_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", {"tokens": []})
+    table = TokenTable(path)
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        table.find("x")
 
 
 def test_missing_token_table_is_refused(tmp_path: Path) -> None:

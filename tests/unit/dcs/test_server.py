@@ -6,16 +6,19 @@ import contextlib
 import os
 import resource
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.certificates import Authority
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.fetch.fetcher import Fetcher
+from elastic_rl.dcs.node.admission import Limits
 from elastic_rl.dcs.node.open_versions import OpenVersions
 from elastic_rl.dcs.node.pins import NodePins
 from elastic_rl.dcs.node.server import Server
@@ -24,21 +27,23 @@ from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import AccessDenied, ConfigError
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.runtime import wait_until
 
 TOKEN = "secret"
+_START_OF_A_CLIENT_HELLO = bytes.fromhex("160301020001")
 
 
 class Node:
     """A server without etcd and without peers."""
 
-    def __init__(self, io_timeout_s: float) -> None:
+    def __init__(self, io_timeout_s: float, security: Security | None = None) -> None:
         self.table = ChunkTable(memoryview(bytearray(1 << 20)))
         fetcher = Fetcher(self.table, None, "n")  # type: ignore[arg-type]
         versions = OpenVersions(self.table, fetcher, NodePins(None, Keys("job"), "n", 5))  # type: ignore[arg-type]
         self.listener = socket.create_server(("0.0.0.0", 0), backlog=512)
         self.server = Server(self.table, fetcher, versions, VersionIndex(None, grace_s=0),
                              {"job": "job", "id": "n"}, self.listener, DcsConfig(io_timeout_s=io_timeout_s),
-                             Security(TOKEN))
+                             security or Security(TOKEN))
         self.server.start()
         self.sockets: list[socket.socket] = []
 
@@ -51,6 +56,11 @@ class Node:
         sock = self.connect()
         call(sock, op="hello", job="job", token=TOKEN)
         return sock
+
+    def in_handshake(self) -> int:
+        """Connections whose TLS handshake has begun: the TLS socket has taken over their descriptor."""
+        sessions = list(self.server._sessions.values())
+        return sum(isinstance(s.sock, ssl.SSLSocket) or s.sock.fileno() < 0 for s in sessions)
 
     def close(self) -> None:
         for sock in self.sockets:
@@ -108,6 +118,31 @@ def test_silent_callers_of_the_same_host_do_not_keep_out_one_that_authenticates(
     for _ in range(100):
         node.connect()
     assert call(node.authenticated(), op="stat")["connections"] <= 33
+
+
+@pytest.fixture(scope="module")
+def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
+    folder = tmp_path_factory.mktemp("tls")
+    authority = Authority(folder, "authority")
+    identity = authority.issue("node")
+    return Security.from_config(DcsConfig(tls_cert=str(identity.cert), tls_key=str(identity.key),
+                                          tls_ca=str(authority.cert)))
+
+
+def test_caller_in_an_unfinished_tls_handshake_is_evicted_for_the_next_one(tls_security: Security) -> None:
+    node = Node(60, tls_security)
+    try:
+        silent = [node.connect() for _ in range(Limits.unauthenticated_per_host)]
+        for sock in silent:
+            sock.sendall(_START_OF_A_CLIENT_HELLO)
+        wait_until(lambda: node.in_handshake() == len(silent), timeout_s=20, what="the handshakes")
+        assert tls_security.client_context is not None
+        with tls_security.client_context.wrap_socket(node.connect()) as sock:
+            assert call(sock, op="hello", job="job")["id"] == "n"
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b"", "the oldest one was closed"
+    finally:
+        node.close()
 
 
 def test_caller_that_sends_its_hello_byte_by_byte_is_disconnected_at_the_deadline() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Client
@@ -105,6 +107,29 @@ def test_stager_serves_the_next_client_after_one_that_left_early() -> None:
         client.add({"x": 1})
     assert loader.done == ["begin", {"x": 1}]
     assert stage(secret, {"x": 2}) == ["sum"]
+
+
+def test_stager_refuses_clients_of_other_users_before_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret, user = stager.new_secret(), os.geteuid()
+    loader = start(secret, 0, Loader())
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: user + 1)  # then this process is another user's
+        with Client(stager._address(secret, 0), family="AF_UNIX") as stranger:
+            assert stranger.poll(5), "it is disconnected though it has sent nothing"
+            with pytest.raises((EOFError, ConnectionResetError)):
+                stranger.recv_bytes()
+    assert not loader.done
+    assert stage(secret, {}) == ["sum"]
+
+
+def test_client_that_stops_in_the_middle_of_a_request_does_not_stop_the_stager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stager, "_FIRST_REQUEST_S", 0.2)
+    secret = stager.new_secret()
+    start(secret, 0, Loader())
+    with Client(stager._address(secret, 0), family="AF_UNIX") as halting:
+        os.write(halting.fileno(), struct.pack("!i", 1000) + b"{")
+        assert halting.poll(5), "it is disconnected"
+        assert stage(secret, {}) == ["sum"]
 
 
 def test_stager_refuses_clients_without_the_secret() -> None:

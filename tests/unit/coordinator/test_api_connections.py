@@ -1,0 +1,189 @@
+"""Connections of the API's server: those without an authenticated request do not keep others out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
+from support.certificates import Authority
+
+from elastic_rl import runtime
+from elastic_rl.config import CoordinatorConfig
+from elastic_rl.coordinator.api.connections import Connection, IdleConnections, Limits
+from elastic_rl.coordinator.api.server import bind, make_server
+
+_CLIENT_HELLO = bytes.fromhex("160301020001")
+
+
+# -- which ones are closed ---------------------------------------------------------------------------------------------
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, 30)), max_size=80))
+def test_idle_connections_stay_within_their_limits(steps: list[tuple[str, int]]) -> None:
+    idle, present = IdleConnections(Limits(idle=8, idle_per_address=3)), dict[int, str]()
+    for step, conn in steps:
+        address = f"h{conn % 5}"
+        if step == "remove":
+            idle.remove(conn)
+            present.pop(conn, None)
+        elif conn not in present:
+            counts = Counter(present.values())
+            for evicted in idle.add(conn, address):
+                assert evicted == next(c for c in present if present[c] == present[evicted]), "its address's oldest"
+                assert present[evicted] == address or counts[present[evicted]] == max(counts.values())
+                del present[evicted]
+            present[conn] = address
+        assert len(idle) == len(present) <= 8
+        assert all(sum(h == host for h in present.values()) <= 3 for host in present.values())
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+class Api:
+    """A server in a thread; an application that answers /healthz at once and holds /held until ``go``."""
+
+    def __init__(self, limits: Limits, **settings: object) -> None:
+        cfg = CoordinatorConfig.model_validate({"host": "0.0.0.0", "request_timeout_s": 60.0, **settings})
+        self.listener = bind("0.0.0.0", 0)
+        self.port = self.listener.getsockname()[1]
+        self.go, self.held = threading.Event(), 0
+        self._server = make_server(self._answer, cfg, limits)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[self.listener])))
+        self._thread.start()
+        self.sockets: list[socket.socket] = []
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/held":
+            connection: Connection = scope["state"]["connection"]
+            connection.busy()
+            self.held += 1
+            while not self.go.is_set():
+                await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    def connect(self, source: str = "127.0.0.1") -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=20, source_address=(source, 0))
+        self.sockets.append(sock)
+        return sock
+
+    def close(self) -> None:
+        self.go.set()
+        for sock in self.sockets:
+            sock.close()
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    made = Api(Limits(idle=40, idle_per_address=10))
+    yield made
+    made.close()
+
+
+def closed(sock: socket.socket) -> bool:
+    """Whether a connection ends; reads what comes before."""
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_idle_connections_do_not_keep_out_a_request(api: Api) -> None:
+    silent = [api.connect(f"127.0.0.{2 + i % 10}") for i in range(200)]
+    assert httpx.get(f"http://127.0.0.1:{api.port}/healthz", timeout=20).text == "ok"
+    assert closed(silent[0])
+    last = silent[-1]
+    last.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert last.recv(1000).startswith(b"HTTP/1.1 200"), "the newest one is served"
+
+
+def test_idle_connections_of_an_address_are_limited(api: Api) -> None:
+    other = api.connect("127.0.0.9")
+    silent = [api.connect() for _ in range(15)]
+    assert all(closed(sock) for sock in silent[:5])
+    for sock in (other, silent[5]):
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_connection_with_an_authenticated_request_is_not_closed_for_others(api: Api) -> None:
+    working = api.connect()
+    working.sendall(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
+    runtime.wait_until(lambda: api.held == 1, timeout_s=20, what="the request")
+    silent = [api.connect() for _ in range(30)]
+    assert closed(silent[0])
+    api.go.set()
+    assert working.recv(1000).startswith(b"HTTP/1.1 200")
+    # Afterwards it is an idle one again, and the newest.
+    for _ in range(15):
+        api.connect()
+    assert closed(working)
+
+
+@pytest.fixture(scope="module")
+def tls_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("tls")
+    authority = Authority(folder, "authority")
+    identity = authority.issue("api", hosts=["127.0.0.1"])
+    return {"tls_cert": str(identity.cert), "tls_key": str(identity.key), "tls_ca": str(authority.cert)}
+
+
+def test_unfinished_tls_handshakes_do_not_keep_out_a_request(tls_settings: dict[str, str]) -> None:
+    api = Api(Limits(idle=40, idle_per_address=10), **tls_settings)
+    try:
+        silent = [api.connect(f"127.0.0.{2 + i % 10}") for i in range(100)]
+        for sock in silent:
+            with contextlib.suppress(OSError):  # those that are closed already
+                sock.sendall(_CLIENT_HELLO)
+        trust = ssl.create_default_context(cafile=tls_settings["tls_ca"])
+        assert httpx.get(f"https://127.0.0.1:{api.port}/healthz", verify=trust, timeout=20).text == "ok"
+        assert closed(silent[0])
+    finally:
+        api.close()
+
+
+def test_tls_handshake_has_to_end_within_the_request_timeout(tls_settings: dict[str, str]) -> None:
+    api = Api(Limits(), **tls_settings, request_timeout_s=0.5)
+    try:
+        silent = api.connect()
+        silent.sendall(_CLIENT_HELLO)
+        assert closed(silent)
+    finally:
+        api.close()
+
+
+def test_failures_to_accept_are_logged_once_and_end(api: Api, monkeypatch: pytest.MonkeyPatch,
+                                                    caplog: pytest.LogCaptureFixture) -> None:
+    refused = 0
+
+    def accept(_: socket.socket) -> tuple[socket.socket, object]:
+        nonlocal refused
+        refused += 1
+        raise OSError(24, "Too many open files")
+
+    with caplog.at_level(logging.ERROR), monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", accept)
+        raw = socket.socket()
+        raw.settimeout(20)
+        raw.connect(("127.0.0.1", api.port))
+        api.sockets.append(raw)
+        runtime.wait_until(lambda: refused >= 3, timeout_s=20, what="failures")
+    assert len([r for r in caplog.records if "cannot be accepted" in r.message]) == 1
+    assert not any(r.exc_info for r in caplog.records)
+    raw.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert raw.recv(1000).startswith(b"HTTP/1.1 200")
