@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -67,8 +68,8 @@ def command(binary: Path, data_dir: Path, client_port: int, peer_port: int, *, n
     last one is held in memory) and five minutes of history, also while no coordinator compacts it. ``cluster``:
     ``name=URL`` of all members; empty: a single one. ``quota_bytes``: largest size of its database.
 
-    Web pages that a browser on this machine shows cannot reach it: the HTTP gateway, which any page may POST to, is off,
-    and a ``Host`` other than loopback (DNS rebinding) is refused."""
+    Web pages in a browser of this machine cannot reach it: the HTTP gateway, to which any page may POST, is off, and a
+    ``Host`` other than loopback (DNS rebinding) is refused."""
     client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     return [str(binary), "--name", name, "--data-dir", str(data_dir),
             "--listen-client-urls", client, "--advertise-client-urls", client,
@@ -77,6 +78,18 @@ def command(binary: Path, data_dir: Path, client_port: int, peer_port: int, *, n
             "--enable-grpc-gateway=false", "--host-whitelist=127.0.0.1,localhost",
             "--snapshot-count", "5000", "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
             "--quota-backend-bytes", str(quota_bytes), "--logger", "zap", "--log-level", "warn"]
+
+
+def data_in_use(data_dir: Path) -> bool:
+    """Whether an etcd runs on the folder: it holds a lock on its database for as long as it does."""
+    try:
+        with (data_dir / "member" / "snap" / "db").open("r+b") as database:
+            fcntl.flock(database, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def healthy(endpoint: str, *, timeout_s: float = 0.5) -> bool:

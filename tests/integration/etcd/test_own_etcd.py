@@ -15,8 +15,13 @@ from elastic_rl.runtime import free_port, wait_until
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder, port = tmp_path_factory.mktemp("etcd"), free_port()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("etcd")
+
+
+@pytest.fixture(scope="module")
+def endpoint(folder: Path) -> Iterator[str]:
+    port = free_port()
     process = spawn(etcd_server.command(etcd_server.find_binary(), folder / "data", port, free_port()),
                     log=folder / "log")
     try:
@@ -48,3 +53,12 @@ def test_etcd_refuses_other_host_names(endpoint: str) -> None:
 
     assert status(f"rebound.example:{port}") == 421, "DNS rebinding"
     assert status(f"localhost:{port}") == status(endpoint) == 200
+
+
+def test_data_are_in_use_while_etcd_runs(folder: Path, tmp_path: Path, endpoint: str) -> None:
+    assert etcd_server.data_in_use(folder / "data")
+    assert not etcd_server.data_in_use(tmp_path), "no etcd has ever run there"
+    database = tmp_path / "member" / "snap" / "db"
+    database.parent.mkdir(parents=True)
+    database.touch()
+    assert not etcd_server.data_in_use(tmp_path), "that of an etcd that has ended"
