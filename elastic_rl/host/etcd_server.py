@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from elastic_rl import http_client
 from elastic_rl.errors import PreflightFailed
 
 _HOW = "run `bash ops/setup.sh`, which gets one without root, or install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH"
@@ -95,7 +96,7 @@ def data_in_use(data_dir: Path) -> bool:
 def healthy(endpoint: str, *, timeout_s: float = 0.5) -> bool:
     """Whether the member at ``host:port`` answers and has a leader."""
     try:
-        answer = httpx.get(f"http://{endpoint}/health", timeout=timeout_s)
+        answer = http_client.request("GET", f"http://{endpoint}/health", timeout=timeout_s)
     except httpx.HTTPError:
         return False
     return answer.status_code == 200 and answer.json().get("health") in ("true", True)

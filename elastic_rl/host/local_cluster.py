@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from elastic_rl import runtime
+from elastic_rl import http_client, runtime
 from elastic_rl.config import Config
 from elastic_rl.coordinator.api import auth, tls
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -375,7 +375,7 @@ def _down_order(name: str) -> int:
 
 def _answers(url: str, ca_file: str) -> bool:
     try:
-        return httpx.get(f"{url}/healthz", timeout=1.0, verify=tls.trust(ca_file)).status_code == 200
+        return http_client.request("GET", f"{url}/healthz", timeout=1.0, verify=tls.trust(ca_file)).status_code == 200
     except httpx.HTTPError:
         return False
 
