@@ -104,6 +104,16 @@ def require_port_free(host: str, port: int, *, setting: str) -> None:
                 hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`) or set another {setting}") from e
 
 
+def require_address(host: str, *, setting: str) -> None:
+    """Raises PreflightFailed, naming the setting, when no server of this machine can listen on ``host``."""
+    try:
+        with socket.socket(_family(host)) as s:
+            s.bind((host, 0))
+    except (OSError, UnicodeError) as e:  # a name that no DNS could have is a UnicodeError
+        raise PreflightFailed(f"{setting}={host} is no address of this machine: {getattr(e, 'strerror', None) or e}",
+                              hint=f"set {setting} to one that `ip addr` lists, or to 127.0.0.1") from e
+
+
 def wait_until(check, *, timeout_s: float, what: str, poll_s: float = 0.05, alive=None):
     """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,22 +62,49 @@ def load(ctx: typer.Context, file: Path | None) -> Config:
     return configuration.load(file, overrides(ctx.args))
 
 
+def _given(ctx: typer.Context, file: Path | None) -> dict[str, Any]:
+    """The settings that a command line names, and no defaults. Raises ConfigError."""
+    from elastic_rl.config import reading
+    return reading.values(file, overrides(ctx.args))
+
+
+def named_cluster(ctx: typer.Context, file: Path | None, *, say: Callable[[str], None] | None = None) -> Cluster:
+    """The cluster of the job that the command line, or the default, names. A cluster that was started and not taken
+    down keeps its settings where the command line names none."""
+    return _cluster_of(_given(ctx, file), say=say)
+
+
+def _cluster_of(given: Mapping[str, Any], *, stored: bool = True, say: Callable[[str], None] | None = None) -> Cluster:
+    from elastic_rl import config as configuration
+    from elastic_rl.host import cluster_settings
+    from elastic_rl.host.local_cluster import Cluster
+    where = Cluster(cluster_settings.location(given))
+    if not stored or not where.known:
+        cfg = configuration.parse(given)
+    else:
+        cfg = cluster_settings.on_top(where.dir, {**given, "job": where.cfg.job, "run_dir": str(where.cfg.run_dir)})
+    return Cluster(cfg, say=say) if say else Cluster(cfg)
+
+
 def _names_job(ctx: typer.Context, file: Path | None) -> bool:
     return file is not None or any(a == "--job" or a.startswith("--job=") for a in ctx.args)
 
 
-def find_cluster(ctx: typer.Context, file: Path | None) -> Cluster:
-    """The cluster of the job; where no job is named and exactly one cluster is up under run_dir, that one."""
-    from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False) -> Cluster:
+    """The cluster of the job; where no job is named and exactly one cluster is up under run_dir, that one. The settings
+    are those that it was started with, and those of the command line on top. ``to_stop``: only the latter, since
+    ``down`` goes by what ``up`` recorded, and must work with damaged settings too."""
+    from elastic_rl.host import cluster_settings
     from elastic_rl.host.local_cluster import Cluster
-    cluster = Cluster(load(ctx, file))
-    if not _names_job(ctx, file) and ClusterInfo.load(cluster.dir) is None:
-        up = [p.parent.parent.name for p in cluster.cfg.run_dir.glob("*/cluster/cluster.json")]
-        if len(up) == 1:
-            return Cluster(cluster.cfg.model_copy(update={"job": up[0]}))
-        if up:
+    given = _given(ctx, file)
+    where = Cluster(cluster_settings.location(given))
+    if not _names_job(ctx, file) and not (where.dir / "cluster.json").exists():
+        up = [p.parent.parent.name for p in where.cfg.run_dir.glob("*/cluster/cluster.json")]
+        if len(up) > 1:
             raise ConfigError(f"several clusters are up: {', '.join(sorted(up))}", hint="name one with --job=NAME")
-    return cluster
+        if up:
+            given["job"] = up[0]
+    return _cluster_of(given, stored=not to_stop)
 
 
 # -- the cluster that a command addresses ------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import typer
 
 from elastic_rl import __version__
 from elastic_rl.cli import tables
-from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, load, out, overrides
+from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, load, named_cluster, out, overrides
+
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError
@@ -28,9 +29,9 @@ config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or i
 # -- the cluster and the run -------------------------------------------------------------------------------------------
 @app.command(context_settings=EXTRA)
 def up(ctx: typer.Context, file: File = None) -> None:
-    """Start a local cluster, or the parts of it that do not run."""
-    from elastic_rl.host.local_cluster import Cluster
-    cluster = Cluster(load(ctx, file), say=_say)
+    """Start a local cluster, or the parts of it that do not run. A running one keeps the settings that are not
+    given."""
+    cluster = named_cluster(ctx, file, say=_say)
     with signals_interrupt():
         info = cluster.up()
     out.print(f"up: {info.job}", highlight=False)
@@ -40,7 +41,7 @@ def up(ctx: typer.Context, file: File = None) -> None:
 @app.command(context_settings=EXTRA)
 def down(ctx: typer.Context, file: File = None) -> None:
     """Stop every process of a job, also those that a crash left behind."""
-    stopped = find_cluster(ctx, file).down()
+    stopped = find_cluster(ctx, file, to_stop=True).down()
     out.print("stopped: " + (", ".join(stopped) or "nothing was running"), highlight=False)
 
 
@@ -52,9 +53,7 @@ def train(ctx: typer.Context, file: File = None,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
           ) -> None:
     """Train on a cluster that is up, or on one for this run only."""
-    from elastic_rl.host.local_cluster import Cluster
-    cfg = load(ctx, file)
-    cluster = Cluster(cfg, say=_say)
+    cluster = named_cluster(ctx, file, say=_say)
     code = int(Exit.FAILED)
     with signals_interrupt():
         try:

@@ -157,7 +157,7 @@ def unpin(ctx: typer.Context, name: Name,
 def export(ctx: typer.Context, name: Name, folder: Annotated[Path, typer.Argument(help="New folder.")],
            like: Annotated[Path | None, typer.Option(help="Model folder to take config and tokenizer from.")] = None,
            shard: Annotated[float, typer.Option(min=0.001, help="Largest file, in GB.")] = 5.0,
-           force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+           force: Annotated[bool, typer.Option("--force", help="Replace an existing model folder.")] = False,
            file: File = None) -> None:
     """Write a version as a Hugging Face model folder."""
     with _service(ctx, file) as service, _bar("writing") as progress:

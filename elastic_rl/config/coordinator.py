@@ -14,7 +14,7 @@ class CoordinatorConfig(Section):
     """Number of coordinator processes that ``elastic-rl up`` starts. One leads; another takes over when it dies."""
     host: str = "127.0.0.1"
     """Address that the admin API listens on; 0.0.0.0 for all addresses of the host."""
-    ports: list[int] = []
+    ports: list[Annotated[int, Field(ge=1, le=65535)]] = []
     """Port of each replica's admin API, one a replica. Empty: free ports are chosen."""
     lease_ttl_s: Annotated[int, Field(ge=2)] = 3
     """Time to live, in seconds, of the leases of the leader and of members. A process that dies is noticed when its
@@ -74,6 +74,8 @@ class CoordinatorConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> CoordinatorConfig:
+        if len(set(self.ports)) < len(self.ports):
+            raise ValueError(f"ports={self.ports} has a port twice: each replica needs its own")
         if self.hang_min_s > self.hang_max_s:
             raise ValueError(f"hang_min_s={self.hang_min_s:g} is larger than hang_max_s={self.hang_max_s:g}")
         return self

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from elastic_rl.config import secrets
 from elastic_rl.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -35,8 +36,8 @@ def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
             loaded = yaml.safe_load(Path(path).read_text())
         except OSError as e:
             raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
-        except yaml.YAMLError as e:
-            raise ConfigError(f"{path} is not YAML: {e}") from e
+        except (yaml.YAMLError, ValueError) as e:
+            raise ConfigError(f"{path} is not YAML: {_fault(e)}") from e
         if not isinstance(loaded or {}, dict):
             raise ConfigError(f"{path} must hold a mapping of settings, not a {type(loaded).__name__}")
         found = loaded or {}
@@ -61,8 +62,10 @@ def _set(found: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{override!r} is not of the form --key.sub=value")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise ConfigError(f"the value of --{key} is not YAML: {text!r}") from e
+    except (yaml.YAMLError, ValueError) as e:  # YAML reads 2024-13-45 as a date
+        shown = "" if secrets.is_secret(key) else f": {text!r}"
+        raise ConfigError(f"the value of --{key} is not YAML{shown} ({_fault(e)})",
+                          hint="put text that YAML takes for something else in quotes") from e
     *path, leaf = key.split(".")
     for part in path:
         inner = found.setdefault(part, {})
@@ -72,10 +75,19 @@ def _set(found: dict[str, Any], override: str) -> None:
     found[leaf] = value
 
 
+def _fault(error: Exception) -> str:
+    """What is wrong, and where, without the text itself: it may hold secrets."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+    return str(error).partition("\n")[0]
+
+
 def _explain(err: Any, model: type[BaseModel]) -> str:
     key = ".".join(str(p) for p in err["loc"])
     if err["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
         return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     return f"{key or 'config'}: {err['msg'].removeprefix('Value error, ')}" + (
-        f" (got {err['input']!r})" if key and not isinstance(err["input"], dict) else "")
+        f" (got {err['input']!r})" if key and not isinstance(err["input"], dict) and not secrets.is_secret(key) else "")

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from elastic_rl import http_client
 from elastic_rl.errors import EngineFailed
 
 
@@ -112,7 +113,7 @@ class GenerateClient:
 
     async def _attempts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         if self._http is None:
-            self._http = httpx.AsyncClient(timeout=self._timeout_s)
+            self._http = http_client.async_client(timeout=self._timeout_s)
         last = ""
         for attempt in range(self._retries):
             if attempt:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from elastic_rl import http_client
 from elastic_rl.errors import EngineFailed
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import free_port, wait_until
@@ -70,7 +71,7 @@ class RouterProcess:
 
     def _live(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/liveness", timeout=1.0).is_success
+            return http_client.request("GET", f"{self.url}/liveness", timeout=1.0).is_success
         except httpx.HTTPError:
             return False
 
@@ -108,7 +109,7 @@ class RouterClient:
 
     def _call(self, method: str, path: str, *, json: object = None, absent_ok: bool = False) -> dict[str, Any]:
         try:
-            reply = httpx.request(method, self._url + path, json=json, timeout=self._timeout_s)
+            reply = http_client.request(method, self._url + path, json=json, timeout=self._timeout_s)
         except httpx.HTTPError as e:
             raise EngineFailed(f"the router at {self._url} does not answer: {type(e).__name__}",
                                hint="the driver restarts it; see logs/router.log") from e

@@ -21,6 +21,7 @@ import httpx
 import psutil
 import torch
 
+from elastic_rl import http_client
 from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.engine import stager
 from elastic_rl.engine.client import to_version
@@ -67,7 +68,7 @@ class Server(ABC):
     def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str) -> None:
         """``secret``: of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found."""
         self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
-        self._http = httpx.Client(timeout=cfg.apply_timeout_s)
+        self._http = http_client.client(timeout=cfg.apply_timeout_s)
 
     @property
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from elastic_rl import http_client
 from elastic_rl.errors import PreflightFailed
 
 _HOW = "run `bash ops/setup.sh`, which gets one without root, or install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH"
@@ -65,20 +67,36 @@ def command(binary: Path, data_dir: Path, client_port: int, peer_port: int, *, n
             cluster: str = "", quota_bytes: int = 2 << 30) -> list[str]:
     """Command line of a member on loopback, tuned for little memory: a snapshot every 5,000 writes (the log since the
     last one is held in memory) and five minutes of history, also while no coordinator compacts it. ``cluster``:
-    ``name=URL`` of all members; empty: a single one. ``quota_bytes``: largest size of its database."""
+    ``name=URL`` of all members; empty: a single one. ``quota_bytes``: largest size of its database.
+
+    Web pages in a browser of this machine cannot reach it: the HTTP gateway, to which any page may POST, is off, and a
+    ``Host`` other than loopback (DNS rebinding) is refused."""
     client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
     return [str(binary), "--name", name, "--data-dir", str(data_dir),
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
             cluster or f"{name}={peer}",
+            "--enable-grpc-gateway=false", "--host-whitelist=127.0.0.1,localhost",
             "--snapshot-count", "5000", "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
             "--quota-backend-bytes", str(quota_bytes), "--logger", "zap", "--log-level", "warn"]
+
+
+def data_in_use(data_dir: Path) -> bool:
+    """Whether an etcd runs on the folder: it holds a lock on its database for as long as it does."""
+    try:
+        with (data_dir / "member" / "snap" / "db").open("r+b") as database:
+            fcntl.flock(database, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def healthy(endpoint: str, *, timeout_s: float = 0.5) -> bool:
     """Whether the member at ``host:port`` answers and has a leader."""
     try:
-        answer = httpx.get(f"http://{endpoint}/health", timeout=timeout_s)
+        answer = http_client.request("GET", f"http://{endpoint}/health", timeout=timeout_s)
     except httpx.HTTPError:
         return False
     return answer.status_code == 200 and answer.json().get("health") in ("true", True)

@@ -8,11 +8,16 @@ its tag; a sweep removes those of the whole cluster.
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 
 from elastic_rl.host import processes
+
+log = logging.getLogger(__name__)
 
 TAG_ENV = "ELASTIC_RL_FILE_TAG"
 """Environment variable with the tag for the files of a process."""
@@ -34,12 +39,27 @@ def tagged_files(tag: str) -> list[Path]:
 
 
 def remove_files(tag: str) -> list[Path]:
-    """Unlinks the files of a tag and returns them. Call it when their owner has ended: files in use are unlinked too.
-    """
-    found = tagged_files(tag)
-    for path in found:
-        path.unlink(missing_ok=True)
-    return found
+    """Unlinks this user's files of a tag and returns them. Call it when their owner has ended: files in use are
+    unlinked too. Anybody may create entries with such names in these folders, so all others are left alone."""
+    removed = []
+    for path in tagged_files(tag):
+        try:
+            if _ours(path):
+                path.unlink(missing_ok=True)
+                removed.append(path)
+        except OSError as e:
+            log.warning("%s cannot be removed: %s", path, e.strerror)
+    return removed
+
+
+def _ours(path: Path) -> bool:
+    """Whether this is a regular file, a socket or a symbolic link of this user."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    kinds = (stat.S_ISREG, stat.S_ISSOCK, stat.S_ISLNK)
+    return found.st_uid == os.getuid() and any(is_kind(found.st_mode) for is_kind in kinds)
 
 
 def sweep(cluster_dir: Path) -> list[int]:

@@ -15,18 +15,18 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-import yaml
 
-from elastic_rl import runtime
+from elastic_rl import http_client, runtime
 from elastic_rl.config import Config
 from elastic_rl.coordinator.api import auth, tls
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.dcs.security import TOKEN_FILE, new_token
 from elastic_rl.dcs.storage.arena import Leftovers
-from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, PreflightFailed
+from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.host import etcd_server, leftovers, processes
+from elastic_rl.host import cluster_settings, etcd_server, leftovers, processes
 from elastic_rl.host.processes import PidBook, PidRecord
 from elastic_rl.telemetry.log_files import tail
 
@@ -43,6 +43,9 @@ _ETCD_BUDGET_S = 2.0
 _START_TIMEOUT_S = 120.0
 """Longest wait for a service to answer: its imports alone take 30 s on an overloaded machine. The end of a service ends
 the wait."""
+_EXIT_GRACE_S = 5.0
+"""Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
+_NO_RECORD_HINT = "`elastic-rl down` stops what runs without a record; then `elastic-rl up` again"
 
 
 class Cluster:
@@ -58,13 +61,14 @@ class Cluster:
     def up(self) -> ClusterInfo:
         """Starts what does not run and returns when every service answers.
 
-        Raises PreflightFailed (port taken, shared memory too small, no etcd program), EtcdUnavailable (a configured
-        etcd does not answer) or DeadlineExceeded; it then stops what it started.
+        Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
+        small, no etcd program), EtcdUnavailable (a configured etcd does not answer) or DeadlineExceeded. After any
+        error it stops what it started.
         """
         before = {r.name for r in self.book.alive()}
         try:
             return self._up(before)
-        except (ElasticRLError, KeyboardInterrupt):
+        except BaseException:
             for record in self.book.alive():
                 if record.name not in before:
                     processes.stop(record.pid)
@@ -74,17 +78,14 @@ class Cluster:
             raise
 
     def _up(self, running: set[str]) -> ClusterInfo:
+        self._make_folder()
+        self._require_same_etcd()
+        self._require_records()
         self._check_machine(running)
-        self.dir.mkdir(parents=True, exist_ok=True)
-        old = ClusterInfo.load(self.dir)
-        endpoints = self._etcd(running, old)
-        if old and old.etcd_endpoints != endpoints:  # what still runs uses an etcd that is gone
-            self._stop([r for r in self.book.alive() if not r.name.startswith("etcd")])
-            running, old = {n for n in running if n.startswith("etcd")}, None
+        config = cluster_settings.save(self.cfg, self.dir)
+        endpoints = self._etcd(running)
         tokens = self._tokens()
         self._dcs_token()
-        config = self.dir / "config.yaml"
-        config.write_text(yaml.safe_dump(self.cfg.model_dump(mode="json"), sort_keys=False))
         coordinators = self._start_coordinators(running, endpoints, config)
         node_pid = self._start_dcs_node(running, endpoints, config)
         self._await_coordinators(coordinators)
@@ -92,11 +93,52 @@ class Cluster:
             self._await_dcs_node(endpoints, node_pid)
         ca = self.cfg.coordinator.tls_ca
         info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(config),
-                           str(self.dir), str(Path(ca).resolve()) if ca else "")
+                           str(self.dir), str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
         info.save()
         return info
 
+    def _make_folder(self) -> None:
+        """The cluster's folder, for its owner only: it holds secrets, and logs may."""
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            self.dir.chmod(0o700)
+        except OSError as e:
+            raise ConfigError(f"cannot create {self.dir}: {e.strerror}", hint="set another --run_dir") from e
+
+    @property
+    def known(self) -> bool:
+        """Whether the cluster was started and not taken down; after a crash nothing of it may run."""
+        return (self.dir / "cluster.json").exists() or bool(self.book.alive())
+
+    def _require_same_etcd(self) -> None:
+        """Raises ConfigError when the services, or the chunks on disk, belong to another etcd than the configured
+        one."""
+        if not cluster_settings.stored(self.dir):
+            return
+        old, new = cluster_settings.external_endpoints(self.dir), list(self.cfg.etcd.endpoints)
+        if sorted(old) == sorted(new):
+            return
+        change = f"etcd.endpoints is {new or 'empty'}, and this cluster uses {old or 'an etcd of its own'}"
+        if self.known:
+            raise ConfigError(change, hint=f"`elastic-rl down --job={self.cfg.job}` first")
+        if old and (self.dir / "disk").exists():
+            raise ConfigError(f"{change}, which lists the versions in {self.dir / 'disk'}", hint=(
+                f"give --etcd.endpoints=[{','.join(old)}], or delete that folder to drop the versions"))
+
+    def _require_records(self) -> None:
+        """Raises PreflightFailed when services of this cluster run that have no record, so that nothing is started
+        beside them, and no data deleted that they use."""
+        def strays() -> list[int]:
+            return processes.marked_outside((r.pid for r in self.book.alive()), str(self.dir), OWNER_ENV)
+        try:
+            runtime.wait_until(lambda: not strays(), timeout_s=_EXIT_GRACE_S, what="the end of killed services")
+        except DeadlineExceeded as e:
+            raise PreflightFailed(f"processes {', '.join(map(str, strays()))} of this cluster run without a record in "
+                                  f"{self.book.folder}", hint=_NO_RECORD_HINT) from e
+
     def _check_machine(self, running: set[str]) -> None:
+        runtime.require_address(self.cfg.coordinator.host, setting="coordinator.host")
+        runtime.require_address(self.cfg.dcs.host, setting="dcs.host")
         ports = self.cfg.coordinator.ports
         for i, port in enumerate(ports):
             if f"coordinator-{i}" not in running:
@@ -113,30 +155,43 @@ class Cluster:
                 f"(dcs.arena_bytes)", hint="set a smaller --dcs.arena_bytes, or a larger /dev/shm: "
                 f"`mount -o remount,size=…  {SHM}`, or `docker run --shm-size=…`")
 
-    def _etcd(self, running: set[str], old: ClusterInfo | None) -> list[str]:
+    def _etcd(self, running: set[str]) -> list[str]:
+        """Endpoints of the cluster's etcd, which is started unless it runs."""
         if self.cfg.etcd.endpoints:
             endpoints = list(self.cfg.etcd.endpoints)
             with EtcdClient.from_config(self.cfg.etcd, endpoints, retry_budget_s=_ETCD_BUDGET_S) as etcd:
                 etcd.get(Keys(self.cfg.job).epoch())  # raises EtcdUnavailable with a hint
             return endpoints
-        if "etcd-0" in running and old:
-            self._await("etcd", "etcd-0", lambda: any(etcd_server.healthy(e) for e in old.etcd_endpoints),
-                        self.cfg.etcd.start_timeout_s)
-            return old.etcd_endpoints
+        old = self._own_endpoint()
+        if "etcd-0" in running:
+            self._await("etcd", "etcd-0", partial(etcd_server.healthy, old), self.cfg.etcd.start_timeout_s)
+            return [old]
         binary = etcd_server.find_binary()
         if why := etcd_server.objection(etcd_server.version(binary)):
             self._say(f"warning: {binary}: {why}")
         data = self.dir / "etcd"
+        if etcd_server.data_in_use(data):
+            raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
         if not running and self._can_continue(data):
             self._say("continuing with the data of this job's last cluster (`elastic-rl down` first to start afresh)")
         elif not running:
             # Start with an empty etcd: records of versions whose chunks are gone would only mislead.
             shutil.rmtree(data, ignore_errors=True)
             self._archive_old_run()
-        port = int(old.etcd_endpoints[0].rpartition(":")[2]) if old and running and old.etcd_endpoints else 0
-        if port:
+        port = int(old.rpartition(":")[2]) if old and running else 0
+        if port:  # the services that run connect to this one
             runtime.require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
+        elif running:
+            raise PreflightFailed(f"services run, and there is no record of their etcd in {self.book.folder}",
+                                  hint="`elastic-rl down`, then `elastic-rl up` again")
         return [self._start_etcd(binary, data, port)]
+
+    def _own_endpoint(self) -> str:
+        """Endpoint of the etcd that ``up`` started, running or not; empty where nothing has recorded it."""
+        if record := next((r for r in self.book.all() if r.name == "etcd-0"), None):
+            return record.url
+        info = self._info()
+        return info.etcd_endpoints[0] if info and info.own_etcd else ""
 
     def _can_continue(self, data: Path) -> bool:
         """Whether a crash left both etcd's data and a node's chunks. ``down`` leaves neither."""
@@ -208,9 +263,20 @@ class Cluster:
             etcd.close()
 
     def _tokens(self) -> Path:
-        """The API's table of digests and, for the owner of this machine, the tokens; no other user may read either."""
-        files = [self.dir / name for name in (auth.TABLE, auth.VIEWER_TOKEN, auth.CREDENTIALS)]
-        return files[-1] if all(file.exists() for file in files) else auth.create_tokens(self.dir)
+        """Path of the API's credentials. Missing files of tokens are made from those that exist; an existing table is
+        never replaced, since others may use its tokens. Raises ConfigError for damaged credentials."""
+        table, viewer, credentials = (self.dir / n for n in (auth.TABLE, auth.VIEWER_TOKEN, auth.CREDENTIALS))
+        if not credentials.exists():
+            if not table.exists():
+                return auth.create_tokens(self.dir)
+            self._say(f"warning: {credentials} is missing and cannot be made from {table.name}, which holds digests "
+                      f"only: put it back, or delete {table.name} to withdraw all tokens and create new ones")
+            return credentials
+        if not viewer.exists():
+            auth.write_private(viewer, read_token(credentials, auth.Role.VIEWER))
+        if not table.exists():
+            auth.write_table(self.dir, {role.value: read_token(credentials, role) for role in auth.Role})
+        return credentials
 
     def _dcs_token(self) -> None:
         """Creates the secret that clients of the DCS nodes must present, unless the configuration names one."""
@@ -236,20 +302,41 @@ class Cluster:
     # -- down ---------------------------------------------------------------------------------------------------
     def down(self) -> list[str]:
         """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
-        cluster's files except the logs. Returns the names of what was running."""
-        records = self.book.all()
+        cluster's files except the logs and the settings. Data of an etcd that ``up`` started, and chunks that only it
+        listed, are deleted; those of a cluster on an external etcd stay, whatever this configuration says. Returns the
+        names of what was running."""
+        own_etcd, records = self._has_own_etcd(), self.book.all()
         stopped = [f"compute {pid}" for pid in leftovers.sweep(self.dir)]
         stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
         # A service whose start was interrupted has no record.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
+        self.book.clear()
         self._unlink_segments()
         shutil.rmtree(self.cfg.ray_dir, ignore_errors=True)
-        if not self.cfg.etcd.endpoints:
+        if own_etcd:
             shutil.rmtree(self.dir / "etcd", ignore_errors=True)
             shutil.rmtree(self.dir / "disk", ignore_errors=True)  # no record refers to these chunks any more
         for name in ("cluster.json", auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN, TOKEN_FILE):
             (self.dir / name).unlink(missing_ok=True)
         return stopped
+
+    def _has_own_etcd(self) -> bool:
+        """Whether ``up`` started this cluster's etcd, by what it recorded; False where there is no record of it."""
+        if info := self._info():
+            return info.own_etcd
+        try:  # an interrupted `up` has stored the settings only
+            return bool(cluster_settings.stored(self.dir)) and not cluster_settings.external_endpoints(self.dir)
+        except ConfigError as e:
+            self._say(f"warning: {e.message}; the data of etcd and of the DCS node in {self.dir} are kept")
+            return False
+
+    def _info(self) -> ClusterInfo | None:
+        """``cluster.json``, or None where it is missing or damaged."""
+        try:
+            return ClusterInfo.load(self.dir)
+        except ConfigError as e:
+            self._say(f"warning: {e.message}")
+            return None
 
     def _stop(self, records: list[PidRecord]) -> list[str]:
         stopped = []
@@ -269,7 +356,7 @@ class Cluster:
     def connect(self) -> ClusterInfo:
         """The running cluster of this job. Raises EtcdUnavailable when it is not up."""
         info = ClusterInfo.load(self.dir)
-        if info is None or (not self.cfg.etcd.endpoints and not self.book.alive()):
+        if info is None or (info.own_etcd and not self.book.alive()):
             raise EtcdUnavailable(f"no cluster of job {self.cfg.job!r} is up under {self.dir}",
                                    hint=f"start one with `elastic-rl up --job={self.cfg.job}`, or name another --job")
         return info
@@ -288,7 +375,7 @@ def _down_order(name: str) -> int:
 
 def _answers(url: str, ca_file: str) -> bool:
     try:
-        return httpx.get(f"{url}/healthz", timeout=1.0, verify=tls.trust(ca_file)).status_code == 200
+        return http_client.request("GET", f"{url}/healthz", timeout=1.0, verify=tls.trust(ca_file)).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -1,13 +1,14 @@
 """Child processes and services.
 
 The kernel ends a *child* when its parent ends, also after kill -9 (PR_SET_PDEATHSIG). A *service* outlives the command
-that started it; its record in ``<dir>/pids`` (pid and start time, so that a reused pid is never signalled) lets a later
-command stop it, also after a crash.
+that started it; its record in ``<dir>/pids`` (pid, boot and start time, so that a reused pid is never signalled) lets a
+later command stop it, also after a crash.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ import psutil
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.runtime import start_child
 from elastic_rl.telemetry.log_files import open_log
+
+_log = logging.getLogger(__name__)
 
 
 def python(module: str, *args: str) -> list[str]:
@@ -109,6 +112,19 @@ def marked(value: str, variable: str = RUN_MARK) -> list[psutil.Process]:
     return found
 
 
+def marked_outside(families: Iterable[int], value: str, variable: str = RUN_MARK) -> list[int]:
+    """Pids of the marked processes that are neither one of ``families`` nor descend from one."""
+    roots, found = set(families), []
+    for process in marked(value, variable):
+        try:
+            line = {process.pid, *(p.pid for p in process.parents())}
+        except psutil.NoSuchProcess:
+            continue
+        if not line & roots:
+            found.append(process.pid)
+    return found
+
+
 def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list[int]:
     """Kills the processes that a run left behind: Ray's agents outlive a driver that was killed. Returns their pids."""
     victims = marked(value, variable)
@@ -118,19 +134,40 @@ def sweep(value: str, variable: str = RUN_MARK, *, grace_s: float = 5.0) -> list
 
 @dataclass(frozen=True)
 class PidRecord:
-    """A service that was started. The creation time distinguishes it from a later process with the same pid."""
+    """A service that was started. Boot and start time distinguish it from a later process with the same pid."""
 
     name: str
     pid: int
-    create_time: float
+    boot: str
+    """The kernel's id of the boot."""
+    start_ticks: int
+    """Clock ticks from the boot to the start of the process. Unlike a time of day it does not move with the clock."""
     url: str = ""
 
+    @classmethod
+    def of(cls, name: str, pid: int, url: str = "") -> PidRecord:
+        """The record of a running process. Raises ProcessLookupError when there is none."""
+        found = _stat(pid)
+        if found is None:
+            raise ProcessLookupError(f"there is no process {pid}")
+        return cls(name, pid, _boot(), found[1], url)
+
     def alive(self) -> bool:
-        try:
-            process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.create_time) < 0.05 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        found = _stat(self.pid)
+        return found is not None and found[0] not in "ZX" and (_boot(), found[1]) == (self.boot, self.start_ticks)
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and start time of a process (fields 3 and 22 of proc(5)'s stat), or None when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], int(fields[19])
 
 
 class PidBook:
@@ -141,14 +178,23 @@ class PidBook:
 
     def add(self, name: str, pid: int, url: str = "") -> PidRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
-        record = PidRecord(name, pid, psutil.Process(pid).create_time(), url)
+        record = PidRecord.of(name, pid, url)
         partial = self.folder / f".{name}.partial"
         partial.write_text(json.dumps(asdict(record)))
         partial.rename(self.folder / f"{name}.json")
         return record
 
     def all(self) -> list[PidRecord]:
-        return [PidRecord(**json.loads(p.read_text())) for p in sorted(self.folder.glob("*.json"))]
+        """Every record. A damaged one is left out: its process is then one without a record."""
+        found = []
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                found.append(PidRecord(**json.loads(path.read_text())))
+            except FileNotFoundError:
+                continue
+            except (ValueError, TypeError) as e:
+                _log.warning("%s is damaged and is not used: %s", path, e)
+        return found
 
     def alive(self) -> list[PidRecord]:
         return [r for r in self.all() if r.alive()]
@@ -156,12 +202,7 @@ class PidBook:
     def forget(self, name: str) -> None:
         (self.folder / f"{name}.json").unlink(missing_ok=True)
 
-    def stop_all(self, *, grace_s: float = 5.0) -> list[str]:
-        """Stops every service and deletes its record; returns the names of those that were running."""
-        stopped = []
-        for record in self.all():
-            if record.alive():
-                stop(record.pid, grace_s=grace_s)
-                stopped.append(record.name)
-            self.forget(record.name)
-        return stopped
+    def clear(self) -> None:
+        """Deletes every record, damaged ones too."""
+        for path in self.folder.glob("*.json"):
+            path.unlink(missing_ok=True)

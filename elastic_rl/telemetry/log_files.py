@@ -43,14 +43,19 @@ class LogLimits(Protocol):
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Opens a log for appending and marks it as in use while any process holds the descriptor or an inherited copy."""
+    """Opens a log for appending, for its owner only, and marks it as in use while any process holds the descriptor or
+    an inherited copy."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        file = path.open("ab")
+        file = open(path, "ab", opener=_private)  # noqa: SIM115 - the caller closes it
         fcntl.flock(file, fcntl.LOCK_SH)
         if os.fstat(file.fileno()).st_nlink:
             return file
         file.close()  # deleted between the two calls
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def tail(path: Path, max_bytes: int = 1 << 16) -> str:
@@ -146,7 +151,7 @@ def _rotate(path: Path, max_bytes: int, backups: int) -> None:
 def _copy_end(source: BinaryIO, target: Path, max_bytes: int) -> None:
     source.seek(max(0, source.seek(0, os.SEEK_END) - max_bytes))
     left = max_bytes
-    with target.open("wb") as out:
+    with open(target, "wb", opener=_private) as out:
         while data := source.read(min(_COPY_BYTES, left)):  # also what the writer adds meanwhile
             left -= out.write(data)
 

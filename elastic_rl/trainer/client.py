@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from elastic_rl import http_client
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
@@ -42,7 +43,7 @@ class TrainerClient:
     def __init__(self, etcd: EtcdClient, keys: Keys, *, step_timeout_s: float, start_timeout_s: float) -> None:
         self._etcd, self._keys = etcd, keys
         self._step_timeout_s, self._start_timeout_s = step_timeout_s, start_timeout_s
-        self._http = httpx.Client(timeout=httpx.Timeout(5.0))
+        self._http = http_client.client(timeout=httpx.Timeout(5.0))
         self._url = ""
         self._incarnation = ""
 

@@ -35,9 +35,11 @@ class EtcdServers:
     """An etcd cluster, on loopback by default, in ``folder``. Its processes die with this one."""
 
     def __init__(self, folder: Path, members: int, flags: Sequence[str] = (), *, host: str = "127.0.0.1",
-                 tls: Identity | None = None) -> None:
-        """``flags``: further flags of etcd. ``tls``: the members' certificate."""
-        self.folder, self._flags, self._host, self._tls = folder, flags, host, tls
+                 tls: Identity | None = None, gateway: bool = False) -> None:
+        """``flags``: further flags of etcd. ``tls``: the members' certificate. ``gateway``: serve etcd's HTTP gateway,
+        which ``ask`` needs and our client does not."""
+        self.folder, self._host, self._tls = folder, host, tls
+        self._flags = [*flags, f"--enable-grpc-gateway={str(gateway).lower()}"]
         self._client = [free_port(host) for _ in range(members)]
         self._peer = [free_port() for _ in range(members)]
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -99,7 +101,7 @@ class EtcdServers:
                               timeout_s=10, what="an etcd leader")[0]
 
     def ask(self, path: str, body: dict[str, Any], *, token: str = "", verify: ssl.SSLContext | bool = True) -> Any:
-        """A call of etcd's HTTP gateway, for what our client does not offer."""
+        """A call of etcd's HTTP gateway, for what our client does not offer. Needs ``gateway``."""
         url = f"{'https' if self._tls else 'http'}://{self.endpoints[0]}/v3/{path}"
         answer = httpx.post(url, json=body, headers={"Authorization": token} if token else {}, timeout=10,
                             trust_env=False, verify=verify)
@@ -126,7 +128,7 @@ class EtcdServers:
 
     def renew(self, tls: Identity, flags: Sequence[str]) -> None:
         """Certificate and flags of members that are started from now on."""
-        self._tls, self._flags = tls, flags
+        self._tls, self._flags = tls, [*flags, self._flags[-1]]
 
     def close(self) -> None:
         for process in self.processes:

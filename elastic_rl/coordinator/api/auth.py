@@ -73,11 +73,16 @@ def create_tokens(folder: Path) -> Path:
     """Writes a table with a new token for each role, and the tokens, into ``folder``; each file is readable by its
     owner only. Returns the path of the credentials."""
     tokens = {role.value: new_token() for role in Role}
-    entries = [Token(name=role, role=Role(role), sha256=digest(token)) for role, token in tokens.items()]
     write_private(folder / CREDENTIALS, json.dumps(tokens, indent=2))
     write_private(folder / VIEWER_TOKEN, tokens[Role.VIEWER])
-    write_private(folder / TABLE, _Table(tokens=entries).model_dump_json(indent=2))
+    write_table(folder, tokens)
     return folder / CREDENTIALS
+
+
+def write_table(folder: Path, tokens: dict[str, str]) -> None:
+    """Writes the table of tokens by role into ``folder``."""
+    entries = [Token(name=role, role=Role(role), sha256=digest(token)) for role, token in tokens.items()]
+    write_private(folder / TABLE, _Table(tokens=entries).model_dump_json(indent=2))
 
 
 def write_private(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ import threading
 import httpx
 from fastapi import Request, Response
 
+from elastic_rl import http_client
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.api.authentication import SESSION, Caller
 from elastic_rl.coordinator.problems import Kind, Problem, no_leader
@@ -66,7 +67,7 @@ class Forwarder:
         return headers | {FORWARDED: self._replica, **traces.inject()}
 
     def _new_client(self) -> httpx.Client:
-        return httpx.Client(timeout=self._timeout, trust_env=False, verify=self._trust)
+        return http_client.client(timeout=self._timeout, verify=self._trust)
 
     def _current_client(self) -> httpx.Client:
         """One that believes the authority in the file as it is now."""

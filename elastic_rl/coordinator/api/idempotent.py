@@ -13,8 +13,10 @@ from elastic_rl.coordinator.alerts import alert_test
 from elastic_rl.coordinator.api import idempotency, pages
 from elastic_rl.coordinator.api.context import Context, caller_of
 from elastic_rl.coordinator.api.idempotency import Claim
-from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.coordinator.membership.registry import COORDINATOR
+from elastic_rl.coordinator.problems import Kind, Problem, no_leader
 from elastic_rl.errors import OutcomeUnknown
+from elastic_rl.etcd.records import Leader, Member
 from elastic_rl.telemetry import traces
 
 REPLAYED = "Idempotency-Replayed"
@@ -34,8 +36,19 @@ class Created(NamedTuple):
 
 
 def forward(request: Request, ctx: Context) -> Response:
-    """The leader's answer to the request."""
-    return ctx.forwarder.send(request, request.state.body, ctx.election.current())
+    """The leader's answer to the request. Raises a problem when there is no leader to forward to."""
+    leader = ctx.election.current()
+    if leader is not None:
+        _require_registered(leader, ctx)
+    return ctx.forwarder.send(request, request.state.body, leader)
+
+
+def _require_registered(leader: Leader, ctx: Context) -> None:
+    """Raises a problem unless the leader's URL is the one that its live member record has. A forwarded request carries
+    the caller's token, so a leader record alone must not decide where it goes."""
+    found = ctx.etcd.get(ctx.keys.member(COORDINATOR, leader.replica))
+    if found is None or Member.decode(found.value).url != leader.url:
+        raise no_leader(f"the URL of leader {leader.replica} is not that of a registered coordinator")
 
 
 def carry_out(request: Request, ctx: Context, body: BaseModel | None, key: str | None, change: Callable[

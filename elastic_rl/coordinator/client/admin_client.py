@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
+from elastic_rl import http_client
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
@@ -202,8 +203,8 @@ class AdminClient:
             answered = False
             for url in tuple(self._urls):
                 try:
-                    answer = httpx.request(method, url + path, json=body, headers={**self._headers, **(headers or {})},
-                                           timeout=self._timeout_s, verify=self._tls.current())
+                    answer = http_client.request(method, url + path, json=body, headers={
+                        **self._headers, **(headers or {})}, timeout=self._timeout_s, verify=self._tls.current())
                 except httpx.HTTPError as e:
                     reasons.append(f"{url}: {type(e).__name__}")
                     may_be_applied |= not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)

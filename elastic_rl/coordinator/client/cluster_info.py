@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_rl.coordinator.client.credentials import read_token
+from elastic_rl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class ClusterInfo:
     cluster_dir: str
     ca_file: str = ""
     """PEM file of the authority of the admin API's certificates; empty: the system's, or no TLS."""
+    own_etcd: bool = False
+    """Whether ``up`` has started the cluster's etcd. ``down`` then deletes its data, and the chunks that only it
+    knows."""
 
     def token(self, role: str) -> str:
         """Bearer token of a role, viewer or operator; empty where no file is named. Raises ConfigError for a file
@@ -38,5 +42,12 @@ class ClusterInfo:
 
     @classmethod
     def load(cls, cluster_dir: Path) -> ClusterInfo | None:
+        """The cluster of a folder; None if there is none. Raises ConfigError for a damaged file."""
         path = cluster_dir / "cluster.json"
-        return cls(**json.loads(path.read_text())) if path.exists() else None
+        try:
+            info = cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as e:
+            raise ConfigError(f"{path} cannot be read: {e}", hint="`elastic-rl up` writes it again") from e
+        return info

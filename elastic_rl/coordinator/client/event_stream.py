@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from elastic_rl import http_client
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.client.admin_client import problem_of
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -98,8 +99,9 @@ class EventFollower:
         """Frames of one stream until it ends; None for its other lines."""
         # One revision earlier, since the stream may have broken off between two events of the same one.
         resume = {"Last-Event-ID": str(self._revision - 1)} if self._revision else {}
-        with httpx.stream("GET", f"{url}/v1/events", params={"limit": self._limit}, headers={**self._headers, **resume},
-                          timeout=httpx.Timeout(5.0, read=_SILENCE_S), verify=self._tls.current()) as answer:
+        with http_client.stream("GET", f"{url}/v1/events", params={"limit": self._limit},
+                                headers={**self._headers, **resume}, timeout=httpx.Timeout(5.0, read=_SILENCE_S),
+                                verify=self._tls.current()) as answer:
             if answer.status_code >= 400:
                 answer.read()
                 problem = problem_of(answer)

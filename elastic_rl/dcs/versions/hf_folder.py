@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -18,6 +19,10 @@ from elastic_rl.errors import ConfigError, DiskFull
 INDEX = "model.safetensors.index.json"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")
 """Suffixes of files that hold weights, or list them."""
+_MODEL_FILES = ("*.safetensors", "*.index.json", "*.bin", "config.json", "generation_config.json", "*tokenizer*",
+                "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken",
+                "chat_template.*", "*preprocessor_config.json", "README.md", "LICENSE*", ".gitattributes")
+"""Names of files that a model folder may have, and that an export with ``force`` deletes."""
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 Progress = Callable[[int], None]
@@ -27,12 +32,13 @@ Progress = Callable[[int], None]
 def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force: bool,
           progress: Progress = lambda n: None) -> list[str]:
     """Writes tensors as safetensors of at most ``shard_bytes`` (a larger tensor alone), and beside them the config and
-    tokenizer of the folder ``like``. The folder appears whole or not at all; returns the names of its files.
+    tokenizer of the folder ``like``. The folder appears whole or not at all; returns the names of its files. ``force``:
+    replace a model folder, and no folder with anything else in it.
 
-    Raises ConfigError (``folder`` is not empty, ``like`` is no model folder) and DiskFull.
+    Raises ConfigError (``folder`` cannot be written or replaced, ``like`` is no model folder) and DiskFull.
     """
-    if folder.exists() and any(folder.iterdir()) and not force:
-        raise ConfigError(f"{folder} exists and is not empty", hint="name another folder, or give --force")
+    folder = Path(os.path.abspath(folder))
+    _require_replaceable(folder, like, force=force)
     if not (like / "config.json").exists():
         raise ConfigError(f"{like} has no config.json to copy", hint="name a model folder with --like")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -43,17 +49,55 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
             if path.is_file() and not path.name.endswith(_NOT_COPIED):
                 shutil.copy(path, partial / path.name)
         _write_shards(partial, tensors, shard_bytes, progress)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        _replace(folder, partial)
     except (OSError, SafetensorError) as e:
         if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(e):
             raise DiskFull(f"{folder.parent} has no room for the model; nothing was left there",
                            hint="free some, or name a folder on another disk") from e
+        if isinstance(e, OSError):
+            raise ConfigError(f"{folder} cannot be written: {e.strerror or e}", hint="name another folder") from e
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sorted(p.name for p in folder.iterdir())
+
+
+def _require_replaceable(folder: Path, like: Path, *, force: bool) -> None:
+    """Raises ConfigError unless a new folder may take this place."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(f"{folder} is no folder", hint="name a new one")
+    if folder == Path.cwd() or not folder.name:
+        raise ConfigError(f"{folder} is the current or the root folder", hint="name a new folder in it")
+    try:
+        entries = sorted(folder.iterdir()) if folder.exists() else []
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be read: {e.strerror}", hint="name another folder") from e
+    if not entries:
+        return
+    if not force:
+        raise ConfigError(f"{folder} exists and is not empty", hint="name another folder, or give --force")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is no model folder: it has no config.json", hint="name another folder")
+    for entry in entries:
+        known = any(fnmatch(entry.name, pattern) for pattern in _MODEL_FILES) or (like / entry.name).is_file()
+        if entry.is_symlink() or not entry.is_file() or not known:
+            raise ConfigError(f"{folder} holds {entry.name}, which is no file of a model; --force would delete it",
+                              hint="move it away, or name another folder")
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Puts ``new`` in the place of ``folder``; the old one is deleted once the new one is there."""
+    if not folder.exists():
+        new.rename(folder)
+        return
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_shards(folder: Path, tensors: Tensors, shard_bytes: int, progress: Progress) -> None:

@@ -6,8 +6,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from elastic_rl.coordinator.api.idempotency import Done
 from elastic_rl.coordinator.client.admin_client import AdminClient, Changed, NotFound, OperationFailed
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable
-from elastic_rl.etcd.records import Engine, EngineState, Member
+from elastic_rl.etcd.records import Engine, EngineState, Leader, Member
 
 Build = Callable[..., ApiCluster]
 
@@ -74,6 +75,41 @@ def test_repeated_request_counts_once_and_streams_resume_under_a_new_leader(buil
         assert reader.next().event == "change"
         elected = reader.until(lambda f: f.data["kind"] == "job")
         assert elected.data["object"]["leader"]["replica"] == new and all(f.event == "change" for f in reader.seen)
+
+
+class _Sink(BaseHTTPRequestHandler):
+    """Records the Authorization header of every request."""
+
+    received: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.received.append(self.headers.get("Authorization", ""))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_follower_forwards_no_token_to_an_unregistered_url(build: Build) -> None:
+    cluster = build("a", "b")
+    leader = cluster.replicas.leader()
+    follower = "b" if leader == "a" else "a"
+    sink = HTTPServer(("127.0.0.1", 0), _Sink)
+    threading.Thread(target=sink.serve_forever, daemon=True).start()
+    try:
+        record = cluster.etcd.get(cluster.keys.leader(leader))
+        assert record is not None
+        forged = Leader.decode(record.value).replace(url=f"http://127.0.0.1:{sink.server_port}")
+        cluster.etcd.put(record.key, forged.encode(), lease=record.lease)
+        with cluster.client(follower) as api:
+            answer = api.post("/v1/pools/rollout/scale", json={"desired": 3})
+    finally:
+        sink.shutdown()
+        sink.server_close()
+    assert _Sink.received == []
+    problem(answer, 503, "no-leader")
+    assert "registered" in answer.json()["detail"]
 
 
 def test_leader_deletes_keys_after_a_day(build: Build) -> None:

@@ -89,7 +89,7 @@ def _b64(raw: bytes) -> str:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
     good, other = Authority(folder, "good"), Authority(folder, "other")
-    servers = EtcdServers(folder / "etcd", 1, tls=good.issue("server", hosts=["127.0.0.1"]),
+    servers = EtcdServers(folder / "etcd", 1, gateway=True, tls=good.issue("server", hosts=["127.0.0.1"]),
                           # Weak hashes of passwords: a test signs in often, and each costs 0.1 s of a core otherwise.
                           flags=["--client-cert-auth", "--trusted-ca-file", str(good.cert), "--bcrypt-cost", "4"])
     try:
@@ -318,7 +318,7 @@ def _fill(etcd: EtcdClient, prefix: str) -> tuple[str, EtcdFull]:
 
 
 def test_full_database_is_reported_at_once_and_members_and_leaders_survive_it(tmp_path: Path, keys: Keys) -> None:
-    servers = EtcdServers(tmp_path, 1, flags=["--quota-backend-bytes", str(4 << 20)])
+    servers = EtcdServers(tmp_path, 1, flags=["--quota-backend-bytes", str(4 << 20)], gateway=True)
     try:
         with servers.start().connect() as etcd, Membership(etcd, keys, "worker", "w", ttl_s=3).start() as member:
             election = Election(etcd, keys, "a", "", 3).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import httpx
 import psutil
 import pytest
 import torch
+import yaml
+from support.etcd_server import EtcdServers
 
 from elastic_rl import runtime
 from elastic_rl.cli import main
@@ -29,7 +32,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import PoolSpec
 from elastic_rl.host import etcd_server, processes
-from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 
 ARENA_BYTES = 32 << 20
 Make = Callable[..., Cluster]
@@ -210,6 +213,71 @@ def test_commands_bring_up_list_scale_and_take_down(
         assert run("down")[0] == 0
 
 
+def _run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    """Exit code and stderr of a command."""
+    with pytest.raises(SystemExit) as e:
+        main.main(args)
+    return int(e.value.code or 0), capsys.readouterr().err
+
+
+def test_running_cluster_keeps_its_settings_and_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = [f"--run_dir={tmp_path}", f"--job=t-{secrets.token_hex(4)}"]
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"dcs: {{arena_bytes: {ARENA_BYTES}}}\ncoordinator: {{replicas: 1}}\ntrain: {{steps: 7}}\n")
+    folder = tmp_path / job[1].removeprefix("--job=") / "cluster"
+    try:
+        assert _run(capsys, "up", "-c", str(file), *job)[0] == 0
+        info = ClusterInfo.load(folder)
+        assert info is not None
+        private = [folder / "config.yaml", *(folder / "logs").iterdir()]
+        assert {p.stat().st_mode & 0o777 for p in private} == {0o600} and folder.stat().st_mode & 0o777 == 0o700
+
+        assert _run(capsys, "up", *job)[0] == 0  # without -c
+        assert ClusterInfo.load(folder) == info, "one coordinator, on the same etcd"
+        stored = parse(yaml.safe_load((folder / "config.yaml").read_text()))
+        assert (stored.train.steps, stored.coordinator.replicas) == (7, 1)
+
+        code, said = _run(capsys, "up", "--etcd.endpoints=[127.0.0.1:1]", *job)
+        assert code == Exit.USAGE and "etcd.endpoints" in said and "elastic-rl down" in said
+        assert ClusterInfo.load(folder) == info
+
+        (folder / "cluster.json").unlink()  # as if the first `up` had been interrupted
+        assert _run(capsys, "up", *job)[0] == 0
+        assert ClusterInfo.load(folder) == info, "the etcd that runs is found by its record"
+
+        shutil.rmtree(folder / "pids")
+        code, said = _run(capsys, "up", *job)
+        assert code == Exit.PREFLIGHT and "without a record" in said and "elastic-rl down" in said
+        assert etcd_server.healthy(info.etcd_endpoints[0]) and etcd_server.data_in_use(folder / "etcd")
+    finally:
+        assert _run(capsys, "down", *job)[0] == 0
+    assert not processes.marked(str(folder))
+    assert not processes.marked(str(folder), OWNER_ENV) and _refuses(info.etcd_endpoints[0])
+
+
+def test_cluster_on_an_external_etcd_needs_no_settings_again(
+        tmp_path: Path, etcd_servers: EtcdServers, capsys: pytest.CaptureFixture[str]) -> None:
+    job = [f"--run_dir={tmp_path}", f"--job=t-{secrets.token_hex(4)}"]
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"dcs: {{arena_bytes: {ARENA_BYTES}}}\ncoordinator: {{replicas: 1}}\n"
+                    f"etcd: {{endpoints: [{', '.join(etcd_servers.endpoints)}], call_timeout_s: 2}}\n")
+    folder = tmp_path / job[1].removeprefix("--job=") / "cluster"
+    try:
+        assert _run(capsys, "up", "-c", str(file), *job)[0] == 0
+        info = ClusterInfo.load(folder)
+        assert _run(capsys, "up", *job)[0] == 0
+        assert ClusterInfo.load(folder) == info and not (folder / "etcd").exists()
+        assert _run(capsys, "status", *job)[0] == 0
+        chunk = folder / "disk" / "node-0" / "ab" / "chunk"
+        chunk.parent.mkdir(parents=True, exist_ok=True)
+        chunk.touch()
+    finally:
+        assert _run(capsys, "down", *job)[0] == 0
+    assert chunk.exists(), "the external etcd still lists it"
+    code, said = _run(capsys, "up", *job)
+    assert code == Exit.USAGE and "lists the versions" in said
+
+
 def test_taken_port_is_reported_with_its_setting(make: Make) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -237,19 +305,21 @@ def test_unavailable_etcd_is_reported_by_its_endpoint(make: Make) -> None:
     assert not _pids(cluster)
 
 
-def test_failed_up_stops_what_it_started(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [PreflightFailed("no room"), OSError("no room"), KeyboardInterrupt("no room")],
+                         ids=lambda e: type(e).__name__)
+def test_failed_up_stops_what_it_started(make: Make, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     cluster = make()
     started: list[str] = []
     spawn = cluster._spawn
 
     def fail_at_the_node(name: str, cmd: list[str], **more: object) -> int:
         started.append(name)
-        if name.startswith("dcs-"):
-            raise PreflightFailed("no room")
+        if not name.startswith("etcd-"):
+            raise error
         return spawn(name, cmd, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cluster, "_spawn", fail_at_the_node)
-    with pytest.raises(PreflightFailed, match="no room"):
+    with pytest.raises(type(error), match="no room"):
         cluster.up()
     assert "etcd-0" in started, "it had come as far as etcd"
     assert not _pids(cluster)

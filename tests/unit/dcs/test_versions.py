@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -125,15 +126,13 @@ def test_hf_folder_has_both_of_two_tied_tensors(tmp_path: Path, like: Path) -> N
     assert set(dict(hf_folder.read(tmp_path / "out"))) == {"a", "b"}
 
 
-def test_export_refuses_nonempty_folder_unless_forced(tmp_path: Path, like: Path) -> None:
+def test_export_refuses_nonempty_folder(tmp_path: Path, like: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "precious").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):
         hf_folder.write(target, TENSORS.items(), like, shard_bytes=1 << 20, force=False)
     assert (target / "precious").exists()
-    hf_folder.write(target, TENSORS.items(), like, shard_bytes=1 << 20, force=True)
-    assert not (target / "precious").exists()
 
 
 def test_failed_export_leaves_nothing(tmp_path: Path, like: Path) -> None:
@@ -166,3 +165,58 @@ def test_folder_with_missing_weights_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / hf_folder.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(ConfigError, match="00001-of-00002"):
         hf_folder.files_of(tmp_path)
+
+
+def _export(target: Path, like: Path, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+    hf_folder.write(target, TENSORS.items() if tensors is None else tensors, like, shard_bytes=1 << 20, force=True)
+
+
+@pytest.mark.parametrize("extra", ["thesis.docx", "sub/config.json", ".git/HEAD"])
+def test_forced_export_replaces_model_folders_only(tmp_path: Path, like: Path, extra: str) -> None:
+    target = tmp_path / "out"
+    _export(target, like)
+    _export(target, like)
+    precious = target / extra
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("mine")
+    with pytest.raises(ConfigError, match=extra.partition("/")[0]):
+        _export(target, like)
+    assert precious.read_text() == "mine"
+
+
+def test_forced_export_refuses_a_folder_without_a_model(tmp_path: Path, like: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        _export(target, like)
+    assert (target / "notes.txt").exists()
+
+
+def test_failed_export_leaves_the_old_folder(tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+    _export(target, like)
+    before = {p.name: p.read_bytes() for p in target.iterdir()}
+    rename = Path.rename
+
+    def fail(path: Path, to: Path) -> Path:
+        if to == target and path.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(ConfigError, match="Input/output error"):
+        _export(target, like, [("other", torch.ones(1))])
+    assert {p.name: p.read_bytes() for p in target.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_export_to_no_folder_is_refused(tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for target in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / "link", Path("."), Path("/")):
+        with pytest.raises(ConfigError):
+            _export(target, like)
+    assert list((tmp_path / "elsewhere").iterdir()) == []

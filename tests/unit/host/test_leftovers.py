@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import tempfile
@@ -54,3 +55,47 @@ def test_sweep_removes_processes_and_files_of_its_cluster_only(folders: tuple[Pa
     assert leftovers.sweep(swept) == [running[swept].pid]
     assert running[swept].poll() is not None and not any(f.exists() for f in files[swept])
     assert running[kept].poll() is None and all(f.exists() for f in files[kept])
+
+
+def test_entries_that_others_made_do_not_stop_the_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tag = leftovers.file_tag(tmp_path / "cluster")
+    folder, pipe, ours, link = (tmp_path / f"{tag}{name}" for name in ("a", "b", "y", "z"))
+    folder.mkdir()
+    os.mkfifo(pipe)
+    link.symlink_to(folder)
+    ours.touch()
+    assert sorted(leftovers.remove_files(tag)) == [ours, link]
+    assert sorted(tmp_path.iterdir()) == [folder, pipe]
+
+
+def test_file_that_cannot_be_unlinked_does_not_stop_the_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                ) -> None:
+    """As a file of this user in a folder that it may not write to."""
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tag = leftovers.file_tag(tmp_path / "cluster")
+    kept, removed = tmp_path / f"{tag}a", tmp_path / f"{tag}b"
+    kept.touch()
+    removed.touch()
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == kept:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert leftovers.remove_files(tag) == [removed]
+
+
+def test_files_of_another_user_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tag = leftovers.file_tag(tmp_path / "cluster")
+    theirs = tmp_path / f"{tag}a"
+    theirs.touch()
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert leftovers.remove_files(tag) == [] and theirs.exists()

@@ -1,0 +1,42 @@
+"""Which settings hold secrets, and how they are shown: URLs of alerts and of the durable store contain passwords."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+HIDDEN = "…"
+_SECTIONS = ("alerts", "dcs.durable_url")
+"""Keys whose values, and those below them, no error shows."""
+
+
+def is_secret(key: str) -> bool:
+    """Whether values of the dotted key, or of a key below it, may be secret."""
+    return any(key == secret or key.startswith(f"{secret}.") for secret in _SECTIONS)
+
+
+def redacted_url(url: str) -> str:
+    """A URL without user, password, query and fragment."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return HIDDEN
+    host = parts.netloc.rpartition("@")
+    netloc = f"{HIDDEN}@{host[2]}" if host[1] else host[2]
+    return parts._replace(netloc=netloc, query=HIDDEN if parts.query else "", fragment="").geturl()
+
+
+def redacted_receiver(url: str) -> str:
+    """An Apprise URL with its scheme only: services have their tokens in the place of host, user and path alike."""
+    scheme, found, _ = url.partition("://")
+    return f"{scheme}://{HIDDEN}" if found else HIDDEN
+
+
+def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, as nested JSON-able values, to be shown."""
+    alerts, dcs = dict(values["alerts"]), dict(values["dcs"])
+    alerts["urls"] = [redacted_receiver(url) for url in alerts["urls"]]
+    alerts["routes"] = [{**route, "url": redacted_receiver(route["url"])} for route in alerts["routes"]]
+    dcs["durable_url"] = redacted_url(dcs["durable_url"])
+    return {**values, "alerts": alerts, "dcs": dcs}

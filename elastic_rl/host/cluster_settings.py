@@ -1,0 +1,58 @@
+"""The settings that a cluster was started with, in its folder, and those of a command line on top of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastic_rl import config
+from elastic_rl.config import Config, reading
+from elastic_rl.coordinator.api.auth import write_private
+from elastic_rl.errors import ConfigError
+
+FILE = "config.yaml"
+_LOCATION = ("job", "run_dir")
+
+
+def location(given: Mapping[str, Any]) -> Config:
+    """A configuration with nothing but the job and its folder, as given. Raises ConfigError."""
+    return config.parse({key: given[key] for key in _LOCATION if key in given})
+
+
+def save(cfg: Config, cluster_dir: Path) -> Path:
+    """Stores the settings, readable by their owner only: URLs of alerts and of the durable store hold passwords."""
+    path = cluster_dir / FILE
+    write_private(path, yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+    return path
+
+
+def stored(cluster_dir: Path) -> dict[str, Any]:
+    """The settings that ``up`` stored last; empty where there are none. Raises ConfigError for a damaged file."""
+    path = cluster_dir / FILE
+    return reading.values(path, ()) if path.exists() else {}
+
+
+def on_top(cluster_dir: Path, given: Mapping[str, Any]) -> Config:
+    """The settings stored in ``cluster_dir``, with the given ones on top. Raises ConfigError."""
+    return config.parse(_merged(stored(cluster_dir), given))
+
+
+def external_endpoints(cluster_dir: Path) -> list[str]:
+    """``etcd.endpoints`` of the stored settings: empty for a cluster with an etcd of its own. Raises ConfigError."""
+    section = stored(cluster_dir).get("etcd")
+    found = section.get("endpoints") if isinstance(section, dict) else None
+    if found is None and section is not None or not isinstance(found or [], list):
+        raise ConfigError(f"{cluster_dir / FILE} has no valid etcd.endpoints", hint="give the settings again with -c")
+    return [str(endpoint) for endpoint in found or []]
+
+
+def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(base)
+    for key, value in top.items():
+        under = found.get(key)
+        both = isinstance(under, Mapping) and isinstance(value, Mapping)
+        found[key] = _merged(under, value) if both else value  # type: ignore[arg-type]
+    return found

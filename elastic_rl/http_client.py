@@ -1,0 +1,29 @@
+"""HTTP clients of this project's own services. They ignore the environment: a proxy named there (HTTP_PROXY) would get
+tokens and sign-in links of services that it is not for, and .netrc would replace the token of a request."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx
+
+
+def request(method: str, url: str | httpx.URL, **more: Any) -> httpx.Response:
+    """One request with a connection of its own. Raises httpx.HTTPError."""
+    return httpx.request(method, url, trust_env=False, **more)
+
+
+def stream(method: str, url: str, **more: Any) -> AbstractContextManager[httpx.Response]:
+    """As ``request``, with an answer that is read piece by piece."""
+    return httpx.stream(method, url, trust_env=False, **more)
+
+
+def client(**more: Any) -> httpx.Client:
+    """A client with pooled connections; the caller closes it."""
+    return httpx.Client(trust_env=False, **more)
+
+
+def async_client(**more: Any) -> httpx.AsyncClient:
+    """As ``client``, for asyncio."""
+    return httpx.AsyncClient(trust_env=False, **more)
