@@ -22,8 +22,6 @@ Progress = Callable[[int, int], None]
 """Called with bytes done and total bytes."""
 T = TypeVar("T")
 
-_PERSIST_BATCH = 64
-"""Chunks that one request has saved: the node answers it within ``io_timeout_s``."""
 _RECORDS_BATCH = 256
 """Version records in one message."""
 _CONNECT_TIMEOUT_S = 10.0
@@ -245,11 +243,6 @@ class NodeConnection:
         if on_progress is not None:
             on_progress(done, done)
         return out
-
-    def persist(self, digests: Sequence[str]) -> None:
-        """Returns when the chunks are on the node's disk. Raises DiskFull, DeadlineExceeded and ChunkMissing."""
-        for batch in _batches(digests, _PERSIST_BATCH):
-            self.call({"op": "persist", "digests": list(batch)})
 
     def release_holds(self) -> None:
         """Ends this connection's holds."""

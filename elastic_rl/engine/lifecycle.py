@@ -31,11 +31,6 @@ class EngineLifecycle:
     applying: int = 0
     reason: str = ""
 
-    @property
-    def routable(self) -> bool:
-        """Whether the router may send requests to it."""
-        return self.state is EngineState.READY
-
     def up(self) -> EngineLifecycle:
         """The server answers; its weights belong to no version yet."""
         self._need(EngineState.STARTING, event="up")

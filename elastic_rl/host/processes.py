@@ -156,12 +156,3 @@ class PidBook:
     def forget(self, name: str) -> None:
         (self.folder / f"{name}.json").unlink(missing_ok=True)
 
-    def stop_all(self, *, grace_s: float = 5.0) -> list[str]:
-        """Stops every service and deletes its record; returns the names of those that were running."""
-        stopped = []
-        for record in self.all():
-            if record.alive():
-                stop(record.pid, grace_s=grace_s)
-                stopped.append(record.name)
-            self.forget(record.name)
-        return stopped

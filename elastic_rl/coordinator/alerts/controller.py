@@ -14,7 +14,7 @@ from typing import Protocol
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts import notifier, receiver_queue, receivers, rules, state_machine
-from elastic_rl.coordinator.alerts.conditions import Thresholds
+from elastic_rl.coordinator.alerts.conditions import Thresholds, conditions
 from elastic_rl.coordinator.alerts.notifier import Notification
 from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, Limits, ReceiverQueue
 from elastic_rl.coordinator.alerts.receivers import Receiver
@@ -78,16 +78,16 @@ class AlertController:
         self._thresholds = Thresholds.from_config(cfg)
 
     def update(self, snapshot: ClusterSnapshot, reports: Sequence[Condition], over: set[str],
-               cursor: Sequence[tuple[Compare, Op]] = (), conditions: Sequence[Condition] = ()) -> None:
+               cursor: Sequence[tuple[Compare, Op]] = (), others: Sequence[Condition] = ()) -> None:
         """Brings the alerts up to date. ``reports``: conditions from new events. ``over``: keys of alerts that new
         events declared over. ``cursor``: the writes that record these events as read; they come last, since an alert
-        that was written without them is found open when its report is read again. ``conditions``: what else is wrong
-        now."""
+        that was written without them is found open when its report is read again. ``others``: what else is
+        wrong now."""
         now, stored = self._clock(), self.read()
         known = [a for a, _ in stored.alerts.values()]
         snapshot = replace(snapshot, unreadable={**snapshot.unreadable, **stored.unreadable})
         found = rules.merge_by_fault(
-            [*conditions, *rules.conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
+            [*others, *conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
              *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:

@@ -49,7 +49,6 @@ class ReceiverQueue(Record):
     """Failed attempts since the last one that succeeded."""
     not_before: float = 0.0
     """Earliest time of the next attempt."""
-    delivered_at: float = 0.0
     error: str = ""
     """Why the last attempt failed; empty after one that succeeded."""
 
@@ -78,7 +77,7 @@ def record_result(now: float, queue: ReceiverQueue, result: AttemptResult | None
     if group is None or result is None or result.group_id != group.id:
         return queue, [], ""
     if result.ok:  # of whichever attempt: it is the same notification
-        done = queue.replace(in_flight=None, failures=0, not_before=0.0, delivered_at=now, error="")
+        done = queue.replace(in_flight=None, failures=0, not_before=0.0, error="")
         return done, group.alerts, notified_entry(group.phase, queue.receiver)
     if result.attempt != group.attempts or result.attempt == group.failed_attempt:
         return queue, [], ""

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from elastic_rl.coordinator.alerts.conditions import conditions, unreadable_record
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.registry import BY_LEADER
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.records import EngineState, Event, Severity
-
-__all__ = ["conditions", "merge_by_fault", "released", "report", "resolved_key", "unreadable_record"]
 
 QUIET_S = 60.0
 """A report whose end nothing announces is over when it was not repeated for this long."""

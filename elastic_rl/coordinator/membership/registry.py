@@ -136,7 +136,7 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
 
 def _seen(now: float, m: LiveMember) -> LastSeen:
     return LastSeen(role=m.role, id=m.id, incarnation=m.incarnation, epoch=m.epoch, pid=m.pid, host=m.host,
-                    first_seen=now, registered_revision=m.create_revision)
+                    first_seen=now)
 
 
 def _end_expected(entry: LastSeen, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:

@@ -80,7 +80,7 @@ class GarbageCollector:
 
     def _release(self, stream: str, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
         committed = {e.version.number: e for e in entries if e.version.state is VersionState.COMMITTED}
-        old = to_release([e.version for e in committed.values()], (), self._retention, time.time())
+        old = to_release([e.version for e in committed.values()], self._retention, time.time())
         if not old and not any(e.version.state is VersionState.RELEASING for e in entries):
             return []
         kept = pinned(self._etcd, self._keys, stream)

@@ -313,9 +313,6 @@ class Server:
                 if (version := session.open.pop(str(header["use"]), None)) is not None:
                     self._versions.release(version)
                 return {}
-            case "persist":
-                table.persist(_digests(header), self._io_timeout_s / 2)
-                return {}
             case "release_holds":
                 table.release_holds(conn)
                 return {}
