@@ -11,10 +11,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from elastic_rl.errors import CatalogMismatch, Conflict
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
+from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 
@@ -50,11 +49,11 @@ def read_node(etcd: EtcdClient, keys: Keys, node_id: str) -> RegisteredNode | No
 
 
 def _decoded(kv: KeyValue) -> RegisteredNode | None:
-    try:
-        return RegisteredNode(DcsNode.decode(kv.value), kv.create_revision)
-    except ValidationError as e:
-        log.warning("the record of a DCS node at %s cannot be decoded: %s", kv.key, e)
+    unreadable: dict[str, str] = {}
+    if (node := decode(kv, DcsNode, unreadable)) is None:
+        log.warning("the record of a DCS node at %s cannot be decoded: %s", kv.key, unreadable[kv.key])
         return None
+    return RegisteredNode(node, kv.create_revision)
 
 
 def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str, str], catalog: str

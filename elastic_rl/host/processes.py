@@ -133,7 +133,7 @@ class PidRecord:
             return False
 
 
-class PidBook:
+class PidRecords:
     """The records in a folder, one JSON file a service."""
 
     def __init__(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_rl.coordinator.alerts.state_machine import TEST, Alert, PendingNotice, Phase, notified_entry
-from elastic_rl.etcd.records import Record, Severity
+from elastic_rl.etcd.records import Record
 
 MAX_ALERTS = 100
 """Alerts in one notification."""
@@ -21,8 +21,6 @@ WINDOW_S = 60.0
 BACKOFF_S = (2.0, 60.0)
 """First and longest pause after a failure; doubled each time. A notification is retried until its alerts are dropped
 (``state_machine.UNNOTIFIED_KEEP_S``)."""
-
-_RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 
 
 class NotificationGroup(Record):
@@ -54,7 +52,7 @@ class ReceiverQueue(Record):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SendLimits:
     group_wait_s: float
     per_minute: int
 
@@ -97,7 +95,8 @@ def without_notified(queue: ReceiverQueue, known: Mapping[str, Alert]) -> Receiv
     return queue.replace(in_flight=queue.in_flight.replace(alerts=left) if left else None)
 
 
-def next_send(now: float, queue: ReceiverQueue, due: Sequence[PendingNotice], limits: Limits) -> ReceiverQueue | None:
+def next_send(now: float, queue: ReceiverQueue, due: Sequence[PendingNotice], limits: SendLimits
+              ) -> ReceiverQueue | None:
     """The queue with the group to send now, or None when nothing is to be sent. ``due``: notices for this receiver.
     Only for a receiver to which this process sends nothing at the moment."""
     # The clock of an earlier leader may have been ahead.
@@ -125,7 +124,7 @@ def next_send(now: float, queue: ReceiverQueue, due: Sequence[PendingNotice], li
 
 def in_order(alerts: Sequence[Alert]) -> list[Alert]:
     """The most severe first, then by kind and cause."""
-    return sorted(alerts, key=lambda a: (_RANK[a.severity], a.kind, a.cause, a.subject, a.id))
+    return sorted(alerts, key=lambda a: (-a.severity.rank, a.kind, a.cause, a.subject, a.id))
 
 
 def _group(now: float, due: Sequence[PendingNotice], wait_s: float) -> list[PendingNotice]:

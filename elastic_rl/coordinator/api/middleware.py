@@ -103,11 +103,11 @@ class RequestMiddleware:
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """All of a request's body. Raises problems: 415; 413; 408 when it does not arrive in time; 400 when the
         connection ends before the body does: a handler would take what is missing for defaults."""
-        most = self._cfg.max_body_bytes
-        too_large = Problem(413, Kind.BODY_TOO_LARGE, "The body is too large", f"it may have {most} bytes at most",
+        limit = self._cfg.max_body_bytes
+        too_large = Problem(413, Kind.BODY_TOO_LARGE, "The body is too large", f"it may have {limit} bytes at most",
                             headers={"Connection": "close"})
         announced = headers.get("content-length", "0")
-        if len(announced) > 18 or int(announced) > most:
+        if len(announced) > 18 or int(announced) > limit:
             raise too_large
         body, more = b"", True
         try:
@@ -120,7 +120,7 @@ class RequestMiddleware:
                                       headers={"Connection": "close"})
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > most:
+                    if len(body) > limit:
                         raise too_large
         except TimeoutError as e:
             raise Problem(408, Kind.REQUEST_TIMEOUT, "The request took too long to arrive",

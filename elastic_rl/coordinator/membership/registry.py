@@ -112,7 +112,7 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
         if entry is None:
             changes.append(MemberChange(Change.SEEN, _seen(now, member), member))
         elif entry.dead:
-            # A reported death of the same incarnation: its process has not signed off yet; it is no return.
+            # A reported death of the same incarnation: its process has not deregistered yet; it has not returned.
             if not (entry.reported and entry.incarnation == member.incarnation):
                 changes.append(MemberChange(Change.RETURNED, _seen(now, member), member))
         elif entry.incarnation != member.incarnation:

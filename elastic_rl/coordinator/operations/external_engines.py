@@ -8,7 +8,7 @@ from elastic_rl.coordinator.problems import Problem
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import decode_all
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
+from elastic_rl.etcd.records import Engine, ExternalEngine
 
 
 def normalized_url(url: str) -> str:
@@ -32,7 +32,7 @@ def free_registration(etcd: EtcdClient, keys: Keys, url: str, limit: int) -> Key
     registered = [r for r, _ in decode_all(kvs, ExternalEngine, {})]
     taken = {r.url: r.engine for r in registered if not r.ended}
     for engine, _ in decode_all(etcd.range(keys.engines_prefix())[0], Engine, {}):
-        if engine.state not in (EngineState.DEAD, EngineState.QUARANTINED):
+        if not engine.state.ended:
             taken.setdefault(engine.url, engine.id)
     if url in taken:
         raise Problem(409, "conflict", "The server is registered already", f"{url} is engine {taken[url]}")

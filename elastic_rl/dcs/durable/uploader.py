@@ -26,7 +26,7 @@ from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.catalog.reads import decode
 from elastic_rl.dcs.catalog.retention import durable_to_drop
 from elastic_rl.dcs.codecs import delta
-from elastic_rl.dcs.durable.store import DurableStore, Mark, PartMark
+from elastic_rl.dcs.durable.store import CommitMark, DurableStore, PartMark
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.errors import ChunkMissing, Conflict, ElasticRLError, EtcdUnavailable, NodeUnavailable, VersionNotFound
 from elastic_rl.etcd import events
@@ -314,7 +314,7 @@ class Uploader(threading.Thread):
 
     def _finish(self, work: _Work) -> None:
         task, version = work.task, work.version
-        self._durable.commit(Mark(version, task.anchor, len(work.placement)))
+        self._durable.commit(CommitMark(version, task.anchor, len(work.placement)))
         self._put_task(UploadTask(node=self._node_id), Op.put(self._keys.durable(task.stream, task.number), b"{}"))
         log.info("%s version %d is durable after %.3f s", task.stream, task.number, self._clock() - work.since)
         self._report_recovery()

@@ -235,10 +235,10 @@ def test_hung_trainer_is_restarted_and_the_operation_waits_until_it_works(
     leader = lead("a")
     hung = plane.member("trainer", "rank-0", "train")
     request = wait_until(lambda: open_requests(etcd, keys).get("trainer"), timeout_s=20, what="the restart request")
-    assert request.by == "policy" and "hung" in request.reason
+    assert request.by == "failure_policy" and "hung" in request.reason
     assert [e.subject for e in events_of(etcd, keys, "trainer.hung")] == ["rank-0"]
     op = Operation.decode(etcd.range(keys.operations_prefix())[0][0].value)
-    assert (op.target, op.by, op.state) == ("trainer", "policy", OperationState.RUNNING)
+    assert (op.target, op.by, op.state) == ("trainer", "failure_policy", OperationState.RUNNING)
     hung.close()
     acknowledge(etcd, keys, request)
     until(leader, op, lambda o: o.phase == "starting")
@@ -297,7 +297,7 @@ def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run
         member = plane.member("advantages", f"advantages-{n}", "idle")
         wait_until(lambda: etcd.get(keys.registry_entry("advantages", f"advantages-{n}")), timeout_s=20,
                    what="its registry entry")
-        etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and it did not sign off
+        etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and it did not deregister
         member.replaced.set()
         wait_until(lambda: any(e.subject == f"advantages-{n}" for e in events_of(etcd, keys, "advantages.dead")),
                    timeout_s=20, what="the event of the death")
@@ -403,7 +403,7 @@ def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
     engine = cfg.engine.model_copy(update={"start_timeout_s": 0.5})
     leader = lead("a", config=cfg.model_copy(update={"trainer": trainer, "engine": engine}))
     request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
-    assert "was not carried out" in request.reason and request.by == "policy"
+    assert "was not carried out" in request.reason and request.by == "failure_policy"
     assert "trainer" not in open_requests(etcd, keys)
     operations = [Operation.decode(kv.value) for kv in etcd.range(keys.operations_prefix())[0]]
     job = next(op for op in operations if op.target == "job")
@@ -471,7 +471,7 @@ def test_death_of_an_earlier_runner_leaves_the_record_of_the_next_one_alone(lead
         wait_until(lambda n=name: etcd.get(keys.registry_entry("engine", n)), timeout_s=20, what="the registry entry")
         etcd.put(keys.engine(name), Engine(id=name, pool=POOL, state=EngineState.READY, epoch=1,
                                            incarnation=incarnation or member.incarnation).encode())
-        etcd.delete(keys.member("engine", name))  # its lease has ended, and it did not sign off
+        etcd.delete(keys.member("engine", name))  # its lease has ended, and it did not deregister
         member.replaced.set()
         wait_until(lambda n=name: [e for e in events_of(etcd, keys, "engine.dead") if e.subject == n], timeout_s=20,
                    what="the event of the death")

@@ -195,7 +195,7 @@ def test_global_restart_alert_is_over_when_the_new_epoch_makes_progress() -> Non
 
 
 def test_crash_loop_and_failed_job_are_one_alert_until_the_job_runs() -> None:
-    loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="policy"), 5, "j")
+    loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="failure_policy"), 5, "j")
     failed = conditions(snapshot(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
     assert loop and len(set(merged(loop, failed))) == 1
     alert = opened("run.crash_loop", "j", revision=5)
