@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -111,8 +111,10 @@ def require_port_free(host: str, port: int, *, setting: str) -> None:
                 hint=f"stop what listens there (`ss -ltnp 'sport = :{port}'`) or set another {setting}") from e
 
 
-def wait_until(check, *, timeout_s: float, what: str, poll_s: float = 0.05, alive=None):
-    """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early.
+def wait_until(check: Callable[..., T | None], *, timeout_s: float, what: str, poll_s: float = 0.05,
+               alive: Callable[..., bool] | None = None) -> T:
+    """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early. Both are
+    called without arguments; they may have some with defaults, as a lambda in a loop does.
 
     Raises DeadlineExceeded, which names ``what``.
     """
