@@ -11,8 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.etcd_server import EtcdServers  # noqa: E402
-from support.shared_fixtures import etcd, keys  # noqa: E402, F401
+from support.etcd_server import EtcdServers
+from support.shared_fixtures import etcd, keys  # noqa: F401
 
 
 @pytest.fixture(scope="session")

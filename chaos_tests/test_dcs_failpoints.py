@@ -21,7 +21,8 @@ from dcs_publisher_loop import CHUNK_BYTES, content
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import catalog, failpoints
+from elastic_rl.dcs import failpoints
+from elastic_rl.dcs.catalog import pins, reads, transitions
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
@@ -95,8 +96,8 @@ class OneNode:
         try:
             def swept() -> bool:
                 collector.sweep([])
-                versions = catalog.list_versions(self.etcd, self.keys, "policy")
-                living = [v for v in versions if catalog.TRANSITIONS[v.state]]
+                versions = reads.list_versions(self.etcd, self.keys, "policy")
+                living = [v for v in versions if transitions.TRANSITIONS[v.state]]
                 stat = client.connect(NODE).stat()
                 with self.puller() as puller, puller.pull("policy") as pulled:
                     chunks = len(pulled.manifest.chunks) + 1
@@ -135,7 +136,7 @@ def test_killed_publisher_leaves_a_whole_version_or_none(dcs: OneNode, point: st
 def test_killed_puller_leaves_no_pin(dcs: OneNode, point: str) -> None:
     dcs.publish(1)
     assert dcs.run("pull", point=point).returncode == KILLED
-    wait_until(lambda: catalog.pinned(dcs.etcd, dcs.keys, "policy") == set(), timeout_s=10, what="the end of its pin")
+    wait_until(lambda: pins.pinned(dcs.etcd, dcs.keys, "policy") == set(), timeout_s=10, what="the end of its pin")
     dcs.publish(2)
     assert dcs.require_whole() == 2
     dcs.require_clean()  # version 1 goes, too
@@ -150,7 +151,7 @@ def test_node_killed_during_a_pull_leaves_no_pin(dcs: OneNode, point: str) -> No
     with dcs.puller() as puller, pytest.raises(NodeUnavailable):
         puller.pull("policy")
     assert dcs.node.wait(timeout=30) == KILLED
-    assert catalog.pinned(dcs.etcd, dcs.keys, "policy") == {1}, "it died before it had pinned: this shows nothing"
+    assert pins.pinned(dcs.etcd, dcs.keys, "policy") == {1}, "it died before it had pinned: this shows nothing"
     dcs.start_node()
     assert dcs.require_whole() == 1
     dcs.publish(2)
@@ -181,7 +182,7 @@ def test_killed_node_has_every_saved_version_after_its_restart(dcs: OneNode, poi
     assert dcs.node.wait(timeout=30) == KILLED
     dcs.start_node()
     assert dcs.require_whole(2) == 2  # with one copy, what was published and not saved yet may be gone with the node
-    head = catalog.head(dcs.etcd, dcs.keys, "policy")
+    head = reads.head(dcs.etcd, dcs.keys, "policy")
     assert head is not None and head.number in (2, 3)
     assert dcs.publish(4) > head.number
     dcs.require_clean()

@@ -17,7 +17,7 @@ from follower import Follower
 from support.dcs_nodes import Nodes
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.storage.arena import SHM
 from elastic_rl.errors import ElasticRLError
@@ -116,7 +116,7 @@ def test_loss_of_one_node_loses_no_committed_version(fleet: Fleet, etcd: EtcdCli
         for seed in (1, 2, 3):
             publisher.publish(content(seed), meta={"seed": seed})
     fleet.kill(lost)  # and it does not come back
-    kept = [v.number for v in catalog.list_versions(etcd, keys, "policy") if v.state is VersionState.COMMITTED]
+    kept = [v.number for v in reads.list_versions(etcd, keys, "policy") if v.state is VersionState.COMMITTED]
     assert kept == [1, 2, 3]
     survivor = next(n for n in NODES if n != lost)
     follower = Follower(etcd, keys, survivor)

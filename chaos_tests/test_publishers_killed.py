@@ -19,7 +19,7 @@ from follower import Follower
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.storage.arena import SHM
@@ -51,7 +51,7 @@ def publisher(etcd_servers: EtcdServers, keys: Keys, epoch: int) -> subprocess.P
 
 
 def versions(etcd: EtcdClient, keys: Keys) -> list[Version]:
-    return catalog.list_versions(etcd, keys, "policy")
+    return reads.list_versions(etcd, keys, "policy")
 
 
 def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(

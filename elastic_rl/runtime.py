@@ -9,9 +9,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -20,6 +20,7 @@ from elastic_rl.errors import DeadlineExceeded, PreflightFailed
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for documentation (RFC 5737, RFC 3849), which no machine has: the route to them is the default route."""
 _PR_SET_PDEATHSIG = 1
+T = TypeVar("T")
 _forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forker")
 """PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one."""
 _libc = ctypes.CDLL(None, use_errno=True)  # resolved at import: nothing may be imported between fork and exec
@@ -35,6 +36,12 @@ def start_child(cmd: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
     ``popen``: further arguments of ``subprocess.Popen``. Raises OSError when the program cannot be started."""
     return _forker.submit(lambda: subprocess.Popen(list(cmd), start_new_session=True, preexec_fn=die_with_parent,
                                                    **popen)).result()
+
+
+def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Splits a sequence into parts of ``size``, the last one shorter, in order."""
+    for start in range(0, len(items), size):
+        yield items[start:start + size]
 
 
 def freeze_heap() -> None:
@@ -114,8 +121,10 @@ def require_address(host: str, *, setting: str) -> None:
                               hint=f"set {setting} to one that `ip addr` lists, or to 127.0.0.1") from e
 
 
-def wait_until(check, *, timeout_s: float, what: str, poll_s: float = 0.05, alive=None):
-    """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early.
+def wait_until(check: Callable[..., T | None], *, timeout_s: float, what: str, poll_s: float = 0.05,
+               alive: Callable[..., bool] | None = None) -> T:
+    """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early. Both
+    are called without arguments; they may have some with defaults, as a lambda in a loop does.
 
     Raises DeadlineExceeded, which names ``what``.
     """

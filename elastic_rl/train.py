@@ -28,7 +28,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
-from elastic_rl.faults.drill import Drill, FaultPlan, standard_faults
+from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
 from elastic_rl.host import leftovers, processes
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
@@ -74,17 +74,17 @@ def _exclusive(cfg: Config) -> Iterator[None]:
 def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_tick: Callable[[], None]) -> int:
     etcd = ctx.connect()
     started = time.time()
-    drill = _start_drill(ctx, etcd, info, fault_plan) if fault_plan else None
+    injector = _start_injector(ctx, etcd, info, fault_plan) if fault_plan else None
     try:
         code = _supervise_driver(ctx, etcd, on_tick)
-        if drill:
-            drill.stopping.set()
-            drill.join(timeout=10.0)
+        if injector:
+            injector.stopping.set()
+            injector.join(timeout=10.0)
         write_report(ctx, etcd, wall_s=time.time() - started)
         return code
     finally:
-        if drill:
-            drill.stopping.set()
+        if injector:
+            injector.stopping.set()
         etcd.close()
 
 
@@ -133,11 +133,12 @@ def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:
     return readable_one(found, JobStatus) or JobStatus(phase="")
 
 
-def _start_drill(ctx: RunContext, etcd: EtcdClient, info: ClusterInfo, fault_plan: FaultPlan) -> Drill:
+def _start_injector(ctx: RunContext, etcd: EtcdClient, info: ClusterInfo, fault_plan: FaultPlan) -> FaultInjector:
     context = FaultContext(ctx.config, etcd, ctx.keys, AdminClient(info))
-    drill = Drill(context, RunLog(ctx.config.job_dir / "steps.jsonl"), fault_plan(context, ctx.config.train.steps))
-    drill.start()
-    return drill
+    injector = FaultInjector(context, RunLog(ctx.config.job_dir / "steps.jsonl"),
+                             fault_plan(context, ctx.config.train.steps))
+    injector.start()
+    return injector
 
 
 def write_report(ctx: RunContext, etcd: EtcdClient, *, wall_s: float) -> Path:

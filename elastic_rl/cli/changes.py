@@ -39,7 +39,7 @@ _CONFIRMED = ("trainer", "job")
 
 
 class OperationStates(StrEnum):
-    """Values of ``--state``."""
+    """Values of ``--state``. Not ``OperationState`` itself: a command's help must not wait for pydantic."""
 
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -111,7 +111,7 @@ def ls(cluster: Target, state: Annotated[OperationStates | None, typer.Option(he
        output: Output = Format.TABLE) -> None:
     """List operations, the newest first."""
     with cluster.api() as api:
-        found = api.items("/v1/operations" + (f"?state={state.value}" if state else ""), most=limit)
+        found = api.items("/v1/operations" + (f"?state={state.value}" if state else ""), limit=limit)
     tables.show(out, found if output is Format.JSON else operation_rows(found), OPERATION, output, wide=OPERATION_WIDE)
 
 

@@ -19,7 +19,7 @@ COMPLETE_VAR = "_ELASTIC_RL_COMPLETE"
 PROGRAM = "elastic-rl"
 _LIMIT_S = 0.7
 """For the cluster's answer, so that a completion takes about a second with the start of Python."""
-_MOST = 200
+_MAX_NAMES = 200
 _NO_ROLES = {"trainer", "engine", "driver", "dcs", "coordinator"}
 """Members whose role is not a Ray Serve deployment."""
 
@@ -37,11 +37,11 @@ def script(shell: Shell) -> str:
 
 
 def pools(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, lambda api: [p["name"] for p in api.items("/v1/pools", most=_MOST)])
+    return _names(ctx, incomplete, lambda api: [p["name"] for p in api.items("/v1/pools", limit=_MAX_NAMES)])
 
 
 def engines(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, lambda api: [e["id"] for e in api.items("/v1/engines", most=_MOST)])
+    return _names(ctx, incomplete, lambda api: [e["id"] for e in api.items("/v1/engines", limit=_MAX_NAMES)])
 
 
 def external_engines(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -49,7 +49,7 @@ def external_engines(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def operations(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, lambda api: [o["id"] for o in api.items("/v1/operations", most=_MOST)])
+    return _names(ctx, incomplete, lambda api: [o["id"] for o in api.items("/v1/operations", limit=_MAX_NAMES)])
 
 
 def targets(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -59,7 +59,7 @@ def targets(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def _parts(api: AdminClient) -> list[str]:
     roles = sorted({m["role"] for m in api.items("/v1/members")} - _NO_ROLES)
-    return [f"roles/{r}" for r in roles] + [f"engines/{e['id']}" for e in api.items("/v1/engines", most=_MOST)]
+    return [f"roles/{r}" for r in roles] + [f"engines/{e['id']}" for e in api.items("/v1/engines", limit=_MAX_NAMES)]
 
 
 def _starting(names: list[str], incomplete: str) -> list[str]:

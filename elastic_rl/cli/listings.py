@@ -145,7 +145,7 @@ def events(cluster: Target, follow: Annotated[bool, typer.Option("--follow", "-f
         _follow(cluster, limit, matches, output)
         return
     with cluster.api() as api:
-        found = [e for e in api.items("/v1/events", most=0 if filtered else limit) if matches(e)][:limit][::-1]
+        found = [e for e in api.items("/v1/events", limit=0 if filtered else limit) if matches(e)][:limit][::-1]
     tables.show(out, found, _EVENT, output, wide=_EVENT_WIDE)
 
 

@@ -31,11 +31,11 @@ from elastic_rl.report.build import Record, parse_lines
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _READ_BYTES = 4 << 20
 """Most of steps.jsonl that is read at once."""
-_MOST_POINTS = 4000
-"""Points of a curve that are kept; beyond it every second one of the older half is dropped."""
-_MOST_ENGINES = 20
-_MOST_NOTES = 3
-_MOST_SEEN = 1000
+_MAX_POINTS = 4000
+"""Points of a series that are kept; beyond it every second one of the older half is dropped."""
+_MAX_ENGINES = 20
+_MAX_NOTES = 3
+_MAX_SEEN = 1000
 _STATE_STYLE = {EngineState.READY: "green", EngineState.DEAD: "red", EngineState.QUARANTINED: "red"}
 _SEVERITY_STYLE = {Severity.INFO: "dim", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
@@ -130,13 +130,13 @@ class RunState:
                 self._note(record)
 
     def _note(self, record: Record) -> None:
-        self.notes = [*self.notes, plain_line(record, self.steps)][-_MOST_NOTES:]
+        self.notes = [*self.notes, plain_line(record, self.steps)][-_MAX_NOTES:]
 
 
 def _bound(points: dict[int, float]) -> None:
-    """Thins out a curve, step → value, in place."""
-    if len(points) > _MOST_POINTS:
-        for step in sorted(points)[:_MOST_POINTS // 2:2]:
+    """Thins out a series, step → value, in place."""
+    if len(points) > _MAX_POINTS:
+        for step in sorted(points)[:_MAX_POINTS // 2:2]:
             del points[step]
 
 
@@ -156,7 +156,7 @@ def read_cluster(etcd: EtcdClient, keys: Keys, *, events_shown: int = 6) -> Clus
     """Reads the records that the view shows."""
     try:
         found = etcd.get(keys.job_status())
-        engines = etcd.page(keys.engines_prefix(), limit=_MOST_ENGINES)
+        engines = etcd.page(keys.engines_prefix(), limit=_MAX_ENGINES)
         return ClusterState(
             JobStatus.decode(found.value) if found else None, tuple(Engine.decode(kv.value) for kv in engines.kvs),
             etcd.count(keys.engines_prefix()) if engines.more else len(engines.kvs),
@@ -225,7 +225,7 @@ class LiveView:
         self._tail, self.state = Tail(steps_path), RunState(steps)
         self._console = console or Console()
         self._interval_s, self._next, self._start = interval_s, 0.0, time.monotonic()
-        self._printed: deque[str] = deque(maxlen=_MOST_SEEN)
+        self._printed: deque[str] = deque(maxlen=_MAX_SEEN)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         if self._live:
             self._live.start()

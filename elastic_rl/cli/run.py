@@ -14,7 +14,6 @@ import typer
 from elastic_rl import __version__
 from elastic_rl.cli import tables
 from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, load, named_cluster, out, overrides
-
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
 from elastic_rl.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from elastic_rl.config.section import Positive, Seconds, Section
 
@@ -55,8 +55,9 @@ class DcsConfig(Section):
     """Time to live, in seconds, of a publisher's lease. When the lease ends, the version that it was publishing is
     aborted."""
     orphan_grace_s: Annotated[float, Field(ge=0)] = 15.0
-    """Seconds for which a node keeps the chunks of a publisher whose connection ended before the commit. Set it above
-    ``staging_ttl_s``, since the version may still be committed until then."""
+    """Seconds for which a node keeps the chunks of a publisher whose connection ended before the commit. Larger than
+    ``staging_ttl_s``, since the version may still be committed until then; or 0 to drop them at once, where no
+    publisher commits after its connection ended (tests)."""
     unknown_version_grace_s: Annotated[float, Field(ge=0)] = 86400.0
     """Seconds for which a node keeps the chunks of a committed version that the catalog has no record of, though it did
     not release it: time to find out what happened to etcd, and to run ``elastic-rl versions recover``."""
@@ -92,7 +93,7 @@ class DcsConfig(Section):
     durable_url: str = ""
     """Durable store that committed versions are copied to: an fsspec URL, such as s3://bucket/path or
     file:///mnt/ckpt. Empty: no version is copied."""
-    durable_streams: list[str] = [Stream.POLICY, Stream.TRAINER_STATE]
+    durable_streams: list[Stream] = [Stream.POLICY, Stream.TRAINER_STATE]
     """Streams that are copied to ``durable_url``."""
     durable_keep_versions: Positive = 3
     """Number of versions kept of each stream at ``durable_url``."""
@@ -109,3 +110,10 @@ class DcsConfig(Section):
     """PEM file of the authority that the certificates of all nodes and clients must come from."""
     token_file: str = ""
     """File with the secret that clients of the nodes must present. Empty: ``elastic-rl up`` makes one for the job."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DcsConfig:
+        if 0 < self.orphan_grace_s <= self.staging_ttl_s:
+            raise ValueError(f"orphan_grace_s={self.orphan_grace_s:g} must be larger than staging_ttl_s="
+                             f"{self.staging_ttl_s}: a node would drop chunks of a version that is committed later")
+        return self

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic_rl.coordinator.alerts import rules
+from elastic_rl.coordinator.alerts.conditions import unreadable_record
 from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.failure.statistics import EventCursor, count
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
@@ -62,7 +63,7 @@ class EventReader:
             if (key := rules.resolved_key(event, self._keys.job)) is not None:
                 batch.over.add(key)
         revisions = {kv.key: kv.mod_revision for kv in kvs}
-        batch.reports += [rules.unreadable_record(self._keys, key, reason, revisions[key])
+        batch.reports += [unreadable_record(self._keys, key, reason, revisions[key])
                           for key, reason in unreadable.items()]
         moved = EventCursor(revision=kvs[-1].mod_revision,
                             statistics=count(cursor.statistics, (event for event, _ in events)))

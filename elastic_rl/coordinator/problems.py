@@ -47,7 +47,7 @@ class Kind(StrEnum):
     HTTP = "http"
     INTERNAL = "internal"
     NO_LEADER = "no-leader"
-    STORE_UNAVAILABLE = "store-unavailable"
+    ETCD_UNAVAILABLE = "etcd-unavailable"
     STOPPING = "stopping"
     NOT_RECONCILING = "not-reconciling"
     TOKEN_TABLE = "token-table"
@@ -98,7 +98,7 @@ def of_error(error: ElasticRLError) -> Problem:
         case OutcomeUnknown():
             return Problem(504, Kind.OUTCOME_UNKNOWN, "The outcome of the write is unknown", str(error))
         case EtcdUnavailable():
-            return Problem(503, Kind.STORE_UNAVAILABLE, "etcd does not answer", str(error),
+            return Problem(503, Kind.ETCD_UNAVAILABLE, "etcd does not answer", str(error),
                            headers={"Retry-After": "2"})
         case Fenced():
             return no_leader(str(error))

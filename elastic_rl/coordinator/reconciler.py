@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts.controller import AlertController
@@ -73,22 +73,23 @@ class Reconciler:
         self._etcd, self._keys, self._cfg, self._election = etcd, keys, cfg, election
         self._sweep, self._clock = sweep, clock
         self._wake, self._stopping = threading.Event(), threading.Event()
+        guarded = election.writer
         operations = OperationService(etcd, keys, election, cfg, clock=clock)
-        self._operations = OperationController(keys, cfg.trainer.ranks, self._guarded)
-        self._failures = FailureController(etcd, keys, cfg.failure_policy, operations, self._guarded)
-        self._membership = MembershipController(etcd, keys, cfg, self._failures.record_fault, self._guarded)
+        self._operations = OperationController(keys, cfg.trainer.ranks, guarded)
+        self._failures = FailureController(etcd, keys, cfg.failure_policy, operations, guarded)
+        self._membership = MembershipController(etcd, keys, cfg, self._failures.record_fault, guarded)
         self._probe, self._write_failures = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
         self._pass_failures = WriteFailureNotifier(
             notifier, kind="reconcile.failing", subject=election.replica,
             consequence="The leader decides nothing and sends no other alert; see its log.",
             resolved="Its reconcile passes succeed again.")
         self._events, self._term = EventReader(etcd, keys), 0
-        self._leader_clock = LeaderClock(etcd, keys, self._guarded, monotonic)
+        self._leader_clock = LeaderClock(etcd, keys, guarded, monotonic)
         self._reader = SnapshotReader(etcd, keys, cfg, clock, self._leader_clock.now, self._probe)
-        self._alerts = AlertController(etcd, keys, cfg, notifier, self._guarded, leads=lambda: election.is_leader,
+        self._alerts = AlertController(etcd, keys, cfg, notifier, guarded, leads=lambda: election.is_leader,
                                        clock=clock)
-        self._gap = LeaderGap(etcd, keys, election, cfg.alerts.leader_gap_s, self._guarded, clock)
-        self._retention = Retention(etcd, keys, cfg.coordinator, self._guarded, clock)
+        self._gap = LeaderGap(etcd, keys, election, cfg.alerts.leader_gap_s, guarded, clock)
+        self._retention = Retention(etcd, keys, cfg.coordinator, guarded, clock)
         self._stage_errors: dict[str, str] = {}
         """Error of each stage that failed in the last pass."""
         self._logged: dict[str, float] = {}
@@ -223,9 +224,9 @@ class Reconciler:
             after = f" after {before.replica}" if before else ""
             event = events.build("leader.elected", leader.replica, f"{leader.replica} leads{after}", term=record.term,
                                  previous=before.replica if before else "", by=registry.BY_LEADER)
-            if not self._guarded([Compare.mod(self._keys.leadership(), "==", found.mod_revision if found else 0)],
-                                 [Op.put(self._keys.leadership(), record.encode()),
-                                  events.put_op(self._keys, event)]):
+            unchanged = Compare.mod(self._keys.leadership(), "==", found.mod_revision if found else 0)
+            if not self._election.writer([unchanged], [Op.put(self._keys.leadership(), record.encode()),
+                                                       events.put_op(self._keys, event)]):
                 return  # the next pass announces it
         self._term = mine.create_revision
 
@@ -245,15 +246,3 @@ class Reconciler:
                                         hold_s=_SWEEP_HOLD_S))
         self._alerts.update(snapshot, batch.reports, batch.over, batch.cursor, conditions)
         self._alerts.deliver()
-
-    def _guarded(self, compares: Sequence[Compare], then: Sequence[Op]) -> bool:
-        """One transaction under the fencing token. False: a record changed meanwhile, and the next pass sees how.
-
-        Raises Fenced when the token no longer holds.
-        """
-        guard = list(self._election.guard)
-        if self._etcd.txn([*guard, *compares], list(then)).succeeded:
-            return True
-        if not self._etcd.txn(guard, []).succeeded:
-            raise Fenced(f"{self._election.replica} no longer leads")
-        return False

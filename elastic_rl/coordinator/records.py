@@ -27,8 +27,6 @@ class LastSeen(Record):
     pid: int = 0
     host: str = ""
     first_seen: float
-    registered_revision: int = 0
-    """Revision at which its key was created."""
     dead_at: float = 0.0
     dead_revision: int = 0
     """A revision at which it was dead already, or the one of its last heartbeat: who registers later replaces it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import idempotency
 from elastic_rl.coordinator.failure.statistics import EventCursor
-from elastic_rl.coordinator.step_metrics import downsample
+from elastic_rl.coordinator.step_metrics import steps_to_delete
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
@@ -52,5 +52,5 @@ class Retention:
             return
         names = [kv.key.removeprefix(prefix) for kv in self._etcd.range(prefix)[0]]
         steps = [int(name) for name in names if name.isdecimal()]
-        for batch in batches([Op.delete(self._keys.step_metrics(n)) for n in downsample(steps, limit)]):
+        for batch in batches([Op.delete(self._keys.step_metrics(n)) for n in steps_to_delete(steps, limit)]):
             self._guarded([], batch)

@@ -39,8 +39,6 @@ from elastic_rl.etcd.records import (
 
 R = TypeVar("R", bound=Record)
 
-SERVING = (EngineState.READY, EngineState.SYNCING)
-"""States in which an engine that has a version may serve it."""
 RUN_OVER = ("finished", "failed")
 _LAGS_EVERY_S = 1.0
 _VERSIONS = 256
@@ -211,11 +209,12 @@ class SnapshotReader:
         """``durable`` and ``committed`` of the snapshot, at most once a second."""
         if time.monotonic() - self._lags_at < _LAGS_EVERY_S:
             return self._lags
-        durable = {s: newest_number(self._etcd, self._keys.durable_prefix(s)) for s in self._durable_streams}
+        durable: dict[str, int] = {
+            s: newest_number(self._etcd, self._keys.durable_prefix(s)) for s in self._durable_streams}
         committed = {}
         for stream in sorted({Stream.POLICY, *durable}):
             have = [durable[stream]] if stream in durable else []
-            have += [e.version for e in engines.values() if e.version and e.state in SERVING
+            have += [e.version for e in engines.values() if e.version and e.state.serving
                      ] if stream == Stream.POLICY else []
             if not have or stream not in heads or heads[stream].number <= min(have):
                 continue  # nothing lags, and a listing of all versions is not for each reading

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def downsample(steps: Sequence[int], limit: int) -> list[int]:
+def steps_to_delete(steps: Sequence[int], limit: int) -> list[int]:
     """Steps whose points are to be deleted so that at most ``limit`` remain. ``steps``: those with a point, ascending.
 
     The newest half of ``limit`` and the first point remain. Of the older ones the multiples of a power of two remain,

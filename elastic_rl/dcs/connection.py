@@ -6,24 +6,22 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.codecs.digests import XXH3
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import AccessDenied, NodeUnavailable
 from elastic_rl.etcd.records import CatalogIdentity, DcsNode, Version
+from elastic_rl.runtime import batches
 
 Located = tuple[str, int, int]
 """A chunk in a node's arena: digest, offset, bytes."""
 Progress = Callable[[int, int], None]
 """Called with bytes done and total bytes."""
-T = TypeVar("T")
 
-_PERSIST_BATCH = 64
-"""Chunks that one request has saved: the node answers it within ``io_timeout_s``."""
 _RECORDS_BATCH = 256
 """Version records in one message."""
 _CONNECT_TIMEOUT_S = 10.0
@@ -44,7 +42,7 @@ class VersionName(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mark:
+class SweepMark:
     """What a node says at the beginning of a sweep."""
 
     incarnation: str
@@ -213,7 +211,7 @@ class NodeConnection:
 
     def has(self, digests: Sequence[str]) -> list[str]:
         """Which of the chunks the node lacks."""
-        return [d for batch in _batches(digests, protocol.MAX_DIGESTS) for d in self.ask(batch)[0]]
+        return [d for batch in batches(digests, protocol.MAX_DIGESTS) for d in self.ask(batch)[0]]
 
     def ask(self, digests: Sequence[str]) -> tuple[list[str], int]:
         """Which of the chunks (at most as many as fit in one request) the node lacks, and how many of its sends to
@@ -235,7 +233,7 @@ class NodeConnection:
         out: list[Located] = []
         sizes, bases = sizes or {}, bases or {}
         total, done = sum(sizes.get(d, 0) for d in digests), 0
-        for batch in _batches(digests, protocol.MAX_DIGESTS):
+        for batch in batches(digests, protocol.MAX_DIGESTS):
             header = {"op": "fetch", "digests": list(batch), "prefer": list(prefer), "hold": hold,
                       "sizes": {d: sizes[d] for d in batch if d in sizes},
                       "bases": {d: bases[d] for d in batch if d in bases}}
@@ -246,26 +244,21 @@ class NodeConnection:
             on_progress(done, done)
         return out
 
-    def persist(self, digests: Sequence[str]) -> None:
-        """Returns when the chunks are on the node's disk. Raises DiskFull, DeadlineExceeded and ChunkMissing."""
-        for batch in _batches(digests, _PERSIST_BATCH):
-            self.call({"op": "persist", "digests": list(batch)})
-
     def release_holds(self) -> None:
         """Ends this connection's holds."""
         self.call({"op": "release_holds"})
 
     # -- the catalog on the node's disk: ``node/version_index.py`` -----------------------------------------------------
-    def mark(self) -> Mark:
+    def mark(self) -> SweepMark:
         """Begins a sweep: what is used or held from now on is not dropped by it."""
         answer, _ = self.call({"op": "mark"})
-        return Mark(self.node.incarnation, int(answer["mark"]), str(answer["catalog"]), int(answer["commits"]),
+        return SweepMark(self.node.incarnation, int(answer["mark"]), str(answer["catalog"]), int(answer["commits"]),
                     frozenset(VersionName(str(s), int(n), str(m)) for s, n, m in answer["versions"]))
 
     def note_versions(self, identity: CatalogIdentity, versions: Sequence[Version]) -> None:
         """Has the node remember committed versions, and that its chunks belong to this catalog, also over a restart.
         Raises CatalogMismatch when it belongs to another catalog, and DiskFull."""
-        for batch in _batches(versions, _RECORDS_BATCH) if versions else [()]:
+        for batch in batches(versions, _RECORDS_BATCH) if versions else [()]:
             self.call({"op": "note_versions", "catalog": identity.id, "commits": identity.commits,
                        "versions": [v.model_dump(mode="json") for v in batch]})
 
@@ -280,11 +273,11 @@ class NodeConnection:
         """
         request = {"op": "drop", "catalog": identity.id, "commits": identity.commits, "mark": mark}
         names = [*((True, n) for n in live), *((False, n) for n in released)]
-        batches = list(_batches(names, protocol.MAX_DIGESTS)) or [[]]
-        for i, batch in enumerate(batches):
+        requests = list(batches(names, protocol.MAX_DIGESTS)) or [[]]
+        for i, batch in enumerate(requests):
             answer, _ = self.call({**request, "live": [list(n) for is_live, n in batch if is_live],
                                    "released": [list(n) for is_live, n in batch if not is_live],
-                                   "more": i < len(batches) - 1})
+                                   "more": i < len(requests) - 1})
         return int(answer["chunks"]), int(answer["nbytes"])
 
     def inventory(self) -> tuple[str, int, list[HeldVersion]]:
@@ -300,11 +293,6 @@ class NodeConnection:
     def stat(self) -> dict[str, int]:
         """Numbers of the node; ``ChunkTable.stat`` says which."""
         return dict(self.call({"op": "stat"})[0])
-
-
-def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), size):
-        yield items[start:start + size]
 
 
 def _progress_handler(before: int, total: int, on_progress: Progress | None) -> Callable[[dict[str, Any]], None]:

@@ -7,15 +7,13 @@ lease had ended in an outage of etcd, is the same.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from elastic_rl.errors import CatalogMismatch, Conflict
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
+from elastic_rl.etcd.decoding import decode, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, DcsNode
 
@@ -51,11 +49,11 @@ def read_node(etcd: EtcdClient, keys: Keys, node_id: str) -> RegisteredNode | No
 
 
 def _decoded(kv: KeyValue) -> RegisteredNode | None:
-    try:
-        return RegisteredNode(DcsNode.decode(kv.value), kv.create_revision)
-    except ValidationError as e:
-        log.warning("the record of a DCS node at %s cannot be decoded: %s", kv.key, e)
+    unreadable: dict[str, str] = {}
+    if (node := decode(kv, DcsNode, unreadable)) is None:
+        log.warning("the record of a DCS node at %s cannot be decoded: %s", kv.key, unreadable[kv.key])
         return None
+    return RegisteredNode(node, kv.create_revision)
 
 
 def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str, str],
@@ -93,9 +91,9 @@ def _require_newest(etcd: EtcdClient, keys: Keys, identity: CatalogIdentity, nod
     most = max(seen, default=0)
     if most <= identity.commits:
         return
-    kv, now = etcd.get(keys.dcs_catalog()), None  # after the nodes: the caller may have missed commits they have seen
-    with contextlib.suppress(ValidationError):  # the caller's guard on this record reports that
-        now = CatalogIdentity.decode(kv.value) if kv is not None else None
+    # After the nodes: the caller may have missed commits they have seen. Its guard on this record reports an unreadable
+    # one.
+    now = readable_one(etcd.get(keys.dcs_catalog()), CatalogIdentity)
     if now is not None and now.id == identity.id and now.commits < most:
         raise CatalogMismatch(f"etcd has catalog {identity.id} after {now.commits} commits, and DCS node {seen[most]} "
                               f"has seen {most}: was etcd restored from an old backup?", hint=RECOVER_HINT)

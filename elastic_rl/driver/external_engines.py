@@ -1,4 +1,4 @@
-"""Engines whose servers someone else runs: attaches to each registered server, and detaches from it."""
+"""Engines whose servers someone else runs: starts a runner for each registered server, and stops it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KEEP_ENDED_S = 600.0
 
 
 @dataclass
-class _Attached:
+class _Served:
     """A server with the engine that this driver runs for it. ``done`` resolves when that engine has ended."""
 
     registration: ExternalEngine
@@ -49,37 +49,37 @@ class ExternalEngines:
     def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: Callable[[str], None], pool: str) -> None:
         self._ctx, self._etcd, self._keys, self._pool = ctx, etcd, ctx.keys, pool
         self._report_phase = report_phase
-        self._attached: dict[str, _Attached] = {}
+        self._served: dict[str, _Served] = {}
 
     def reconcile(self, restarts: Mapping[str, RestartRequest], records: Mapping[str, Engine]) -> int:
         """One pass; returns how many are ready. ``restarts``: open restart requests, by target. ``records``: of the
         pool's engines. Raises Fenced and EtcdUnavailable."""
-        for engine_id, attached in self._attached.items():
+        for engine_id, served in self._served.items():
             if (request := restarts.get(engine_target(engine_id))) is not None:
-                self._kill(attached, request)
+                self._kill(served, request)
         self._reap()
         registrations = self._registrations()
-        for engine_id, attached in self._attached.items():
+        for engine_id, served in self._served.items():
             record = records.get(engine_id)
             leaves = engine_id not in registrations or (
                 record is not None and record.state is EngineState.DRAINING)
-            if leaves and not attached.draining:
-                attached.draining = True
-                attached.placed.actor.drain.remote()
+            if leaves and not served.draining:
+                served.draining = True
+                served.placed.actor.drain.remote()
         for engine_id, registration in registrations.items():
-            if engine_id not in self._attached:
-                self._attach(registration)
-        return sum(engine_id in self._attached and e.state is EngineState.READY for engine_id, e in records.items())
+            if engine_id not in self._served:
+                self._serve(registration)
+        return sum(engine_id in self._served and e.state is EngineState.READY for engine_id, e in records.items())
 
     def close(self) -> None:
         """Detaches from every server; the registrations stay, for the next driver."""
-        for attached in self._attached.values():
-            attached.placed.actor.stop.remote()
-        if self._attached:
-            ray.wait([a.done for a in self._attached.values()], num_returns=len(self._attached), timeout=10.0)
-        for attached in self._attached.values():
-            attached.placed.remove()
-        self._attached.clear()
+        for served in self._served.values():
+            served.placed.actor.stop.remote()
+        if self._served:
+            ray.wait([a.done for a in self._served.values()], num_returns=len(self._served), timeout=10.0)
+        for served in self._served.values():
+            served.placed.remove()
+        self._served.clear()
 
     def _registrations(self) -> dict[str, ExternalEngine]:
         """Registrations of the pool that have not ended, by engine. Deletes those that ended long ago."""
@@ -98,7 +98,7 @@ class ExternalEngines:
         self._etcd.txn(guards, [Op.delete(kv.key)])
 
     # -- one engine ---------------------------------------------------------------------------------------------
-    def _attach(self, registration: ExternalEngine) -> None:
+    def _serve(self, registration: ExternalEngine) -> None:
         engine_id = registration.engine
         self._report_phase(PlacedActor.WAITING)
         self._deregister(engine_id)  # a member of an older epoch has the same name
@@ -108,36 +108,36 @@ class ExternalEngines:
         except PreflightFailed as e:
             self._end_registration(registration, e.message)
             return
-        self._attached[engine_id] = _Attached(registration, placed, placed.actor.run.remote())
-        self._emit("engine.starting", engine_id, f"engine {engine_id} attaches to {registration.url}")
+        self._served[engine_id] = _Served(registration, placed, placed.actor.run.remote())
+        self._emit("engine.starting", engine_id, f"engine {engine_id} is served by {registration.url}")
 
-    def _kill(self, attached: _Attached, request: RestartRequest) -> None:
+    def _kill(self, served: _Served, request: RestartRequest) -> None:
         """Detaches at once, without asking the engine, which may hang."""
-        attached.killed_because = request.reason or f"restart requested by {request.by}"
-        ray.kill(attached.placed.actor)
-        ray.wait([attached.done], timeout=10.0)
+        served.killed_because = request.reason or f"restart requested by {request.by}"
+        ray.kill(served.placed.actor)
+        ray.wait([served.done], timeout=10.0)
         acknowledge(self._etcd, self._keys, request, fencing.epoch_guard(self._keys, self._ctx.epoch))
 
     def _reap(self) -> None:
         """Removes engines that have ended."""
-        by_ref = {attached.done: engine_id for engine_id, attached in self._attached.items()}
+        by_ref = {served.done: engine_id for engine_id, served in self._served.items()}
         ended, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0) if by_ref else ([], [])
         for ref in ended:
-            attached = self._attached[engine_id := by_ref[ref]]
+            served = self._served[engine_id := by_ref[ref]]
             crash = ""
             try:
                 ray.get(ref, timeout=5.0)
             except RayError as e:
-                crash = attached.killed_because or str(e).splitlines()[0]
-                self._clean_up_after_crash(attached.registration, crash)
+                crash = served.killed_because or str(e).splitlines()[0]
+                self._clean_up_after_crash(served.registration, crash)
             found = self._etcd.get(self._keys.engine(engine_id))
-            if not attached.draining and (crash or found is not None):  # an engine that drained leaves no record
+            if not served.draining and (crash or found is not None):  # an engine that drained leaves no record
                 record = readable_one(found, Engine)
                 reason = record.reason if record else ""
-                self._end_registration(attached.registration, crash or reason or "unknown")
+                self._end_registration(served.registration, crash or reason or "unknown")
             fencing.write(self._etcd, self._keys, self._ctx.epoch, Op.delete(self._keys.engine(engine_id)))
-            attached.placed.remove()
-            del self._attached[engine_id]  # last, so that a pass that etcd interrupts is repeated
+            served.placed.remove()
+            del self._served[engine_id]  # last, so that a pass that etcd interrupts is repeated
 
     def _clean_up_after_crash(self, registration: ExternalEngine, crash: str) -> None:
         """Does what the runner could not do: its server lives on, and must get no requests without a runner."""

@@ -90,7 +90,7 @@ class EnginePool:
         self._write_status(running, self._external.reconcile(restarts, records))
 
     def close(self) -> None:
-        """Ends every engine that this driver started, and detaches from external ones."""
+        """Ends every engine that this driver started, and stops serving external ones."""
         self._external.close()
         for slot in self._slots.values():
             slot.placed.actor.stop.remote()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
@@ -22,9 +21,3 @@ def acknowledge(etcd: EtcdClient, keys: Keys, request: RestartRequest, *guards: 
         return RestartRequest.decode(raw).observed(request.generation).encode() if raw else None
 
     etcd.update(keys.restart(request.target), change, guards=guards)
-
-
-def has_newer_driver(etcd: EtcdClient, keys: Keys, request: RestartRequest) -> bool:
-    """Whether a driver has started since a restart of the job was requested. The request itself ended one epoch and
-    began the next; a driver begins one of its own."""
-    return fencing.current_epoch(etcd, keys) > request.epoch + 1

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from elastic_rl.coordinator.failure.policy import progress_of
 from elastic_rl.coordinator.targets import JOB
-from elastic_rl.driver.restart_requests import acknowledge, has_newer_driver, open_requests
+from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -89,7 +89,8 @@ class DriverSupervisor:
     def _request(self) -> RestartRequest | None:
         """The open request to restart the job. Acknowledges one that the start of a newer driver has carried out."""
         request = open_requests(self._etcd, self._keys).get(JOB)
-        if request is not None and has_newer_driver(self._etcd, self._keys, request):
+        if request is not None and request.has_newer_driver(
+                fencing.current_epoch(self._etcd, self._keys)):
             acknowledge(self._etcd, self._keys, request)
             return None
         return request

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.records import EngineState
 
-_ENDED = (EngineState.QUARANTINED, EngineState.DEAD)
-
 
 @dataclass(frozen=True)
 class EngineLifecycle:
@@ -30,11 +28,6 @@ class EngineLifecycle:
     version: int = 0
     applying: int = 0
     reason: str = ""
-
-    @property
-    def routable(self) -> bool:
-        """Whether the router may send requests to it."""
-        return self.state is EngineState.READY
 
     def up(self) -> EngineLifecycle:
         """The server answers; its weights belong to no version yet."""
@@ -67,13 +60,13 @@ class EngineLifecycle:
 
     def drain(self) -> EngineLifecycle:
         """The engine takes no new request and leaves the pool. Idempotent."""
-        if self.state in _ENDED:
+        if self.state.ended:
             raise IllegalTransition(f"drain of an engine that is {self.state}")
         return replace(self, state=EngineState.DRAINING)
 
     def died(self, reason: str) -> EngineLifecycle:
         """Its process ended. ``applying`` stays set if the weights were being changed."""
-        if self.state in _ENDED:
+        if self.state.ended:
             raise IllegalTransition(f"died of an engine that is already {self.state}")
         return replace(self, state=EngineState.DEAD, reason=reason)
 

@@ -361,7 +361,7 @@ class EngineRunner:
                 before = None  # of the same external engine under an earlier driver
             if before and before.state is EngineState.DRAINING:
                 self._drain.set()
-            if lifecycle.state in (EngineState.DEAD, EngineState.QUARANTINED):
+            if lifecycle.state.ended:
                 return self._record(lifecycle, lifecycle.state)
             if quarantined := before is not None and before.state is EngineState.QUARANTINED:
                 return raw or b""

@@ -106,7 +106,7 @@ class EtcdClient:
         return KeyValue.from_message(kvs[0]) if kvs else None
 
     def revision(self) -> int:
-        """Revision of the store now."""
+        """Revision of etcd now."""
         return int(self._channels.call(RANGE, pb.RangeRequest(key=b"/", count_only=True)).header.revision)
 
     def range(self, prefix: str, *, limit: int = 0, newest_first: bool = False) -> tuple[list[KeyValue], int]:

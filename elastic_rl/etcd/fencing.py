@@ -18,7 +18,7 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, Event, Severity
-from elastic_rl.etcd.transaction import Compare, Op, TxnResult, batches
+from elastic_rl.etcd.transaction import Compare, Op, TxnResult
 
 _TRIES = 32
 
@@ -55,11 +55,6 @@ class FencedWriter:
     def write(self, *ops: Op) -> None:
         """Runs the operations, all in one transaction."""
         self.txn((), ops)
-
-    def write_in_batches(self, ops: Sequence[Op]) -> None:
-        """Runs any number of operations in order, in as many transactions as they need."""
-        for batch in batches(ops):
-            self.write(*batch)
 
     def emit(self, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
              compares: Sequence[Compare] = (), ops: Sequence[Op] = (), **data: Any) -> Event | None:

@@ -149,6 +149,15 @@ class EngineState(OpenEnum):
     """Its weights may be torn; it serves again only after a verified full reload."""
     DEAD = "dead"
 
+    @property
+    def serving(self) -> bool:
+        """Whether it belongs to the pool and has, or is fetching, a version to serve."""
+        return self in (EngineState.SYNCING, EngineState.READY)
+
+    @property
+    def ended(self) -> bool:
+        return self in (EngineState.QUARANTINED, EngineState.DEAD)
+
 
 class Engine(Record):
     id: str
@@ -186,7 +195,7 @@ class Engine(Record):
 
 class ExternalEngine(Record):
     """The registration of a server that someone else runs. It stays until the engine is drained or has ended, so that
-    the next driver attaches to the server again."""
+    the next driver serves it again."""
 
     engine: str
     """Id that the engine has in the pool."""
@@ -204,12 +213,17 @@ class Severity(OpenEnum):
     WARNING = "warning"
     ERROR = "error"
 
+    @property
+    def rank(self) -> int:
+        """0 for the least severe. What a newer release may know besides these counts as an error."""
+        return {Severity.INFO: 0, Severity.WARNING: 1}.get(self, 2)
+
 
 class Event(Record):
     id: str
     at: float
     kind: str
-    """Dotted, such as engine.dead, trainer.restarted, leader.elected, pool.scaled, version.committed."""
+    """Dotted, such as engine.dead, trainer.recovered, leader.elected, pool.scaled, run.finished."""
     subject: str
     message: str
     severity: Severity = Severity.INFO
@@ -306,6 +320,11 @@ class RestartRequest(Record):
     at: float = 0.0
     epoch: int = 0
     """Of a restart of the job: the epoch that the newest request ended."""
+
+    def has_newer_driver(self, epoch: int) -> bool:
+        """Whether a driver has started since a restart of the job was requested, when ``epoch`` is that of the run now.
+        The request itself ended one epoch and began the next; a driver begins one of its own."""
+        return epoch > self.epoch + 1
 
     @property
     def open(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from elastic_rl import runtime
 from elastic_rl.etcd.pb import etcd_pb2 as pb
 
 T = TypeVar("T")
@@ -161,7 +162,7 @@ class TxnResult:
     succeeded: bool
     """Whether every comparison held, so that ``then`` ran and not ``orelse``."""
     revision: int
-    """Revision of the store at which it ran; that of its writes, if it wrote."""
+    """Revision of etcd at which it ran; that of its writes, if it wrote."""
     kvs: tuple[KeyValue, ...] = ()
     """Of the gets in the branch that ran, in their order; absent keys are left out."""
     deleted: int | None = 0
@@ -186,5 +187,4 @@ when the token no longer holds. ``fencing.FencedWriter`` is one."""
 
 def batches(items: Sequence[T], size: int = MAX_OPS) -> Iterator[Sequence[T]]:
     """Splits what is to be written into parts that each fit into one transaction, in order."""
-    for start in range(0, len(items), size):
-        yield items[start:start + size]
+    return runtime.batches(items, size)

@@ -1,1 +1,1 @@
-"""Faults that are injected into a running job, and the drill that plays a plan of them."""
+"""Faults that are injected into a running job, and the injector that plays a plan of them."""

@@ -84,7 +84,7 @@ class Restarted:
 
     def inject(self) -> tuple[str, str]:
         self.step = self.context.step()
-        self.operation = self.context.api.restart(self.target, reason="fire drill")
+        self.operation = self.context.api.restart(self.target, reason="injected fault")
         return self.target, f"operation {self.operation['id']} was accepted"
 
     def detected(self) -> bool:

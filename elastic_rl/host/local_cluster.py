@@ -27,7 +27,7 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, Pr
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import cluster_settings, etcd_server, leftovers, processes
-from elastic_rl.host.processes import PidBook, PidRecord
+from elastic_rl.host.processes import PidRecord, PidRecords
 from elastic_rl.telemetry.log_files import tail
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Cluster:
     def __init__(self, cfg: Config, *, say: Callable[[str], None] = log.info) -> None:
         self.cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.expanduser().resolve()})
         self.dir = self.cfg.cluster_dir
-        self.book = PidBook(self.dir / "pids")
+        self.book = PidRecords(self.dir / "pids")
         self._say = say
 
     # -- up -----------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def _stat(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
-class PidBook:
+class PidRecords:
     """The records in a folder, one JSON file a service."""
 
     def __init__(self, folder: Path) -> None:

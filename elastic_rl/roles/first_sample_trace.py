@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from elastic_rl.config import Stream
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.engine.client import Sample
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
@@ -37,7 +37,7 @@ class FirstSampleTrace:
         """Adds the span ``rollout.first_token`` to the version's trace: from the request to the sample (unix seconds).
         Reads etcd; without etcd the span is dropped."""
         try:
-            found = catalog.get_version(self._etcd, self._keys, Stream.POLICY, version)
+            found = reads.get_version(self._etcd, self._keys, Stream.POLICY, version)
         except EtcdUnavailable as e:
             log.warning("dropping the span rollout.first_token of version %d: %s", version, e)
             return

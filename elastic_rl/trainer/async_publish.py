@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs.catalog import Staged
+from elastic_rl.dcs.catalog.writer import Staged
 from elastic_rl.dcs.publish import publisher
 from elastic_rl.dcs.publish.parts import Part
 from elastic_rl.dcs.publish.publisher import Publisher

@@ -15,8 +15,8 @@ die_with_parent()
 if not torch.cuda.is_available():
     megatron_cpu.install()
 
-import megatron.core.distributed  # noqa: E402, F401
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
+import megatron.core.distributed  # noqa: E402
+import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
 import megatron.core.optimizer  # noqa: E402, F401
 
 import elastic_rl.trainer.worker  # noqa: E402, F401

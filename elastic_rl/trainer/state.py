@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.config import Stream
-from elastic_rl.dcs import catalog
-from elastic_rl.dcs.catalog import Staged
+from elastic_rl.dcs.catalog import reads
+from elastic_rl.dcs.catalog.writer import Staged
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Pulled, Puller
 from elastic_rl.dcs.publish.part_writer import LocalArena
@@ -191,7 +191,7 @@ class Checkpoints:
     def _newest(self) -> Pulled | None:
         """The newest state whose chunks are all available: with one replica, a node that died took the chunks with it
         that were not on its disk yet. Going back some steps is better than no recovery."""
-        committed = [v for v in catalog.list_versions(self._etcd, self._keys, Stream.TRAINER_STATE)
+        committed = [v for v in reads.list_versions(self._etcd, self._keys, Stream.TRAINER_STATE)
                      if v.state is VersionState.COMMITTED]
         first: ElasticRLError | None = None
         for version in reversed(committed):

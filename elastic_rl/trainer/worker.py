@@ -204,7 +204,7 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
         member.close()  # the run was restarted on purpose: no death of this rank
         raise
     except (ElasticRLError, RuntimeError):
-        # Not signed off: the entry expires with its lease, so that the end of this rank counts as a death.
+        # Not deregistered: the entry expires with its lease, so that the end of this rank counts as a death.
         log.exception("rank %d ends", rank)
         raise
     member.close()

@@ -24,7 +24,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Event, JobStatus, StepMetrics
 from elastic_rl.faults.context import Fault, FaultContext
-from elastic_rl.faults.drill import FaultPlan
+from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.faults.kinds import (
     CoordinatorKilled,
     EngineKilled,

@@ -32,7 +32,7 @@ class Died(Exception):
     """The leader's process ended."""
 
 
-class MemoryStore:
+class MemoryEtcd:
     """What ``AlertController`` needs of etcd. The calling process dies at write number ``die_at``: before the write
     when that is odd, else after it and before the answer."""
 
@@ -184,7 +184,7 @@ class AlertSimulation:
     rng: random.Random
     per_minute: int = 10
     group_wait_s: float = 2.0
-    etcd: MemoryStore = field(default_factory=MemoryStore)
+    etcd: MemoryEtcd = field(default_factory=MemoryEtcd)
     t: float = 10_000.0
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import psutil
 import torch
 
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
@@ -190,20 +190,20 @@ class DcsCluster(Nodes):
             assert_same(pulled, expected)
 
     def head(self, stream: str = "policy") -> Version:
-        found = catalog.head(self.etcd, self.keys, stream)
+        found = reads.head(self.etcd, self.keys, stream)
         assert found is not None
         return found
 
     def parts(self, number: int, stream: str = "policy") -> list[list[str]]:
         """Nodes that hold each part of a version, by its placement."""
-        return catalog.read_placement(self.etcd, self.keys, stream, number).placement.parts
+        return reads.read_placement(self.etcd, self.keys, stream, number).placement.parts
 
     def await_unpinned(self, stream: str = "policy") -> None:
         """Nodes unpin what no reader has open any more, soon after its release."""
-        wait_until(lambda: not catalog.pinned(self.etcd, self.keys, stream), timeout_s=10, what="the end of the pins")
+        wait_until(lambda: not pins.pinned(self.etcd, self.keys, stream), timeout_s=10, what="the end of the pins")
 
     def states(self, stream: str = "policy") -> dict[int, VersionState]:
-        return {v.number: v.state for v in catalog.list_versions(self.etcd, self.keys, stream)}
+        return {v.number: v.state for v in reads.list_versions(self.etcd, self.keys, stream)}
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -14,6 +14,7 @@ from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.reconciler import Reconciler
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Operation
 from elastic_rl.runtime import wait_until
 
 
@@ -24,6 +25,7 @@ class Leader:
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: Config, name: str, *, await_leadership: bool = True,
                  sweep: Sweep | None = None, skew_s: float = 0.0,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.etcd, self.keys = etcd, keys
         self.notifier = Notifier(keys.job, cfg.alerts)
         self.health = LeaderHealth(cfg.coordinator.reconcile_deadline_s)
         self.election = Election(etcd, keys, name, f"http://{name}", cfg.coordinator.lease_ttl_s, self.health).start()
@@ -39,6 +41,11 @@ class Leader:
 
     def await_leadership(self, timeout_s: float = 20.0) -> None:
         wait_until(lambda: self.election.is_leader, timeout_s=timeout_s, what=f"leadership of {self.election.replica}")
+
+    def operation(self, operation_id: str) -> Operation:
+        found = self.etcd.get(self.keys.operation(operation_id))
+        assert found is not None, operation_id
+        return Operation.decode(found.value)
 
     def close(self) -> None:
         if self.sweep:

@@ -17,7 +17,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.workers import Worker
 from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import hf_config
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime import free_port, wait_until
 
@@ -102,7 +102,7 @@ def _publish(cluster: Cluster, ranks: Sequence[Worker]) -> float:
     number = max(int(answer["version"]) for answer in answers)
 
     def committed() -> bool:
-        head = catalog.head(cluster.etcd, cluster.keys, STREAM)
+        head = reads.head(cluster.etcd, cluster.keys, STREAM)
         return head is not None and head.number >= number
 
     wait_until(committed, timeout_s=_STEP_S, what=f"the commit of version {number}", poll_s=0.02)

@@ -13,8 +13,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel
 
-from elastic_rl.config import AlertConfig
-from elastic_rl.coordinator.alerts import receivers, state_machine
+from elastic_rl.coordinator.alerts import state_machine
 from elastic_rl.coordinator.alerts.receiver_queue import ReceiverQueue
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase, notified_entry
 from elastic_rl.coordinator.election.election import Election
@@ -23,7 +22,6 @@ from elastic_rl.coordinator.problems import Problem, no_leader, not_found
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 
-_POLL_S = 0.1
 _MAX_TESTS = 20
 """Tests that are stored at once."""
 
@@ -49,14 +47,6 @@ class TestResult(BaseModel):
 
     id: str
     receivers: list[ReceiverResult]
-
-    @property
-    def done(self) -> bool:
-        return all(r.status is not DeliveryStatus.WAITING for r in self.receivers)
-
-    @property
-    def ok(self) -> bool:
-        return all(r.status is DeliveryStatus.DELIVERED for r in self.receivers)
 
 
 def begin(etcd: EtcdClient, keys: Keys, election: Election, *, by: str = "operator",
@@ -95,16 +85,6 @@ def result(etcd: EtcdClient, keys: Keys, names: Sequence[str], test_id: str) -> 
     queues = (ReceiverQueue.decode(kv.value) for kv in etcd.range(keys.receivers_prefix())[0])
     by_receiver = {queue.receiver: queue for queue in queues}
     return TestResult(id=test_id, receivers=[_result(test, n, by_receiver.get(n)) for n in names])
-
-
-def run(etcd: EtcdClient, keys: Keys, election: Election, cfg: AlertConfig, *, by: str = "operator",
-        timeout_s: float = 15.0) -> TestResult:
-    """Starts a test and waits until it was delivered to each receiver or failed, for at most ``timeout_s``."""
-    names = receivers.names(cfg)
-    test_id, end = begin(etcd, keys, election, by=by), time.monotonic() + timeout_s
-    while not (found := result(etcd, keys, names, test_id)).done and time.monotonic() < end:
-        time.sleep(_POLL_S)
-    return found
 
 
 def _result(test: Alert, name: str, queue: ReceiverQueue | None) -> ReceiverResult:

@@ -9,7 +9,7 @@ from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.etcd_health import Health
 from elastic_rl.coordinator.membership import registry
-from elastic_rl.coordinator.snapshot import SERVING, ClusterSnapshot
+from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Severity
 
@@ -82,7 +82,7 @@ def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator
     head = max(policy, default=0)
     for engine in snapshot.engines.values():
         # An engine without a version is starting; pool.short covers that.
-        if engine.version == 0 or engine.state not in SERVING or snapshot.run_over:
+        if engine.version == 0 or not engine.state.serving or snapshot.run_over:
             continue
         versions, seconds = head - engine.version, behind_s(now, engine.version, policy)
         if versions >= limits.engine_lag_versions or seconds > limits.engine_lag_s:

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.alerts import notifier, receiver_queue, receivers, rules, state_machine
-from elastic_rl.coordinator.alerts.conditions import Thresholds
+from elastic_rl.coordinator.alerts.conditions import Thresholds, conditions
 from elastic_rl.coordinator.alerts.notifier import Notification
-from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, Limits, ReceiverQueue
+from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, ReceiverQueue, SendLimits
 from elastic_rl.coordinator.alerts.receivers import Receiver
 from elastic_rl.coordinator.alerts.state_machine import Alert, Changes, Condition
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
@@ -51,7 +51,7 @@ class StoredAlerts:
     """What etcd holds about alerts, with mod revisions."""
 
     revision: int
-    """Of the store when it was read."""
+    """Of etcd when it was read."""
     alerts: dict[str, tuple[Alert, int]]
     """By id."""
     queues: dict[str, tuple[ReceiverQueue, int]]
@@ -74,20 +74,20 @@ class AlertController:
                  leads: Callable[[], bool], clock: Callable[[], float]) -> None:
         self._etcd, self._keys, self._cfg, self._sender = etcd, keys, cfg, sender
         self._guarded, self._leads, self._clock = guarded, leads, clock
-        self._limits = Limits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
+        self._limits = SendLimits(cfg.alerts.group_wait_s, cfg.alerts.max_notifications_per_minute)
         self._thresholds = Thresholds.from_config(cfg)
 
     def update(self, snapshot: ClusterSnapshot, reports: Sequence[Condition], over: set[str],
-               cursor: Sequence[tuple[Compare, Op]] = (), conditions: Sequence[Condition] = ()) -> None:
+               cursor: Sequence[tuple[Compare, Op]] = (), others: Sequence[Condition] = ()) -> None:
         """Brings the alerts up to date. ``reports``: conditions from new events. ``over``: keys of alerts that new
         events declared over. ``cursor``: the writes that record these events as read; they come last, since an alert
-        that was written without them is found open when its report is read again. ``conditions``: what else is wrong
-        now."""
+        that was written without them is found open when its report is read again. ``others``: what else is
+        wrong now."""
         now, stored = self._clock(), self.read()
         known = [a for a, _ in stored.alerts.values()]
         snapshot = replace(snapshot, unreadable={**snapshot.unreadable, **stored.unreadable})
         found = rules.merge_by_fault(
-            [*conditions, *rules.conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
+            [*others, *conditions(snapshot, now, self._thresholds, {a.key for a in known if a.open}).values(),
              *rules.with_causes(reports, snapshot)], known)
         holding: dict[str, Condition] = {}
         for condition in found:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_rl.coordinator.alerts.state_machine import TEST, Alert, PendingNotice, Phase, notified_entry
-from elastic_rl.etcd.records import Record, Severity
+from elastic_rl.etcd.records import Record
 
 MAX_ALERTS = 100
 """Alerts in one notification."""
@@ -21,8 +21,6 @@ WINDOW_S = 60.0
 BACKOFF_S = (2.0, 60.0)
 """First and longest pause after a failure; doubled each time. A notification is retried until its alerts are dropped
 (``state_machine.UNNOTIFIED_KEEP_S``)."""
-
-_RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 
 
 class NotificationGroup(Record):
@@ -49,13 +47,12 @@ class ReceiverQueue(Record):
     """Failed attempts since the last one that succeeded."""
     not_before: float = 0.0
     """Earliest time of the next attempt."""
-    delivered_at: float = 0.0
     error: str = ""
     """Why the last attempt failed; empty after one that succeeded."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class SendLimits:
     group_wait_s: float
     per_minute: int
 
@@ -78,7 +75,7 @@ def record_result(now: float, queue: ReceiverQueue, result: AttemptResult | None
     if group is None or result is None or result.group_id != group.id:
         return queue, [], ""
     if result.ok:  # of whichever attempt: it is the same notification
-        done = queue.replace(in_flight=None, failures=0, not_before=0.0, delivered_at=now, error="")
+        done = queue.replace(in_flight=None, failures=0, not_before=0.0, error="")
         return done, group.alerts, notified_entry(group.phase, queue.receiver)
     if result.attempt != group.attempts or result.attempt == group.failed_attempt:
         return queue, [], ""
@@ -98,7 +95,8 @@ def without_notified(queue: ReceiverQueue, known: Mapping[str, Alert]) -> Receiv
     return queue.replace(in_flight=queue.in_flight.replace(alerts=left) if left else None)
 
 
-def next_send(now: float, queue: ReceiverQueue, due: Sequence[PendingNotice], limits: Limits) -> ReceiverQueue | None:
+def next_send(now: float, queue: ReceiverQueue, due: Sequence[PendingNotice], limits: SendLimits
+              ) -> ReceiverQueue | None:
     """The queue with the group to send now, or None when nothing is to be sent. ``due``: notices for this receiver.
     Only for a receiver to which this process sends nothing at the moment."""
     # The clock of an earlier leader may have been ahead.
@@ -126,7 +124,7 @@ def next_send(now: float, queue: ReceiverQueue, due: Sequence[PendingNotice], li
 
 def in_order(alerts: Sequence[Alert]) -> list[Alert]:
     """The most severe first, then by kind and cause."""
-    return sorted(alerts, key=lambda a: (_RANK[a.severity], a.kind, a.cause, a.subject, a.id))
+    return sorted(alerts, key=lambda a: (-a.severity.rank, a.kind, a.cause, a.subject, a.id))
 
 
 def _group(now: float, due: Sequence[PendingNotice], wait_s: float) -> list[PendingNotice]:

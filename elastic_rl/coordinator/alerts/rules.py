@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from elastic_rl.coordinator.alerts.conditions import conditions, unreadable_record
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.registry import BY_LEADER
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.etcd.records import EngineState, Event, Severity
-
-__all__ = ["conditions", "merge_by_fault", "released", "report", "resolved_key", "unreadable_record"]
 
 QUIET_S = 60.0
 """A report whose end nothing announces is over when it was not repeated for this long."""
@@ -33,7 +30,6 @@ _ENDS_WITH = {"trainer.hung": "trainer.dead", "engine.lagging": "engine.cannot_f
               "driver.hung": "run.global_restart"}
 """Kind of an alert that may stand for one of another kind (see ``merge_by_fault``) → that kind, whose end is its end
 too."""
-_RANK = {Severity.INFO: 0, Severity.WARNING: 1, Severity.ERROR: 2}
 _RUN = "run"
 
 
@@ -95,11 +91,11 @@ def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[C
     """Gives each sign of a fault that has an open alert the key of that alert, unless the sign is more severe:
     receivers of errors only must get the error. Leaves out one-time events about a fault that has an alert."""
     open_by_fault: dict[str, list[tuple[str, str, Severity]]] = {}
-    for alert in sorted((a for a in known if a.open), key=lambda a: (-_RANK[a.severity], a.since, a.id)):
+    for alert in sorted((a for a in known if a.open), key=lambda a: (-a.severity.rank, a.since, a.id)):
         open_by_fault.setdefault(fault_of(alert.kind, alert.subject), []).append(
             (alert.kind, alert.subject, alert.severity))
     out = []
-    for c in sorted(found, key=lambda c: (not c.notify_resolved, -_RANK[c.severity])):  # the worst opens the alert
+    for c in sorted(found, key=lambda c: (not c.notify_resolved, -c.severity.rank)):  # the worst opens the alert
         fault = fault_of(c.kind, c.subject)
         first = next(iter(open_by_fault.get(fault, ())), None)
         if not c.notify_resolved:
@@ -108,7 +104,7 @@ def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[C
                 out.append(c)
             continue
         same = any((c.kind, c.subject) == (k, s) for k, s, _ in open_by_fault.get(fault, ()))
-        if first is not None and not same and _RANK[first[2]] >= _RANK[c.severity]:
+        if first is not None and not same and first[2].rank >= c.severity.rank:
             c = replace(c, kind=first[0], subject=first[1])
         elif not same:
             open_by_fault.setdefault(fault, []).insert(0, (c.kind, c.subject, c.severity))

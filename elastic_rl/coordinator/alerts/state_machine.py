@@ -135,7 +135,7 @@ def advance(now: float, revision: int, known: Sequence[Alert], holding: Mapping[
             sending: Set[tuple[str, str]] = frozenset()) -> Changes:
     """One pass over the alerts.
 
-    ``revision``: of the store when it was read. ``known``: every alert in the store. ``holding``: conditions by key.
+    ``revision``: of etcd when it was read. ``known``: every alert in etcd. ``holding``: conditions by key.
     ``reports``: conditions from events since the last pass, each seen once. ``released``: whether the state says that
     what an alert reported is over. ``declared_over``: whether an event said so, later than any report. ``sending``: id
     and receiver of each alert in flight. A resolved alert is kept until its audience was notified.
@@ -232,7 +232,7 @@ def _resolved(now: float, alert: Alert, receivers: Sequence[str], sending: Set[t
 
 
 def _opened(now: float, revision: int, c: Condition) -> Alert:
-    # The id comes from what opened the alert and the store's revision, not from chance or a clock: a leader that
+    # The id comes from what opened the alert and etcd's revision, not from chance or a clock: a leader that
     # repeats the pass makes the same alert, and no later pass can make an id again.
     seed = f"{c.key}@{c.revision or f'r{revision}'}"
     fired = c.hold_s <= 0

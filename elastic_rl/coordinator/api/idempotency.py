@@ -21,7 +21,7 @@ from elastic_rl.etcd.records import Record
 from elastic_rl.etcd.transaction import batches
 
 KEPT_S = 24 * 3600.0
-MOST = 10_000
+MAX_RECORDS = 10_000
 """Records kept at most; beyond that the oldest are deleted early."""
 MAX_KEY_LENGTH = 200
 _RULE = f"1 to {MAX_KEY_LENGTH} printable ASCII characters"
@@ -89,7 +89,7 @@ def found(etcd: EtcdClient, claim: Claim) -> Done | None:
 def outdated(kvs: Sequence[tuple[str, float]], now: float) -> list[str]:
     """Keys whose records need not be kept any longer; ``kvs``: (key, unix seconds at which it was written). Pure."""
     newest = sorted(kvs, key=lambda entry: entry[1], reverse=True)
-    return [key for n, (key, at) in enumerate(newest) if n >= MOST or at < now - KEPT_S]
+    return [key for n, (key, at) in enumerate(newest) if n >= MAX_RECORDS or at < now - KEPT_S]
 
 
 def _written_at(raw: bytes) -> float:

@@ -12,16 +12,16 @@ from elastic_rl.etcd.client import KeyValue
 from elastic_rl.etcd.records import OperationState
 
 VERSIONS, OPERATIONS, EVENTS, STEPS = 20, 20, 50, 500
-_MOST = 5_000
-"""Records of one kind that are read, at most."""
+_MAX_ITEMS = 5_000
+"""Records of one kind that are read, at limit."""
 _ENDED = {state.value for state in OperationState if state.ended}
 
 
-def downsample(kvs: Sequence[KeyValue], most: int) -> list[KeyValue]:
-    """At most ``most`` of them, evenly spread, the last one always."""
-    if len(kvs) <= most:
+def downsample(kvs: Sequence[KeyValue], limit: int) -> list[KeyValue]:
+    """At limit ``limit`` of them, evenly spread, the last one always."""
+    if len(kvs) <= limit:
         return list(kvs)
-    return [kvs[(n + 1) * len(kvs) // most - 1] for n in range(most)]
+    return [kvs[(n + 1) * len(kvs) // limit - 1] for n in range(limit)]
 
 
 def take(ctx: Context) -> tuple[bytes, int]:
@@ -32,7 +32,7 @@ def take(ctx: Context) -> tuple[bytes, int]:
     keys, etcd = ctx.keys, ctx.etcd
     revision = etcd.page(keys.leader_prefix(), limit=1).revision
 
-    def read(prefix: str, limit: int = _MOST, *, newest_first: bool = False) -> list[KeyValue]:
+    def read(prefix: str, limit: int = _MAX_ITEMS, *, newest_first: bool = False) -> list[KeyValue]:
         return etcd.page(prefix, limit=limit, newest_first=newest_first, revision=revision).kvs
 
     def read_one(key: str) -> KeyValue | None:
@@ -49,7 +49,7 @@ def take(ctx: Context) -> tuple[bytes, int]:
         "alerts": pages.readable(read(keys.alerts_prefix())),
         "events": pages.readable(pages.newest_events(etcd, keys, EVENTS, revision=revision).kvs),
         "members": pages.readable(read(keys.members_prefix())),
-        "steps": pages.readable(downsample(read(keys.steps_prefix(), _MOST, newest_first=True)[::-1], STEPS)),
+        "steps": pages.readable(downsample(read(keys.steps_prefix(), _MAX_ITEMS, newest_first=True)[::-1], STEPS)),
     }
     lists = b",".join(b'"' + name.encode() + b'":[' + b",".join(items) + b"]" for name, items in parts.items())
     return b'{"job":' + job.model_dump_json().encode() + b"," + lists + b"}", revision

@@ -132,13 +132,14 @@ class RequestMiddleware:
                           f"{caller.name!r} is a {caller.role}; this needs an {needed}")
         return caller
 
-    async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
-        """All of a request's body, of ``most`` bytes at most. Raises problems: 415; 413; 408 when it does not arrive in
-        time; 400 when the connection ends before the body does: a handler would take what is missing for defaults."""
-        too_large = Problem(413, Kind.BODY_TOO_LARGE, "The body is too large", f"it may have {most} bytes at most",
+    async def _body(self, headers: Headers, receive: Receive, limit: int) -> bytes:
+        """All of a request's body, of ``limit`` bytes at most. Raises problems: 415; 413; 408 when it does not arrive
+        in time; 400 when the connection ends before the body does: a handler would take what is missing for
+        defaults."""
+        too_large = Problem(413, Kind.BODY_TOO_LARGE, "The body is too large", f"it may have {limit} bytes at most",
                             headers={"Connection": "close"})
         announced = headers.get("content-length", "0")
-        if len(announced) > 18 or int(announced) > most:
+        if len(announced) > 18 or int(announced) > limit:
             raise too_large
         body, more = b"", True
         try:
@@ -151,7 +152,7 @@ class RequestMiddleware:
                                       headers={"Connection": "close"})
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > most:
+                    if len(body) > limit:
                         raise too_large
         except TimeoutError as e:
             raise Problem(408, Kind.REQUEST_TIMEOUT, "The request took too long to arrive",

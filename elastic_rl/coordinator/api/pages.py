@@ -19,7 +19,7 @@ from elastic_rl.etcd.keys import Keys
 log = logging.getLogger(__name__)
 
 JSON = "application/json"
-MOST = 1000
+MAX_ITEMS = 1000
 """Items of a page, at most."""
 _WINDOWS, _WIDEST = 6, 2000
 """Windows of version numbers that are read before all is sorted, and the widest."""
@@ -29,7 +29,7 @@ _SPANS, _SPAN_MS = 8, 60_000
 """Spans of time, each eight times as long as the one before, that are tried before all events are sorted."""
 _MAX_CURSOR = 512
 
-Limit = Annotated[int, Query(ge=1, le=MOST, description="Most items of the answer.")]
+Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="Most items of the answer.")]
 After = Annotated[str, Query(max_length=_MAX_CURSOR, description="Where to continue: ``next`` of the page before.")]
 
 

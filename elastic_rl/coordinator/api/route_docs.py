@@ -30,7 +30,7 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
     Kind.IDEMPOTENCY_KEY_REUSED: (422, "The Idempotency-Key was used for another request."),
     Kind.PRECONDITION_REQUIRED: (428, "The change needs If-Match with the pool's ETag, or `*`."),
     Kind.NO_LEADER: (503, "There is no leader at the moment; retry after `Retry-After` seconds."),
-    Kind.STORE_UNAVAILABLE: (503, "etcd does not answer; nothing was changed."),
+    Kind.ETCD_UNAVAILABLE: (503, "etcd does not answer; nothing was changed."),
     Kind.TOKEN_TABLE: (503, "The replica cannot read its token table."),
     Kind.OVERLOADED: (503, "The replica works on coordinator.max_requests requests; retry."),
     Kind.TOO_MANY_STREAMS: (503, "coordinator.max_streams streams are open; use another replica."),
@@ -45,7 +45,7 @@ PROBLEMS: Mapping[Kind, tuple[int, str]] = {
 """Every problem: its usual status, and what it means."""
 
 _ACCESS = (Kind.UNAUTHORIZED, Kind.UNKNOWN_TOKEN, Kind.UNKNOWN_SESSION, Kind.CROSS_SITE, Kind.UNKNOWN_HOST,
-           Kind.TOKEN_TABLE, Kind.OVERLOADED, Kind.STORE_UNAVAILABLE)
+           Kind.TOKEN_TABLE, Kind.OVERLOADED, Kind.ETCD_UNAVAILABLE)
 _READS = (*_ACCESS, Kind.INVALID, Kind.UNKNOWN_PARAMETER)
 _CHANGES = (*_READS, Kind.FORBIDDEN, Kind.NOT_FOUND, Kind.REQUEST_TIMEOUT, Kind.CONFLICT, Kind.BODY_TOO_LARGE,
             Kind.UNSUPPORTED_MEDIA_TYPE, Kind.NO_LEADER, Kind.OUTCOME_UNKNOWN)
@@ -148,7 +148,7 @@ def _operation(name: str, summary: str, errors: Sequence[Kind]) -> Route:
 _ONE = (*_READS, Kind.NOT_FOUND)
 HEALTH = Route("health", "Liveness of the process", "probes", (), {"status": "ok", "replica": "coordinator-0"})
 READY = Route("readiness", "Readiness to serve requests", "probes",
-              (Kind.STORE_UNAVAILABLE, Kind.STOPPING, Kind.NOT_RECONCILING),
+              (Kind.ETCD_UNAVAILABLE, Kind.STOPPING, Kind.NOT_RECONCILING),
               {"status": "ready", "replica": "coordinator-0", "leader": "coordinator-1"})
 METRICS = Route("metrics", "Metrics for Prometheus", "probes", _ACCESS, media_type="text/plain")
 JOB = Route("getJob", "The job: its progress, and its leader", "state", _READS, _JOB)

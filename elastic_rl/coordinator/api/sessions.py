@@ -19,7 +19,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Record
 
-MOST = 32
+MAX_GRANTS = 32
 """Links, and sessions, that one token has at once; a further one ends the oldest."""
 
 
@@ -98,11 +98,11 @@ class SessionStore:
         return grant if token.role.may(grant.role) else grant.replace(role=token.role)
 
     def _make_room(self, prefix: str, token: str) -> None:
-        """Deletes the oldest grants of a token, so that one more is at most MOST."""
+        """Deletes the oldest grants of a token, so that one more is at most MAX_GRANTS."""
         kvs, _ = self._etcd.range(prefix)
         mine = sorted((kv.create_revision, kv.key) for kv in kvs
                       if (grant := _decode(kv.value)) is not None and grant.token == token)
-        if gone := mine[:max(0, len(mine) - MOST + 1)]:
+        if gone := mine[:max(0, len(mine) - MAX_GRANTS + 1)]:
             self._etcd.txn([], [Op.delete(key) for _, key in gone])
 
 

@@ -32,9 +32,9 @@ _SEND_S = 15.0
 """A stream is closed when its client reads nothing for so long."""
 _MAX_LAG = 50_000
 """Revisions that a client may be behind and still get every change; beyond that a snapshot is less work."""
-_MOST_EVENTS = 10_000
+_MAX_EVENTS = 10_000
 
-EventLimit = Annotated[int, Query(ge=0, le=pages.MOST, description="Most events to start with.")]
+EventLimit = Annotated[int, Query(ge=0, le=pages.MAX_ITEMS, description="Most events to start with.")]
 LastEventId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=32,
                                            description="Revision to resume from: the ``id`` of the last frame.")]
 
@@ -119,8 +119,8 @@ def _kept(ctx: Context, limit: int, since: int | None) -> tuple[list[KeyValue], 
     """Events that a stream starts with, in the order of their revisions, and the revision at which they were read."""
     found: list[KeyValue] = []
     before, revision, more = "", 0, True
-    while more and len(found) < (limit if since is None else _MOST_EVENTS):
-        page = pages.newest_events(ctx.etcd, ctx.keys, limit if since is None else pages.MOST, before=before)
+    while more and len(found) < (limit if since is None else _MAX_EVENTS):
+        page = pages.newest_events(ctx.etcd, ctx.keys, limit if since is None else pages.MAX_ITEMS, before=before)
         revision = revision or page.revision
         fresh = [kv for kv in page.kvs if since is None or kv.mod_revision > since]
         found += [kv for kv in fresh if pages.fields(kv)]

@@ -17,12 +17,12 @@ from elastic_rl import http_client
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
+from elastic_rl.etcd.records import OperationState
 
 _PROBLEM = "urn:elastic-rl:problem:"
 _PAGE = 1000
 _POLL_S, _MAX_POLL_S = 0.1, 1.0
-_ENDED = ("succeeded", "failed", "cancelled")
-_NOT_APPLIED = ("no-leader", "store-unavailable", "stopping", "overloaded", "token-table")
+_NOT_APPLIED = ("no-leader", "etcd-unavailable", "stopping", "overloaded", "token-table")
 """Problems of 5xx after which nothing was changed."""
 
 
@@ -89,12 +89,12 @@ class AdminClient:
     def get(self, path: str) -> Any:
         return self._send("GET", path).json()
 
-    def items(self, path: str, *, most: int = 0) -> list[dict[str, Any]]:
-        """All items of a listing, over its pages, or the first ``most``."""
+    def items(self, path: str, *, limit: int = 0) -> list[dict[str, Any]]:
+        """All items of a listing, over its pages, or the first ``limit``."""
         found: list[dict[str, Any]] = []
         after = ""
-        while not most or len(found) < most:
-            query = {"limit": min(_PAGE, most - len(found)) if most else _PAGE, **({"after": after} if after else {})}
+        while not limit or len(found) < limit:
+            query = {"limit": min(_PAGE, limit - len(found)) if limit else _PAGE, **({"after": after} if after else {})}
             page = self.get(path + ("&" if "?" in path else "?") + urlencode(query))
             found += page["items"]
             if page["next"] is None:
@@ -155,7 +155,7 @@ class AdminClient:
         """
         on_progress(operation)
         end, pause = time.monotonic() + timeout_s, _POLL_S
-        while operation["state"] not in _ENDED:
+        while not OperationState(operation["state"]).ended:
             if time.monotonic() + pause > end:
                 raise DeadlineExceeded(
                     f"{operation['kind']} of {operation['target']} is not done after {timeout_s:g} s: "

@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
+from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.errors import ConfigError
 
-_ROLES = ("viewer", "operator")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 _HINT = ("--token-file names a file with nothing but a token, or a cluster's credentials.json: "
          '{"operator": "<token>", "viewer": "<token>"}')
@@ -38,7 +38,7 @@ def _from_json(path: Path, text: str, role: str) -> str:
     if isinstance(found, dict) and "tokens" in found:
         raise ConfigError(f"{path} is a replica's table with digests, from which no token can be read",
                           hint=f"use {path.with_name('credentials.json')}. " + _HINT)
-    if not isinstance(found, dict) or not found or not set(found) <= set(_ROLES) or not all(
+    if not isinstance(found, dict) or not found or not set(found) <= set(Role) or not all(
             isinstance(token, str) for token in found.values()):
         raise ConfigError(f"{path} holds no tokens by role", hint=_HINT)
-    return found.get(role) or found.get("viewer") or ""
+    return found.get(role) or found.get(Role.VIEWER) or ""

@@ -14,7 +14,7 @@ const ADVICE = {
   "cross-site": "Open this page by the address of the coordinator itself.",
   "unknown-host": "Open this page by an address in coordinator.allowed_hosts.",
   "no-leader": "A leader is being elected. Wait some seconds and press Try again; nothing is done twice.",
-  "store-unavailable": "etcd does not answer. Running work continues; check etcd, then press Try again.",
+  "etcd-unavailable": "etcd does not answer. Running work continues; check etcd, then press Try again.",
   "outcome-unknown": "Press Try again: the same request is never applied twice.",
   conflict: "Check what has changed, then try again if you still want it.",
   "precondition-failed": "Check what has changed, then try again if you still want it.",

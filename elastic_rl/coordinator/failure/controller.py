@@ -27,7 +27,7 @@ from elastic_rl.etcd.transaction import GuardedWrite
 
 log = logging.getLogger(__name__)
 
-BY = "policy"
+BY = "failure_policy"
 """Who asked for an operation of the failure policy."""
 _FAULTS = {Change.DIED: Fault.DEAD, Change.HUNG: Fault.HUNG}
 

@@ -20,17 +20,18 @@ from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import EngineState, Event, Severity
-from elastic_rl.etcd.transaction import GuardedWrite, batches
+from elastic_rl.etcd.transaction import MAX_OPS, GuardedWrite, batches
 
 log = logging.getLogger(__name__)
 
 _EVENTS = {Change.DIED: ("dead", "died"), Change.HUNG: ("hung", "sends heartbeats but makes no progress"),
            Change.RESUMED: ("resumed", "makes progress again")}
 """Kind of the event and the verb of its message."""
-_QUIET = (Change.SEEN, Change.FORGOTTEN)
+_WITHOUT_EVENT = (Change.SEEN, Change.FORGOTTEN)
 """Changes without an event. Thousands come at once when a run starts or ends, and share transactions."""
-_QUIET_BATCH = 40
-_MAX_QUIET, _MAX_LOUD = 4000, 400
+_WITHOUT_EVENT_BATCH = MAX_OPS // 2
+"""Changes in one transaction, each with two comparisons at most: of the member's key and of its registry entry."""
+_MAX_WITHOUT_EVENT, _MAX_WITH_EVENT = 4000, 400
 """Changes that one pass writes; the next pass writes the others. A pass must end well within its deadline."""
 _REPORT_RECOVERY = (registry.ENGINE, registry.TRAINER)
 """Roles whose own events say that a replacement works."""
@@ -65,10 +66,10 @@ class MembershipController:
             snapshot.registry, live, now=snapshot.now, revision=snapshot.members_revision,
             last_heartbeats=self._heartbeats, epoch=snapshot.epoch, run_over=snapshot.run_over,
             ended_epoch=snapshot.ended_epoch, coordinators=self._cfg.coordinator.replicas)
-        quiet = [c for c in changes if c.change in _QUIET][:_MAX_QUIET]
-        for batch in batches(quiet, _QUIET_BATCH):
+        without_event = [c for c in changes if c.change in _WITHOUT_EVENT][:_MAX_WITHOUT_EVENT]
+        for batch in batches(without_event, _WITHOUT_EVENT_BATCH):
             self._write_together(snapshot, batch)
-        for change in [c for c in changes if c.change not in _QUIET][:_MAX_LOUD]:
+        for change in [c for c in changes if c.change not in _WITHOUT_EVENT][:_MAX_WITH_EVENT]:
             self._write(snapshot, change)
         return bool(changes)
 

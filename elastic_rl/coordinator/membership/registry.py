@@ -112,7 +112,7 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
         if entry is None:
             changes.append(MemberChange(Change.SEEN, _seen(now, member), member))
         elif entry.dead:
-            # A reported death of the same incarnation: its process has not signed off yet; it is no return.
+            # A reported death of the same incarnation: its process has not deregistered yet; it has not returned.
             if not (entry.reported and entry.incarnation == member.incarnation):
                 changes.append(MemberChange(Change.RETURNED, _seen(now, member), member))
         elif entry.incarnation != member.incarnation:
@@ -136,7 +136,7 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
 
 def _seen(now: float, m: LiveMember) -> LastSeen:
     return LastSeen(role=m.role, id=m.id, incarnation=m.incarnation, epoch=m.epoch, pid=m.pid, host=m.host,
-                    first_seen=now, registered_revision=m.create_revision)
+                    first_seen=now)
 
 
 def _end_expected(entry: LastSeen, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:

@@ -58,7 +58,7 @@ class OperationController:
         that died before it acknowledged the request must not carry it out again. The request ended one epoch and began
         the next; a driver begins one of its own."""
         request, key = snapshot.restarts.get(JOB), self._keys.restart(JOB)
-        if request is not None and request.open and snapshot.epoch > request.epoch + 1:
+        if request is not None and request.open and request.has_newer_driver(snapshot.epoch):
             observed = request.observed(request.generation)
             self._guarded([snapshot.unchanged(key)], [Op.put(key, observed.encode())])
 

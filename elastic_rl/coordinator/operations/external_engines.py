@@ -10,7 +10,7 @@ from elastic_rl.coordinator.problems import Problem
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import decode_all
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
+from elastic_rl.etcd.records import Engine, ExternalEngine
 
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
@@ -76,7 +76,7 @@ def free_registration(etcd: EtcdClient, keys: Keys, url: str, limit: int) -> Key
     registered = [r for r, _ in decode_all(kvs, ExternalEngine, {})]
     taken = {server_of(r.url): r.engine for r in registered if not r.ended}
     for engine, _ in decode_all(etcd.range(keys.engines_prefix())[0], Engine, {}):
-        if engine.state not in (EngineState.DEAD, EngineState.QUARANTINED):
+        if not engine.state.ended:
             taken.setdefault(server_of(engine.url), engine.id)
     if (server := server_of(url)) in taken:
         raise Problem(409, "conflict", "The server is registered already", f"{url} is engine {taken[server]}")

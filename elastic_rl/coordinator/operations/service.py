@@ -72,13 +72,6 @@ class OperationService:
                  clock: Callable[[], float] = time.time) -> None:
         self._etcd, self._keys, self._election, self._cfg, self._clock = etcd, keys, election, cfg, clock
 
-    def get(self, operation_id: str) -> Operation:
-        """Raises a 404 problem."""
-        found = self._etcd.get(self._keys.operation(operation_id))
-        if found is None:
-            raise not_found("operation", operation_id)
-        return _decode(found, Operation)
-
     # -- beginning ----------------------------------------------------------------------------------------------
     def scale(self, pool: str, desired: int, *, by: str, if_revision: int | None = None, dry_run: bool = False,
               claim: IdempotencyClaim | None = None) -> Operation:

@@ -77,7 +77,7 @@ def _drain(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     engine_id, pool = name_of(op.target), str(op.params["pool"])
     engine, spec = snapshot.engines.get(engine_id), snapshot.specs.get(pool)
     total = 2 if op.params["replace"] else 1
-    if engine is not None and engine.state in (EngineState.DEAD, EngineState.QUARANTINED):
+    if engine is not None and engine.state.ended:
         return _end(op, OperationState.FAILED, snapshot.now,
                     error=f"engine {engine_id} ended before it was drained ({engine.reason or engine.state}); requests "
                           "in flight went to other engines")
@@ -118,8 +118,7 @@ def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:
     if registration is None:
         return _end(op, OperationState.CANCELLED, snapshot.now, error="the registration was withdrawn")
     engine = snapshot.engines.get(engine_id)
-    ended = registration.ended or (engine.reason or engine.state if engine is not None and engine.state in (
-        EngineState.DEAD, EngineState.QUARANTINED) else "")
+    ended = registration.ended or (engine.reason or engine.state if engine is not None and engine.state.ended else "")
     if ended:
         return _end(op, OperationState.FAILED, snapshot.now, error=ended)
     if engine is None or engine.state is EngineState.STARTING:

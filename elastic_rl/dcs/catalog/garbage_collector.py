@@ -18,7 +18,7 @@ from elastic_rl.dcs.catalog.reads import CatalogContents, Entry
 from elastic_rl.dcs.catalog.retention import RetentionPolicy, to_release
 from elastic_rl.dcs.catalog.transitions import LIVE, TRANSITIONS
 from elastic_rl.dcs.client import DcsClient
-from elastic_rl.dcs.connection import Mark, NodeConnection, VersionName
+from elastic_rl.dcs.connection import NodeConnection, SweepMark, VersionName
 from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
@@ -91,7 +91,7 @@ class GarbageCollector:
 
     def _release(self, stream: str, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
         committed = {e.version.number: e for e in entries if e.version.state is VersionState.COMMITTED}
-        old = to_release([e.version for e in committed.values()], (), self._retention, time.time())
+        old = to_release([e.version for e in committed.values()], self._retention, time.time())
         if not old and not any(e.version.state is VersionState.RELEASING for e in entries):
             return []
         kept = pinned(self._etcd, self._keys, stream)
@@ -118,7 +118,7 @@ class GarbageCollector:
             leader_writes.delete_record(self._etcd, self._keys, entry, guard)
 
     # -- chunks ------------------------------------------------------------------------------------------------------
-    def _drop(self, identity: CatalogIdentity | None, marks: Mapping[str, Mark], failed: dict[str, ElasticRLError],
+    def _drop(self, identity: CatalogIdentity | None, marks: Mapping[str, SweepMark], failed: dict[str, ElasticRLError],
               guard: Sequence[Compare]) -> list[str]:
         """Has each node note the committed versions and drop what no version refers to. Adds nodes that could not be
         swept to ``failed``.
@@ -159,7 +159,7 @@ class _NodeSweep:
     """Sweeps one node: notes what it does not know yet, and has it drop the rest."""
 
     def __init__(self, client: DcsClient, identity: CatalogIdentity, contents: CatalogContents,
-                 marks: Mapping[str, Mark]) -> None:
+                 marks: Mapping[str, SweepMark]) -> None:
         self._client, self._identity, self._marks = client, identity, marks
         versions = [e.version for e in contents.entries()]
         self._live = {VersionName.from_version(v): v for v in versions if v.state in LIVE}
@@ -177,7 +177,7 @@ class _NodeSweep:
         return connection.drop(self._identity, mark.mark, self._live, self._released & mark.versions)
 
 
-def _older_than_nodes(identity: CatalogIdentity, marks: Mapping[str, Mark]) -> str:
+def _older_than_nodes(identity: CatalogIdentity, marks: Mapping[str, SweepMark]) -> str:
     """How the catalog is older than what some node has seen of it; empty if it is not."""
     newer = {n: m.commits for n, m in marks.items() if m.catalog == identity.id and m.commits > identity.commits}
     if not newer:
@@ -187,7 +187,7 @@ def _older_than_nodes(identity: CatalogIdentity, marks: Mapping[str, Mark]) -> s
             f"{newer[node_id]}: was etcd restored from an old backup?")
 
 
-def _why_foreign(identity: CatalogIdentity | None, known: Mapping[tuple[str, int], str], mark: Mark) -> str:
+def _why_foreign(identity: CatalogIdentity | None, known: Mapping[tuple[str, int], str], mark: SweepMark) -> str:
     """Why a node's chunks do not belong to the catalog in etcd; empty if they do. ``known``: stream and number of each
     version of the catalog → digest of its manifest."""
     if identity is None or mark.catalog not in ("", identity.id):

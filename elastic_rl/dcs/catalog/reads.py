@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pydantic import ValidationError
-
 from elastic_rl.errors import RecordUnreadable
+from elastic_rl.etcd import decoding
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, Placement, Record, Version
@@ -51,12 +50,11 @@ class CatalogContents:
 
 def decode(kind: type[R], kv: KeyValue) -> R:
     """The record under a key. Raises RecordUnreadable."""
-    try:
-        return kind.decode(kv.value)
-    except ValidationError as e:
-        reason = e.errors(include_url=False, include_input=False)[0]["msg"]
-        raise RecordUnreadable(f"the record at {kv.key} cannot be decoded: {reason}",
-                               hint="was it written by a newer release? then run that one everywhere") from e
+    unreadable: dict[str, str] = {}
+    if (record := decoding.decode(kv, kind, unreadable)) is None:
+        raise RecordUnreadable(f"the record at {kv.key} cannot be decoded: {unreadable[kv.key]}",
+                               hint="was it written by a newer release? then run that one everywhere")
+    return record
 
 
 def read_catalog(etcd: EtcdClient, keys: Keys) -> CatalogContents:
@@ -115,7 +113,10 @@ def read_placement(etcd: EtcdClient, keys: Keys, stream: str, number: int) -> Pl
 
 def read_identity(etcd: EtcdClient, keys: Keys) -> tuple[CatalogIdentity | None, int]:
     """Which catalog this is, and the mod revision of that record; (None, 0) where nothing was ever published."""
-    kv = etcd.get(keys.dcs_catalog())
+    return decode_identity(etcd.get(keys.dcs_catalog()))
+
+
+def decode_identity(kv: KeyValue | None) -> tuple[CatalogIdentity | None, int]:
     return (decode(CatalogIdentity, kv), kv.mod_revision) if kv else (None, 0)
 
 

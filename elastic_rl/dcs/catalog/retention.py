@@ -18,7 +18,8 @@ class RetentionPolicy:
     nbytes: int = 0
 
 
-def to_release(committed: Sequence[Version], pinned: Collection[int], policy: RetentionPolicy, now: float) -> list[int]:
+def to_release(committed: Sequence[Version], policy: RetentionPolicy, now: float, *, pinned: Collection[int] = ()
+               ) -> list[int]:
     """Numbers of the versions to be released, oldest first. ``committed``: those of one stream, oldest first; ``now``:
     unix seconds. Pinned versions stay, and do not count against the limits of the others."""
     kept, total, out = 0, 0, []

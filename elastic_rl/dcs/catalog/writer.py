@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_rl.dcs.catalog import placement as placements
-from elastic_rl.dcs.catalog.reads import decode, read_identity
+from elastic_rl.dcs.catalog.reads import decode, decode_identity, read_identity
 from elastic_rl.dcs.catalog.transitions import transition
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT, read_nodes, registration_guards
 from elastic_rl.errors import CatalogMismatch, Conflict, Fenced
@@ -84,7 +84,7 @@ class StreamWriter:
                 if create:
                     self.identity, self._identity_revision = identity, done.revision
                 return Staged(version, done.revision)
-            changed = [self._saw_identity(*_identity_of(done.get(keys.dcs_catalog()))),
+            changed = [self._saw_identity(*decode_identity(done.get(keys.dcs_catalog()))),
                        self._saw_next(done.get(next_key)), self._saw_head(done.get(head_key))]
             if not any(changed[:2]):
                 self.require_epoch("begin")
@@ -206,7 +206,7 @@ def commit_together(pending: Sequence[PendingCommit], *, also: Sequence[Op] = ()
         first.require_epoch("commit")
         for p in pending:
             version, owner, head = (done.get(key) for key in p.writer._commit_keys(p))
-            p.writer._saw_identity(*_identity_of(done.get(keys.dcs_catalog())))
+            p.writer._saw_identity(*decode_identity(done.get(keys.dcs_catalog())))
             p.writer._saw_head(head)
             p.writer._require_committable(p.staged, version, owner)
         # Else another stream was committed, or a node registered: with the new revisions the next try may succeed.
@@ -223,7 +223,3 @@ def merge_acknowledged(several: Iterable[Mapping[str, str]]) -> dict[str, str]:
             if out.setdefault(node_id, incarnation) != incarnation:
                 raise Conflict(f"DCS node {node_id} was restarted while chunks of a version were stored on it")
     return out
-
-
-def _identity_of(kv: KeyValue | None) -> tuple[CatalogIdentity | None, int]:
-    return (decode(CatalogIdentity, kv), kv.mod_revision) if kv else (None, 0)

@@ -44,7 +44,7 @@ ORPHAN_AGE_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Mark:
+class CommitMark:
     """A version that is there completely."""
 
     version: Version
@@ -58,7 +58,7 @@ class Mark:
                            "parts": self.parts}).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> Mark:
+    def decode(cls, raw: bytes) -> CommitMark:
         """Raises ChunkCorrupt."""
         with _decoding("a commit mark"):
             value = _value(raw)
@@ -168,7 +168,7 @@ class DurableStore:
         with _typed(self.url):
             self._write(self._part(stream, number, part), mark.encode())
 
-    def commit(self, mark: Mark) -> None:
+    def commit(self, mark: CommitMark) -> None:
         """Makes the version visible; all its parts must be there."""
         with _typed(self.url):
             self._write(self._mark(mark.version.stream, mark.version.number), mark.encode())
@@ -179,11 +179,11 @@ class DurableStore:
             names = [p.rpartition("/")[2] for p in self._glob(f"{self._root}/versions/{stream}/*.json")]
         return sorted(int(n.removesuffix(".json")) for n in names if n.removesuffix(".json").isdecimal())
 
-    def mark(self, stream: str, number: int) -> Mark:
+    def mark(self, stream: str, number: int) -> CommitMark:
         """The commit mark of a version. Raises VersionNotFound and ChunkCorrupt."""
         with _typed(self.url):
             try:
-                return Mark.decode(self._fs.cat_file(self._mark(stream, number)))
+                return CommitMark.decode(self._fs.cat_file(self._mark(stream, number)))
             except FileNotFoundError as e:
                 raise VersionNotFound(f"{self.url} has no {stream} version {number}") from e
 

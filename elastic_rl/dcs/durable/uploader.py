@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.catalog.reads import decode
 from elastic_rl.dcs.catalog.retention import durable_to_drop
 from elastic_rl.dcs.codecs import delta
-from elastic_rl.dcs.durable.store import DurableStore, Mark, PartMark
+from elastic_rl.dcs.durable.store import CommitMark, DurableStore, PartMark
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.errors import ChunkMissing, Conflict, ElasticRLError, EtcdUnavailable, NodeUnavailable, VersionNotFound
 from elastic_rl.etcd import events
@@ -159,7 +159,7 @@ class Uploader(threading.Thread):
     def _join(self, task: UploadTask, revision: int) -> _Work | None:
         """The share of a task that another node has chosen."""
         if self._work is None or self._work.revision != revision:
-            version = catalog.get_version(self._etcd, self._keys, task.stream, task.number)
+            version = reads.get_version(self._etcd, self._keys, task.stream, task.number)
             self._work = self._share(task, revision, version) if version is not None else None
         return self._work
 
@@ -172,7 +172,7 @@ class Uploader(threading.Thread):
         return work
 
     def _parts(self, version: Version) -> list[list[str]]:
-        return catalog.read_placement(self._etcd, self._keys, version.stream, version.number).placement.parts
+        return reads.read_placement(self._etcd, self._keys, version.stream, version.number).placement.parts
 
     def _claim(self) -> None:
         """Leads, if no other node does."""
@@ -200,13 +200,13 @@ class Uploader(threading.Thread):
     def _choose(self) -> _Work | None:
         """The leader's next task."""
         for stream in self._dcs.durable_streams:
-            head = catalog.head(self._etcd, self._keys, stream)
+            head = reads.head(self._etcd, self._keys, stream)
             if (head is None or self._etcd.get(self._keys.durable(stream, head.number)) is not None
                     or not self._parts(head)):
                 continue
             assert self._lease is not None
             with contextlib.suppress(VersionNotFound):  # released meanwhile: there is a newer one
-                catalog.pin(self._etcd, self._keys, stream, head.number, self._holder, self._lease.id)
+                pins.pin(self._etcd, self._keys, stream, head.number, self._holder, self._lease.id)
                 anchor = self._anchors.get(stream)
                 is_delta = anchor is not None and anchor.deltas + 2 <= self._dcs.durable_full_every
                 task = UploadTask(node=self._node_id, stream=stream, number=head.number,
@@ -267,7 +267,7 @@ class Uploader(threading.Thread):
     def _bases(self, work: _Work) -> dict[str, str]:
         """Chunk → the chunk of the anchor to make a delta against."""
         task = work.task
-        anchor = (catalog.get_version(self._etcd, self._keys, task.stream, task.anchor)
+        anchor = (reads.get_version(self._etcd, self._keys, task.stream, task.anchor)
                   if task.anchor != task.number else None)
         if anchor is None or work.manifest is None:
             return {}
@@ -314,7 +314,7 @@ class Uploader(threading.Thread):
 
     def _finish(self, work: _Work) -> None:
         task, version = work.task, work.version
-        self._durable.commit(Mark(version, task.anchor, len(work.placement)))
+        self._durable.commit(CommitMark(version, task.anchor, len(work.placement)))
         self._put_task(UploadTask(node=self._node_id), Op.put(self._keys.durable(task.stream, task.number), b"{}"))
         log.info("%s version %d is durable after %.3f s", task.stream, task.number, self._clock() - work.since)
         self._report_recovery()
@@ -334,7 +334,7 @@ class Uploader(threading.Thread):
         return f"durable-{self._node_id}"
 
     def _unpin(self, stream: str, number: int) -> None:
-        catalog.unpin(self._etcd, self._keys, stream, number, self._holder)
+        pins.unpin(self._etcd, self._keys, stream, number, self._holder)
 
     def _clean(self, stream: str) -> None:
         """Drops versions over ``dcs.durable_keep_versions``, and now and then the objects that no version needs."""

@@ -27,8 +27,8 @@ from elastic_rl.dcs.fetch.model import (
     ChunkLost,
     ChunkRequest,
     Failure,
+    FetchLimits,
     GetChunk,
-    Limits,
     ListNodes,
     QueryHave,
     ReadDurable,
@@ -103,7 +103,7 @@ class _TransferCancelled(Exception):
 class FetchExecutor:
     """See the module. Thread-safe."""
 
-    def __init__(self, table: ChunkTable, peers: PeerSource, own_id: str, limits: Limits, *, delta: bool = True,
+    def __init__(self, table: ChunkTable, peers: PeerSource, own_id: str, limits: FetchLimits, *, delta: bool = True,
                  durable: DurableChunks | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """``limits.durable`` says whether there is a ``durable``. ``delta``: whether to request deltas."""
         self._table, self._peers, self._own_id = table, peers, own_id

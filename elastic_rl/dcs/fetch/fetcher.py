@@ -9,7 +9,7 @@ from typing import Self
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.fetch.executor import FetchExecutor, OnChunk, Tick
-from elastic_rl.dcs.fetch.model import ChunkRequest, Limits
+from elastic_rl.dcs.fetch.model import ChunkRequest, FetchLimits
 from elastic_rl.dcs.fetch.transfers import DurableChunks, PeerSource
 from elastic_rl.dcs.storage.chunk import Chunk
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
@@ -39,7 +39,8 @@ class Fetcher:
 
     def __init__(self, table: ChunkTable, peers: PeerSource, own_id: str, settings: FetchSettings = FetchSettings(),
                  durable: DurableChunks | None = None) -> None:
-        limits = Limits(parallel=settings.parallel, hedge_after_s=settings.hedge_after_s, durable=durable is not None)
+        limits = FetchLimits(parallel=settings.parallel, hedge_after_s=settings.hedge_after_s,
+                             durable=durable is not None)
         self._table = table
         self._executor = FetchExecutor(table, peers, own_id, limits, delta=settings.delta, durable=durable)
 

@@ -11,7 +11,7 @@ NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
-class Limits:
+class FetchLimits:
     """Bounds of a scheduler."""
 
     parallel: int = 8

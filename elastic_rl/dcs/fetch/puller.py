@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.connection import NodeConnection, Progress
 from elastic_rl.dcs.failpoints import reach
@@ -164,7 +164,7 @@ class Puller:
 
     def head(self, stream: str) -> Version | None:
         """The newest committed version of a stream."""
-        return catalog.head(self._etcd, self._keys, stream)
+        return reads.head(self._etcd, self._keys, stream)
 
     def watch_head(self, stream: str) -> HeadWatch:
         """Follows the head; close it when done."""

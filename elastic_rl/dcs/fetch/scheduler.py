@@ -30,8 +30,8 @@ from elastic_rl.dcs.fetch.model import (
     ChunkLost,
     ChunkState,
     Failure,
+    FetchLimits,
     GetChunk,
-    Limits,
     ListNodes,
     PeerState,
     QueryHave,
@@ -50,7 +50,7 @@ they fetch may have to be seen first. One query if it is idle."""
 class FetchScheduler:
     """See the module. Not thread-safe; ``now`` never goes back."""
 
-    def __init__(self, limits: Limits, own_id: str) -> None:
+    def __init__(self, limits: FetchLimits, own_id: str) -> None:
         self.limits = limits
         self._random = random.Random(own_id)
         self._seeding = SuperSeeding(own_id)

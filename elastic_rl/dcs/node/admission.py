@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """Bounds of a node's connections."""
 
     connections: int = 512
@@ -27,7 +27,7 @@ class Limits:
 class Admission:
     """The connections of a node. Not thread-safe; ``now`` never goes back."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._waiting: dict[int, tuple[str, float]] = {}  # unauthenticated: connection -> host, since; oldest first
         self._by_host: Counter[str] = Counter()  # of those

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.errors import EtcdUnavailable, VersionNotFound
 from elastic_rl.etcd.client import EtcdClient, KeptLease
 from elastic_rl.etcd.keys import Keys
@@ -53,7 +53,7 @@ class NodePins:
 
     def head(self, stream: str) -> int:
         """Number of the newest committed version. Raises VersionNotFound and EtcdUnavailable."""
-        head = catalog.head(self._etcd, self._keys, stream)
+        head = reads.head(self._etcd, self._keys, stream)
         if head is None:
             raise VersionNotFound(f"stream {stream} of job {self._keys.job} has no committed version")
         return head.number
@@ -63,7 +63,7 @@ class NodePins:
         with self._lock:
             lease = self._alive_lease()
         holder = f"node-{self._node_id}.{next(self._ids)}"
-        return Pin(catalog.pin(self._etcd, self._keys, stream, number, holder, lease.id), holder, lease)
+        return Pin(pins.pin(self._etcd, self._keys, stream, number, holder, lease.id), holder, lease)
 
     def _alive_lease(self) -> KeptLease:
         if self._lease is None or not self._lease.alive:
@@ -90,7 +90,7 @@ class NodePins:
                 pin = self._ended[0]
             if pin.alive:  # otherwise its key is gone, or will be
                 try:
-                    catalog.unpin(self._etcd, self._keys, pin.version.stream, pin.version.number, pin.holder)
+                    pins.unpin(self._etcd, self._keys, pin.version.stream, pin.version.number, pin.holder)
                 except EtcdUnavailable as e:
                     log.info("cannot unpin %s version %d yet: %s", pin.version.stream, pin.version.number, e)
                     time.sleep(_RETRY_S)

@@ -20,7 +20,6 @@ and then come any of
         (``open_versions``)
     confirm {use} -> {}                     if it is still open under this token
     release {use} -> {}
-    persist {digests} -> {}                 once they are on this node's disk
     release_holds -> {}                     ends the connection's holds
     mark -> {mark, catalog, commits, versions}    see ``storage/chunk_table.py`` and ``node/version_index.py``
     note_versions {catalog, commits, versions} -> {}
@@ -48,7 +47,7 @@ from elastic_rl.dcs.codecs.digests import XXH3
 from elastic_rl.dcs.connection import VersionName
 from elastic_rl.dcs.fetch.fetcher import Fetcher
 from elastic_rl.dcs.fetch.version_map import to_ranges
-from elastic_rl.dcs.node.admission import Admission, Limits
+from elastic_rl.dcs.node.admission import Admission, ConnectionLimits
 from elastic_rl.dcs.node.open_versions import OpenVersion, OpenVersions
 from elastic_rl.dcs.node.sends import DeltaCache, SendLimiter
 from elastic_rl.dcs.node.version_index import VersionIndex, names_of, versions_of
@@ -104,7 +103,7 @@ class Session:
     def send(self, header: dict[str, Any], payload: memoryview | bytes = b"") -> None:
         protocol.send(self.sock, header, payload)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Ends the connection from another thread; its own thread closes the socket."""
         try:
             socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
@@ -122,7 +121,7 @@ class Server:
         self._hello = hello
         self._listener, self._settings, self._security = listener, settings, security
         self._io_timeout_s = settings.io_timeout_s
-        limits = Limits(deadline_s=min(Limits.deadline_s, settings.io_timeout_s))
+        limits = ConnectionLimits(deadline_s=min(ConnectionLimits.deadline_s, settings.io_timeout_s))
         self._limiter = SendLimiter(settings.max_sends, settings.max_sends_per_peer,
                                     max_waiting=limits.connections // 2)
         self._deltas = DeltaCache(_DELTA_CACHE_BYTES)
@@ -142,7 +141,7 @@ class Server:
     # -- connections -------------------------------------------------------------------------------------------------
     def _accept(self) -> None:
         while not self._stop.is_set():
-            self._cut(self._overdue(), "it did not authenticate in time")
+            self._disconnect(self._overdue(), "it did not authenticate in time")
             try:
                 if not protocol.wait_readable(self._listener, _STOP_POLL_S):
                     continue
@@ -164,7 +163,7 @@ class Server:
             log.warning("connection from %s refused: %d connections are open", session.host, len(self._admission))
             session.sock.close()
             return
-        self._cut(evicted, "it has not authenticated and others are waiting")
+        self._disconnect(evicted, "it has not authenticated and others are waiting")
         try:
             threading.Thread(target=self._serve, args=(session,), name=f"conn-{session.conn}", daemon=True).start()
         except RuntimeError as e:
@@ -175,13 +174,13 @@ class Server:
         with self._lock:
             return self._admission.overdue(time.monotonic())
 
-    def _cut(self, conns: list[int], why: str) -> None:
+    def _disconnect(self, conns: list[int], why: str) -> None:
         for conn in conns:
             with self._lock:
                 session = self._sessions.get(conn)
             if session is not None:
                 log.info("connection %d from %s is closed: %s", conn, session.host, why)
-                session.cut()
+                session.disconnect()
 
     def _leave(self, session: Session) -> None:
         with self._lock:
@@ -320,9 +319,6 @@ class Server:
             case "release":
                 if (version := session.open.pop(str(header["use"]), None)) is not None:
                     self._versions.release(version)
-                return {}
-            case "persist":
-                table.persist(_digests(header), self._io_timeout_s / 2)
                 return {}
             case "release_holds":
                 table.release_holds(conn)

@@ -71,6 +71,3 @@ class Allocator:
             self._starts.insert(i, start)
             self._sizes.insert(i, size)
 
-    def regions(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Allocated and free regions as (offset, size), ascending."""
-        return sorted(self._allocated.items()), list(zip(self._starts, self._sizes, strict=True))

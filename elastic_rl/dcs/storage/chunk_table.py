@@ -297,12 +297,6 @@ class ChunkTable:
         layout = "\n".join(f"{t.name} {t.dtype} {t.shape}" for t in manifest.tensors)
         return frozenset(manifest.chunks), digest_of(layout.encode())
 
-    def persist(self, digests: Sequence[str], timeout_s: float) -> None:
-        """Returns when the chunks are on this node's disk, also those that are held. Raises ChunkMissing, DiskFull,
-        NodeUnavailable (the disk fails), DeadlineExceeded, and ConfigError on a node without a disk."""
-        require_disk(self._disk)
-        self._queue.persist(digests, timeout_s)
-
     # -- releasing and dropping --------------------------------------------------------------------------------------
     def release_holds(self, conn: int) -> None:
         """Ends the connection's holds: what it sealed is committed by now, or abandoned."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic_rl.dcs.storage.chunk import Chunk
-from elastic_rl.errors import ChunkMissing, DeadlineExceeded, ElasticRLError
+from elastic_rl.errors import ElasticRLError
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ class SaveQueue:
         self._waiting: dict[str, None] = {}  # not held, but the grace of a holder is not over; oldest first
         self._ready: dict[str, None] = {}  # can be saved now; oldest first
         self._loose: dict[str, None] = {}  # of these, those of no known version
-        self._urgent: dict[str, None] = {}  # requested by ``persist``: saved at once, also while held
         self._versions: list[_Version] = []  # oldest first
         self._current: _Version | None = None
         self._served: dict[str, int] = {}  # layout -> when a version of it was begun last, as a count
@@ -118,7 +117,6 @@ class SaveQueue:
             ready.pop(digest, None)
 
     def _unschedule(self, digest: str) -> None:
-        self._urgent.pop(digest, None)
         self._not_ready(digest)
         self.nbytes -= self._unsaved.pop(digest, 0)
 
@@ -129,8 +127,6 @@ class SaveQueue:
             if self._chunks[digest].keep_until > self._clock():
                 break
             self._make_ready(digest)
-        if self._urgent:
-            return None, next(iter(self._urgent))
         for version in self._order():
             if (found := self._first(version.ready, last=version.manifest)) is not None:
                 return version, found
@@ -142,10 +138,7 @@ class SaveQueue:
         if self._current is not None and self._current in self._versions:
             yield self._current
         newest: dict[str, _Version] = {}
-        superseded = []
-        for version in reversed(self._versions):
-            if newest.setdefault(version.layout, version) is not version:
-                superseded.append(version)
+        superseded = [v for v in reversed(self._versions) if newest.setdefault(v.layout, v) is not v]
         yield from sorted(newest.values(), key=lambda v: self._served.get(v.layout, 0))
         yield from superseded
 
@@ -217,14 +210,13 @@ class SaveQueue:
         if version is not None and version is not self._current:
             self._current = version
             self._served[version.layout] = max(self._served.values(), default=0) + 1
-        rest = self._urgent if digest in self._urgent else self._loose if version is None else version.ready
+        rest = self._loose if version is None else version.ready
         batch, nbytes = [digest], self._chunks[digest].nbytes
         for other in rest:
             chunk = self._chunks[other]
             if len(batch) == max_chunks or nbytes + chunk.nbytes > max_bytes:
                 break
-            if (other == digest or version is not None and other == version.manifest
-                    or chunk.holders and rest is not self._urgent):
+            if other == digest or version is not None and other == version.manifest or chunk.holders:
                 continue
             batch.append(other)
             nbytes += chunk.nbytes
@@ -252,28 +244,6 @@ class SaveQueue:
                     chunk.on_disk, chunk.stale_file = True, False
                     self._removals.pop(digest, None)  # of the file that this one replaced
             self._changed.notify_all()
-
-    # -- for those who wait ------------------------------------------------------------------------------------------
-    def persist(self, digests: Sequence[str], timeout_s: float) -> None:
-        """Returns when the chunks are on disk. Raises ChunkMissing, DiskFull, NodeUnavailable (the disk fails) and
-        DeadlineExceeded."""
-        with self._changed:
-            self.trouble, self._retry_at = None, 0.0  # try again
-            self._urgent.update(dict.fromkeys(d for d in digests if not self._is_saved(d)))
-            self._work.notify()
-            end = time.monotonic() + timeout_s
-            for saved, digest in enumerate(digests):  # about in the order in which they are saved
-                while not self._is_saved(digest):
-                    if self.trouble is not None:
-                        raise self.trouble
-                    if not self._changed.wait(end - time.monotonic()):
-                        raise DeadlineExceeded(f"only {saved} of {len(digests)} chunks were saved in {timeout_s:g} s")
-
-    def _is_saved(self, digest: str) -> bool:
-        chunk = self._chunks.get(digest)
-        if chunk is None:
-            raise ChunkMissing(f"this node has no chunk {digest}")
-        return chunk.on_disk
 
     def wait_idle(self, timeout_s: float) -> None:
         """Returns when nothing is left to do, the disk fails, or the time is over."""

@@ -28,7 +28,7 @@ from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.reads import CatalogContents, Entry
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.connection import HeldVersion, NodeConnection
-from elastic_rl.dcs.durable.store import DurableStore
+from elastic_rl.dcs.durable.store import CommitMark, DurableStore
 from elastic_rl.dcs.fan_out import on_each
 from elastic_rl.dcs.registered_nodes import read_nodes
 from elastic_rl.errors import CatalogMismatch, ConfigError, Conflict, ElasticRLError
@@ -40,6 +40,8 @@ from elastic_rl.etcd.transaction import MAX_OPS, batches
 
 log = logging.getLogger(__name__)
 
+_VERSIONS_BATCH = MAX_OPS // 3
+"""Versions in one transaction: each one has three operations (``_ops``)."""
 _GAP = 100
 """Numbers of a stream that are left out after a recovery."""
 
@@ -54,14 +56,6 @@ class NodeInventory:
 
 
 @dataclass(frozen=True)
-class StoredMark:
-    """A version in the durable store."""
-
-    version: Version
-    parts: int
-
-
-@dataclass(frozen=True)
 class Sources:
     """All that a catalog can be rebuilt from."""
 
@@ -70,7 +64,7 @@ class Sources:
     next_numbers: Mapping[str, int]
     """These three: what is in etcd."""
     nodes: Mapping[str, NodeInventory]
-    marks: Sequence[StoredMark]
+    marks: Sequence[CommitMark]
     unreachable: Mapping[str, ElasticRLError]
     """Registered nodes that did not answer, and why."""
     as_of: int = 0
@@ -136,8 +130,7 @@ def gather(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableStor
     marks = []
     if durable is not None:
         marks = [durable.mark(stream, n) for stream in durable.streams() for n in durable.numbers(stream)]
-    return Sources(identity, contents, numbers, nodes, [StoredMark(m.version, m.parts) for m in marks], unreachable,
-                   as_of)
+    return Sources(identity, contents, numbers, nodes, marks, unreachable, as_of)
 
 
 def plan(sources: Sources, catalog: str = "") -> Plan:
@@ -257,7 +250,7 @@ def recover(etcd: EtcdClient, keys: Keys, client: DcsClient, durable: DurableSto
     write.revision = write(Op.put(keys.dcs_catalog(), closed.encode()))
     # Again, now that nothing else writes: the first reading may have been in the middle of a publish or a release.
     planned = plan(gather(etcd, keys, client, durable), catalog)
-    for some in batches(planned.versions, MAX_OPS // 3):
+    for some in batches(planned.versions, _VERSIONS_BATCH):
         write(*(op for r in some for op in _ops(keys, r)), conditions=[
             Compare.mod(keys.version(r.version.stream, r.version.number), "==", r.revision) for r in some])
     identity = closed.replace(id=planned.catalog or closed.id, commits=planned.commits, suspended="")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from elastic_rl.config import Config, durations
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.catalog import placement as placements
 from elastic_rl.dcs.catalog.pins import pin_holders
 from elastic_rl.dcs.client import DcsClient
@@ -65,13 +65,13 @@ class VersionService:
         """Every version with a record, oldest first: its fields, ``head``, ``pins`` (holders) and ``durable``."""
         rows = []
         for name in [stream] if stream else self._streams():
-            head = catalog.head(self.etcd, self.keys, name)
+            head = reads.head(self.etcd, self.keys, name)
             pins = pin_holders(self.etcd, self.keys, name)
             durable = {kv.key for kv in self.etcd.range(self.keys.durable_prefix(name))[0]}
-            for v in catalog.list_versions(self.etcd, self.keys, name):
-                rows.append({**v.model_dump(mode="json"), "head": head is not None and head.number == v.number,
-                             "pins": sorted(pins.get(v.number, [])), "step": v.meta.get("step"),
-                             "durable": self.keys.durable(name, v.number) in durable})
+            rows += [{**v.model_dump(mode="json"), "head": head is not None and head.number == v.number,
+                      "pins": sorted(pins.get(v.number, [])), "step": v.meta.get("step"),
+                      "durable": self.keys.durable(name, v.number) in durable}
+                     for v in reads.list_versions(self.etcd, self.keys, name)]
         return rows
 
     def nodes(self, version: Version) -> list[str]:
@@ -79,11 +79,11 @@ class VersionService:
         return placements.nodes_of(self._placement(version))
 
     def _placement(self, version: Version) -> Placement:
-        return catalog.read_placement(self.etcd, self.keys, version.stream, version.number).placement
+        return reads.read_placement(self.etcd, self.keys, version.stream, version.number).placement
 
     def resolve(self, name: str) -> Version:
         stream, number = names.parse(name)
-        return names.pick(catalog.list_versions(self.etcd, self.keys, stream), stream, number)
+        return names.pick(reads.list_versions(self.etcd, self.keys, stream), stream, number)
 
     def manifest(self, version: Version) -> Manifest:
         """Raises ChunkMissing when no node that answers has it."""
@@ -96,7 +96,7 @@ class VersionService:
 
     def before(self, version: Version) -> Version | None:
         """The committed version before this one that is still there."""
-        older = [v for v in catalog.list_versions(self.etcd, self.keys, version.stream)
+        older = [v for v in reads.list_versions(self.etcd, self.keys, version.stream)
                  if v.state is VersionState.COMMITTED and v.number < version.number]
         return older[-1] if older else None
 
@@ -148,7 +148,7 @@ class VersionService:
         """Keeps a version for a while, under this person's name; nothing has to stay running for it."""
         lease = self.etcd.grant(durations.seconds(duration))
         version = self.resolve(name)
-        return catalog.pin(self.etcd, self.keys, version.stream, version.number, self.me, lease)
+        return pins.pin(self.etcd, self.keys, version.stream, version.number, self.me, lease)
 
     def unpin(self, name: str, holder: str = "") -> None:
         """Ends a person's pin. Raises VersionNotFound when there is none."""

@@ -16,7 +16,7 @@ from support.coordinators import Replicas
 from support.etcd_server import EtcdServers
 
 from elastic_rl import config, runtime
-from elastic_rl.coordinator.alerts import alert_test, silences
+from elastic_rl.coordinator.alerts import alert_test, receivers, silences
 from elastic_rl.coordinator.alerts.alert_test import DeliveryStatus
 from elastic_rl.coordinator.alerts.notifier import Notifier
 from elastic_rl.coordinator.alerts.receivers import receiver_name
@@ -160,10 +160,16 @@ def test_silence_holds_alerts_back_and_a_test_reports_delivery_by_receiver(
         runtime.wait_until(lambda: service.about("chat", "FIRING", "dcs.dead m0"), timeout_s=60, what="the other")
         assert {a.subject: a.silenced_by for a in known(etcd, keys)} == {"n0": silence.id, "m0": ""}
 
-        found = alert_test.run(etcd, keys, leader.election, leader.cfg.alerts, by="ada", timeout_s=20.0)
-        by_receiver = {r.receiver: (r.status, bool(r.detail)) for r in found.receivers}
+        test_id = alert_test.begin(etcd, keys, leader.election, by="ada")
+
+        def delivery() -> dict[str, tuple[DeliveryStatus, bool]]:
+            found = alert_test.result(etcd, keys, receivers.names(leader.cfg.alerts), test_id)
+            return {r.receiver: (r.status, bool(r.detail)) for r in found.receivers}
+
+        runtime.wait_until(lambda: all(s is not DeliveryStatus.WAITING for s, _ in delivery().values()), timeout_s=60,
+                           what="an attempt for each receiver")
         quiet, chat = receiver_name(service.url("quiet")), receiver_name(service.url("chat"))
-        assert found.done and not found.ok and by_receiver == {
+        assert delivery() == {
             chat: (DeliveryStatus.DELIVERED, False), quiet: (DeliveryStatus.DELIVERED, False),
             "broken": (DeliveryStatus.FAILED, True)}
         assert [len(service.about(p, "TEST")) for p in ("chat", "quiet", "broken")] == [1, 1, 0]

@@ -227,7 +227,7 @@ def test_client_follows_listings_and_operations_and_raises_typed_refusals(build:
     cluster.bulk([(keys.member("many", f"{n:04d}"), Member(role="many", id=f"{n:04d}", pid=1, host="h"))
                 for n in range(1005)])
     assert [m["id"] for m in client.items("/v1/members?role=many")] == [f"{n:04d}" for n in range(1005)]
-    assert len(client.items("/v1/members?role=many", most=7)) == 7
+    assert len(client.items("/v1/members?role=many", limit=7)) == 7
     planned = client.scale("rollout", 5, dry_run=True)
     assert planned["params"]["desired"] == 5 and client.get("/v1/pools/rollout")["desired"] == 2
     scaled = client.scale("rollout", 5)

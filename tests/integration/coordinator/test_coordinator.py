@@ -344,8 +344,8 @@ def test_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any
         for i in range(3):
             etcd3_cluster.stop(i)
         url = replicas.urls["a"]
-        problem(httpx.get(f"{url}/readyz", timeout=15), 503, "store-unavailable")
-        problem(httpx.get(f"{url}/v1/pools", headers=AUTH, timeout=15), 503, "store-unavailable")
+        problem(httpx.get(f"{url}/readyz", timeout=15), 503, "etcd-unavailable")
+        problem(httpx.get(f"{url}/v1/pools", headers=AUTH, timeout=15), 503, "etcd-unavailable")
         assert httpx.get(f"{url}/healthz").status_code == 200
         assert "elastic_rl_etcd_up 0.0" in httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
         for i in range(3):

@@ -52,7 +52,7 @@ def test_leader_decides_while_a_sweep_waits_for_stopped_nodes(etcd_servers: Etcd
         op = leader.operations.scale("rollout", 2, by="ann")
         for name in ("e0", "e1"):
             etcd.put(keys.engine(name), Engine(id=name, pool="rollout", state=EngineState.READY, epoch=1).encode())
-        wait_until(lambda: leader.operations.get(op.id).state is OperationState.SUCCEEDED, timeout_s=IO_TIMEOUT_S / 2,
+        wait_until(lambda: leader.operation(op.id).state is OperationState.SUCCEEDED, timeout_s=IO_TIMEOUT_S / 2,
                    what="the end of the operation")
         assert waiting.is_set(), "the sweep is still waiting for the nodes"
     finally:

@@ -60,7 +60,7 @@ def scale(leader: Leader, etcd: EtcdClient, keys: Keys) -> None:
     n = etcd.count(keys.engines_prefix())
     op = leader.operations.scale(POOL, 2, by="ann")
     etcd.put(keys.engine(f"new-{n}"), Engine(id=f"new-{n}", pool=POOL, state=EngineState.READY, epoch=1).encode())
-    wait_until(lambda: leader.operations.get(op.id).state is OperationState.SUCCEEDED, timeout_s=20,
+    wait_until(lambda: leader.operation(op.id).state is OperationState.SUCCEEDED, timeout_s=20,
                what="the end of the operation")
 
 
@@ -106,9 +106,9 @@ def test_values_of_a_newer_release_are_tolerated_and_kept(lead: Lead, etcd: Etcd
                                                  params={"desired": "many"}, deadline_at=1e12).encode())
     leader = lead("a")
     scale(leader, etcd, keys)
-    assert "parameters" in wait_until(lambda: leader.operations.get("op-odd").error, timeout_s=20, what="its end")
-    assert leader.operations.get("op-future").kind == "defragment"
-    assert not leader.operations.get("op-future").state.ended
+    assert "parameters" in wait_until(lambda: leader.operation("op-odd").error, timeout_s=20, what="its end")
+    assert leader.operation("op-future").kind == "defragment"
+    assert not leader.operation("op-future").state.ended
     assert Engine.decode(etcd.get(keys.engine("future")).value).state == "hibernating"
     assert alerts_of(etcd, keys, "record.unreadable") == {} and leader.health.problem() == ""
 

@@ -107,11 +107,11 @@ def events_of(etcd: EtcdClient, keys: Keys, kind: str) -> list[Event]:
     return [e for e in events.recent(etcd, keys, 1000) if e.kind == kind]
 
 
-def until(operations: OperationService, op: Operation, check: Callable[[Operation], Any]) -> Operation:
+def until(leader: Leader, op: Operation, check: Callable[[Operation], Any]) -> Operation:
     seen: list[Operation] = []
 
     def look() -> bool:
-        seen[:] = [operations.get(op.id)]
+        seen[:] = [leader.operation(op.id)]
         return bool(check(seen[0]))
 
     wait_until(look, timeout_s=20, what=f"operation {op.kind} of {op.target}")
@@ -131,13 +131,13 @@ def test_scale_out_continues_under_the_next_leader(lead: Any, plane: Plane, etcd
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 3
     plane.engine("e1")
     plane.status(2, starting=1)
-    until(first.operations, op, lambda o: (o.phase, o.done, o.total) == ("starting", 2, 3))
+    until(first, op, lambda o: (o.phase, o.done, o.total) == ("starting", 2, 3))
     first.close()
     second = lead("b")
-    assert second.operations.get(op.id).state is OperationState.RUNNING
+    assert second.operation(op.id).state is OperationState.RUNNING
     plane.engine("e2")
     plane.status(3)
-    done = until(second.operations, op, ended)
+    done = until(second, op, ended)
     assert (done.state, done.result["ready"]) == (OperationState.SUCCEEDED, 3)
     assert [e.data["operation"] for e in events_of(etcd, keys, "operation.succeeded")] == [op.id]
     assert len(events_of(etcd, keys, "pool.scaled")) == 1
@@ -162,8 +162,8 @@ def test_cancelled_scale_restores_the_number_and_a_later_scale_supersedes(
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 1
     assert leader.operations.cancel(op.id, by="bob") == over, "cancelling twice is harmless"
     earlier, later = leader.operations.scale(POOL, 3, by="ann"), leader.operations.scale(POOL, 2, by="ann")
-    assert "superseded" in until(leader.operations, earlier, ended).error
-    assert not leader.operations.get(later.id).state.ended
+    assert "superseded" in until(leader, earlier, ended).error
+    assert not leader.operation(later.id).state.ended
 
 
 def test_drain_marks_the_engine_and_waits_for_its_replacement(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
@@ -178,13 +178,13 @@ def test_drain_marks_the_engine_and_waits_for_its_replacement(lead: Any, plane: 
         leader.operations.drain("e0", by="ann")
     with pytest.raises(Problem, match="no engine"):
         leader.operations.drain("e9", by="ann")
-    until(leader.operations, op, lambda o: o.phase == "draining")
+    until(leader, op, lambda o: o.phase == "draining")
     etcd.delete(keys.engine("e0"))
-    until(leader.operations, op, lambda o: (o.phase, o.done) == ("replacing", 1))
+    until(leader, op, lambda o: (o.phase, o.done) == ("replacing", 1))
     with pytest.raises(Problem, match="removed from the router"):
         leader.operations.cancel(op.id, by="ann")
     plane.engine("e1")
-    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED
+    assert until(leader, op, ended).state is OperationState.SUCCEEDED
 
 
 def test_registration_is_withdrawn_at_its_deadline_and_its_drain_replaces_nothing(
@@ -192,7 +192,7 @@ def test_registration_is_withdrawn_at_its_deadline_and_its_drain_replaces_nothin
     quick = cfg.model_copy(update={"engine": cfg.engine.model_copy(update={"start_timeout_s": 0.5})})
     leader, url = lead("a"), "http://10.0.0.9:30000"
     short = OperationService(etcd, keys, leader.election, quick)
-    lost = until(leader.operations, short.register(url, POOL, by="ann"), ended)
+    lost = until(leader, short.register(url, POOL, by="ann"), ended)
     assert lost.state is OperationState.FAILED and "waiting for the driver" in lost.error
     assert etcd.get(keys.external_engine(url)) is None
     op = leader.operations.register(url, POOL, by="ann")
@@ -201,14 +201,14 @@ def test_registration_is_withdrawn_at_its_deadline_and_its_drain_replaces_nothin
         leader.operations.register(url, POOL, by="ann")
     etcd.put(keys.engine(engine_id), Engine(id=engine_id, pool=POOL, state=EngineState.READY, epoch=1, url=url,
                                              version=3, external=True).encode())
-    assert until(leader.operations, op, ended).result["version"] == 3
+    assert until(leader, op, ended).result["version"] == 3
     assert etcd.get(keys.external_engine(url)) is not None, "it stays until it is drained"
     op = leader.operations.drain(engine_id, by="ann")
     assert etcd.get(keys.external_engine(url)) is None
     assert PoolSpec.decode(etcd.get(keys.pool_spec(POOL)).value).desired == 1
-    until(leader.operations, op, lambda o: o.phase == "draining")
+    until(leader, op, lambda o: o.phase == "draining")
     etcd.delete(keys.engine(engine_id))
-    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED, "the pool has no engine"
+    assert until(leader, op, ended).state is OperationState.SUCCEEDED, "the pool has no engine"
 
 
 def test_used_idempotency_claim_is_refused(lead: Any, etcd: EtcdClient, keys: Keys
@@ -244,20 +244,20 @@ def test_hung_trainer_is_restarted_and_the_operation_waits_until_it_works(
     leader = lead("a")
     hung = plane.member("trainer", "rank-0", "train")
     request = wait_until(lambda: open_requests(etcd, keys).get("trainer"), timeout_s=20, what="the restart request")
-    assert request.by == "policy" and "hung" in request.reason
+    assert request.by == "failure_policy" and "hung" in request.reason
     assert [e.subject for e in events_of(etcd, keys, "trainer.hung")] == ["rank-0"]
     op = Operation.decode(etcd.range(keys.operations_prefix())[0][0].value)
-    assert (op.target, op.by, op.state) == ("trainer", "policy", OperationState.RUNNING)
+    assert (op.target, op.by, op.state) == ("trainer", "failure_policy", OperationState.RUNNING)
     hung.close()
     acknowledge(etcd, keys, request)
-    until(leader.operations, op, lambda o: o.phase == "starting")
+    until(leader, op, lambda o: o.phase == "starting")
     back = plane.member("trainer", "rank-0", "rl")
 
     def over(now: Operation) -> bool:
         back.progress(2, "rl")  # it gives signs of life
         return now.state.ended
 
-    assert until(leader.operations, op, over).state is OperationState.SUCCEEDED
+    assert until(leader, op, over).state is OperationState.SUCCEEDED
     assert not open_requests(etcd, keys)
 
 
@@ -287,12 +287,12 @@ def test_global_restart_ends_the_epoch_and_waits_for_a_later_one(lead: Any, plan
     with pytest.raises(Problem, match="epoch of the run is over"):
         leader.operations.cancel(op.id, by="ann")
     acknowledge(etcd, keys, open_requests(etcd, keys)["job"])
-    until(leader.operations, op, lambda o: o.phase == "starting")
+    until(leader, op, lambda o: o.phase == "starting")
     fencing.raise_epoch(etcd, keys, "driver-2")
     plane.member("trainer", "rank-0", "rl")
-    assert leader.operations.get(op.id).state is OperationState.RUNNING
+    assert leader.operation(op.id).state is OperationState.RUNNING
     etcd.put(keys.job_status(), JobStatus(phase="rl", updated_at=time.time()).encode())
-    assert until(leader.operations, op, ended).state is OperationState.SUCCEEDED
+    assert until(leader, op, ended).state is OperationState.SUCCEEDED
 
 
 def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run(
@@ -307,7 +307,7 @@ def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run
         wait_until(lambda: etcd.get(keys.registry_entry("advantages", f"advantages-{n}")), timeout_s=20,
                    what="its registry entry")
         end_heartbeats(member)
-        etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and it did not sign off
+        etcd.delete(keys.member("advantages", f"advantages-{n}"))  # its lease has ended, and it did not deregister
         wait_until(lambda: any(e.subject == f"advantages-{n}" for e in events_of(etcd, keys, "advantages.dead")),
                    timeout_s=20, what="the event of the death")
 
@@ -346,12 +346,12 @@ def test_skewed_clock_of_the_next_leader_neither_ends_an_operation_nor_keeps_it(
     first = lead("a")
     long_op = first.operations.scale(POOL, 3, by="ann")
     short_op = OperationService(etcd, keys, first.election, short).drain("e0", by="ann")
-    until(first.operations, short_op, lambda o: o.phase == "draining")
+    until(first, short_op, lambda o: o.phase == "draining")
     first.close()
     second = lead("b", skew_s=skew_s)
-    failed = until(second.operations, short_op, ended)
+    failed = until(second, short_op, ended)
     assert failed.state is OperationState.FAILED and "not done after 4 s" in failed.error
-    assert second.operations.get(long_op.id).state is OperationState.RUNNING
+    assert second.operation(long_op.id).state is OperationState.RUNNING
 
 
 def test_backoff_goes_by_the_leader_clock_whatever_wall_clocks_say(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
@@ -362,7 +362,7 @@ def test_backoff_goes_by_the_leader_clock_whatever_wall_clocks_say(lead: Any, pl
     def await_pass(leader: Leader) -> None:
         """Until a whole pass has seen an operation that was begun now."""
         op = leader.operations.scale(POOL, 2, by="ann")
-        until(leader.operations, op, lambda o: o.phase != "accepted")
+        until(leader, op, lambda o: o.phase != "accepted")
         leader.operations.cancel(op.id, by="ann")
 
     def await_leader_time(seconds: float) -> None:
@@ -394,13 +394,13 @@ def test_failed_restart_withdraws_its_request(lead: Any, etcd: EtcdClient, keys:
     trainer = cfg.trainer.model_copy(update={"start_timeout_s": 0.5})
     leader = lead("a")
     short = OperationService(etcd, keys, leader.election, cfg.model_copy(update={"trainer": trainer}))
-    lost = until(leader.operations, short.restart("trainer", by="ann"), ended)
+    lost = until(leader, short.restart("trainer", by="ann"), ended)
     assert lost.state is OperationState.FAILED and "to be stopped" in lost.error
     request = RestartRequest.decode(etcd.get(keys.restart("trainer")).value)
     assert not request.open and request.generation == 1, "no driver carries it out later"
     again = leader.operations.restart("trainer", by="ann")
     assert open_requests(etcd, keys)["trainer"].generation == 2
-    assert leader.operations.get(again.id).state is OperationState.RUNNING
+    assert leader.operation(again.id).state is OperationState.RUNNING
 
 
 def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
@@ -412,11 +412,11 @@ def test_policy_restart_that_no_driver_carries_out_becomes_a_global_restart(
     engine = cfg.engine.model_copy(update={"start_timeout_s": 0.5})
     leader = lead("a", config=cfg.model_copy(update={"trainer": trainer, "engine": engine}))
     request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
-    assert "was not carried out" in request.reason and request.by == "policy"
+    assert "was not carried out" in request.reason and request.by == "failure_policy"
     assert "trainer" not in open_requests(etcd, keys)
     operations = [Operation.decode(kv.value) for kv in etcd.range(keys.operations_prefix())[0]]
     job = next(op for op in operations if op.target == "job")
-    assert until(leader.operations, job, ended).state is OperationState.FAILED
+    assert until(leader, job, ended).state is OperationState.FAILED
     assert open_requests(etcd, keys)["job"].open, "nothing of the run works before it is carried out"
 
 
@@ -438,10 +438,10 @@ def test_driver_that_starts_after_a_restart_of_the_job_is_that_restart(lead: Any
     leader = lead("a")
     fencing.raise_epoch(etcd, keys, "driver-1")
     op = leader.operations.restart("job", by="ann")
-    until(leader.operations, op, lambda o: o.phase == "stopping")
+    until(leader, op, lambda o: o.phase == "stopping")
     assert open_requests(etcd, keys)["job"].open
     fencing.raise_epoch(etcd, keys, "driver-2")
-    until(leader.operations, op, lambda o: o.phase == "starting")
+    until(leader, op, lambda o: o.phase == "starting")
     assert not open_requests(etcd, keys), "the next supervisor does not restart the driver once more"
     leader.operations.restart("job", by="ann")
     assert open_requests(etcd, keys)["job"].generation == 2, "a later request is another one"
@@ -481,7 +481,7 @@ def test_death_of_an_earlier_runner_leaves_the_record_of_the_next_one_alone(lead
         etcd.put(keys.engine(name), Engine(id=name, pool=POOL, state=EngineState.READY, epoch=1,
                                            incarnation=incarnation or member.incarnation).encode())
         end_heartbeats(member)
-        etcd.delete(keys.member("engine", name))  # its lease has ended, and it did not sign off
+        etcd.delete(keys.member("engine", name))  # its lease has ended, and it did not deregister
         wait_until(lambda n=name: [e for e in events_of(etcd, keys, "engine.dead") if e.subject == n], timeout_s=20,
                    what="the event of the death")
     states = {n: Engine.decode(etcd.get(keys.engine(n)).value).state for n in ("e1", "e2")}

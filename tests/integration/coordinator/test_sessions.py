@@ -228,10 +228,10 @@ def test_links_and_sessions_of_a_token_are_bounded(cluster: ApiCluster) -> None:
     keys = cluster.keys
     cluster.etcd.put(keys.sessions_prefix() + "unreadable", b"{")
     with open_session(cluster) as oldest:
-        for _ in range(sessions.MOST + 3):
+        for _ in range(sessions.MAX_GRANTS + 3):
             httpx.post(f"{cluster.replicas.urls['a']}/v1/session", json={}, headers=AUTH, timeout=20)
             create_link(cluster)
         problem(oldest.get("/v1/job"), 401, "unknown-session")
     cluster.etcd.delete(keys.sessions_prefix() + "unreadable")
-    assert sessions.MOST <= cluster.etcd.count(keys.sessions_prefix()) <= 2 * sessions.MOST, "of two tokens"
-    assert sessions.MOST <= cluster.etcd.count(keys.session_links_prefix()) <= 2 * sessions.MOST
+    assert sessions.MAX_GRANTS <= cluster.etcd.count(keys.sessions_prefix()) <= 2 * sessions.MAX_GRANTS, "of two tokens"
+    assert sessions.MAX_GRANTS <= cluster.etcd.count(keys.session_links_prefix()) <= 2 * sessions.MAX_GRANTS

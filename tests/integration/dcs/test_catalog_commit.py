@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_rl.dcs import catalog
-from elastic_rl.dcs.catalog import leader_writes, placement
+from elastic_rl.dcs.catalog import leader_writes, placement, reads
 from elastic_rl.dcs.catalog.reads import read_identity
 from elastic_rl.dcs.catalog.writer import PendingCommit, Staged, StreamWriter, commit_together
 from elastic_rl.errors import CatalogMismatch, Conflict
@@ -62,7 +61,7 @@ def test_version_of_a_thousand_hosts_is_committed(job: Job) -> None:
     versions = commit_together([PendingCommit(w, job.begin(w), "m", 1, Placement(parts=parts), hosts)
                                 for w in writers])
     assert [v.state for v in versions] == 2 * [VersionState.COMMITTED]
-    assert catalog.read_placement(job.etcd, job.keys, "policy", 1).placement.parts == parts
+    assert reads.read_placement(job.etcd, job.keys, "policy", 1).placement.parts == parts
     record = job.etcd.get(job.keys.stream_head("policy"))
     assert record is not None and len(record.value) < 1024, "every engine watches this record"
     job.register("host-0500", start=2)
@@ -104,7 +103,7 @@ def test_node_that_restarts_during_a_commit_fails_it(job: Job, monkeypatch: pyte
     monkeypatch.setattr(job.etcd, "txn", txn_after_restart)
     with pytest.raises(Conflict, match="a was lost or restarted"):
         commit_together([pending])
-    assert catalog.head(job.etcd, job.keys, "policy") is None
+    assert reads.head(job.etcd, job.keys, "policy") is None
 
 
 # -- the catalog's identity --------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def test_node_of_another_catalog_fails_the_commit(job: Job) -> None:
     nodes = {"a": job.register("a", catalog="other", commits=7)}
     with pytest.raises(CatalogMismatch, match="node a holds versions of catalog other"):
         commit_together([PendingCommit(writer, staged, "m", 1, Placement(parts=[["a"]]), nodes)])
-    assert catalog.head(job.etcd, job.keys, "policy") is None
+    assert reads.head(job.etcd, job.keys, "policy") is None
 
 
 def test_node_that_has_seen_more_commits_fails_the_commit(job: Job) -> None:
@@ -149,7 +148,7 @@ def test_node_that_has_seen_more_commits_fails_the_commit(job: Job) -> None:
     with pytest.raises(CatalogMismatch, match="after 2 commits, and DCS node elsewhere has seen 20") as caught:
         commit_together([job.pending(writer, acknowledged=current)])
     assert "elastic-rl versions recover" in str(caught.value)
-    head = catalog.head(job.etcd, job.keys, "policy")
+    head = reads.head(job.etcd, job.keys, "policy")
     assert head is not None and head.number == 2
 
 

@@ -19,10 +19,9 @@ from hypothesis.stateful import (
 )
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import catalog
-from elastic_rl.dcs.catalog import Staged, leader_writes
+from elastic_rl.dcs.catalog import leader_writes, pins, reads, transitions
 from elastic_rl.dcs.catalog.reads import read_identity
-from elastic_rl.dcs.catalog.writer import PendingCommit, StreamWriter, commit_together
+from elastic_rl.dcs.catalog.writer import PendingCommit, Staged, StreamWriter, commit_together
 from elastic_rl.errors import Conflict, Fenced, VersionNotFound
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, KeptLease
@@ -157,9 +156,9 @@ class CatalogMachine(RuleBasedStateMachine):
         wanted = self.model.head if pick is None else pick
         if self.model.states.get(wanted) is not VersionState.COMMITTED:
             with pytest.raises(VersionNotFound):
-                catalog.pin(self.etcd, self.keys, STREAM, pick, holder, 0)
+                pins.pin(self.etcd, self.keys, STREAM, pick, holder, 0)
             return
-        version = catalog.pin(self.etcd, self.keys, STREAM, pick, holder, 0)
+        version = pins.pin(self.etcd, self.keys, STREAM, pick, holder, 0)
         assert (version.number, version.state) == (wanted, VersionState.COMMITTED)
         self.model.pins.add((wanted, holder))
 
@@ -167,14 +166,14 @@ class CatalogMachine(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         if self.model.pins:
             number, holder = data.draw(st.sampled_from(sorted(self.model.pins)))
-            catalog.unpin(self.etcd, self.keys, STREAM, number, holder)
+            pins.unpin(self.etcd, self.keys, STREAM, number, holder)
             self.model.pins.discard((number, holder))
 
     # -- garbage collection --------------------------------------------------------------------------------------------
     @rule()
     def abort_orphans(self) -> None:
         """Of the staged versions, exactly those without an owner are aborted."""
-        for entry in catalog.list_entries(self.etcd, self.keys, STREAM):
+        for entry in reads.list_entries(self.etcd, self.keys, STREAM):
             if entry.version.state is VersionState.STAGING:
                 number = entry.version.number
                 orphaned = number not in self.model.owned
@@ -185,7 +184,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(keep=st.integers(1, 3))
     def release_old(self, keep: int) -> None:
         """As the garbage collector does it: old and unpinned versions go, by way of RELEASING."""
-        entries = catalog.list_entries(self.etcd, self.keys, STREAM)
+        entries = reads.list_entries(self.etcd, self.keys, STREAM)
         old = [e for e in entries if e.version.state is VersionState.COMMITTED][:-keep]
         for entry in old:
             number = entry.version.number
@@ -193,28 +192,28 @@ class CatalogMachine(RuleBasedStateMachine):
                 continue
             assert leader_writes.release(self.etcd, self.keys, entry, [])
             with pytest.raises(VersionNotFound):  # from now on it cannot be pinned
-                catalog.pin(self.etcd, self.keys, STREAM, number, "late", 0)
+                pins.pin(self.etcd, self.keys, STREAM, number, "late", 0)
             assert not leader_writes.release(self.etcd, self.keys, entry, []), "a stale entry was accepted"
-            again = catalog.get_entry(self.etcd, self.keys, STREAM, number)
+            again = reads.get_entry(self.etcd, self.keys, STREAM, number)
             assert again and leader_writes.mark_gone(self.etcd, self.keys, again, [])
-            assert catalog.read_placement(self.etcd, self.keys, STREAM, number).revision == 0
+            assert reads.read_placement(self.etcd, self.keys, STREAM, number).revision == 0
             self.model.states[number] = VersionState.GONE
 
     @rule()
     def delete_records(self) -> None:
-        for entry in catalog.list_entries(self.etcd, self.keys, STREAM):
-            if not catalog.TRANSITIONS[entry.version.state]:
+        for entry in reads.list_entries(self.etcd, self.keys, STREAM):
+            if not transitions.TRANSITIONS[entry.version.state]:
                 assert leader_writes.delete_record(self.etcd, self.keys, entry, [])
                 del self.model.states[entry.version.number]
 
     # -- invariants -------------------------------------------------------------------------------------------
     @invariant()
     def catalog_agrees_with_model(self) -> None:
-        found = {v.number: v.state for v in catalog.list_versions(self.etcd, self.keys, STREAM)}
+        found = {v.number: v.state for v in reads.list_versions(self.etcd, self.keys, STREAM)}
         assert found == self.model.states
-        head = catalog.head(self.etcd, self.keys, STREAM)
+        head = reads.head(self.etcd, self.keys, STREAM)
         assert (head.number if head else 0) == self.model.head
-        assert catalog.pinned(self.etcd, self.keys, STREAM) == {n for n, _ in self.model.pins}
+        assert pins.pinned(self.etcd, self.keys, STREAM) == {n for n, _ in self.model.pins}
 
     @invariant()
     def commits_grow_in_number_and_epoch(self) -> None:
@@ -225,11 +224,11 @@ class CatalogMachine(RuleBasedStateMachine):
     @invariant()
     def head_equals_its_version_record(self) -> None:
         """The head is never released here, so both keys hold the same bytes."""
-        entry = catalog.head_entry(self.etcd, self.keys, STREAM)
+        entry = reads.head_entry(self.etcd, self.keys, STREAM)
         if entry is not None:
-            record: Version | None = catalog.get_version(self.etcd, self.keys, STREAM, entry.version.number)
+            record: Version | None = reads.get_version(self.etcd, self.keys, STREAM, entry.version.number)
             assert record == entry.version
-            assert catalog.read_placement(self.etcd, self.keys, STREAM, record.number).placement.parts == [["a"]]
+            assert reads.read_placement(self.etcd, self.keys, STREAM, record.number).placement.parts == [["a"]]
 
     @invariant()
     def identity_counts_commits(self) -> None:

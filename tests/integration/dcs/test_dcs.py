@@ -16,7 +16,7 @@ import torch
 from support.dcs_cluster import CHUNK, DcsCluster, assert_same, flip_a_byte, model
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.fetch import mapping
 from elastic_rl.dcs.storage.arena import SHM
 from elastic_rl.errors import (
@@ -64,7 +64,7 @@ def test_version_is_pulled_bit_for_bit(one_node: DcsCluster) -> None:
         assert pulled.version.meta == {"step": 3}
         assert_same(pulled, tensors)
         assert [name for name, _ in mapping.load_tensors(pulled.reference())] == list(tensors)
-        assert catalog.pinned(one_node.etcd, one_node.keys, "whole") == {1}
+        assert pins.pinned(one_node.etcd, one_node.keys, "whole") == {1}
     one_node.await_unpinned("whole")
 
 
@@ -86,7 +86,7 @@ def test_commit_waits_for_replicas(dcs: DcsCluster) -> None:
     tensors = model(3)
     with pytest.raises(NodeUnavailable, match="2 copies"):
         dcs.publisher("a", replicas=2).publish(tensors.items(), meta={})
-    assert catalog.head(dcs.etcd, dcs.keys, "policy") is None
+    assert reads.head(dcs.etcd, dcs.keys, "policy") is None
     dcs.start("b")
     version = dcs.publisher("a", replicas=2).publish(tensors.items(), meta={})
     assert version.sources == ["a", "b"] and dcs.parts(version.number) == [["a", "b"]]
@@ -181,7 +181,7 @@ def test_aborted_version_cannot_be_committed(dcs: DcsCluster) -> None:
 
     with pytest.raises(Conflict, match="aborted"):
         dcs.publisher().publish(slow(), meta={})
-    assert catalog.head(dcs.etcd, dcs.keys, "policy") is None
+    assert reads.head(dcs.etcd, dcs.keys, "policy") is None
 
 
 # -- corruption and loss -----------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_full_arena_refuses_and_keeps_its_versions(dcs: DcsCluster) -> None:
     committed = []
     with pytest.raises(ArenaFull, match="no room"):
         for seed in range(1, 20):
-            committed.append(publisher.publish(model(seed).items(), meta={}))
+            committed.append(publisher.publish(model(seed).items(), meta={}))  # noqa: PERF401  # it ends by an error
     assert len(committed) >= 3
     assert dcs.head() == committed[-1]
     assert dcs.states()[len(committed) + 1] is VersionState.ABORTED
@@ -346,7 +346,7 @@ def test_node_that_dies_between_seal_and_commit_fails_the_commit(dcs: DcsCluster
     publisher = dcs.publisher()
     with pytest.raises((NodeUnavailable, Conflict)):
         publisher.publish(dying(), meta={})
-    assert catalog.head(dcs.etcd, dcs.keys, "policy") is None
+    assert reads.head(dcs.etcd, dcs.keys, "policy") is None
     assert publisher.publish(model(1).items(), meta={}).number == 2
 
 

@@ -14,7 +14,8 @@ import pytest
 from support.dcs_cluster import DcsCluster, model
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import catalog, protocol
+from elastic_rl.dcs import protocol
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fan_out import in_parallel, on_each
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.publish.publisher import _Replication as Replication
@@ -170,8 +171,6 @@ def test_million_digests_fit_into_bounded_requests(dcs: DcsCluster) -> None:
     connection = dcs.client().connect("a")
     digests = [f"{i:032x}" for i in range(1_000_000)]
     assert len(connection.has([*digests, version.manifest])) == len(digests)
-    with dcs.puller().pull("policy") as pulled:
-        connection.persist([version.manifest, *pulled.manifest.chunks] * 100)
 
 
 def test_drop_with_versions_in_several_requests_keeps_all_of_them(
@@ -207,7 +206,7 @@ def test_replica_that_restarts_between_copy_and_commit_fails_the_commit(
         patched.setattr(Replication, "_copy", copy_and_restart)
         with pytest.raises(Conflict, match="node b was lost or restarted"):
             publisher.publish(model(1).items(), meta={})
-    assert catalog.head(dcs.etcd, dcs.keys, "policy") is None
+    assert reads.head(dcs.etcd, dcs.keys, "policy") is None
     version = publisher.publish(model(2).items(), meta={})
     assert dcs.parts(version.number) == [["a", "b"]]
 
@@ -223,7 +222,7 @@ def test_source_that_restarts_before_replication_fails_the_publish(dcs: DcsClust
 
     with pytest.raises((Conflict, NodeUnavailable)):
         dcs.publisher("a", kind=Restarting).publish(model(1).items(), meta={})
-    assert catalog.head(dcs.etcd, dcs.keys, "policy") is None
+    assert reads.head(dcs.etcd, dcs.keys, "policy") is None
 
 
 def test_frozen_replica_costs_a_publish_one_timeout(dcs: DcsCluster) -> None:

@@ -207,15 +207,6 @@ def test_stopped_node_saves_committed_versions_first(dcs: Dcs) -> None:
     dcs.assert_pulls([1, 2])
 
 
-def test_persisted_chunk_survives_a_kill_before_the_commit(dcs: Dcs) -> None:
-    wire = dcs.wire(dcs.start())
-    digest = wire.call(b"x" * CHUNK, op="put")["digest"]
-    assert wire.call(op="persist", digests=[digest]) == {}
-    assert wire.call(op="stat")["held"] == 1
-    dcs.kill()
-    assert dcs.wire(dcs.start()).get(digest)[1] == b"x" * CHUNK
-
-
 def test_corrupt_file_is_never_served_and_another_copy_is_found(dcs: Dcs) -> None:
     wire = dcs.wire(dcs.start())
     publish(dcs.publisher(), [1])
@@ -372,11 +363,10 @@ def test_two_nodes_cannot_use_the_same_folder(dcs: Dcs, etcd_servers: EtcdServer
     assert "another process has" in (dcs.folder / f"{dcs.keys.job}-x" / "a.log").read_text()
 
 
-def test_persist_without_a_disk_is_reported(dcs: Dcs) -> None:
+def test_node_without_a_disk_creates_no_folder(dcs: Dcs) -> None:
     wire = dcs.wire(dcs.start(disk_bytes=0))
     digest = wire.call(b"x" * 100, op="put")["digest"]
-    with pytest.raises(ConfigError, match="memory only"):
-        wire.call(op="persist", digests=[digest])
+    assert wire.get(digest)[1] == b"x" * 100
     assert not (dcs.folder / "disk").exists()
 
 

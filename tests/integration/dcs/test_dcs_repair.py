@@ -9,7 +9,7 @@ import pytest
 from support.dcs_cluster import DcsCluster, model
 from support.etcd_server import EtcdServers
 
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -28,7 +28,7 @@ def repairer(dcs: DcsCluster, replicas: int = 2) -> Repairer:
 
 def require_placement(dcs: DcsCluster, number: int) -> list[list[str]]:
     """The placement of a version, after every node that it lists has shown that it has its parts and the manifest."""
-    version, client = catalog.get_version(dcs.etcd, dcs.keys, "policy", number), dcs.client()
+    version, client = reads.get_version(dcs.etcd, dcs.keys, "policy", number), dcs.client()
     assert version is not None
     placed = dcs.parts(number)
     with dcs.puller(placed[0][0]).pull("policy", number) as pulled:
@@ -48,7 +48,7 @@ def test_versions_survive_the_loss_of_both_nodes_one_after_the_other(dcs: DcsClu
     assert sorted(lines) == [f"copied policy version {n} to node {'c' if other == 'b' else 'b'}" for n in (1, 2)]
     assert all(sorted(require_placement(dcs, n)[0]) == ["b", "c"] for n in (1, 2))
     assert repairing.round([]) == [], "a version with all its copies was repaired again"
-    assert dcs.head() == catalog.get_version(dcs.etcd, dcs.keys, "policy", 2), "the head's two records differ"
+    assert dcs.head() == reads.get_version(dcs.etcd, dcs.keys, "policy", 2), "the head's two records differ"
     assert set(dcs.head().sources) <= {"b", "c"}
     dcs.kill(other)
     [last] = {"b", "c"} - {other}
@@ -83,8 +83,7 @@ def test_restarted_node_counts_with_its_disk_and_not_without(dcs: DcsCluster) ->
     dcs.publish(1, replicas=2)
     repairing = repairer(dcs)
     assert require_placement(dcs, 1) == [["a", "b"]]
-    dcs.client().connect("b").persist([dcs.head().manifest])
-    dcs.stop("b")  # which saves the rest
+    dcs.stop("b")  # which saves what it has
     dcs.start("b", disk_bytes=64 << 20)
     assert repairing.round([]) == [] and require_placement(dcs, 1) == [["a", "b"]]
     dcs.kill("a")

@@ -18,8 +18,8 @@ from support.dcs_cluster import CHUNK, DcsCluster
 from support.etcd_server import EtcdServers
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs import catalog, failpoints
-from elastic_rl.dcs.catalog import garbage_collector, writer
+from elastic_rl.dcs import failpoints
+from elastic_rl.dcs.catalog import garbage_collector, reads, writer
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.publish import publisher
@@ -250,7 +250,7 @@ def test_jumping_clock_keeps_head_and_order(dcs: TwoNodes, monkeypatch: pytest.M
         for _ in range(2):
             collector.sweep([])
         assert torch.equal(dcs.pull("policy", number, "n1")["w0"], tensor(number, 0))
-    versions = catalog.list_versions(dcs.etcd, dcs.keys, "policy")
+    versions = reads.list_versions(dcs.etcd, dcs.keys, "policy")
     assert versions[1].committed_at < versions[0].committed_at < versions[2].committed_at > versions[3].committed_at
-    assert catalog.head(dcs.etcd, dcs.keys, "policy") == versions[3]
+    assert reads.head(dcs.etcd, dcs.keys, "policy") == versions[3]
     assert [v.state for v in versions[:2]] == 2 * [VersionState.GONE]

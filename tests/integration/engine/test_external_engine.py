@@ -1,4 +1,4 @@
-"""A real SGLang server that the test runs itself: the driver attaches to it as an external engine, and detaches."""
+"""A real SGLang server that the test runs itself: the driver serves it as an external engine, and detaches."""
 
 from __future__ import annotations
 
@@ -104,16 +104,16 @@ def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
     await_ready(testbed, driver, "x0")
     testbed.assert_serves()
 
-    # Its runner is killed: the server is unrouted, and the driver does not attach to it again.
+    # Its runner is killed: the server is unrouted, and the driver does not serve it again.
     incarnation = testbed.record("x0").incarnation
-    ray.kill(driver._attached["x0"].placed.actor)
+    ray.kill(driver._served["x0"].placed.actor)
     assert await_end(testbed, driver, foreign.url)
     assert foreign.url not in testbed.workers() and testbed.record("x0") is None
     assert kinds(testbed, "x0")[-2:] == ["engine.dead", "engine.removed"]
     assert testbed.events("x0")[-2].data["incarnation"] == incarnation
     assert version(foreign) == str(testbed.published)
 
-    # Registered again. The next driver attaches to it under its own epoch; then it is deregistered, and drained.
+    # Registered again. The next driver serves it under its own epoch; then it is deregistered, and drained.
     register(testbed, "x1", foreign.url)
     await_ready(testbed, driver, "x1")
     driver.close()
@@ -125,7 +125,7 @@ def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
 
     def detached() -> bool:
         driver.reconcile({}, testbed.records())
-        return not driver._attached
+        return not driver._served
 
     wait_until(detached, timeout_s=60, what="the end of the drain")
     assert foreign.url not in testbed.workers() and testbed.record("x1") is None

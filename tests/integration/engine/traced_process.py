@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.etcd.run_context import RunContext
@@ -31,7 +31,7 @@ def publish(ctx: RunContext) -> None:
 def ask(ctx: RunContext) -> None:
     role = RolloutRole(ctx)
     try:
-        version = catalog.head(role.etcd, ctx.keys, "policy").number
+        version = reads.head(role.etcd, ctx.keys, "policy").number
         request = GenerationRequest([[5, 6, 3, 4, 7]] * 4, samples_per_prompt=2, temperature=1.0, max_new_tokens=4,
                                     stop_token_ids=[], min_version=version)
         groups = asyncio.run(role.generate(request))

@@ -11,7 +11,7 @@ from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
-from elastic_rl.etcd.transaction import MAX_OPS, Compare, Relation
+from elastic_rl.etcd.transaction import Compare, Relation
 from elastic_rl.roles.run_log import JobStatusWriter
 from elastic_rl.runtime import wait_until
 
@@ -78,17 +78,6 @@ def test_failed_comparison_is_distinguished_from_a_fenced_write(etcd: EtcdClient
     fencing.raise_epoch(etcd, keys, "second")
     with pytest.raises(Fenced):
         writer([Compare.absent(key)], [Op.put(key, b"2")])
-
-
-def test_batches_stop_where_the_token_ends(etcd: EtcdClient, keys: Keys) -> None:
-    writer = FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, "first").number)
-    ops = [Op.put(f"{keys.root}many/{n:04d}", b"") for n in range(MAX_OPS + 1)]
-    writer.write_in_batches(ops)
-    assert etcd.count(keys.root + "many/") == MAX_OPS + 1
-    fencing.raise_epoch(etcd, keys, "second")
-    with pytest.raises(Fenced):
-        writer.write_in_batches([Op.delete(op.key) for op in ops])
-    assert etcd.count(keys.root + "many/") == MAX_OPS + 1
 
 
 def test_compare_holds_exactly_when_etcd_says_so(etcd: EtcdClient, keys: Keys) -> None:

@@ -22,7 +22,7 @@ from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.config import Config, parse
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import TOKEN_FILE, Security
@@ -168,7 +168,7 @@ def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: 
     assert not (cluster.dir / "disk").exists()
     cluster.up()
     with EtcdClient(ClusterInfo.load(cluster.dir).etcd_endpoints) as etcd:  # type: ignore[union-attr]
-        assert catalog.head(etcd, keys, "policy") is None, "after `down` a job starts afresh"
+        assert reads.head(etcd, keys, "policy") is None, "after `down` a job starts afresh"
 
 
 def test_down_after_a_crash_removes_what_it_left(make: Make) -> None:

@@ -19,7 +19,7 @@ from elastic_rl import config
 from elastic_rl.cli import main
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import pins
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
@@ -133,7 +133,7 @@ def test_pin_keeps_a_version_until_it_expires_or_is_removed(command: VersionsCom
                what="the end of the pin", poll_s=0.3)
     assert command.run("pin", "policy/2", "--for", "1h")[0] == 0
     assert command.run("unpin", "policy/2")[0] == 0
-    assert catalog.pinned(command.etcd, command.keys, "policy") == set()
+    assert pins.pinned(command.etcd, command.keys, "policy") == set()
     code, _, err = command.run("unpin", "policy/2")
     assert code == 1 and "pinned by: no reader" in err
     code, _, err = command.run("show", "policy/1")

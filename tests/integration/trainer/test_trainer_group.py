@@ -25,7 +25,7 @@ from support.otlp_collector import Collector, Span, collecting
 from elastic_rl import config
 from elastic_rl.data.tasks import Addition
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.dcs import catalog
+from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.errors import ConfigError, TrainerFailed
 from elastic_rl.etcd import events, fencing
@@ -120,7 +120,7 @@ def assert_traced(group: Group, version: int) -> None:
     assert root.parent == "" and spans["trainer.commit"].parent == root.id
     assert spans["dcs.commit"].parent == spans["trainer.commit"].id
     assert {s.pid for s in spans.values()} == {group.rank(0)}
-    carried = [catalog.get_version(group.etcd, group.keys, stream, number).meta["trace"]["traceparent"]
+    carried = [reads.get_version(group.etcd, group.keys, stream, number).meta["trace"]["traceparent"]
                for stream, number in (("policy", version), ("trainer_state", group.client.wait_ready().state_version))]
     assert all(root.trace in carrier and root.id in carrier for carrier in carried)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_rl.coordinator.alerts import rules, state_machine
-from elastic_rl.coordinator.alerts.conditions import Thresholds, behind_s, etcd_conditions
+from elastic_rl.coordinator.alerts.conditions import Thresholds, behind_s, conditions, etcd_conditions
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.etcd_health import Health
@@ -82,7 +82,7 @@ def test_leaders_own_death_event_opens_no_second_alert() -> None:
 
 def test_dead_ranks_of_a_trainer_are_one_alert() -> None:
     dead = [LastSeen(role="trainer", id=f"rank-{i}", incarnation="1", first_seen=1, dead_at=5) for i in range(2)]
-    assert [k for k in rules.conditions(snapshot(registry=dead), 9.0) if "trainer" in k] == ["trainer.dead/trainer"]
+    assert [k for k in conditions(snapshot(registry=dead), 9.0) if "trainer" in k] == ["trainer.dead/trainer"]
 
 
 def test_engine_alert_is_over_when_the_pool_is_complete() -> None:
@@ -123,11 +123,11 @@ def test_publish_alert_is_over_when_the_head_moves_after_the_failure() -> None:
 
 
 def test_short_pool_is_an_alert_after_an_engines_start_time_and_while_the_run_lasts() -> None:
-    found = rules.conditions(snapshot(), 9.0, Thresholds(pool_hold_s=77.0))
+    found = conditions(snapshot(), 9.0, Thresholds(pool_hold_s=77.0))
     assert found["pool.short/rollout"].hold_s == 77.0
-    over = rules.conditions(snapshot(status=JobStatus(phase="finished")), 9.0)
+    over = conditions(snapshot(status=JobStatus(phase="finished")), 9.0)
     assert list(over) == ["job.finished/j"]
-    assert list(rules.conditions(snapshot(status=JobStatus(phase="failed", message="no")), 9.0)) == [
+    assert list(conditions(snapshot(status=JobStatus(phase="failed", message="no")), 9.0)) == [
         "job.failed/j"]
 
 
@@ -148,8 +148,8 @@ def test_hang_and_death_of_one_member_are_one_alert() -> None:
     trainer = Condition("trainer.dead", "trainer", "m")
     assert merged(trainer, known=[opened("trainer.hung", "trainer")]) == ["trainer.hung/trainer"]
     hung = LastSeen(role="engine", id="e1", incarnation="1", first_seen=1, hung_at=5)
-    assert list(rules.conditions(snapshot(registry=[hung], statuses={}), 9.0)) == ["engine.hung/e1"]
-    assert not rules.conditions(snapshot(registry=[hung.replace(dead_at=6.0)], statuses={}), 9.0)
+    assert list(conditions(snapshot(registry=[hung], statuses={}), 9.0)) == ["engine.hung/e1"]
+    assert not conditions(snapshot(registry=[hung.replace(dead_at=6.0)], statuses={}), 9.0)
 
 
 def test_driver_death_and_global_restart_are_one_alert_in_either_order() -> None:
@@ -195,8 +195,8 @@ def test_global_restart_alert_is_over_when_the_new_epoch_makes_progress() -> Non
 
 
 def test_crash_loop_and_failed_job_are_one_alert_until_the_job_runs() -> None:
-    loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="policy"), 5, "j")
-    failed = rules.conditions(snapshot(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
+    loop = rules.report(event("run.crash_loop", "j", Severity.ERROR, by="failure_policy"), 5, "j")
+    failed = conditions(snapshot(status=JobStatus(phase="failed"), statuses={}), 1.0)["job.failed/j"]
     assert loop and len(set(merged(loop, failed))) == 1
     alert = opened("run.crash_loop", "j", revision=5)
     assert not rules.released(alert, snapshot(status=JobStatus(phase="failed")), 1e9)
@@ -221,7 +221,7 @@ def test_engine_lags_by_versions_or_by_time_since_the_next_version() -> None:
 
     def lagging(version: int, now: float, state: EngineState = EngineState.READY) -> list[str]:
         e = engine("e1", state).replace(version=version)
-        return [k for k in rules.conditions(snapshot(engines=[e], committed={"policy": COMMITTED}), now)
+        return [k for k in conditions(snapshot(engines=[e], committed={"policy": COMMITTED}), now)
                 if "lag" in k]
 
     assert not lagging(20, 9999.0) and not lagging(18, 1950.0)
@@ -232,7 +232,7 @@ def test_engine_lags_by_versions_or_by_time_since_the_next_version() -> None:
 
 def test_durable_stream_is_behind_by_time() -> None:
     def behind(number: int, now: float) -> list[str]:
-        return list(rules.conditions(empty_snapshot(committed={"policy": COMMITTED}, durable={"policy": number}), now))
+        return list(conditions(empty_snapshot(committed={"policy": COMMITTED}, durable={"policy": number}), now))
 
     assert behind(20, 1e9) == [] and behind(18, 2000.0) == []
     assert behind(18, 1900.0 + 901.0) == ["durable.behind/policy"] == behind(0, 1e9)
@@ -242,7 +242,7 @@ def test_full_node_alert_uses_disk_or_arena_and_has_hysteresis() -> None:
     def full(used: int, disk: int = 0, room: int = 0, firing: frozenset[str] = frozenset()) -> bool:
         node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=100, used_bytes=used,
                        disk_bytes=disk, disk_room_bytes=room)
-        return "dcs.full/n0" in rules.conditions(empty_snapshot(nodes=[node]), 1.0, Thresholds(full_fraction=0.9),
+        return "dcs.full/n0" in conditions(empty_snapshot(nodes=[node]), 1.0, Thresholds(full_fraction=0.9),
                                                  firing)
 
     assert full(91) and not full(89)
@@ -253,7 +253,7 @@ def test_full_node_alert_uses_disk_or_arena_and_has_hysteresis() -> None:
 def test_staleness_beyond_its_bound_is_an_alert() -> None:
     def found(staleness: int, phase: str = "rl") -> list[str]:
         status = JobStatus(phase=phase, staleness=staleness)
-        return [k for k in rules.conditions(empty_snapshot(status=status), 1.0, Thresholds(max_staleness=1))
+        return [k for k in conditions(empty_snapshot(status=status), 1.0, Thresholds(max_staleness=1))
                 if "stale" in k]
 
     assert found(2) == ["staleness.exceeded/j"] and not found(1) and not found(2, "finished")

@@ -41,7 +41,7 @@ def test_record_names_the_request_and_its_outcome() -> None:
 def test_trimming_deletes_records_of_a_day_ago_and_beyond_the_limit(ages: list[float], most: int, now: float) -> None:
     entries = [(f"k{n}", now - age) for n, age in enumerate(ages)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(idempotency, "MOST", most)
+        patch.setattr(idempotency, "MAX_RECORDS", most)
         gone = set(idempotency.outdated(entries, now))
     kept = [at for key, at in entries if key not in gone]
     assert len(kept) == min(most, sum(at >= now - idempotency.KEPT_S for _, at in entries))

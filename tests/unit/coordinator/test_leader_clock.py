@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.alert_simulation import KEYS, MemoryStore
+from support.alert_simulation import KEYS, MemoryEtcd
 
 from elastic_rl.coordinator.leader_clock import PERSIST_EVERY_S, LeaderClock
 from elastic_rl.etcd.client import Compare, Op
 
 
-def clock_of(store: MemoryStore, monotonic: list[float]) -> LeaderClock:
+def clock_of(store: MemoryEtcd, monotonic: list[float]) -> LeaderClock:
     def guarded(compares: Sequence[Compare], then: Sequence[Op]) -> bool:
         return store.txn(compares, then)
 
@@ -21,7 +21,7 @@ def clock_of(store: MemoryStore, monotonic: list[float]) -> LeaderClock:
 
 
 def test_clock_counts_on_under_the_next_leader() -> None:
-    store, first, second = MemoryStore(), [50.0], [9_000.0]
+    store, first, second = MemoryEtcd(), [50.0], [9_000.0]
     a, b = clock_of(store, first), clock_of(store, second)
     a.begin_term()
     assert a.now() == 0.0
@@ -35,7 +35,7 @@ def test_clock_counts_on_under_the_next_leader() -> None:
 
 
 def test_unreadable_clock_starts_over() -> None:
-    store = MemoryStore()
+    store = MemoryEtcd()
     store.txn([], [Op.put(KEYS.leader_clock(), b"garbage")])
     clock = clock_of(store, [7.0])
     clock.begin_term()
@@ -43,7 +43,7 @@ def test_unreadable_clock_starts_over() -> None:
 
 
 def test_clock_is_written_rarely() -> None:
-    store, monotonic = MemoryStore(), [0.0]
+    store, monotonic = MemoryEtcd(), [0.0]
     clock = clock_of(store, monotonic)
     clock.begin_term()
     for _ in range(1000):
@@ -54,7 +54,7 @@ def test_clock_is_written_rarely() -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_clock_never_jumps_and_loses_little_with_each_leader(seed: int) -> None:
-    rng, store, led_s, before, changes = random.Random(seed), MemoryStore(), 0.0, 0.0, 0
+    rng, store, led_s, before, changes = random.Random(seed), MemoryEtcd(), 0.0, 0.0, 0
     for _ in range(rng.randint(1, 8)):
         monotonic = [rng.uniform(-1e6, 1e6)]
         clock = clock_of(store, monotonic)

@@ -13,9 +13,9 @@ from elastic_rl.coordinator.alerts import message, receivers
 from elastic_rl.coordinator.alerts.notifier import Notifier, render
 from elastic_rl.coordinator.alerts.receiver_queue import (
     AttemptResult,
-    Limits,
     NotificationGroup,
     ReceiverQueue,
+    SendLimits,
     next_send,
     record_result,
     without_notified,
@@ -119,7 +119,7 @@ def test_unknown_url_is_refused_without_its_secret(tmp_path: Path) -> None:
 
 
 # -- receiver queues --------------------------------------------------------------------------------------------
-LIMITS = Limits(2.0, 3)
+LIMITS = SendLimits(2.0, 3)
 
 
 def test_failed_attempt_counts_once_and_doubles_the_backoff_up_to_a_maximum() -> None:

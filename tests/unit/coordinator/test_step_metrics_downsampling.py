@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.coordinator.step_metrics import downsample
+from elastic_rl.coordinator.step_metrics import steps_to_delete
 
 LIMIT = 40
 
 
 def downsampled(steps: list[int], limit: int = LIMIT) -> list[int]:
-    gone = set(downsample(steps, limit))
+    gone = set(steps_to_delete(steps, limit))
     return [s for s in steps if s not in gone]
 
 
 def test_steps_within_the_limit_are_all_kept() -> None:
-    assert downsample(list(range(1, LIMIT + 1)), LIMIT) == []
+    assert steps_to_delete(list(range(1, LIMIT + 1)), LIMIT) == []
 
 
 @given(st.lists(st.integers(0, 10_000), unique=True, min_size=2, max_size=300).map(sorted), st.integers(2, 100))
@@ -44,4 +44,4 @@ def test_repeated_downsampling_keeps_old_points_as_even_as_one_pass(every: int) 
 
 def test_limit_below_two_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2"):
-        downsample([1, 2, 3], 1)
+        steps_to_delete([1, 2, 3], 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.dcs.node.admission import Admission, Limits
+from elastic_rl.dcs.node.admission import Admission, ConnectionLimits
 
-LIMITS = Limits(connections=6, unauthenticated=8, unauthenticated_per_host=3, deadline_s=10.0)
+LIMITS = ConnectionLimits(connections=6, unauthenticated=8, unauthenticated_per_host=3, deadline_s=10.0)
 
 
 def test_silent_callers_of_many_hosts_do_not_keep_out_one_that_authenticates() -> None:

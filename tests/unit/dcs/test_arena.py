@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.allocator import regions
 from support.shared_fixtures import small_disk
 
 from elastic_rl.dcs.manifest import ALIGN, aligned
@@ -25,7 +26,7 @@ SIZE = 64 * ALIGN
 
 def check(space: Allocator, expected: dict[int, int]) -> None:
     """Regions cover the arena without a gap or an overlap, and no two free ones are neighbours."""
-    taken, free = space.regions()
+    taken, free = regions(space)
     assert dict(taken) == expected
     assert space.used == sum(expected.values())
     at, last_free = 0, False

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.allocator import regions
 
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.manifest import ALIGN, Packer, aligned
@@ -24,8 +25,6 @@ from elastic_rl.errors import (
     ArenaFull,
     ChunkCorrupt,
     ChunkMissing,
-    ConfigError,
-    DeadlineExceeded,
     DiskFull,
 )
 
@@ -461,30 +460,6 @@ def test_alloc_waits_for_chunks_that_are_being_saved(folder: Path) -> None:
     node.disk.close()
 
 
-def test_persist_saves_held_chunk(node: Node) -> None:
-    digest = node.write(1, b"a" * KIB)
-    with pytest.raises(DeadlineExceeded):
-        node.table.persist([digest], 0.01)
-    node.saver.start()
-    node.table.persist([digest], 10)
-    assert node.path(digest).exists() and node.table.stat()["held"] == 1
-    with pytest.raises(ChunkMissing):
-        node.table.persist(["0" * 32], 10)
-    node.saver.stop(1)
-
-
-def test_persist_reports_full_and_missing_disk(folder: Path) -> None:
-    node = Node(folder, disk=KIB)
-    digest = node.write(1, b"a" * 2 * KIB)
-    node.saver.start()
-    with pytest.raises(DiskFull):
-        node.table.persist([digest], 10)
-    node.saver.stop(1)
-    node.disk.close()
-    with pytest.raises(ConfigError, match="memory only"):
-        ChunkTable(memoryview(bytearray(KIB))).persist([digest], 1)
-
-
 def test_concurrent_writers_readers_and_drops_see_only_right_bytes(folder: Path) -> None:
     node = Node(folder, arena=16 * KIB, disk=40 * KIB, wait_s=0.5)
     node.saver.start()
@@ -660,10 +635,10 @@ class TieredTable(RuleBasedStateMachine):
     @invariant()
     def arena_holds_copies_and_nothing_else(self) -> None:
         table = self.node.table
-        regions = {c.offset: aligned(c.nbytes) for c in table._chunks.values() if c.copy}
+        expected = {c.offset: aligned(c.nbytes) for c in table._chunks.values() if c.copy}
         for items in self.located.values():
-            regions |= {offset: aligned(len(content(item))) for offset, item in items.items()}
-        assert dict(table._tiers.space.regions()[0]) == regions
+            expected |= {offset: aligned(len(content(item))) for offset, item in items.items()}
+        assert dict(regions(table._tiers.space)[0]) == expected
         assert {c.digest for c in table._chunks.values() if c.copy} == set(table._tiers._resident)
 
     @invariant()

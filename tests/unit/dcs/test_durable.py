@@ -11,7 +11,7 @@ import pytest
 
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import digest_of
-from elastic_rl.dcs.durable.store import DurableStore, Mark, PartMark
+from elastic_rl.dcs.durable.store import CommitMark, DurableStore, PartMark
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
 
@@ -46,7 +46,7 @@ def file_of(store: DurableStore, name: str) -> Path:
 def commit(store: DurableStore, number: int, anchor: int, *parts: dict[str, str]) -> None:
     for i, objects in enumerate(parts):
         store.commit_part("policy", number, i, PartMark(objects))
-    store.commit(Mark(version(number), anchor, len(parts)))
+    store.commit(CommitMark(version(number), anchor, len(parts)))
 
 
 def test_chunk_is_read_as_stored_whole_or_as_delta(store: DurableStore) -> None:
@@ -102,7 +102,7 @@ def test_missing_chunk_and_version_raise(store: DurableStore) -> None:
 
 
 def test_marks_are_listed_read_and_dropped(store: DurableStore) -> None:
-    marks = [Mark(version(n, stream), n, 2) for stream, n in (("policy", 3), ("policy", 12), ("x", 1))]
+    marks = [CommitMark(version(n, stream), n, 2) for stream, n in (("policy", 3), ("policy", 12), ("x", 1))]
     for mark in marks:
         store.commit(mark)
     assert store.numbers("policy") == [3, 12] and store.streams() == ["policy", "x"]
@@ -167,6 +167,6 @@ def test_unknown_url_scheme_is_a_config_error_without_secrets() -> None:
 
 
 def test_marks_round_trip() -> None:
-    mark, part = Mark(version(7), 5, 3), PartMark({"a" * 32: "", "b" * 32: "c" * 32})
-    assert Mark.decode(mark.encode()) == mark and PartMark.decode(part.encode()) == part
+    mark, part = CommitMark(version(7), 5, 3), PartMark({"a" * 32: "", "b" * 32: "c" * 32})
+    assert CommitMark.decode(mark.encode()) == mark and PartMark.decode(part.encode()) == part
     assert json.loads(mark.encode())["schema"] == json.loads(part.encode())["schema"] == 2

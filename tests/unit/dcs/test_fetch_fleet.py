@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic_rl.dcs.fetch.model import GetChunk, Limits, ListNodes, QueryHave
+from elastic_rl.dcs.fetch.model import FetchLimits, GetChunk, ListNodes, QueryHave
 from elastic_rl.dcs.fetch.scheduler import FetchScheduler
 
 
@@ -33,7 +33,7 @@ class Fleet:
         self.chunks = [hashlib.md5(b"%d" % i).hexdigest() for i in range(chunks)]
         self.has: dict[str, set[str]] = {"publisher": set(self.chunks), **{f"n{i}": set() for i in range(nodes)}}
         # Scaled to a chunk a second: a real one takes some 0.06 s.
-        limits = Limits(query_every_s=4.0, list_every_s=32.0, hedge_after_s=16.0, backoff_s=4.0)
+        limits = FetchLimits(query_every_s=4.0, list_every_s=32.0, hedge_after_s=16.0, backoff_s=4.0)
         self.schedules = {n: FetchScheduler(limits, n) for n in self.has if n != "publisher"}
         self.flows: list[Flow] = []
         self.sent: Counter[str] = Counter()

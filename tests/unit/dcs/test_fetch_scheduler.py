@@ -14,8 +14,8 @@ from elastic_rl.dcs.fetch.model import (
     Action,
     ChunkLost,
     Failure,
+    FetchLimits,
     GetChunk,
-    Limits,
     ListNodes,
     QueryHave,
     ReadDurable,
@@ -30,7 +30,7 @@ class Hand:
     """A scheduler run step by step: listings and queries are answered at once, transfers are collected."""
 
     has: dict[str, set[str]]
-    limits: Limits = Limits()
+    limits: FetchLimits = FetchLimits()
     own_id: str = "me"
     now: float = 0.0
     load: dict[str, int] = field(default_factory=dict)
@@ -95,14 +95,14 @@ class Hand:
 
 
 def test_rarest_chunk_is_fetched_first() -> None:
-    hand = Hand({"a": set(CHUNKS[:5]), "b": set(CHUNKS[:4]), "c": set(CHUNKS[:4])}, Limits(parallel=1))
+    hand = Hand({"a": set(CHUNKS[:5]), "b": set(CHUNKS[:4]), "c": set(CHUNKS[:4])}, FetchLimits(parallel=1))
     [first] = hand.request(CHUNKS[:5])
     assert (first.digest, first.peer) == (CHUNKS[4], "a")
 
 
 def test_order_of_equally_rare_chunks_differs_between_nodes_and_is_deterministic() -> None:
     def order(own_id: str) -> list[str]:
-        hand = Hand({"n": set(CHUNKS), "filling": set()}, Limits(parallel=1), own_id)
+        hand = Hand({"n": set(CHUNKS), "filling": set()}, FetchLimits(parallel=1), own_id)
         [get] = hand.request(CHUNKS)
         out = []
         while get:
@@ -131,7 +131,7 @@ def test_busy_node_is_requested_one_chunk_at_a_time() -> None:
 
 
 def test_concurrent_transfers_grow_to_the_limit() -> None:
-    hand = Hand({"a": set(CHUNKS)}, Limits(parallel=4))
+    hand = Hand({"a": set(CHUNKS)}, FetchLimits(parallel=4))
     under_way = hand.request(CHUNKS)
     most = 0
     while under_way:
@@ -156,7 +156,7 @@ def test_slow_transfer_is_hedged_and_the_loser_is_cancelled() -> None:
 
 
 def test_hedge_waits_for_a_multiple_of_the_median() -> None:
-    hand = Hand({"a": set(CHUNKS), "b": set(CHUNKS)}, Limits(parallel=1))
+    hand = Hand({"a": set(CHUNKS), "b": set(CHUNKS)}, FetchLimits(parallel=1))
     gets = hand.request(CHUNKS[:4])
     for _ in range(3):
         hand.now += 0.9
@@ -169,7 +169,7 @@ def test_hedge_waits_for_a_multiple_of_the_median() -> None:
 
 
 def test_slow_node_is_used_for_a_chunk_that_it_alone_has() -> None:
-    hand = Hand({"a": {"x", "y"}, "b": {"x"}}, Limits(parallel=1))
+    hand = Hand({"a": {"x", "y"}, "b": {"x"}}, FetchLimits(parallel=1))
     for _ in range(5):
         hand.has = {"a": {"x"}, "b": {"x"}}
         gets = hand.request(["x"])
@@ -219,7 +219,7 @@ def test_node_that_sent_corrupt_bytes_is_not_requested_again() -> None:
 
 
 def test_chunk_on_no_node_is_read_from_the_durable_store_once_and_then_lost() -> None:
-    hand = Hand({"a": set()}, Limits(durable=True))
+    hand = Hand({"a": set()}, FetchLimits(durable=True))
     hand.request(["x"])
     [read] = hand.reads
     assert not hand.lost
@@ -229,7 +229,7 @@ def test_chunk_on_no_node_is_read_from_the_durable_store_once_and_then_lost() ->
 
 
 def test_durable_reads_are_bounded() -> None:
-    hand = Hand({}, Limits(durable=True, parallel=3))
+    hand = Hand({}, FetchLimits(durable=True, parallel=3))
     hand.request(CHUNKS)
     for done in range(len(CHUNKS)):
         assert len(hand.reads) == min(done + 3, len(CHUNKS))
@@ -239,7 +239,7 @@ def test_durable_reads_are_bounded() -> None:
 
 
 def test_durable_read_that_hangs_is_abandoned_and_its_chunk_lost() -> None:
-    hand = Hand({}, Limits(durable=True, durable_timeout_s=5.0))
+    hand = Hand({}, FetchLimits(durable=True, durable_timeout_s=5.0))
     hand.request(["x"])
     [read] = hand.reads
     hand.wait_until(4.9)
@@ -269,7 +269,7 @@ def test_chunk_is_not_lost_before_nodes_were_listed_after_the_request() -> None:
 
 
 def test_known_nodes_are_used_while_listing_fails() -> None:
-    scheduler = FetchScheduler(Limits(), "me")
+    scheduler = FetchScheduler(FetchLimits(), "me")
     scheduler.request(["x"])
     assert scheduler.next(0.0) == ListNodes()
     scheduler.on_nodes({"a": "1"}, 0.0)
@@ -329,7 +329,7 @@ def test_filling_node_is_queried_again() -> None:
 
 
 def test_chunk_is_found_at_a_filling_node_after_its_source_died() -> None:
-    hand = Hand({"source": {"x"}, "filling": set()}, Limits(parallel=1))
+    hand = Hand({"source": {"x"}, "filling": set()}, FetchLimits(parallel=1))
     [get] = hand.request(["x"])
     hand.has["filling"].add("x")
     del hand.has["source"]
@@ -342,7 +342,7 @@ def test_chunk_is_found_at_a_filling_node_after_its_source_died() -> None:
 
 def test_long_lists_of_chunks_are_queried_in_batches() -> None:
     many = [f"d{i}" for i in range(1000)]
-    hand = Hand({"a": set(many[::2]), "b": set(many[1::2])}, Limits(query_digests=100))
+    hand = Hand({"a": set(many[::2]), "b": set(many[1::2])}, FetchLimits(query_digests=100))
     hand.request(many)
     assert max(len(a.digests) for a in hand.queries) == 100
     for peer in "ab":
@@ -350,7 +350,7 @@ def test_long_lists_of_chunks_are_queried_in_batches() -> None:
 
 
 def test_cancelled_chunk_is_forgotten() -> None:
-    hand = Hand({"a": {"x", "y"}}, Limits(parallel=1))
+    hand = Hand({"a": {"x", "y"}}, FetchLimits(parallel=1))
     [get] = hand.request(["x", "y"])
     other = "y" if get.digest == "x" else "x"
     assert hand.scheduler.cancel(get.digest) == [get.number]
@@ -362,7 +362,7 @@ def test_cancelled_chunk_is_forgotten() -> None:
 class Chaos:
     """Reports random outcomes; checks the invariants after each step."""
 
-    def __init__(self, rng: random.Random, limits: Limits, peers: int) -> None:
+    def __init__(self, rng: random.Random, limits: FetchLimits, peers: int) -> None:
         self.rng, self.limits = rng, limits
         self.has = {f"p{i}": {c for c in CHUNKS[:12] if rng.random() < 0.5} for i in range(peers)}
         self.up = dict.fromkeys(self.has, True)
@@ -456,7 +456,7 @@ class Chaos:
 def test_every_chunk_ends_exactly_once_under_random_faults(
         seed: int, parallel: int, peers: int, durable: bool) -> None:
     rng = random.Random(seed)
-    chaos = Chaos(rng, Limits(parallel=parallel, durable=durable, neighbours=3, query_digests=5), peers)
+    chaos = Chaos(rng, FetchLimits(parallel=parallel, durable=durable, neighbours=3, query_digests=5), peers)
     wanted = CHUNKS[:12]
     chaos.scheduler.request(wanted[:6])
     for step in range(4000):
@@ -496,7 +496,7 @@ def test_share_of_an_idle_node_is_taken_over() -> None:
 
 
 def test_node_that_pulls_alone_does_not_wait() -> None:
-    hand = Hand({"source": set(CHUNKS), **{f"idle{i}": set() for i in range(15)}}, Limits(parallel=1))
+    hand = Hand({"source": set(CHUNKS), **{f"idle{i}": set() for i in range(15)}}, FetchLimits(parallel=1))
     began = hand.request(CHUNKS)
     for _ in CHUNKS:
         [get] = began

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from elastic_rl.dcs.catalog.reads import CatalogContents, Entry
 from elastic_rl.dcs.connection import HeldVersion
-from elastic_rl.dcs.versions.recovery import NodeInventory, Sources, StoredMark, plan
+from elastic_rl.dcs.durable.store import CommitMark
+from elastic_rl.dcs.versions.recovery import NodeInventory, Sources, plan
 from elastic_rl.errors import CatalogMismatch, ConfigError
 from elastic_rl.etcd.records import CatalogIdentity, Version, VersionState
 
@@ -34,7 +35,7 @@ def sources(nodes: Mapping[str, NodeInventory] = {}, *, etcd: Sequence[Version] 
     return Sources(
         CatalogIdentity(id=catalog, commits=identity) if identity is not None else None,
         CatalogContents({"policy": [Entry(v, 100 + v.number) for v in etcd]} if etcd else {}, []),
-        {"policy": next_number} if next_number else {}, nodes, [StoredMark(version(n), PARTS) for n in marks], {})
+        {"policy": next_number} if next_number else {}, nodes, [CommitMark(version(n), n, PARTS) for n in marks], {})
 
 
 def test_plan_takes_versions_whose_parts_are_on_some_node() -> None:

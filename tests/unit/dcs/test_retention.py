@@ -24,7 +24,7 @@ keeps = st.builds(RetentionPolicy, versions=st.integers(1, 6), age_s=st.sampled_
 
 @given(streams(), st.sets(st.integers(1, 12)), keeps)
 def test_release_spares_head_and_pinned_and_keeps_others_within_limits(versions, pinned, keep) -> None:
-    gone = to_release(versions, pinned, keep, NOW)
+    gone = to_release(versions, keep, NOW, pinned=pinned)
     assert gone == sorted(set(gone))
     left = [v for v in versions if v.number not in gone]
     assert not versions or left[-1] is versions[-1]
@@ -38,14 +38,14 @@ def test_release_spares_head_and_pinned_and_keeps_others_within_limits(versions,
 @given(streams(), keeps)
 def test_release_by_number_keeps_the_newest(versions, keep) -> None:
     plain = RetentionPolicy(keep.versions)
-    assert to_release(versions, set(), plain, NOW) == [v.number for v in versions[:-keep.versions]]
+    assert to_release(versions, plain, NOW) == [v.number for v in versions[:-keep.versions]]
 
 
 @given(streams(), st.sets(st.integers(1, 12)), keeps)
 def test_release_is_idempotent(versions, pinned, keep) -> None:
-    gone = set(to_release(versions, pinned, keep, NOW))
+    gone = set(to_release(versions, keep, NOW, pinned=pinned))
     left = [v for v in versions if v.number not in gone]
-    assert to_release(left, pinned, keep, NOW) == []
+    assert to_release(left, keep, NOW, pinned=pinned) == []
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5))

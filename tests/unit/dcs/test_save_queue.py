@@ -135,15 +135,14 @@ def test_chunk_shared_with_an_older_version_is_saved_with_the_newer_one() -> Non
     assert sim.whole() == ["m-policy-2"]
 
 
-def test_held_chunk_waits_for_its_holder_unless_persist_requests_it() -> None:
+def test_held_chunk_waits_for_its_holder() -> None:
     sim = Simulation()
     sim.seal("a", "b", holder=7)
     assert sim.drain() == []
     sim.release(sim.chunks["a"])
     assert sim.drain() == ["a"]
-    threading.Timer(0.05, lambda: sim.batch()).start()
-    sim.queue.persist(["a", "b"], 10)
-    assert sim.saved == ["a", "b"]
+    sim.release(sim.chunks["b"])
+    assert sim.drain() == ["a", "b"]
 
 
 def test_orphan_waits_for_the_end_of_its_grace_and_holds_up_no_other_chunk() -> None:

@@ -184,7 +184,7 @@ def test_wrong_token_is_refused_and_disconnected(node: Node) -> None:
         assert sock.recv(1) == b""
 
 
-@pytest.mark.parametrize("op", ["has", "persist", "fetch"])
+@pytest.mark.parametrize("op", ["has", "fetch"])
 def test_request_with_too_many_digests_is_refused(node: Node, op: str) -> None:
     sock = node.authenticated()
     with pytest.raises(ConfigError, match="50001 chunks; 50000 are allowed"):

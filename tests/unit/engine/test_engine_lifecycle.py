@@ -30,9 +30,9 @@ def test_engine_is_routable_only_with_a_version_that_was_begun_and_verified(hist
         if name == "verified":
             assert args[0] == began
             seen.append(args[0])
-        if lifecycle.routable:
+        if lifecycle.state is EngineState.READY:
             assert seen and lifecycle.version == seen[-1] > 0
-        if lifecycle.routable and not before.routable:
+        if lifecycle.state is EngineState.READY is not before.state:
             assert name == "verified"
     assert seen == sorted(set(seen)), "a version was rolled back or applied twice"
 
@@ -48,7 +48,7 @@ def test_quarantined_or_dead_engine_accepts_no_event(history, end):
 
 def test_drain_during_an_update_survives_its_verification():
     lifecycle = EngineLifecycle().up().begin(1).verified(1).begin(2).drain().verified(2)
-    assert lifecycle.state is EngineState.DRAINING and lifecycle.version == 2 and not lifecycle.routable
+    assert lifecycle.state is EngineState.DRAINING and lifecycle.version == 2
 
 
 def test_dead_engine_keeps_the_version_that_was_being_applied():

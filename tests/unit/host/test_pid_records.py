@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_rl.host.processes import PidBook, PidRecord
+from elastic_rl.host.processes import PidRecord, PidRecords
 
 
 def test_record_recognises_its_process_after_the_clock_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    book = PidBook(tmp_path)
+    book = PidRecords(tmp_path)
     book.add("me", os.getpid(), "127.0.0.1:1")
     started = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: started(self) + 3600)
@@ -45,7 +45,7 @@ def test_ended_process_is_not_alive() -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"name": "x", "pid": 1, "create_time": 1.5}'])
 def test_damaged_record_is_left_out_and_can_be_cleared(tmp_path: Path, content: str) -> None:
-    book = PidBook(tmp_path)
+    book = PidRecords(tmp_path)
     good = book.add("good", os.getpid())
     (tmp_path / "etcd-0.json").write_text(content)
     assert book.all() == [good]

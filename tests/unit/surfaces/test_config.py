@@ -98,3 +98,20 @@ def test_every_setting_has_a_description_that_stands_alone() -> None:
 @pytest.mark.parametrize(("accuracy", "steps"), [(None, 2), (0.0, 20), (0.09, 20), (0.1, 2), (0.39, 2), (0.7, 2)])
 def test_sft_evaluates_often_only_near_its_target(accuracy: float | None, steps: int) -> None:
     assert config.parse({"sft": {"target_eval_accuracy": 0.4}}).sft.steps_to_next_eval(accuracy) == steps
+
+
+def test_misspelt_durable_stream_is_refused() -> None:
+    assert config.parse({"job": "j", "dcs": {"durable_streams": ["policy"]}}).dcs.durable_streams == ["policy"]
+    with pytest.raises(ConfigError, match="durable_streams"):
+        config.parse({"job": "j", "dcs": {"durable_streams": ["polcy"]}})
+
+
+@pytest.mark.parametrize(("grace_s", "ttl_s"), [(10, 10), (3, 10), (15, 20)])
+def test_orphan_grace_that_ends_before_the_publishers_lease_is_refused(grace_s: float, ttl_s: int) -> None:
+    with pytest.raises(ConfigError, match=f"orphan_grace_s={grace_s} must be larger than staging_ttl_s={ttl_s}"):
+        config.parse({"job": "j", "dcs": {"orphan_grace_s": grace_s, "staging_ttl_s": ttl_s}})
+
+
+def test_orphan_grace_beyond_the_publishers_lease_is_accepted() -> None:
+    assert config.parse({"job": "j", "dcs": {"orphan_grace_s": 25, "staging_ttl_s": 20}}).dcs.orphan_grace_s == 25
+    assert config.parse({"job": "j", "dcs": {"orphan_grace_s": 0}}).dcs.orphan_grace_s == 0

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from elastic_rl.host.preflight import _PACKAGES
 
 ROOT = Path(__file__).parents[3]
 
@@ -130,3 +134,14 @@ def test_setup_uses_pip_where_its_configuration_cannot_be_translated(tmp_path: P
     assert "pip's setting only-binary has no counterpart" in checkout.setup(PIP_ONLY_BINARY=":all:")
     calls = checkout.take_calls()
     assert len(calls) == 3 and all(c.startswith("pip install") for c in calls)
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+def test_setup_pyproject_and_preflight_agree_on_versions() -> None:
+    pinned = dict(re.findall(r"\b(torch|sglang)==([\w.]+)", (ROOT / "ops" / "setup.sh").read_text()))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = sum(project["optional-dependencies"].values(), project["dependencies"])
+    for item in listed:
+        name, _, version = re.sub(r"\[.*?\]", "", item).partition("==")
+        assert not version or pinned.setdefault(name, version) == version, item
+    assert {name: pinned.get(name) for name in _PACKAGES} == _PACKAGES

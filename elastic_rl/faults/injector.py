@@ -1,4 +1,4 @@
-"""The fire drill of ``--faults``: injects faults into a running job at fixed steps and records the consequences.
+"""The injector of ``--faults``: injects faults into a running job at fixed steps and records the consequences.
 
 It records of each fault when it *happened* (with a witness: the process is gone, the request was accepted), when it was
 *detected* (by the control plane's own report) and when it was *healed*. What the run did meanwhile is read from its own
@@ -42,11 +42,11 @@ def standard_faults(context: FaultContext, steps: int) -> list[tuple[int, Sequen
     )]
 
 
-class Drill(threading.Thread):
+class FaultInjector(threading.Thread):
     """Plays the entries of a plan. Each waits for its step, and for the recovery from the faults before it."""
 
     def __init__(self, context: FaultContext, run_log: RunLog, plan: list[tuple[int, Sequence[Fault]]]) -> None:
-        super().__init__(name="drill", daemon=True)
+        super().__init__(name="fault-injector", daemon=True)
         self.context, self.run_log, self.plan = context, run_log, plan
         self.stopping = threading.Event()
 
