@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -84,3 +85,13 @@ class CoordinatorConfig(Section):
     def scheme(self) -> str:
         """Of the admin API's URLs."""
         return "https" if self.tls_cert else "http"
+
+    @property
+    def sends_tokens_in_clear(self) -> bool:
+        """Whether tokens cross a network unencrypted: the API has no TLS and is bound to more than loopback."""
+        if self.tls_cert or self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True

@@ -128,6 +128,8 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
             ChangeStream(api_etcd, keys, replica, max_subscribers=cfg.coordinator.max_streams),
             [receiver.name for receiver in notifier.receivers])
         server = make_server(make_app(context), cfg.coordinator)
+        if cfg.coordinator.sends_tokens_in_clear:
+            log.warning("tokens reach %s in clear: set coordinator.tls_cert and coordinator.tls_key", url)
         log.info("replica %s (pid %d) serves %s for job %s", replica, os.getpid(), url, cfg.job)
         freeze_heap()
         await _listen(server, listener, stopping, election)

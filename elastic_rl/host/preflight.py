@@ -55,7 +55,7 @@ class Finding:
 def examine(cfg: Config) -> list[Finding]:
     """Runs every check, in the order in which their findings are best fixed."""
     checks: tuple[Callable[[Config], Iterable[Finding]], ...] = (
-        _python, _packages, _devices, _memory, _shared_memory, _etcd, _ports, _files)
+        _python, _packages, _devices, _memory, _shared_memory, _etcd, _ports, _admin_api, _files)
     return [finding for check in checks for finding in check(cfg)]
 
 
@@ -201,6 +201,14 @@ def _ports(cfg: Config) -> Iterable[Finding]:
             yield Finding(f"port {port}", Verdict.FAILED, e.message, e.hint)
     if not wanted:
         yield Finding("ports", Verdict.OK, "no port is configured; free ones are chosen")
+
+
+def _admin_api(cfg: Config) -> Iterable[Finding]:
+    if cfg.coordinator.sends_tokens_in_clear:
+        yield Finding("admin API", Verdict.WARNING, f"takes tokens in clear on {cfg.coordinator.host}",
+                      "set coordinator.tls_cert and coordinator.tls_key, or bind a loopback address")
+    else:
+        yield Finding("admin API", Verdict.OK, "speaks TLS" if cfg.coordinator.tls_cert else "serves this host only")
 
 
 def _files(cfg: Config) -> Iterable[Finding]:

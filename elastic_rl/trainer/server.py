@@ -1,12 +1,13 @@
 """HTTP server of rank 0. Requests go into a queue for the main thread, so that one thread works on tensors.
 
 ``GET /status`` · ``GET /sft?since=N`` (progress records from N on) · ``POST /sft`` (202) · ``POST /train``
-(safetensors; answers when the step is done). Errors are JSON ``{"error": …}``: 400 bad batch, 409 wrong step or busy,
-504 a step that took too long.
+(safetensors; answers when the step is done). Errors are JSON ``{"error": …}``: 400 bad batch or incomplete body, 403
+request of a web page, 409 wrong step or busy, 504 a step that took too long.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import queue
@@ -102,7 +103,8 @@ class CommandServer:
     """Serves a StepQueue on ``host`` at a free port until ``close``."""
 
     def __init__(self, step_queue: StepQueue, host: str) -> None:
-        self._http = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"step_queue": step_queue}))
+        handler = type("Handler", (_Handler,), {"step_queue": step_queue, "own_host": host})
+        self._http = ThreadingHTTPServer((host, 0), handler)
         self._http.daemon_threads = True
         self.url = f"http://{host}:{self._http.server_address[1]}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.1},
@@ -119,10 +121,13 @@ class CommandServer:
 
 class _Handler(BaseHTTPRequestHandler):
     step_queue: StepQueue
+    own_host: str
     protocol_version = "HTTP/1.1"
     timeout = 120  # frees the thread of a client that stops sending
 
     def do_GET(self) -> None:
+        if self._of_a_page():
+            return None
         url = urlparse(self.path)
         if url.path == "/status":
             return self._answer(200, self.step_queue.status())
@@ -134,17 +139,41 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(404, {"error": f"no such path: {url.path}"})
 
     def do_POST(self) -> None:
+        if self._of_a_page():
+            return None
         size = self.headers.get("Content-Length", "")
         if not size.isdecimal() or int(size) > _MAX_BODY:
             self.close_connection = True
             return self._answer(413, {"error": f"the request needs a Content-Length of 0 to {_MAX_BODY} bytes"})
         body = self.rfile.read(int(size))
+        if len(body) != int(size):
+            self.close_connection = True
+            return self._answer(400, {"error": f"the connection ended after {len(body)} of {size} bytes"})
         if self.path == "/sft":
             self.step_queue.start_sft()
             return self._answer(202, self.step_queue.status())
         if self.path == "/train":
             return self._train(body)
         return self._answer(404, {"error": f"no such path: {self.path}"})
+
+    def _of_a_page(self) -> bool:
+        """Whether a browser sent this for a web page; answers 403 then. Such a request has an Origin or Sec-Fetch-Site,
+        or, after DNS rebinding, a Host that is a name of the page's site."""
+        own = self._is_own(self.headers.get("Host", ""))
+        if own and not any(name in self.headers for name in ("Origin", "Sec-Fetch-Site")):
+            return False
+        self.close_connection = True
+        self._answer(403, {"error": "requests of web pages, or for another host name, are refused"})
+        return True
+
+    def _is_own(self, given: str) -> bool:
+        try:
+            parts = urlparse(f"//{given}")
+            host = parts.hostname or ""
+            return "@" not in parts.netloc and (host in ("localhost", self.own_host.lower())
+                                                or ipaddress.ip_address(host) is not None)
+        except ValueError:  # a name, or no host at all
+            return False
 
     def _train(self, body: bytes) -> None:
         try:

@@ -146,9 +146,14 @@ class VersionService:
     # -- keeping -----------------------------------------------------------------------------------------------------
     def pin(self, name: str, duration: str) -> Version:
         """Keeps a version for a while, under this person's name; nothing has to stay running for it."""
-        lease = self.etcd.grant(durations.seconds(duration))
-        version = self.resolve(name)
-        return pins.pin(self.etcd, self.keys, version.stream, version.number, self.me, lease)
+        ttl_s, version = durations.seconds(duration), self.resolve(name)
+        lease = self.etcd.grant(ttl_s)
+        try:
+            return pins.pin(self.etcd, self.keys, version.stream, version.number, self.me, lease)
+        except ElasticRLError:
+            with contextlib.suppress(ElasticRLError):
+                self.etcd.revoke(lease)
+            raise
 
     def unpin(self, name: str, holder: str = "") -> None:
         """Ends a person's pin. Raises VersionNotFound when there is none."""

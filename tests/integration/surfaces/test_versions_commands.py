@@ -8,7 +8,9 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from support.dcs_nodes import await_node, spawn_node
@@ -139,6 +141,17 @@ def test_pin_keeps_a_version_until_it_expires_or_is_removed(command: VersionsCom
     code, _, err = command.run("show", "policy/1")
     assert code == 1 and "gone" in err and "committed: 2" in err
     collector.close()
+
+
+def test_pin_of_a_version_that_is_not_there_leaves_no_lease(command: VersionsCommand, etcd_servers: EtcdServers
+                                                            ) -> None:
+    def etcd(call: str, **request: object) -> dict[str, Any]:
+        answer = httpx.post(f"http://{etcd_servers.endpoints[0]}/v3/lease/{call}", json=request, timeout=20)
+        return dict(answer.json())
+
+    assert command.run("pin", "policy/999", "--for", "123457s")[0] == 1
+    granted = [etcd("timetolive", ID=lease["ID"]).get("grantedTTL") for lease in etcd("leases").get("leases", [])]
+    assert granted and "123457" not in granted
 
 
 def test_export_and_import_keep_the_model(command: VersionsCommand, tmp_path: Path) -> None:
