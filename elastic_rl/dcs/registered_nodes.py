@@ -39,16 +39,17 @@ def read_nodes(etcd: EtcdClient, keys: Keys) -> tuple[dict[str, RegisteredNode],
     """Registered nodes by id, in the order of ids, and the revision of this reading. A record that cannot be decoded is
     left out, with a line in the log: its node counts as unreachable. Raises EtcdUnavailable."""
     kvs, revision = etcd.range(keys.dcs_nodes_prefix())
-    found = (_decoded(kv) for kv in kvs)
+    found = (decoded(kv) for kv in kvs)
     return {n.node.id: n for n in found if n is not None}, revision
 
 
 def read_node(etcd: EtcdClient, keys: Keys, node_id: str) -> RegisteredNode | None:
     kv = etcd.get(keys.dcs_node(node_id))
-    return _decoded(kv) if kv is not None else None
+    return decoded(kv) if kv is not None else None
 
 
-def _decoded(kv: KeyValue) -> RegisteredNode | None:
+def decoded(kv: KeyValue) -> RegisteredNode | None:
+    """The node of a record; None, with a line in the log, for a record that cannot be decoded."""
     unreadable: dict[str, str] = {}
     if (node := decode(kv, DcsNode, unreadable)) is None:
         log.warning("the record of a DCS node at %s cannot be decoded: %s", kv.key, unreadable[kv.key])

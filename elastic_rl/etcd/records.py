@@ -414,6 +414,8 @@ class DcsNode(Record):
     chunks: int = 0
     unsaved: int = 0
     """Chunks that are not yet on its disk."""
+    lost_chunks: int = 0
+    """Chunks of which it found the last copy corrupt or missing since its start."""
     catalog: str = ""
     """Id of the catalog that its chunks belong to; empty before it learned of one with a commit."""
     commits: int = 0

@@ -37,23 +37,26 @@ _RETRY_S = (2.0, 120.0)
 
 _Nodes = Mapping[str, RegisteredNode]
 _VersionKey = tuple[str, int]
+_NodeState = tuple[int, int]
+"""Registration of a node and how many chunks it has lost: what it held before either changed may be gone."""
 
 
 class Repairer:
     """Level-triggered: each round reads every committed version and the registered nodes. A version that has all its
-    copies is not examined again before a node registers or goes away.
+    copies is not examined again before a node registers, goes away, or reports a lost chunk.
 
     A node is trusted to hold the parts that a placement lists for it if it registered before the nodes were read for
-    that placement: this very process has acknowledged them. A node that has registered since is asked.
+    that placement: this very process has acknowledged them. A node that has registered since, or that has lost a chunk,
+    is asked.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, client: DcsClient, *, replicas: int,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._etcd, self._keys, self._client, self._replicas, self._clock = etcd, keys, client, replicas, clock
-        self._examined: dict[_VersionKey, frozenset[tuple[str, int]]] = {}
-        """(Node, registration) of all nodes when nothing more could be done for a version."""
-        self._confirmed: dict[_VersionKey, dict[str, int]] = {}
-        """Nodes that were asked and have what the placement lists for them, with their registration."""
+        self._examined: dict[_VersionKey, frozenset[tuple[str, _NodeState]]] = {}
+        """All nodes and their states when nothing more could be done for a version."""
+        self._confirmed: dict[_VersionKey, dict[str, _NodeState]] = {}
+        """Nodes that were asked and have what the placement lists for them, with their states at that time."""
         self._failed: dict[_VersionKey, tuple[int, float]] = {}
         """How often in a row a version could not be repaired, and when it is tried again."""
         self._manifests: OrderedDict[str, list[list[str]]] = OrderedDict()
@@ -66,7 +69,7 @@ class Repairer:
             return []
         found, as_of = read_nodes(self._etcd, self._keys)
         nodes = {i: n for i, n in found.items() if n.belongs_to(identity.id)}
-        there = frozenset((i, n.registration) for i, n in nodes.items())
+        there = frozenset((i, _state(n)) for i, n in nodes.items())
         committed = {(e.version.stream, e.version.number): e for e in self._committed()}
         for state in (self._examined, self._confirmed, self._failed):
             for key in [k for k in state if k not in committed]:
@@ -123,9 +126,9 @@ class Repairer:
         listed = {n: set(parts) for n, parts in placement.parts_by_node(found.placement).items()}
         lost = {n: parts for n, parts in listed.items() if n not in nodes}
         confirmed = self._confirmed.setdefault((version.stream, version.number), {})
-        restarted = [n for n in listed if n in nodes and nodes[n].registration > found.placement.as_of
-                     and confirmed.get(n) != nodes[n].registration]
-        if not restarted:
+        doubtful = [n for n in listed if n in nodes and confirmed.get(n) != _state(nodes[n])
+                    and (nodes[n].registration > found.placement.as_of or nodes[n].node.lost_chunks)]
+        if not doubtful:
             return lost
         digests = self._parts(version, nodes)
 
@@ -135,9 +138,9 @@ class Repairer:
             lacking = set(self._client.connect(node_id).has(wanted))
             return parts if version.manifest in lacking else {i for i in parts if not lacking.isdisjoint(digests[i])}
 
-        answers, silent = in_parallel(restarted, missing)
+        answers, silent = in_parallel(doubtful, missing)
         lost |= {n: parts for n, parts in answers.items() if parts} | {n: listed[n] for n in silent}
-        confirmed |= {n: nodes[n].registration for n, parts in answers.items() if not parts}
+        confirmed |= {n: _state(nodes[n]) for n, parts in answers.items() if not parts}
         return lost
 
     def _parts(self, version: Version, nodes: _Nodes) -> list[list[str]]:
@@ -184,6 +187,10 @@ class Repairer:
         if last is not None and len(holding.parts[part]) + len(made) < self._replicas:
             errors.append(last)
         return made
+
+
+def _state(node: RegisteredNode) -> _NodeState:
+    return node.registration, node.node.lost_chunks
 
 
 def _report(version: Version, now: Placement, made: Iterable[str], replicas: int) -> list[str]:

@@ -16,7 +16,7 @@ import errno
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -114,11 +114,13 @@ class DurableStore:
 
     # -- chunks ------------------------------------------------------------------------------------------------------
     def put_chunk(self, digest: str, data: bytes | memoryview) -> None:
-        """Stores a chunk whole, unless it is there, and reads it back. Raises DiskFull, AccessDenied, ChunkCorrupt
-        (the store returned other bytes) and NodeUnavailable."""
+        """Stores a chunk whole, unless it is there, and reads it back. One that is old enough for a sweep to remove it
+        soon is written again, since a sweep that began before may not know who needs it. Raises DiskFull, AccessDenied,
+        ChunkCorrupt (the store returned other bytes) and NodeUnavailable."""
         path = self._chunk(digest)
         with _typed(self.url):
-            if self._fs.exists(path) and matches(self._fs.cat_file(path), digest):
+            if (self._fs.exists(path) and not self._is_older(path, ORPHAN_AGE_S / 2)
+                    and matches(self._fs.cat_file(path), digest)):
                 return
             self._write(path, bytes(data))
             if not matches(self._fs.cat_file(path), digest):
@@ -205,9 +207,10 @@ class DurableStore:
         with _typed(self.url), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._mark(stream, number))
 
-    def sweep(self, *, older_than_s: float = ORPHAN_AGE_S) -> int:
-        """Removes objects that no committed version needs and that are older than that; how many. Raises ChunkCorrupt,
-        and removes nothing, when a mark of a committed version cannot be decoded."""
+    def sweep(self, *, older_than_s: float = ORPHAN_AGE_S, still_leads: Callable[[], bool] = lambda: True) -> int:
+        """Removes objects that no committed version needs and that are older than that; how many chunks. Ends early
+        when ``still_leads``, which is called before each removal, returns False: another node may sweep and store
+        then. Raises ChunkCorrupt, and removes nothing, when a mark of a committed version cannot be decoded."""
         committed = {(stream, number): self.mark(stream, number)
                      for stream in self.streams() for number in self.numbers(stream)}
         needed = set[str]()
@@ -217,22 +220,29 @@ class DurableStore:
                     needed |= {f"{digest}.{base}", base} if base else {digest}
         removed = 0
         with _typed(self.url):
-            for path in map(str, self._fs.glob(f"{self._root}/chunks/*/*")):  # also what dead writers left half written
-                if path.rpartition("/")[2] not in needed:
-                    removed += self._remove_old(path, older_than_s)
-            for path in self._glob(f"{self._root}/versions/*/*/*.json"):
-                owner, folder = path.split("/")[-3:-1]
-                if not folder.isdecimal() or (owner, int(folder)) not in committed:
-                    self._remove_old(path, older_than_s)
+            for path in self._orphans(needed, committed.keys()):
+                if not self._is_older(path, older_than_s):
+                    continue
+                if not still_leads():
+                    break
+                if self._is_older(path, older_than_s):  # still: another node may have written it again just now
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.rm_file(path)
+                        removed += not path.endswith(".json")
         return removed
 
-    def _remove_old(self, path: str, older_than_s: float) -> bool:
-        if time.time() - self._changed_at(path) <= older_than_s:
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(path)
-            return True
-        return False
+    def _orphans(self, needed: Container[str], committed: Container[tuple[str, int]]) -> Iterator[str]:
+        """Chunks, then marks of parts, that no committed version needs."""
+        for path in map(str, self._fs.glob(f"{self._root}/chunks/*/*")):  # also what dead writers left half written
+            if path.rpartition("/")[2] not in needed:
+                yield path
+        for path in self._glob(f"{self._root}/versions/*/*/*.json"):
+            owner, folder = path.split("/")[-3:-1]
+            if not folder.isdecimal() or (owner, int(folder)) not in committed:
+                yield path
+
+    def _is_older(self, path: str, age_s: float) -> bool:
+        return time.time() - self._changed_at(path) > age_s
 
     # -- the file system ---------------------------------------------------------------------------------------------
     def _chunk(self, digest: str) -> str:

@@ -344,7 +344,11 @@ class Uploader(threading.Thread):
                 self._durable.drop(stream, number)
         self._copied += 1
         if self._copied % _SWEEP_EVERY == 0:
-            self._durable.sweep()
+            self._durable.sweep(still_leads=self._still_leads)
+
+    def _still_leads(self) -> bool:
+        kv = self._etcd.get(self._keys.uploader())
+        return kv is not None and kv.mod_revision == self._leading
 
     # -- failures ----------------------------------------------------------------------------------------------------
     def _failed(self, error: ElasticRLError) -> float:

@@ -178,20 +178,32 @@ class FetchExecutor:
                     new.append(job)
                 job.waiters.add(waiter)
                 waiter.left.add(request.digest)
+        cancelled = False
         try:
             # In order, so that they are contiguous. Not under the lock: it may wait for room.
             for job in new:
+                cancelled = True
                 tick()
+                cancelled = False
                 if job.request.nbytes:
                     job.region = self._table.alloc(_OWNER, job.request.nbytes)
         except BaseException as e:  # whatever it is: no caller may wait for what does not begin
             error = e if isinstance(e, ElasticRLError) else NodeUnavailable(f"a fetch could not begin: {e!r}")
             with self._changed:
-                for job in new:
-                    self._fail(job.request.digest, error)
+                if cancelled:  # this caller alone: others may have requested the same chunks meanwhile
+                    self._withdraw(waiter)
+                    self._begin(new, prefer)
+                else:
+                    for job in new:
+                        self._fail(job.request.digest, error)
             raise
         with self._changed:
-            self._scheduler.request([j.request.digest for j in new if self._jobs.get(j.request.digest) is j], prefer)
+            self._begin(new, prefer)
+
+    def _begin(self, new: Sequence[_Job], prefer: Sequence[str]) -> None:
+        """Locked: has the scheduler fetch those chunks that are still requested."""
+        self._scheduler.request([j.request.digest for j in new if self._jobs.get(j.request.digest) is j], prefer)
+        self._changed.notify_all()
 
     def _withdraw(self, waiter: _Waiter) -> None:
         for digest in waiter.left:

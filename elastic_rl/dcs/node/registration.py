@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic_rl.dcs.registered_nodes import decoded, read_node
 from elastic_rl.dcs.storage import arena
 from elastic_rl.errors import Conflict, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import Compare, EtcdClient, KeptLease, Op
@@ -33,12 +34,13 @@ class Registration:
         self._check_at = 0.0
 
     def check_free(self) -> None:
-        """Raises PreflightFailed when another process of this host is that node already."""
-        kv = self._etcd.get(self._key)
-        if kv is not None and arena.is_owned(Path(DcsNode.decode(kv.value).arena_path)):
+        """Raises PreflightFailed when another process of this host is that node already. A record that cannot be
+        decoded is replaced, with a line in the log."""
+        found = read_node(self._etcd, self._keys, self._record.id)
+        if found is not None and arena.is_owned(Path(found.node.arena_path)):
             raise PreflightFailed(
-                f"DCS node {self._record.id} of job {self._keys.job} runs already, as process "
-                f"{DcsNode.decode(kv.value).pid}", hint="stop it first, or use another --id")
+                f"DCS node {self._record.id} of job {self._keys.job} runs already, as process {found.node.pid}",
+                hint="stop it first, or use another --id")
 
     def put(self) -> None:
         """Registers. The key is created, not replaced, so that its create revision stands for this registration."""
@@ -85,12 +87,14 @@ class Registration:
     def _register_again(self, why: str) -> None:
         kv = self._etcd.get(self._key)
         if kv is not None and kv.create_revision != self._created:
-            other = DcsNode.decode(kv.value)
-            if other.incarnation == self._record.incarnation:
+            found = decoded(kv)
+            if found is not None and found.node.incarnation == self._record.incarnation:
                 self._created = kv.create_revision  # our own, of a write whose answer was lost
                 return
-            raise Conflict(f"another process has registered as DCS node {other.id} of job {self._keys.job}: process "
-                           f"{other.pid} at {other.host}:{other.port}", hint="give every node an --id of its own")
+            other = (f"process {found.node.pid} at {found.node.host}:{found.node.port}" if found is not None
+                     else "its record cannot be decoded")
+            raise Conflict(f"another process has registered as DCS node {self._record.id} of job {self._keys.job}: "
+                           f"{other}", hint="give every node an --id of its own")
         log.warning("the record of node %s in etcd was lost (%s), registering again", self._record.id, why)
         self.put()
 

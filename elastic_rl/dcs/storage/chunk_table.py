@@ -394,12 +394,13 @@ class ChunkTable:
 
     def usage(self) -> dict[str, int]:
         """``used_bytes`` of ``arena_bytes``, ``disk_used_bytes`` of ``disk_bytes``; ``chunks`` in all, and of these
-        those that are not saved to disk yet (``unsaved``). Cheap: a node reports it each second."""
+        those that are not saved to disk yet (``unsaved``); ``lost_chunks``: dropped for their bytes since the start.
+        Cheap: a node reports it each second."""
         disk = self._disk
         with self._lock:
             return {"used_bytes": self._tiers.space.used, "arena_bytes": self._tiers.space.size,
                     "disk_used_bytes": disk.used_bytes if disk else 0, "disk_bytes": disk.limit_bytes if disk else 0,
-                    "chunks": len(self._chunks), "unsaved": len(self._queue)}
+                    "chunks": len(self._chunks), "unsaved": len(self._queue), "lost_chunks": self._lost}
 
     def stat(self) -> dict[str, int]:
         """``usage``, and the number of chunks in the arena (``resident``) and of those that are ``held``; ``pending``:

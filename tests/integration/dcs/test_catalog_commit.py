@@ -9,6 +9,8 @@ import pytest
 from elastic_rl.dcs.catalog import leader_writes, placement, reads
 from elastic_rl.dcs.catalog.reads import read_identity
 from elastic_rl.dcs.catalog.writer import PendingCommit, Staged, StreamWriter, commit_together
+from elastic_rl.dcs.node.registration import Registration
+from elastic_rl.dcs.registered_nodes import read_node
 from elastic_rl.errors import CatalogMismatch, Conflict
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -200,3 +202,21 @@ def test_suspended_catalog_takes_neither_publish_nor_commit(job: Job) -> None:
     for fresh in (writer, job.writer()):
         with pytest.raises(CatalogMismatch, match="suspended"):
             job.begin(fresh)
+
+
+# -- a node's own record -----------------------------------------------------------------------------------------------
+def test_node_replaces_a_record_under_its_id_that_cannot_be_read(etcd: EtcdClient, keys: Keys) -> None:
+    record = DcsNode(id="a", host="10.0.0.1", port=7000, pid=1, arena_path="/dev/shm/none", arena_bytes=1)
+    etcd.put(keys.dcs_node("a"), b'{"id": "a"}')
+    registration = Registration(etcd, keys, record, 5)
+    registration.check_free()
+    registration.put()
+    try:
+        found = read_node(etcd, keys, "a")
+        assert found is not None and found.node == record
+        etcd.delete(keys.dcs_node("a"))
+        etcd.put(keys.dcs_node("a"), b'{"id": "a"}')  # by another process
+        with pytest.raises(Conflict, match="another process has registered as DCS node a"):
+            registration.beat(chunks=1)
+    finally:
+        registration.remove()

@@ -11,6 +11,7 @@ from support.etcd_server import EtcdServers
 
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
+from elastic_rl.errors import ChunkMissing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.runtime import wait_until
@@ -106,6 +107,27 @@ def test_sweep_fetches_the_manifest_that_a_restarted_node_lost(dcs: DcsCluster) 
     dcs.collector(io_timeout_s=20).sweep([])
     assert dcs.stat("b")["chunks"] == chunks, "chunks of a live version were dropped"
     require_placement(dcs, 1)
+
+
+def test_chunk_that_a_running_node_lost_is_copied_again(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    dcs.start("b", disk_bytes=64 << 20)
+    dcs.publish(1, replicas=2)
+    dcs.stop("b")  # which saves its chunks
+    dcs.start("b", disk_bytes=64 << 20)  # with none of them in the arena
+    repairing = repairer(dcs)
+    assert repairing.round([]) == [] and repairing.round([]) == []
+    with dcs.puller("a").pull("policy") as pulled:
+        lost = pulled.manifest.part_digests()[0][0]
+    [file] = dcs.folder.rglob(lost)
+    file.write_bytes(b"rotten")
+    with pytest.raises(ChunkMissing):
+        dcs.client().connect("b").get(lost)
+    assert dcs.client().connect("b").has([lost]) == [lost]
+    wait_until(lambda: {n.id: n.lost_chunks for n in dcs.registered()} == {"a": 0, "b": 1}, timeout_s=20,
+               what="its record")
+    assert repairing.round([]) == ["copied policy version 1 to node b"]
+    assert sorted(require_placement(dcs, 1)[0]) == ["a", "b"] and repairing.round([]) == []
 
 
 def test_repairer_that_no_longer_leads_changes_no_record(dcs: DcsCluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import digest_of
-from elastic_rl.dcs.durable.store import CommitMark, DurableStore, PartMark
+from elastic_rl.dcs.durable.store import ORPHAN_AGE_S, CommitMark, DurableStore, PartMark
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, ConfigError, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
 
@@ -170,3 +171,36 @@ def test_marks_round_trip() -> None:
     mark, part = CommitMark(version(7), 5, 3), PartMark({"a" * 32: "", "b" * 32: "c" * 32})
     assert CommitMark.decode(mark.encode()) == mark and PartMark.decode(part.encode()) == part
     assert json.loads(mark.encode())["schema"] == json.loads(part.encode())["schema"] == 2
+
+
+def set_age(store: DurableStore, digest: str, age_s: float) -> None:
+    at = time.time() - age_s
+    os.utime(file_of(store, digest), (at, at))
+
+
+def test_sweep_keeps_old_chunk_that_another_node_needs_again_meanwhile(
+        store: DurableStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, other = chunk(20), DurableStore(store.url, "job")
+    digest = put(store, data)
+    set_age(store, digest, 2 * ORPHAN_AGE_S)
+    listing, uploaded = store._fs.glob, []
+
+    def slow_listing(pattern: str) -> list[str]:
+        found = listing(pattern)
+        if "/chunks/" in pattern and not uploaded:
+            assert [p for p in found if p.endswith(digest)]
+            uploaded.append(put(other, data))
+            commit(other, 5, 1, {digest: ""})
+        return found
+
+    monkeypatch.setattr(store._fs, "glob", slow_listing)
+    assert store.sweep() == 0 and uploaded == [digest]
+    assert other.read_chunk(digest) == data
+
+
+def test_sweep_ends_when_its_node_no_longer_leads(store: DurableStore) -> None:
+    for seed in (21, 22, 23):
+        set_age(store, put(store, chunk(seed)), 2 * ORPHAN_AGE_S)
+    answers = iter([True, False])
+    assert store.sweep(still_leads=lambda: next(answers)) == 1
+    assert store.sweep() == 2

@@ -360,3 +360,26 @@ def test_fetch_is_cancelled_by_its_tick(nodes: Nodes) -> None:
         nodes.fetch("b", on_chunk=arrived.append, tick=tick).result(20)
     wait_until(lambda: not nodes.table["b"].stat()["pending"], timeout_s=5, what="regions to be freed")
     assert 0 < len(arrived) < COUNT
+
+
+def test_cancelled_caller_does_not_fail_others_that_share_its_chunks(nodes: Nodes) -> None:
+    nodes.start("a", DATA)
+    nodes.start("b")
+    executor, begun, cancelled = nodes.fetcher["b"]._executor, threading.Event(), []
+
+    def cancel_once_shared() -> None:
+        if not executor._jobs:
+            return
+        begun.set()
+        wait_until(lambda: all(len(j.waiters) == 2 for j in list(executor._jobs.values())), timeout_s=20,
+                   what="the other caller")
+        cancelled.append(True)
+        raise KeyError("the caller is gone")
+
+    first = nodes.fetch("b", tick=cancel_once_shared)
+    assert begun.wait(20)
+    second = nodes.fetch("b")
+    with pytest.raises(KeyError):
+        first.result(20)
+    assert [c.digest for c in second.result(20)] == DIGESTS and cancelled == [True]
+    assert [nodes.read("b", d) for d in DIGESTS] == DATA and nodes.table["b"].stat()["pending"] == 0
