@@ -170,3 +170,10 @@ def test_marks_round_trip() -> None:
     mark, part = Mark(version(7), 5, 3), PartMark({"a" * 32: "", "b" * 32: "c" * 32})
     assert Mark.decode(mark.encode()) == mark and PartMark.decode(part.encode()) == part
     assert json.loads(mark.encode())["schema"] == json.loads(part.encode())["schema"] == 2
+
+
+def test_errors_hold_no_password(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as e:
+        DurableStore("nosuch://key:secret@bucket/path", "job")
+    assert "secret" not in str(e.value) and "bucket" in str(e.value)
+    assert "secret" not in DurableStore("memory://key:secret@bucket/path", "job").url
