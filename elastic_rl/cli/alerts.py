@@ -51,7 +51,7 @@ def unsilence(cluster: Target, silence_id: Annotated[str, typer.Argument(metavar
               output: Output = Format.TABLE) -> None:
     """End a silence."""
     with cluster.api(see="elastic-rl alerts silences") as api:
-        answer = api.delete(f"/v1/silences/{silence_id}")
+        answer = api.end_silence(silence_id)
     if output is Format.JSON:
         tables.write_json(answer)
     else:

@@ -183,12 +183,24 @@ def _advice(refused: RequestRefused, info: ClusterInfo, see: str) -> str:
 def _remote_info(url: str, token_file: Path | None, ca: Path | None) -> ClusterInfo:
     from elastic_rl.coordinator.client.cluster_info import ClusterInfo
     urls = [u.strip().rstrip("/") for u in url.split(",") if u.strip()]
+    if not urls:
+        raise ConfigError(f"--url={url} names no URL", hint="write it as https://HOST:PORT")
     for each in urls:
-        if not each.startswith(("http://", "https://")):
+        if not _is_http(each):
             raise ConfigError(f"{each!r} is not the URL of an admin API", hint="write it as https://HOST:PORT")
     if ca is not None and not ca.exists():
         raise ConfigError(f"there is no file {ca}", hint="--ca names the PEM file of an authority")
     return ClusterInfo("", [], urls, str(token_file or ""), "", "", str(ca or ""))
+
+
+def _is_http(url: str) -> bool:
+    """Whether this is an http or https URL with a host and, if any, a valid port."""
+    from urllib.parse import urlsplit
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def api_command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:

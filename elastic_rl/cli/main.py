@@ -16,6 +16,7 @@ from elastic_rl.cli import alerts, changes, completion, dashboard, listings, run
 from elastic_rl.cli.common import err
 from elastic_rl.cli.completion import COMPLETE_VAR, PROGRAM, Shell
 from elastic_rl.cli.exit_codes import Exit, code_of, describe
+from elastic_rl.cli.tables import printable
 from elastic_rl.errors import ElasticRLError
 
 _LISTS = ("engines", "versions", "operations", "alerts")
@@ -51,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         app(args=args, prog_name=PROGRAM)
     except ElasticRLError as e:
-        err.print(f"error: {e.message}", markup=False, highlight=False, soft_wrap=True)
+        err.print(f"error: {printable(e.message)}", markup=False, highlight=False, soft_wrap=True)
         if e.hint:
-            err.print(f"hint: {e.hint}", markup=False, highlight=False, soft_wrap=True)
+            err.print(f"hint: {printable(e.hint)}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(code_of(e))
     except KeyboardInterrupt:
         err.print("interrupted")

@@ -157,9 +157,11 @@ def _progress(line: str) -> None:
 
 @config_app.command("show", context_settings=EXTRA)
 def config_show(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
-    """Show the configuration with all settings applied, as YAML (or JSON)."""
+    """Show the configuration with all settings applied, as YAML (or JSON), without secrets."""
     import yaml
-    values = load(ctx, file).model_dump(mode="json")
+
+    from elastic_rl.config import secrets
+    values = secrets.redacted(load(ctx, file).model_dump(mode="json"))
     if output is Format.JSON:
         tables.write_json(values)
     else:

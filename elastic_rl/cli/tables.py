@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -86,8 +87,16 @@ def cell(value: Any, column: str) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list) and all(isinstance(v, str | int) for v in value):
-        return ", ".join(str(v) for v in value)
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+        text = ", ".join(str(v) for v in value)
+    else:
+        text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return " ".join(printable(text).splitlines())
+
+
+def printable(text: str) -> str:
+    """Text with control and format characters replaced, line breaks and tabs excepted: names and messages come from
+    others, and escape sequences would steer the terminal."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else "\ufffd" for c in text)
 
 
 def size(nbytes: float) -> str:

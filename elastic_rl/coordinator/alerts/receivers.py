@@ -11,6 +11,7 @@ from typing import Any
 import apprise
 
 from elastic_rl.config import AlertConfig
+from elastic_rl.config.secrets import redacted_receiver
 from elastic_rl.coordinator.alerts.state_machine import TEST, Alert
 from elastic_rl.errors import ConfigError
 
@@ -54,7 +55,7 @@ def load(cfg: AlertConfig) -> dict[Receiver, str]:
 
     def add(where: str, url: str, tags: Iterable[str], name: str = "") -> None:
         if not apprise.Apprise().add(url):
-            raise ConfigError(f"{where} is not a URL that Apprise knows ({url.partition(':')[0]}://…)",
+            raise ConfigError(f"{where} is not a URL that Apprise knows ({redacted_receiver(url)})",
                               hint="the services are listed at https://github.com/caronc/apprise")
         name, wanted = name or receiver_name(url), frozenset(tags)
         if name in found:

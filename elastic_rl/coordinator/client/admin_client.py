@@ -175,6 +175,9 @@ class AdminClient:
     def _begin(self, path: str, body: dict[str, Any], dry_run: bool) -> dict[str, Any]:
         return dict(self.post(_with_dry_run(path, dry_run), body))
 
+    def end_silence(self, silence_id: str) -> Any:
+        return self.delete(f"/v1/silences/{_part(silence_id)}")
+
     # -- alerts and the dashboard ---------------------------------------------------------------------------------
     def test_alerts(self, timeout_s: float) -> dict[str, Any]:
         """Sends a test to every receiver of alerts. The result has for each ``delivered``, ``failed`` with a
@@ -209,6 +212,9 @@ class AdminClient:
                     reasons.append(f"{url}: {type(e).__name__}")
                     may_be_applied |= not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
                     continue
+                if answer.status_code < 400 and not _of_the_api(answer):
+                    reasons.append(f"{url}: no admin API answers there, but another HTTP server")
+                    continue
                 if answer.status_code < 400:
                     self._urls = [url, *(u for u in self._urls if u != url)]
                     return answer
@@ -237,6 +243,12 @@ def problem_of(answer: httpx.Response) -> RequestRefused:
     kinds = {401: Denied, 403: Denied, 404: NotFound, 409: Changed, 412: Changed}
     return kinds.get(answer.status_code, RequestRefused)(
         detail, status=answer.status_code, type=str(body.get("type", "about:blank")))
+
+
+def _of_the_api(answer: httpx.Response) -> bool:
+    """Whether an answer without an error is one of the admin API: JSON, or empty, and no redirect."""
+    kind = answer.headers.get("content-type", "").partition(";")[0].strip()
+    return answer.status_code < 300 and (kind == "application/json" or not answer.content)
 
 
 def _new_key() -> str:

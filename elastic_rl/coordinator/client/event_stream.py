@@ -108,6 +108,8 @@ class EventFollower:
                 if answer.status_code < 500:
                     raise problem
                 raise EtcdUnavailable(problem.message)
+            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                raise EtcdUnavailable("no admin API answers there, but another HTTP server")
             decoder = Decoder()
             for line in answer.iter_lines():
                 yield decoder.feed(line)

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import fsspec
 
+from elastic_rl.config.secrets import redacted_url
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import matches
 from elastic_rl.errors import (
@@ -104,11 +104,12 @@ class DurableStore:
     def __init__(self, url: str, job: str) -> None:
         """``url``: such as file:///mnt/checkpoints or s3://bucket/path; the job has a folder of its own below it.
         Raises ConfigError for a URL that fsspec does not know."""
-        self.url = url
+        self.url = redacted_url(url)
+        """For messages: without a password."""
         try:
             self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except (ValueError, ImportError) as e:
-            raise ConfigError(f"the durable store {urlsplit(url)._replace(netloc='').geturl()} cannot be used: {e}",
+            raise ConfigError(f"the durable store {self.url} cannot be used: {e}",
                               hint="dcs.durable_url is an fsspec URL; s3:// needs the package s3fs") from e
         self._root = f"{root.rstrip('/')}/{job}"
 

@@ -161,3 +161,9 @@ def test_delivered_and_dropped_alerts_leave_the_group() -> None:
     left = without_notified(queue, {a.id: a for a in three[:2]})
     assert left.in_flight is not None and left.in_flight.alerts == ["id000"]
     assert without_notified(queue, {"id001": three[1]}).in_flight is None
+
+
+def test_url_without_a_scheme_is_not_printed() -> None:
+    with pytest.raises(ConfigError) as e:
+        receivers.load(AlertConfig(urls=["secret-token@host"]))
+    assert "secret-token" not in str(e.value)

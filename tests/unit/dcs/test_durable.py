@@ -204,3 +204,10 @@ def test_sweep_ends_when_its_node_no_longer_leads(store: DurableStore) -> None:
     answers = iter([True, False])
     assert store.sweep(still_leads=lambda: next(answers)) == 1
     assert store.sweep() == 2
+
+
+def test_errors_hold_no_password(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as e:
+        DurableStore("nosuch://key:secret@bucket/path", "job")
+    assert "secret" not in str(e.value) and "bucket" in str(e.value)
+    assert "secret" not in DurableStore("memory://key:secret@bucket/path", "job").url

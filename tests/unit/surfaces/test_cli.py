@@ -205,7 +205,9 @@ def test_remote_cluster_that_does_not_answer_is_code_3(capsys: pytest.CaptureFix
     assert "elastic-rl up --job=nobody" in capsys.readouterr().err, "a named job overrides the environment"
 
 
-@pytest.mark.parametrize("args", [["pools", "--url=gpu-1:8400"], ["pools", "--url=http://a", "--ca=/nonexistent"],
+@pytest.mark.parametrize("args", [["pools", "--url=gpu-1:8400"], ["pools", "--url=http://[::1"], ["pools", "--url=,"],
+                                  ["pools", "--url=http://"], ["pools", "--url=http://a:99999"],
+                                  ["pools", "--url=http://a", "--ca=/nonexistent"],
                                   ["pools", "--url=http://a", "--train.stepz=3"],
                                   ["pools", "--url=http://a", "--token-file=/nonexistent"],
                                   ["events", "--url=http://a", "--since=soon"],
@@ -302,3 +304,34 @@ def test_client_without_any_replica_raises_unavailable(monkeypatch: pytest.Monke
     ("etcd Version: 3.5.21", True), ("etcd Version: 3.6.0", True), ("etcd Version: 3.3.10", False)])
 def test_etcd_releases_that_corrupt_data_are_refused(text: str, trusted: bool) -> None:
     assert (etcd_server.objection(etcd_server.parse_version(text)) == "") is trusted
+
+
+@pytest.mark.parametrize("answer", [httpx.Response(200, text="<html>"), httpx.Response(302, text=""),
+                                    httpx.Response(200, text="OK", headers={"Content-Type": "text/plain"})])
+def test_another_http_server_is_not_taken_for_the_api(monkeypatch: pytest.MonkeyPatch, answer: httpx.Response) -> None:
+    with pytest.raises(EtcdUnavailable, match="no admin API"):
+        _api(monkeypatch, {"http://a": answer}).get("/v1/job")
+
+
+def test_id_of_a_silence_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def request(method: str, url: str, **_: object) -> httpx.Response:
+        asked.append(f"{method} {url}")
+        return httpx.Response(204)
+
+    monkeypatch.setattr(httpx, "request", request)
+    assert run("alerts", "unsilence", "../pools/a?b", "--url=http://a") == 0
+    assert asked == ["DELETE http://a/v1/silences/..%2Fpools%2Fa%3Fb"]
+
+
+def test_config_show_hides_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    for output in ("table", "json"):
+        assert run("config", "show", "-o", output, "--alerts.urls=[slack://secret-token]") == 0
+        assert "secret-token" not in capsys.readouterr().out
+
+
+def test_error_has_no_terminal_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "show", "-c", "\x1b]0;owned\x07\u202e.yaml") == 2
+    said = capsys.readouterr().err
+    assert not set(said) & set("\x1b\x07\u202e")

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from elastic_rl import config
 from elastic_rl.cli.common import overrides
+from elastic_rl.config import secrets
 from elastic_rl.errors import ConfigError
 
 
@@ -115,3 +116,47 @@ def test_orphan_grace_that_ends_before_the_publishers_lease_is_refused(grace_s: 
 def test_orphan_grace_beyond_the_publishers_lease_is_accepted() -> None:
     assert config.parse({"job": "j", "dcs": {"orphan_grace_s": 25, "staging_ttl_s": 20}}).dcs.orphan_grace_s == 25
     assert config.parse({"job": "j", "dcs": {"orphan_grace_s": 0}}).dcs.orphan_grace_s == 0
+
+
+@pytest.mark.parametrize("override", ["--job=2024-13-45", "--seed=[", "--train.steps=2024-99-99T00:00:00"])
+def test_value_that_yaml_cannot_read_is_a_config_error(override: str) -> None:
+    with pytest.raises(ConfigError, match="is not YAML"):
+        config.load(None, [override])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"job: 2024-13-45", b"job: [secret-token"])
+def test_file_that_cannot_be_decoded_is_a_config_error_without_its_text(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"bad\.yaml") as e:
+        config.load(file)
+    assert "secret-token" not in str(e.value)
+
+
+@pytest.mark.parametrize("ports", ["[0, 1]", "[1, 65536]", "[-1, 2]", "[8400, 8400]"])
+def test_coordinator_ports_are_valid_and_distinct(ports: str) -> None:
+    with pytest.raises(ConfigError, match=r"coordinator"):
+        config.load(None, [f"--coordinator.ports={ports}"])
+
+
+@pytest.mark.parametrize("override", [
+    "--alerts=slack://secret-token", "--alerts.urls=slack://secret-token", "--alerts.urls=[[slack://secret-token]]",
+    "--alerts.routes=[slack://secret-token]", "--dcs.durable_url=[s3://secret-token@bucket]",
+    "--alerts.urls=[slack://secret-token"])
+def test_errors_hold_no_secrets(override: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        config.load(None, [override])
+    assert "secret-token" not in str(e.value)
+
+
+def test_shown_settings_hold_no_secrets() -> None:
+    values = config.parse({
+        "alerts": {"urls": ["slack://secret/secret"], "routes": [{"url": "json://u:secret@host/", "tags": ["error"]}]},
+        "dcs": {"durable_url": "s3://key:secret@bucket/path?token=secret"}}).model_dump(mode="json")
+    shown = secrets.redacted(values)
+    assert "secret" not in str(shown)
+    assert shown["alerts"]["urls"] == ["slack://…"] and shown["alerts"]["routes"][0]["tags"] == ["error"]
+    assert shown["dcs"]["durable_url"] == "s3://…@bucket/path?…"
+    assert "secret" in str(values), "the settings themselves are unchanged"
+    plain = config.parse({"dcs": {"durable_url": "file:///mnt/checkpoints"}}).model_dump(mode="json")
+    assert secrets.redacted(plain) == plain

@@ -56,3 +56,11 @@ def test_json_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
                                           (5 << 50, "5120.0 TiB")])
 def test_sizes_are_told_in_binary_units(nbytes: int, text: str) -> None:
     assert tables.size(nbytes) == text
+
+
+def test_cell_has_no_control_characters() -> None:
+    for value in ("a\x1b[2Jb\u202e", ["a\x1b[2Jb\u202e"], {"a\x1b": "\u202e"}):
+        text = tables.cell(value, "reason")
+        assert not set(text) & set("\x1b\u202e"), text
+    assert tables.cell("two\nlines", "reason") == "two lines"
+    assert tables.printable("two\nlines") == "two\nlines"
