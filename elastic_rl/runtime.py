@@ -113,8 +113,8 @@ def require_port_free(host: str, port: int, *, setting: str) -> None:
 
 def wait_until(check: Callable[..., T | None], *, timeout_s: float, what: str, poll_s: float = 0.05,
                alive: Callable[..., bool] | None = None) -> T:
-    """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early. Both are
-    called without arguments; they may have some with defaults, as a lambda in a loop does.
+    """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early. Both
+    are called without arguments; they may have some with defaults, as a lambda in a loop does.
 
     Raises DeadlineExceeded, which names ``what``.
     """
