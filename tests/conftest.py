@@ -7,20 +7,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
-
-# How long an example takes says nothing about the code on a machine that does something else too.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
 
 # Run in the background of a script, this process would ignore Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of the tests, such as etcd_server
 
+from support.budget import load_profile  # noqa: E402
 from support.etcd_server import EtcdServers  # noqa: E402
 from support.shared_fixtures import etcd, keys  # noqa: E402, F401
+
+load_profile()
 
 
 @pytest.fixture(scope="session")

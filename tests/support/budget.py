@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
+
 
 def seeds(usual: int) -> int:
     """``usual`` examples in the suite; ``ELASTIC_RL_SEEDS`` (set by ``ops/test.sh --all``) where that is more."""
     return max(usual, int(os.environ.get("ELASTIC_RL_SEEDS", "0")))
+
+
+def load_profile() -> None:
+    """Settings of every test of hypothesis: without a limit for one example, whose time says nothing about the code on
+    a machine that does something else too."""
+    hypothesis.settings.register_profile("suite", deadline=None, max_examples=seeds(100))
+    hypothesis.settings.load_profile("suite")

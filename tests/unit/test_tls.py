@@ -148,6 +148,6 @@ def test_files_are_checked_no_more_often_than_recheck_s(files: Files, old: Autho
     assert reloading.current() is second, "unchanged files are not read again"
 
 
-def test_first_load_raises(files: Files) -> None:
+def test_first_load_of_missing_files_raises(files: Files) -> None:
     with pytest.raises(OSError):
         files.reloading()

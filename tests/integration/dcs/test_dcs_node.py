@@ -519,7 +519,7 @@ def test_malformed_request_is_refused_and_the_connection_stays_open(dcs: Dcs) ->
 
 
 # -- authentication ----------------------------------------------------------------------------------------------------
-def test_token_is_required(dcs: Dcs) -> None:
+def test_requests_without_the_right_token_are_refused(dcs: Dcs) -> None:
     secret = dcs.folder / "token"
     secret.write_text("correct horse\n")
     node = dcs.start(token_file=secret)

@@ -6,19 +6,19 @@ back, and have other clocks; receivers that refuse, hang, or take a notification
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 
 import pytest
 from support.alert_simulation import KEYS, SKEW_S, TICK_S, AlertSimulation, Fault, SimulatedLeader
+from support.budget import seeds
 
 from elastic_rl.coordinator.alerts import state_machine
 from elastic_rl.coordinator.alerts.receiver_queue import WINDOW_S, ReceiverQueue
 from elastic_rl.coordinator.alerts.state_machine import Alert, Phase
 from elastic_rl.etcd.records import Severity
 
-SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "40"))
+SEEDS = seeds(40)
 _LEADERLESS_S = 3.0
 _LONGEST_SILENCE_S = 60.0
 _EPISODE_S = 14.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.coordinator.failure import policy
@@ -19,7 +19,7 @@ from elastic_rl.coordinator.records import FaultLog, RecoveryAction
 from elastic_rl.coordinator.targets import JOB
 from elastic_rl.etcd.records import JobStatus
 
-SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "100"))
+SEEDS = seeds(100)
 CFG = FailurePolicyConfig(max_faults=3, fault_window_s=100.0, backoff_initial_s=2.0, backoff_max_s=16.0,
                           fault_merge_s=5.0, max_global_restarts=3)
 TRAINER_DEAD = policy.rule_for("trainer", Fault.DEAD)

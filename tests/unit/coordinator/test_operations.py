@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl.coordinator.operations.controller import OperationController
 from elastic_rl.coordinator.operations.state_machine import advance, cancelled
@@ -30,7 +30,7 @@ from elastic_rl.etcd.records import (
     RestartRequest,
 )
 
-SEEDS = int(os.environ.get("ELASTIC_RL_SEEDS", "100"))
+SEEDS = seeds(100)
 POOL = "rollout"
 URL = "http://10.0.0.9:30000"
 

@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.allocator import regions
+from support.budget import seeds
 
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.manifest import ALIGN, Packer, aligned
@@ -203,7 +204,7 @@ def test_alloc_reports_full_disk_once_the_arena_is_full_and_recovers(folder: Pat
     node.disk.close()
 
 
-def test_drop_removes_files(node: Node) -> None:
+def test_dropped_chunk_loses_its_file(node: Node) -> None:
     digest = node.commit(b"a" * KIB)
     node.save_all()
     assert node.path(digest).exists()
@@ -658,4 +659,4 @@ class TieredTable(RuleBasedStateMachine):
 
 
 TestTieredTable = TieredTable.TestCase
-TestTieredTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTieredTable.settings = settings(max_examples=seeds(60), stateful_step_count=40, deadline=None)

@@ -167,7 +167,7 @@ def test_unknown_url_scheme_is_a_config_error_without_secrets() -> None:
     assert "secret" not in str(caught.value) and "durable_url" in str(caught.value)
 
 
-def test_marks_round_trip() -> None:
+def test_marks_are_read_as_written_with_their_schema() -> None:
     mark, part = CommitMark(version(7), 5, 3), PartMark({"a" * 32: "", "b" * 32: "c" * 32})
     assert CommitMark.decode(mark.encode()) == mark and PartMark.decode(part.encode()) == part
     assert json.loads(mark.encode())["schema"] == json.loads(part.encode())["schema"] == 2

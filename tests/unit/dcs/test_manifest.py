@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.codecs.tensors import checksum, dtype_name, from_bytes, to_bytes
@@ -57,7 +58,7 @@ def unpack(entry: TensorEntry, chunks: dict[str, bytes]) -> torch.Tensor:
     return from_bytes(torch.tensor(list(data), dtype=torch.uint8), entry.dtype, entry.shape)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=seeds(200), deadline=None)
 @given(st.lists(tensors(), max_size=6), st.integers(ALIGN, 1024))
 def test_tensors_round_trip_bit_for_bit(values: list[torch.Tensor], chunk_bytes: int) -> None:
     named = {f"t{i}": t for i, t in enumerate(values)}

@@ -48,7 +48,7 @@ def test_invalid_version_name_is_a_usage_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("text, seconds", [("90s", 90), ("15m", 900), ("2h", 7200), ("7d", 604800)])
-def test_durations(text: str, seconds: int) -> None:
+def test_duration_is_read_in_seconds(text: str, seconds: int) -> None:
     assert durations.seconds(text) == seconds
 
 

@@ -133,9 +133,13 @@ def test_sigterm_interrupts_and_handlers_are_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_cleanup_is_not_interrupted() -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_cleanup_is_not_interrupted(sent: signal.Signals) -> None:
+    before, reached = signal.getsignal(sent), False
     with running.ignore_signals():
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(sent)
+        reached = True
+    assert reached and signal.getsignal(sent) is before
 
 
 # -- addressing a cluster ----------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_faults_have_their_times() -> None:
     assert faults["kill-engine"]["heal_s"] == pytest.approx(24.0, abs=1e-3)
 
 
-def test_audit_is_counted() -> None:
+def test_report_counts_lost_and_duplicated_groups() -> None:
     report = build.build([], job="j", seed=0, versions=[], audit=Audit([4, 5], [6]))
     assert (report["groups_lost"], report["groups_duplicated"]) == (2, 1)
 

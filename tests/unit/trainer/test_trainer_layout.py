@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl.errors import ConfigError
 from elastic_rl.trainer import hf_layout
@@ -37,7 +38,7 @@ def hf_tensors(dims: AttentionDims, hidden: int, ffn: int) -> dict[str, torch.Te
     return out
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=seeds(60))
 @given(tp=st.sampled_from([1, 2, 4]), kv_per_rank=st.integers(1, 2), per_group=st.integers(1, 3),
        head_dim=st.sampled_from([2, 6]), vocab=st.integers(1, 19), ffn_per_rank=st.integers(1, 4))
 def test_merge_inverts_split_for_every_hf_tensor(tp: int, kv_per_rank: int, per_group: int, head_dim: int,
@@ -87,7 +88,7 @@ def batches(draw: st.DrawFn) -> TrainBatch:
                       policy_versions=ints(0, 1 << 40), groups=torch.arange(draw(st.integers(0, 3))))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=seeds(40))
 @given(batches())
 def test_batch_round_trips_through_its_wire_format(batch: TrainBatch) -> None:
     raw = batch.to_bytes(step=7, cursor={"next": [1, 2]})
@@ -96,7 +97,7 @@ def test_batch_round_trips_through_its_wire_format(batch: TrainBatch) -> None:
     assert meta_of(raw) == {"step": 7, "cursor": {"next": [1, 2]}}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=seeds(60))
 @given(st.binary(max_size=64))
 def test_bytes_that_are_not_a_batch_raise_config_error(raw: bytes) -> None:
     with pytest.raises(ConfigError):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl.algorithms.advantages import STD_EPSILON, group_relative
 from elastic_rl.algorithms.losses import clipped_policy_loss
@@ -15,7 +16,7 @@ from elastic_rl.algorithms.registry import ALGOS
 from elastic_rl.algorithms.schedule import learning_rate
 from elastic_rl.config import AlgorithmConfig, TrainConfig
 
-thorough = settings(deadline=None, max_examples=60)
+thorough = settings(deadline=None, max_examples=seeds(60))
 reward = st.floats(-10, 10, width=32)
 groups = st.integers(2, 8).flatmap(
     lambda k: st.lists(st.lists(reward, min_size=k, max_size=k), min_size=1, max_size=6))

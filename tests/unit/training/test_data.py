@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 
 from elastic_rl.config import Config, DataConfig
 from elastic_rl.data.order import PromptOrder
@@ -19,7 +20,7 @@ from elastic_rl.etcd.records import LedgerEntry
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.rewards.registry import REWARDS
 
-thorough = settings(deadline=None, max_examples=60)
+thorough = settings(deadline=None, max_examples=seeds(60))
 
 # -- tasks ------------------------------------------------------------------------------------------------------
 
