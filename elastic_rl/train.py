@@ -124,7 +124,8 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
 def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None]) -> int:
     context_file = ctx.save(ctx.config.cluster_dir / "run.json")
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
-    env = {processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV, **ray_environment(ctx.config.telemetry)}
+    env = {processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV, **ray_environment(ctx.config.telemetry),
+           **ctx.config.device.environment()}
     return DriverSupervisor(ctx, etcd, command, env=env, on_tick=on_tick).run()
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up, then runs every check and every test.
 #
-#   bash ops/test.sh                  checks; unit, integration and chaos tests side by side; then whole runs (e2e)
+#   bash ops/test.sh                  checks; whole runs (e2e); then unit, integration and chaos tests side by side
 #   bash ops/test.sh --all            the same with thousands of seeds for every state machine (takes hours)
 #   bash ops/test.sh tests/unit -x    checks, then pytest with these arguments, in one process
 #

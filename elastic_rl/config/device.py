@@ -10,7 +10,8 @@ from elastic_rl.config.section import Section
 
 class DeviceConfig(Section):
     type: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the trainer and the engines. ``auto``: CUDA where torch finds a device, else the CPU."""
+    """Device of the trainer and the engines. ``auto``: CUDA where torch finds a device, else the CPU. With ``cpu`` the
+    run's processes see no GPU of the machine."""
     dist_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of the trainer's collectives. ``auto``: nccl on CUDA, gloo on a CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -23,3 +24,8 @@ class DeviceConfig(Section):
         """Whether this configuration computes on GPUs. ``available`` decides ``auto``: in a process that imports torch
         ``torch.cuda.is_available``, in the driver what Ray knows of the cluster."""
         return self.type == "cuda" or (self.type == "auto" and available())
+
+    def environment(self) -> dict[str, str]:
+        """Environment of the driver, which every process of the run inherits. With ``cpu`` it hides the GPUs, so that
+        what a library decides by ``torch.cuda.is_available`` agrees with this section."""
+        return {"CUDA_VISIBLE_DEVICES": ""} if self.type == "cpu" else {}

@@ -101,6 +101,14 @@ def test_sft_evaluates_often_only_near_its_target(accuracy: float | None, steps:
     assert config.parse({"sft": {"target_eval_accuracy": 0.4}}).sft.steps_to_next_eval(accuracy) == steps
 
 
+def test_gpus_are_hidden_from_a_run_on_the_cpu_and_from_no_other() -> None:
+    def environment(kind: str) -> dict[str, str]:
+        return config.parse({"job": "j", "device": {"type": kind}}).device.environment()
+
+    assert environment("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
+    assert environment("auto") == environment("cuda") == {}
+
+
 def test_misspelt_durable_stream_is_refused() -> None:
     assert config.parse({"job": "j", "dcs": {"durable_streams": ["policy"]}}).dcs.durable_streams == ["policy"]
     with pytest.raises(ConfigError, match="durable_streams"):
