@@ -18,7 +18,7 @@ from support.certificates import Authority
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.fetch.fetcher import Fetcher
-from elastic_rl.dcs.node.admission import Limits
+from elastic_rl.dcs.node.admission import ConnectionLimits
 from elastic_rl.dcs.node.open_versions import OpenVersions
 from elastic_rl.dcs.node.pins import NodePins
 from elastic_rl.dcs.node.server import Server
@@ -132,7 +132,7 @@ def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
 def test_caller_in_an_unfinished_tls_handshake_is_evicted_for_the_next_one(tls_security: Security) -> None:
     node = Node(60, tls_security)
     try:
-        silent = [node.connect() for _ in range(Limits.unauthenticated_per_host)]
+        silent = [node.connect() for _ in range(ConnectionLimits.unauthenticated_per_host)]
         for sock in silent:
             sock.sendall(_START_OF_A_CLIENT_HELLO)
         wait_until(lambda: node.in_handshake() == len(silent), timeout_s=20, what="the handshakes")
