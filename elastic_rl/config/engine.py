@@ -10,7 +10,7 @@ from elastic_rl.config.section import Positive, Seconds, Section
 
 
 class EngineConfig(Section):
-    start_timeout_s: Seconds = 180.0
+    start_timeout_s: Seconds = 600.0
     """Seconds from the launch of an engine to its first answer; a slower one is replaced. A pool that has fewer engines
     than desired for this long raises ``pool.short``."""
     request_timeout_s: Seconds = 60.0

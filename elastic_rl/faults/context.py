@@ -19,7 +19,7 @@ from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Memb
 from elastic_rl.roles.rollout_pool import ROLLOUT_POOL, engines
 from elastic_rl.runtime import wait_until
 
-INJECT_TIMEOUT_S = 60.0
+INJECT_TIMEOUT_S = 600.0
 
 
 class Fault(Protocol):

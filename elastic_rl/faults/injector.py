@@ -25,7 +25,7 @@ from elastic_rl.runtime import wait_until
 
 log = logging.getLogger(__name__)
 
-_DETECT_TIMEOUT_S, _HEAL_TIMEOUT_S = 60.0, 240.0
+_DETECT_TIMEOUT_S, _HEAL_TIMEOUT_S = 120.0, 900.0
 
 FaultPlan = Callable[[FaultContext, int], list[tuple[int, Sequence[Fault]]]]
 """From the context and the run's number of steps to (step, faults), in order. Faults of one entry happen at once."""

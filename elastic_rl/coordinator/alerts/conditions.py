@@ -33,7 +33,7 @@ class Thresholds:
     etcd_slow_s: float = 0.5
     etcd_quota_bytes: int = 2 << 30
     max_staleness: int = 0
-    pool_hold_s: float = 180.0
+    pool_hold_s: float = 600.0
     """A pool may be short for so long: an engine needs that to start."""
 
     @classmethod
