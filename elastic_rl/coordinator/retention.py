@@ -14,7 +14,7 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.transaction import MAX_OPS, GuardedWrite, batches
 
-_EVERY_S = 15.0
+_EVERY_S, _RETRY_S = 15.0, 1.0
 _IDEMPOTENCY_EVERY_S = 600.0
 
 
@@ -28,14 +28,15 @@ class Retention:
         """Deletes what is beyond the limits, every now and then. Raises Fenced and EtcdUnavailable."""
         now = time.monotonic()
         if now >= self._next_at:
-            self._trim_events()
+            trimmed = self._trim_events()
             self._downsample_steps()
-            self._next_at = now + _EVERY_S
+            self._next_at = now + (_EVERY_S if trimmed else _RETRY_S)
         if now >= self._next_idempotency_at:
             idempotency.trim(self._etcd, self._keys, self._clock(), self._guarded)
             self._next_idempotency_at = now + _IDEMPOTENCY_EVERY_S
 
-    def _trim_events(self) -> None:
+    def _trim_events(self) -> bool:
+        """Whether no more than the limit are left, as far as events were read."""
         prefix = self._keys.events_prefix()
         cursor = readable_one(self._etcd.get(self._keys.event_cursor()), EventCursor)
         while (excess := self._etcd.count(prefix) - self._cfg.max_events) > 0:
@@ -43,8 +44,9 @@ class Retention:
             # An event that the leader has not read yet may be an alert.
             read = [kv.key for kv in oldest if cursor is not None and kv.mod_revision <= cursor.revision]
             if not read:
-                return
+                return False
             self._guarded([], [Op.delete(key) for key in read])
+        return True
 
     def _downsample_steps(self) -> None:
         prefix, limit = self._keys.steps_prefix(), self._cfg.max_step_metrics

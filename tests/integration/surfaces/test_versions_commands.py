@@ -8,9 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import torch
 from support.dcs_nodes import await_node, spawn_node
@@ -143,15 +141,28 @@ def test_pin_keeps_a_version_until_it_expires_or_is_removed(command: VersionsCom
     collector.close()
 
 
-def test_pin_of_a_version_that_is_not_there_leaves_no_lease(command: VersionsCommand, etcd_servers: EtcdServers
-                                                            ) -> None:
-    def etcd(call: str, **request: object) -> dict[str, Any]:
-        answer = httpx.post(f"http://{etcd_servers.endpoints[0]}/v3/lease/{call}", json=request, timeout=20)
-        return dict(answer.json())
+def test_pin_of_a_version_that_is_not_there_leaves_no_lease(command: VersionsCommand,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    granted, revoked = list[int](), list[int]()
+    grant, revoke = EtcdClient.grant, EtcdClient.revoke
 
+    def counted_grant(client: EtcdClient, ttl_s: int) -> int:
+        lease = grant(client, ttl_s)
+        if ttl_s == 123457:
+            granted.append(lease)
+        return lease
+
+    def counted_revoke(client: EtcdClient, lease: int) -> None:
+        revoked.append(lease)
+        revoke(client, lease)
+
+    monkeypatch.setattr(EtcdClient, "grant", counted_grant)
+    monkeypatch.setattr(EtcdClient, "revoke", counted_revoke)
     assert command.run("pin", "policy/999", "--for", "123457s")[0] == 1
-    granted = [etcd("timetolive", ID=lease["ID"]).get("grantedTTL") for lease in etcd("leases").get("leases", [])]
-    assert granted and "123457" not in granted
+    assert set(granted) <= set(revoked)
+    assert command.run("pin", "policy/1", "--for", "123457s")[0] == 0
+    assert len(granted) == 1 and not set(granted) & set(revoked), "the pin of a version that exists has its lease"
+    assert command.run("unpin", "policy/1")[0] == 0
 
 
 def test_export_and_import_keep_the_model(command: VersionsCommand, tmp_path: Path) -> None:
