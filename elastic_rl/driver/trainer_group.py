@@ -103,7 +103,7 @@ class TrainerGroup:
         self._done = self._placed.actor.run.remote()
 
     def close(self) -> None:
-        """Ends the agent and its ranks, and signs the ranks off, so that their end does not count as a death."""
+        """Ends the agent and its ranks, and deregisters the ranks, so that their end does not count as a death."""
         if self._placed is None:
             return
         self._placed.actor.stop.remote()

@@ -113,12 +113,12 @@ def test_end_of_the_agent_after_a_global_restart_is_not_reported(group: TrainerG
     assert reports(etcd, keys) == []
 
 
-def test_closed_group_signs_its_ranks_off_when_the_agent_was_killed(group: TrainerGroup, etcd: EtcdClient, keys: Keys
-                                                                    ) -> None:
-    """An agent that hangs is killed, and cannot sign its ranks off itself; their end would count as a death."""
+def test_closed_group_deregisters_its_ranks_when_the_agent_was_killed(group: TrainerGroup, etcd: EtcdClient, keys: Keys
+                                                                      ) -> None:
+    """An agent that hangs is killed, and cannot deregister its ranks itself; their end would count as a death."""
     group.reconcile()
     rank = Membership(etcd, keys, "trainer", "rank-0", ttl_s=30, epoch=group.ctx.epoch).start()
-    rank._done.set()  # as a killed process: no beat any more, and no sign-off
+    rank._stopping.set()  # as a killed process: no heartbeat any longer, and not deregistered
     other = Membership(etcd, keys, "trainer", "rank-1", ttl_s=30, epoch=group.ctx.epoch + 1).start()
     group.close()
     assert [m.id for m in members(etcd, keys, "trainer")] == ["rank-1"], "of a newer epoch"
