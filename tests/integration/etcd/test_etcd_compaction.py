@@ -115,7 +115,7 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
 class Client:
     """A change stream that is opened again when it ends, from the last revision seen."""
 
-    feed: ChangeStream
+    changes: ChangeStream
     seen: list[Change] = field(default_factory=list)
     missed: list[Change] | None = field(default_factory=list)
     open: threading.Event = field(default_factory=threading.Event)
@@ -123,12 +123,12 @@ class Client:
     stopping: threading.Event = field(default_factory=threading.Event)
 
     async def run(self) -> None:
-        reader = await self.feed.subscribe(frozenset({"event"}))
+        reader = await self.changes.subscribe(frozenset({"event"}))
         self.open.set()
-        while not reader.over and not self.stopping.is_set():
+        while not reader.ended and not self.stopping.is_set():
             self.seen += await reader.take(0.5)
-        self.feed.leave(reader)
-        reader = await self.feed.subscribe(frozenset({"event"}), after=self.seen[-1].revision)
+        self.changes.unsubscribe(reader)
+        reader = await self.changes.subscribe(frozenset({"event"}), after=self.seen[-1].revision)
         self.missed = reader.missed
         self.open_again.set()
         while not self.stopping.is_set():
