@@ -102,8 +102,8 @@ def test_killed_engine_is_unrouted_and_leaves_no_file(testbed: EngineTestbed) ->
 
 
 def test_files_of_an_engine_killed_with_its_runner_are_swept_by_its_tag(testbed: EngineTestbed, tmp_path: Path) -> None:
-    """A host's power is lost, or the driver's whole tree is killed: only the next start can clean up. The engine has two
-    tensor-parallel ranks, which share a segment; Python's resource tracker may outlive them and remove that one."""
+    """A host's power is lost, or the driver's whole tree is killed: only the next start can clean up. The engine has
+    two tensor-parallel ranks, which share a segment; Python's resource tracker may outlive them and remove that one."""
     testbed.stop_engines()
     context = testbed.context(extra_args=["--tp-size", "2"]).save(tmp_path / "context.json")
     runner = spawn([sys.executable, str(Path(__file__).with_name("engine_process.py")), str(context), "lost"],
