@@ -62,6 +62,7 @@ class TrainerRankStopped:
     def inject(self) -> tuple[str, str]:
         self.at, self.step = time.time(), self.context.step()
         rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
+        self.incarnation = rank.incarnation
         process = psutil.Process(rank.pid)
         process.suspend()
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
@@ -72,7 +73,11 @@ class TrainerRankStopped:
         return self.context.has_event("trainer.hung", self.at)
 
     def healed(self) -> bool:
-        return self.context.has_event("trainer.recovered", self.at) and self.context.step() > self.step
+        """Another rank has its place, and the run has trained a further step. The training loop need not have reported
+        it: it waited for the trainer, so the leader may have found it hung, and restarted it too."""
+        ranks = self.context.trainer_ranks()
+        return bool(ranks) and self.context.step() > self.step and all(
+            m.incarnation != self.incarnation for m in ranks)
 
 
 class Restarted:
