@@ -7,17 +7,14 @@ lease had ended in an outage of etcd, is the same.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_rl.errors import CatalogMismatch, Conflict
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
-from elastic_rl.etcd.decoding import decode, readable_one
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, DcsNode
-
-log = logging.getLogger(__name__)
 
 RECOVER_HINT = "run `elastic-rl versions recover`; nothing is dropped before"
 
@@ -50,11 +47,8 @@ def read_node(etcd: EtcdClient, keys: Keys, node_id: str) -> RegisteredNode | No
 
 def decoded(kv: KeyValue) -> RegisteredNode | None:
     """The node of a record; None, with a line in the log, for a record that cannot be decoded."""
-    unreadable: dict[str, str] = {}
-    if (node := decode(kv, DcsNode, unreadable)) is None:
-        log.warning("the record of a DCS node at %s cannot be decoded: %s", kv.key, unreadable[kv.key])
-        return None
-    return RegisteredNode(node, kv.create_revision)
+    node = readable_one(kv, DcsNode)
+    return RegisteredNode(node, kv.create_revision) if node is not None else None
 
 
 def registration_guards(etcd: EtcdClient, keys: Keys, acknowledged: Mapping[str, str],

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.coordinator.targets import engine_target
-from elastic_rl.driver.placement import PlacedActor
+from elastic_rl.driver.placement import PlacedActor, stop_engines
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
 from elastic_rl.engine.router import RouterClient
@@ -73,12 +73,7 @@ class ExternalEngines:
 
     def close(self) -> None:
         """Detaches from every server; the registrations stay, for the next driver."""
-        for served in self._served.values():
-            served.placed.actor.stop.remote()
-        if self._served:
-            ray.wait([a.done for a in self._served.values()], num_returns=len(self._served), timeout=10.0)
-        for served in self._served.values():
-            served.placed.remove()
+        stop_engines(self._served.values())
         self._served.clear()
 
     def _registrations(self) -> dict[str, ExternalEngine]:

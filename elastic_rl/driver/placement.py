@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -10,6 +11,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_rl.config import Config
 from elastic_rl.errors import PreflightFailed
+
+_STOP_TIMEOUT_S = 10.0
 
 
 class PlacedActor:
@@ -32,6 +35,23 @@ class PlacedActor:
     def remove(self) -> None:
         ray.kill(self.actor)
         remove_placement_group(self.group)
+
+
+class PlacedEngine(Protocol):
+    """An engine that runs in a placed actor. ``done`` resolves when the engine has ended."""
+
+    placed: PlacedActor
+    done: ray.ObjectRef
+
+
+def stop_engines(engines: Collection[PlacedEngine]) -> None:
+    """Asks all engines to stop, waits for them together, and removes their actors, also of those that did not stop."""
+    for engine in engines:
+        engine.placed.actor.stop.remote()
+    if engines:
+        ray.wait([engine.done for engine in engines], num_returns=len(engines), timeout=_STOP_TIMEOUT_S)
+    for engine in engines:
+        engine.placed.remove()
 
 
 def gpus_per_engine(cfg: Config) -> int:

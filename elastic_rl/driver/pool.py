@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ExternalEngines
-from elastic_rl.driver.placement import PlacedActor, gpus_per_engine
+from elastic_rl.driver.placement import PlacedActor, gpus_per_engine, stop_engines
 from elastic_rl.driver.plan import Running, StartBudget, plan
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
@@ -92,12 +92,7 @@ class EnginePool:
     def close(self) -> None:
         """Ends every engine that this driver started, and stops serving external ones."""
         self._external.close()
-        for slot in self._slots.values():
-            slot.placed.actor.stop.remote()
-        if self._slots:
-            ray.wait([s.done for s in self._slots.values()], num_returns=len(self._slots), timeout=10.0)
-        for slot in self._slots.values():
-            slot.placed.remove()
+        stop_engines(self._slots.values())
         self._slots.clear()
 
     # -- one engine ---------------------------------------------------------------------------------------------

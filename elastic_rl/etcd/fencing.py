@@ -103,12 +103,10 @@ def write(etcd: EtcdClient, keys: Keys, number: int, *ops: Op) -> None:
 
 
 def emit(etcd: EtcdClient, keys: Keys, number: int, kind: str, subject: str, message: str, *,
-         severity: Severity = Severity.INFO, **data: Any) -> Event:
+         severity: Severity = Severity.INFO, **data: Any) -> None:
     """Writes an event of now if ``number`` is still the epoch that may write; ``data`` must be JSON-able. Raises Fenced
     and EtcdUnavailable."""
-    event = events.build(kind, subject, message, severity=severity, **data)
-    write(etcd, keys, number, events.put_op(keys, event))
-    return event
+    FencedWriter.of_epoch(etcd, keys, number).emit(kind, subject, message, severity=severity, **data)
 
 
 def require_epoch(etcd: EtcdClient, keys: Keys, number: int) -> None:

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from elastic_rl.etcd.records import EngineState, OperationState, PoolStatus
+from elastic_rl.etcd.records import EngineState, Member, OperationState, PoolStatus
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
 from elastic_rl.roles.rollout_pool import ROLLOUT_POOL
 from elastic_rl.runtime import wait_until
@@ -32,15 +32,25 @@ class EngineKilled:
         return len(self.context.ready() - {self.victim}) >= self.desired
 
 
-class TrainerRankKilled:
-    name = "trainer_rank_killed"
+class _TrainerRankFault:
+    """A fault of the last rank of the trainer."""
 
     def __init__(self, context: FaultContext) -> None:
         self.context = context
 
-    def inject(self) -> tuple[str, str]:
+    def _choose(self) -> Member:
+        """The rank, with the time, the step and the rank's incarnation noted for what follows."""
         self.at, self.step = time.time(), self.context.step()
         rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
+        self.incarnation = rank.incarnation
+        return rank
+
+
+class TrainerRankKilled(_TrainerRankFault):
+    name = "trainer_rank_killed"
+
+    def inject(self) -> tuple[str, str]:
+        rank = self._choose()
         return f"trainer {rank.id}", kill(rank.pid)
 
     def detected(self) -> bool:
@@ -51,18 +61,13 @@ class TrainerRankKilled:
         return self.context.has_event("trainer.recovered", self.at) and self.context.step() > self.step
 
 
-class TrainerRankStopped:
+class TrainerRankStopped(_TrainerRankFault):
     """SIGSTOP of one rank: the process exists and does nothing, so the others hang in their collectives."""
 
     name = "trainer_rank_stopped"
 
-    def __init__(self, context: FaultContext) -> None:
-        self.context = context
-
     def inject(self) -> tuple[str, str]:
-        self.at, self.step = time.time(), self.context.step()
-        rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
-        self.incarnation = rank.incarnation
+        rank = self._choose()
         process = psutil.Process(rank.pid)
         process.suspend()
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -57,6 +58,17 @@ class ApiCluster:
                     keys.idempotency_prefix())
         found = {kv.key: kv.value for prefix in prefixes for kv in self.etcd.range(prefix)[0]}
         return found | {"operations": str(self.etcd.count(keys.operations_prefix())).encode()}
+
+
+@contextmanager
+def running(etcd_servers: EtcdServers, folder: Path, *names: str, **settings: Any) -> Iterator[ApiCluster]:
+    """A cluster whose replicas ``names`` run; ``settings`` as of ApiCluster."""
+    cluster = ApiCluster(etcd_servers, folder, **settings)
+    try:
+        cluster.start(*names)
+        yield cluster
+    finally:
+        cluster.close()
 
 
 def problem(response: httpx.Response, status: int, kind: str) -> dict[str, Any]:

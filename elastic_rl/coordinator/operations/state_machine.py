@@ -109,7 +109,7 @@ def _has_ended(target: str, snapshot: ClusterSnapshot) -> bool:
     if not target.startswith(engine_target("")):
         return False
     engine = snapshot.engines.get(name_of(target))
-    return engine is None or engine.state in (EngineState.DEAD, EngineState.QUARANTINED)
+    return engine is None or engine.state.ended
 
 
 def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:

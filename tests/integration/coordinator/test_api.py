@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.api_cluster import ApiCluster, Reader, items, problem, walk
+from support.api_cluster import ApiCluster, Reader, items, problem, running, walk
 from support.coordinators import AUTH, OPERATOR
 from support.etcd_server import EtcdServers
 
@@ -36,13 +36,9 @@ LIMITS: dict[str, Any] = {"max_body_bytes": 2000, "request_timeout_s": 1.0, "max
 
 @pytest.fixture(scope="module")
 def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
-    made = ApiCluster(etcd_servers, tmp_path_factory.mktemp("api"), coordinator=LIMITS,
-                 alerts={"urls": [f"json://127.0.0.1:{runtime.free_port()}"]})
-    try:
-        made.start("a")
+    with running(etcd_servers, tmp_path_factory.mktemp("api"), "a",
+                 coordinator=LIMITS, alerts={"urls": [f"json://127.0.0.1:{runtime.free_port()}"]}) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from support.api_cluster import ApiCluster, problem
+from support.api_cluster import ApiCluster, problem, running
 from support.coordinators import AUTH, OPERATOR, VIEWER
 from support.etcd_server import EtcdServers
 
@@ -19,13 +19,9 @@ from elastic_rl.etcd.records import Engine, EngineState, PoolSpec
 
 @pytest.fixture(scope="module")
 def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
-    made = ApiCluster(etcd_servers, tmp_path_factory.mktemp("access"),
-                      coordinator={"allowed_hosts": ["rl.example", "*.cluster.local"]})
-    try:
-        made.start("a", "b")
+    with running(etcd_servers, tmp_path_factory.mktemp("access"), "a", "b",
+                 coordinator={"allowed_hosts": ["rl.example", "*.cluster.local"]}) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.api_cluster import ApiCluster
+from support.api_cluster import ApiCluster, running
 from support.browser import Page, Pages, browser, dashboard_link, expect, is_live, needs_chromium, pages  # noqa: F401
 from support.coordinators import AUTH, VIEWER, write_tokens
 from support.etcd_server import EtcdServers
@@ -26,12 +26,8 @@ REFUSED = "Failed to load|ERR_|CORS|403|401|421|415|Cross-Origin"
 
 @pytest.fixture(scope="module")
 def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
-    made = ApiCluster(etcd_servers, tmp_path_factory.mktemp("dashboard-access"))
-    try:
-        made.start("a", "b")
+    with running(etcd_servers, tmp_path_factory.mktemp("dashboard-access"), "a", "b") as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

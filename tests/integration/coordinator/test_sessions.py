@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.api_cluster import ApiCluster, problem
+from support.api_cluster import ApiCluster, problem, running
 from support.coordinators import AUTH, VIEWER, write_tokens
 from support.etcd_server import EtcdServers
 
@@ -24,12 +24,8 @@ AS_VIEWER = {"Authorization": f"Bearer {VIEWER}"}
 
 @pytest.fixture(scope="module")
 def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
-    made = ApiCluster(etcd_servers, tmp_path_factory.mktemp("sessions"))
-    try:
-        made.start("a", "b")
+    with running(etcd_servers, tmp_path_factory.mktemp("sessions"), "a", "b") as made:
         yield made
-    finally:
-        made.close()
 
 
 def create_link(cluster: ApiCluster, replica: str = "a", headers: dict[str, str] = AUTH, **body: Any) -> httpx.Response:
