@@ -13,6 +13,9 @@ class TrainerConfig(Section):
     """Number of stages that the layers are split into, evenly."""
     data_parallel: Positive = 1
     """Number of model replicas that a batch is split over."""
+    cpu_threads: Positive = 1
+    """Number of threads with which a rank runs operators on the CPU. More ranks times threads than the host has cores
+    is much slower than fewer."""
     micro_batch_size: Positive = 512
     """Number of sequences in one forward and backward pass of a rank."""
     max_restarts: Positive = 10

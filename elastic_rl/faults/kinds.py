@@ -75,7 +75,8 @@ class TrainerRankStopped(_TrainerRankFault):
         return f"trainer {rank.id}", f"pid {rank.pid} was sent SIGSTOP and seen to stop"
 
     def detected(self) -> bool:
-        return self.context.has_event("trainer.hung", self.at)
+        """Its lease ended, the leader found that the others hang, or their collective timed out."""
+        return any(self.context.has_event(f"trainer.{kind}", self.at) for kind in ("dead", "hung", "failed"))
 
     def healed(self) -> bool:
         """Another rank has its place, and the run has trained a further step. The training loop need not have reported

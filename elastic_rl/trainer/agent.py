@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         print(e, file=sys.stderr)
         return 2
     logs.setup("trainer-agent", ctx.config.telemetry.log_level)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Not a default: Ray sets it in its workers, to the number of CPUs of the whole group.
+    os.environ["OMP_NUM_THREADS"] = str(ctx.config.trainer.cpu_threads)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps its TP collectives by this order
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with ctx.connect() as etcd:

@@ -72,7 +72,7 @@ def init(cfg: Config) -> ParallelDims:
     trainer = cfg.trainer
     require_supported(cfg)
     cuda = cfg.device.uses_cuda(torch.cuda.is_available)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(trainer.cpu_threads)
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -54,7 +54,7 @@ class Group:
 
     def start_agent(self) -> None:
         self.agent = spawn(python("elastic_rl.trainer.agent", "--context", str(self.folder / "context.json")),
-                           log=self.folder / "trainer.log")
+                           log=self.folder / "trainer.log", env={"OMP_NUM_THREADS": "7"})  # as Ray sets it
 
     def ranks(self) -> list[psutil.Process]:
         alive = {m.pid for m in members(self.etcd, self.keys, "trainer")}
@@ -180,6 +180,11 @@ def test_bad_batch_and_wrong_step_are_refused_and_change_nothing(group: Group) -
 def await_end(ranks: list[psutil.Process]) -> None:
     wait_until(lambda: not any(r.is_running() and r.status() != psutil.STATUS_ZOMBIE for r in ranks), timeout_s=20,
                what="the end of the ranks")
+
+
+def test_ranks_have_the_configured_number_of_threads(group: Group) -> None:
+    group.client.wait_ready()
+    assert [rank.environ()["OMP_NUM_THREADS"] for rank in group.ranks()] == ["1", "1"]
 
 
 def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> None:
