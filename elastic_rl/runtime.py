@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import ipaddress
+import secrets
 import signal
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,6 +23,11 @@ from elastic_rl.errors import DeadlineExceeded, PreflightFailed
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for documentation (RFC 5737, RFC 3849), which no machine has: the route to them is the default route."""
 _PR_SET_PDEATHSIG = 1
+_PORTS = range(20_000, 30_000)
+"""Below the ports that Linux gives to outgoing connections (from 32768 on), one of which could take a server's port
+before the server binds it, and below those of Kubernetes' services (30000 to 32767)."""
+_PORT_TRIES = 100
+_given_ports: deque[int] = deque(maxlen=256)
 T = TypeVar("T")
 _forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forker")
 """PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one."""
@@ -56,7 +64,15 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free now. Another process may take it before the caller binds it."""
+    """A TCP port that is free now, and that this process was not given lately. Another process may take it before the
+    caller binds it, but no outgoing connection does. Raises OSError for a host that is not this one."""
+    for _ in range(_PORT_TRIES):
+        port = secrets.choice(_PORTS)
+        with contextlib.suppress(OSError), socket.socket(_family(host)) as s:
+            if port not in _given_ports:
+                s.bind((host, port))
+                _given_ports.append(port)
+                return port
     with socket.socket(_family(host)) as s:
         s.bind((host, 0))
         return int(s.getsockname()[1])

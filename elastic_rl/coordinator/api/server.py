@@ -91,7 +91,7 @@ def advertised(cfg: CoordinatorConfig, port: int, etcd_endpoints: Sequence[str])
 
 class _Protocol(H11Protocol):
     """A connection on which the headers of every request have to arrive within ``header_timeout_s``, and that
-    tells its ``Connection`` what becomes of it."""
+    reports its state to its ``Connection``."""
 
     def __init__(self, config: uvicorn.Config, server_state: ServerState, connection: Connection,
                  header_timeout_s: float) -> None:

@@ -37,7 +37,7 @@ class Grant(Record):
 
 class SessionStore:
     """Links and sessions of one job. Every method raises EtcdUnavailable when etcd does not answer, and those that
-    look at the token behind a grant raise ConfigError when the token table cannot be read."""
+    check the token behind a grant raise ConfigError when the token table cannot be read."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, tokens: TokenTable, cfg: CoordinatorConfig, *,
                  clock: Callable[[], float] = time.time) -> None:

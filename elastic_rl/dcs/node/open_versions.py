@@ -176,7 +176,7 @@ class OpenVersions:
             self._pin_and_fetch(version)
         except ElasticRLError as e:
             error = e
-        except Exception as e:  # an error of ours: the readers must hear of it
+        except Exception as e:  # an error of ours: the readers must get it
             log.exception("%s version %d cannot be opened", version.stream, version.number)
             error = NodeUnavailable(f"the node failed to open {version.stream} version {version.number}: {e!r}",
                                     hint="its log says more")

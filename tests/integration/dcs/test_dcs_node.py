@@ -1,40 +1,29 @@
-"""One node: its disk, its limits, its authentication. Real node processes, called over the wire."""
+"""One node: its disk, its registration, its limits. Real node processes, called over the wire."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
-import shutil
 import signal
-import socket
-import ssl
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.certificates import Authority
-from support.dcs_nodes import Nodes, spawn_node
+from support.dcs_nodes import spawn_node
+from support.dcs_wire import CHUNK, MIB, Dcs, publish, weights
 from support.etcd_server import EtcdServers
 from support.shared_fixtures import small_disk
 
-from elastic_rl.config import DcsConfig
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.codecs import delta
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.dcs.fetch.mapping import load_tensors
-from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
-from elastic_rl.dcs.security import Security
-from elastic_rl.dcs.storage.arena import SHM, Leftovers
+from elastic_rl.dcs.storage.arena import Leftovers
 from elastic_rl.errors import (
-    AccessDenied,
     ArenaFull,
     ChunkCorrupt,
     ChunkMissing,
@@ -43,137 +32,10 @@ from elastic_rl.errors import (
     ElasticRLError,
     NodeUnavailable,
 )
-from elastic_rl.etcd import fencing
-from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.host.processes import stop
 from elastic_rl.runtime import wait_until
-
-MIB = 1 << 20
-CHUNK = 64 << 10
-
-
-class Wire:
-    """A client that sends exactly what a test gives it."""
-
-    def __init__(self, node: DcsNode, *, timeout_s: float = 20, buffer_bytes: int = 0,
-                 context: ssl.SSLContext | None = None) -> None:
-        self.sock: socket.socket = socket.socket()
-        if buffer_bytes:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-        self.sock.settimeout(timeout_s)
-        self.sock.connect((node.host, node.port))
-        if context is not None:
-            self.sock = context.wrap_socket(self.sock)
-
-    def send(self, payload: bytes = b"", **header: object) -> None:
-        protocol.send(self.sock, header, payload)
-
-    def answer(self) -> tuple[dict[str, Any], bytes]:
-        header, payload = protocol.receive(self.sock)
-        protocol.raise_failure(header)
-        return header, bytes(payload)
-
-    def call(self, payload: bytes = b"", **header: object) -> dict[str, Any]:
-        self.send(payload, **header)
-        return self.answer()[0]
-
-    def get(self, digest: str, **more: object) -> tuple[dict[str, Any], bytes]:
-        self.send(op="get", digest=digest, **more)
-        return self.answer()
-
-    def fetch(self, digests: Sequence[str], **more: object) -> dict[str, tuple[int, int]]:
-        answer = self.call(op="fetch", digests=list(digests), prefer=[], **{"hold": False, **more})
-        while "progress" in answer:
-            answer = self.answer()[0]
-        return {d: (offset, nbytes) for d, offset, nbytes in answer["chunks"]}
-
-    def close(self) -> None:
-        self.sock.close()
-
-
-@dataclass(kw_only=True)
-class Dcs(Nodes):
-    """Nodes of one job, and their callers."""
-
-    epoch: int
-    closing: list[Callable[[], object]] = field(default_factory=list)
-
-    def launch(self, node: str, **dcs: object) -> subprocess.Popen[bytes]:
-        return super().launch(node, **{"arena_bytes": 4 * MIB, "disk_bytes": 64 * MIB, "orphan_grace_s": 0, **dcs})
-
-    def start(self, node: str = "a", **dcs: object) -> DcsNode:
-        return self.start_node(node, **dcs)
-
-    def kill(self, node: str = "a") -> None:
-        super().kill(node)
-
-    def wire(self, node: DcsNode, *, hello: bool = True, **options: Any) -> Wire:
-        wire = Wire(node, **options)
-        self.closing.append(wire.close)
-        if hello:
-            wire.call(op="hello", job=self.keys.job)
-        return wire
-
-    def publisher(self, node: str = "a") -> Publisher:
-        out = Publisher(self.etcd, self.keys, "policy", epoch=self.epoch, owner="test", chunk_bytes=CHUNK,
-                        staging_ttl_s=5, io_timeout_s=20, node=node)
-        self.closing.append(out.close)
-        return out
-
-    def puller(self, node: str = "a") -> Puller:
-        out = Puller(self.etcd, self.keys, "test", io_timeout_s=20, node=node)
-        self.closing.append(out.close)
-        return out
-
-    def assert_pulls(self, numbers: Sequence[int], node: str = "a") -> None:
-        """Each version comes back bit for bit."""
-        with contextlib.closing(self.puller(node)) as puller:
-            for number in numbers:
-                with puller.pull("policy", number) as pulled:
-                    assert all(torch.equal(t, weights(number)[name]) for name, t in pulled.tensors()), number
-
-    def digests(self, number: int) -> list[str]:
-        """A version's chunks; the last one is its manifest."""
-        with contextlib.closing(self.puller()) as puller, puller.pull("policy", number) as pulled:
-            return [*pulled.manifest.chunks, pulled.version.manifest]
-
-    def await_saved(self, wire: Wire) -> None:
-        wait_until(lambda: not wire.call(op="stat")["unsaved"], timeout_s=20, what="the copies on disk")
-
-    def file(self, digest: str, node_id: str = "a") -> Path:
-        return self.folder / "disk" / node_id / digest[:2] / digest
-
-    def log(self, node_id: str = "a") -> str:
-        return (self.folder / f"{node_id}.log").read_text()
-
-    def close(self) -> None:
-        for close in reversed(self.closing):
-            close()
-        super().close()
-
-
-@pytest.fixture
-def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[Dcs]:
-    out = Dcs(etcd_servers=etcd_servers, etcd=etcd, keys=keys, folder=tmp_path,
-              epoch=fencing.raise_epoch(etcd, keys, "test").number)
-    try:
-        yield out
-    finally:
-        out.close()
-        assert not list(SHM.glob(f"elastic-rl-{keys.job}-*")), "a node left its arena behind"
-
-
-def weights(seed: int) -> dict[str, torch.Tensor]:
-    """About 200 KB, in four chunks."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(12_500, generator=generator) for name in "wxyz"}
-
-
-def publish(publisher: Publisher, numbers: Sequence[int]) -> None:
-    for number in numbers:
-        assert publisher.publish(weights(number).items(), meta={}).number == number
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------
@@ -516,122 +378,3 @@ def test_malformed_request_is_refused_and_the_connection_stays_open(dcs: Dcs) ->
     assert wire.call(op="release", use="never opened") == {}
     with pytest.raises(NodeUnavailable, match="does not have that version open"):
         wire.call(op="confirm", use="never opened")
-
-
-# -- authentication ----------------------------------------------------------------------------------------------------
-def test_requests_without_the_right_token_are_refused(dcs: Dcs) -> None:
-    secret = dcs.folder / "token"
-    secret.write_text("correct horse\n")
-    node = dcs.start(token_file=secret)
-    for header in ({"op": "hello", "token": "correct hors"}, {"op": "hello"}, {"op": "stat", "token": "correct horse"},
-                   {"op": "put"}):
-        wire = dcs.wire(node, hello=False)
-        with pytest.raises(AccessDenied):
-            wire.call(job=dcs.keys.job, **header)
-        with pytest.raises((protocol.Closed, OSError)):
-            wire.call(op="stat")
-    wire = dcs.wire(node, hello=False)
-    assert wire.call(op="hello", job=dcs.keys.job, token="correct horse")["id"] == "a"
-    assert wire.call(op="stat")["chunks"] == 0
-    assert "correct" not in dcs.log()
-
-
-def test_payload_before_authentication_is_refused(dcs: Dcs) -> None:
-    wire = dcs.wire(dcs.start(), hello=False)
-    wire.send(b"x" * 1000, op="put")
-    with pytest.raises((protocol.Closed, OSError)):
-        wire.answer()
-
-
-def test_silent_caller_is_disconnected(dcs: Dcs) -> None:
-    wire = dcs.wire(dcs.start(io_timeout_s=1), hello=False)
-    assert wire.sock.recv(1) == b""
-
-
-def test_node_of_another_job_is_reported(dcs: Dcs) -> None:
-    wire = dcs.wire(dcs.start(), hello=False)
-    with pytest.raises(NodeUnavailable, match="of job"):
-        wire.call(op="hello", job="another")
-
-
-def test_tls_requires_a_certificate(dcs: Dcs) -> None:
-    ours, theirs = Authority(dcs.folder, "ours"), Authority(dcs.folder, "theirs")
-    host, client, stranger = ours.issue("node"), ours.issue("client"), theirs.issue("client")
-    tls = {"tls_cert": host.cert, "tls_key": host.key, "tls_ca": ours.cert}
-    node = dcs.start(io_timeout_s=4, arena_bytes=32 * MIB, **tls)
-
-    def context(cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
-        out = Security.from_config(DcsConfig(tls_cert=str(cert), tls_key=str(key), tls_ca=str(ca))).client_context
-        assert out is not None
-        return out
-
-    wire = dcs.wire(node, context=context(client.cert, client.key, ours.cert))
-    data = os.urandom(20 * MIB)
-    assert wire.get(wire.call(data, op="put")["digest"])[1] == data
-    assert isinstance(wire.sock, ssl.SSLSocket) and wire.sock.version() in ("TLSv1.2", "TLSv1.3")
-
-    with pytest.raises(ssl.SSLCertVerificationError):
-        dcs.wire(node, context=context(client.cert, client.key, theirs.cert))
-    anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
-    for unknown in (context(stranger.cert, stranger.key, ours.cert), anonymous):
-        with pytest.raises((OSError, protocol.Closed)):
-            dcs.wire(node, context=unknown)
-    with pytest.raises(AccessDenied, match="TLS"):
-        dcs.wire(node)
-    silent = dcs.wire(node, hello=False)
-    assert silent.sock.recv(1) == b"", "a handshake that never comes is waited for forever"
-    assert wire.call(op="stat")["chunks"] == 1
-
-
-def test_nodes_with_tls_and_a_token_fetch_from_each_other(dcs: Dcs) -> None:
-    ours, secret = Authority(dcs.folder, "ours"), dcs.folder / "token"
-    secret.write_text("correct horse")
-
-    def settings(name: str) -> dict[str, object]:
-        pem = ours.issue(name)
-        return {"tls_cert": pem.cert, "tls_key": pem.key, "tls_ca": ours.cert, "token_file": secret}
-
-    source, node = dcs.start("a", **settings("a")), dcs.start("b", **settings("b"))
-    security = Security.from_config(DcsConfig.model_validate({k: str(v) for k, v in settings("client").items()}))
-    digest = ""
-    for there in (source, node):
-        wire = dcs.wire(there, hello=False, context=security.client_context)
-        wire.call(op="hello", job=dcs.keys.job, token=security.token)
-        if not digest:
-            digest = wire.call(b"x" * CHUNK, op="put")["digest"]
-    assert wire.fetch([digest])[digest][1] == CHUNK
-    assert wire.get(digest)[1] == b"x" * CHUNK
-
-
-def test_node_does_not_start_without_its_token_file(dcs: Dcs) -> None:
-    assert dcs.launch("a", token_file=dcs.folder / "none").wait(20) == 2
-    assert "dcs.token_file" in dcs.log()
-
-
-def test_node_on_a_public_address_without_a_token_does_not_start(dcs: Dcs) -> None:
-    assert dcs.launch("a", host="0.0.0.0", advertise_host="127.0.0.1").wait(20) == 2
-    assert "ConfigError" in dcs.log() and "dcs.token_file" in dcs.log()
-    secret = dcs.folder / "token"
-    secret.write_text("correct horse")
-    dcs.start("b", host="0.0.0.0", advertise_host="127.0.0.1", token_file=secret)
-
-
-def test_renewed_certificate_is_used_without_a_restart(dcs: Dcs) -> None:
-    first, second = Authority(dcs.folder, "first"), Authority(dcs.folder, "second")
-    pem, renewed, client = first.issue("node"), second.issue("node"), second.issue("client")
-    node = dcs.start(tls_cert=pem.cert, tls_key=pem.key, tls_ca=first.cert)
-    context = Security.from_config(DcsConfig(tls_cert=str(client.cert), tls_key=str(client.key),
-                                             tls_ca=str(second.cert))).client_context
-    with pytest.raises(ssl.SSLCertVerificationError):
-        dcs.wire(node, context=context)
-    for old, new in ((pem.cert, renewed.cert), (pem.key, renewed.key), (first.cert, second.cert)):
-        shutil.copy(new, old)
-
-    def accepted() -> bool:
-        try:
-            return dcs.wire(node, context=context).call(op="stat")["chunks"] == 0
-        except (OSError, protocol.Closed):
-            return False
-
-    wait_until(accepted, timeout_s=60, what="the new certificate", poll_s=1.0)
