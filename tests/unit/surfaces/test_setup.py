@@ -72,6 +72,7 @@ class Checkout:
 
     def __init__(self, folder: Path, *, uv_works: bool) -> None:
         self.folder, self.bin, self.calls = folder, folder / "bin", folder / "calls"
+        self.compiled, self.no_compiler = folder / "compiled", folder / "no_compiler"
         (folder / "ops").mkdir(parents=True)
         self.bin.mkdir()
         for name in ("pyproject.toml", "ops/setup.sh", "ops/pip_to_uv.py"):
@@ -79,7 +80,10 @@ class Checkout:
         self.program(self.bin / "etcd", "true")
         self.program(self.bin / "uv", f'echo "uv $*" >>{self.calls}; {"true" if uv_works else "echo no route; false"}')
         venv = folder / ".venv" / "bin"
-        self.program(venv / "python", f'exec {sys.executable} "$@"')
+        self.program(venv / "python", f"""case "$2" in
+            import*) echo "$PYTHONDONTWRITEBYTECODE $2" >>{self.compiled}; [ ! -e {self.no_compiler} ] ;;
+            *) exec {sys.executable} "$@" ;;
+        esac""")
         self.program(venv / "pip", f'echo "pip $*" >>{self.calls}')
         self.program(venv / "elastic-rl", "true")
 
@@ -108,6 +112,26 @@ def test_setup_installs_what_running_needs_and_does_nothing_when_repeated(tmp_pa
     assert len(calls) == 3 and all(c.startswith("uv pip install") for c in calls)
     assert calls[-1].endswith("-e .[cpu]")
     assert checkout.setup() == "" and checkout.take_calls() == []
+
+
+def test_what_uv_installed_is_compiled_by_importing_it(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path / "repo", uv_works=True)
+    checkout.setup(PYTHONDONTWRITEBYTECODE="1")
+    imports = checkout.compiled.read_text().splitlines()
+    assert len(imports) == 2 and all(line.startswith(" import ") for line in imports), "with the variable unset"
+    modules = [m for line in imports for m in line.removeprefix(" import ").split(",")]
+    assert "sglang.srt.managers.scheduler" in modules and "elastic_rl.trainer.preload" in modules
+    for name in modules:
+        if name.startswith("elastic_rl."):
+            assert importlib.util.find_spec(name), name
+
+    checkout = Checkout(tmp_path / "other", uv_works=True)
+    checkout.no_compiler.touch()
+    assert "cannot be compiled" in checkout.setup()
+
+    checkout = Checkout(tmp_path / "pip", uv_works=False)
+    checkout.setup()
+    assert not checkout.compiled.exists(), "pip compiles what it installs"
 
 
 def test_setup_for_tests_has_a_stamp_of_its_own(tmp_path: Path) -> None:
