@@ -68,11 +68,12 @@ def free_port(host: str = "127.0.0.1") -> int:
     caller binds it, but no outgoing connection does. Raises OSError for a host that is not this one."""
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_PORTS)
+        if port in _given_ports:
+            continue
         with contextlib.suppress(OSError), socket.socket(_family(host)) as s:
-            if port not in _given_ports:
-                s.bind((host, port))
-                _given_ports.append(port)
-                return port
+            s.bind((host, port))
+            _given_ports.append(port)
+            return port
     with socket.socket(_family(host)) as s:
         s.bind((host, 0))
         return int(s.getsockname()[1])

@@ -39,11 +39,9 @@ class _TrainerRankFault:
         self.context = context
 
     def _choose(self) -> Member:
-        """The rank, with the time, the step and the rank's incarnation noted for what follows."""
+        """The rank, with the time and the step noted for what follows."""
         self.at, self.step = time.time(), self.context.step()
-        rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
-        self.incarnation = rank.incarnation
-        return rank
+        return max(self.context.trainer_ranks(), key=lambda m: m.id)
 
 
 class TrainerRankKilled(_TrainerRankFault):
@@ -68,6 +66,7 @@ class TrainerRankStopped(_TrainerRankFault):
 
     def inject(self) -> tuple[str, str]:
         rank = self._choose()
+        self.incarnation = rank.incarnation
         process = psutil.Process(rank.pid)
         process.suspend()
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,

@@ -36,7 +36,7 @@ from elastic_rl.faults.kinds import (
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.local_cluster import Cluster
 
-STEPS = 70
+STEPS = 90
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
