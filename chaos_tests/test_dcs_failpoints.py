@@ -71,7 +71,7 @@ class OneNode:
         command = [sys.executable, str(script), self.etcd_servers.endpoints[0], self.keys.job, str(self.epoch), NODE,
                    what]
         return subprocess.run([*command, *map(str, args)], env={**os.environ, failpoints.ENV: point}, text=True,
-                              capture_output=True, timeout=60, check=False)
+                              capture_output=True, timeout=300, check=False)
 
     def publish(self, seed: int) -> int:
         """In this process, where no point is reached: it starts faster."""

@@ -139,8 +139,36 @@ class EngineFailed(ElasticRLError):
     retryable = True
 
 
+class RoleUnavailable(ElasticRLError):
+    """No replica of a role answered in time; Ray Serve replaces replicas that are gone."""
+
+    retryable = True
+
+
+class SourceFailed(ElasticRLError):
+    """The data source raised; what it reads may be away."""
+
+    retryable = True
+
+
+class PluginFailed(ElasticRLError):
+    """A function that the user's settings name raised, or returned something else than it must."""
+
+    retryable = True
+
+
+class RouterUnavailable(EngineFailed):
+    """The router does not answer, or refuses a change of its worker list. No engine is at fault."""
+
+
 class StagingFailed(ElasticRLError):
     """A version could not be loaded into an engine's staged weights; the engine keeps serving its current ones."""
+
+    retryable = True
+
+
+class OutputFailed(ElasticRLError):
+    """What a job makes cannot be written into its folder, or is gone from there."""
 
     retryable = True
 
@@ -153,3 +181,9 @@ class TrainerFailed(ElasticRLError):
 
 class PreflightFailed(ElasticRLError):
     """The machine lacks something that a run needs: a port, shared memory, a program, a package."""
+
+
+class ComputePlaneLost(ElasticRLError):
+    """Ray has no node left on this driver's cluster. The driver ends, and the compute plane is rebuilt by the next."""
+
+    retryable = True

@@ -1,38 +1,48 @@
 """Runs a job: prepares it, keeps its driver running, injects faults on request, and writes the report.
 
-It needs a running durable plane (etcd, coordinators, a DCS node; ``elastic-rl up``). Run again with the same job it
-resumes from the last committed state.
+It needs a running durable plane (etcd, coordinators, a DCS node; ``elastic-rl up``), whose local services it keeps
+running. Run again with the same job it resumes from the last committed state. Once the driver was started, an outage of
+etcd, however long, ends nothing here: each reading is tried again, or left out.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from pydantic import ValidationError
 
+from elastic_rl import job_check
 from elastic_rl.config import Config, Stream
+from elastic_rl.config.fixed_settings import fixed_settings
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.data.ledger import Ledger
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import Audit, ConsumedGroups, Consumption, audit
+from elastic_rl.data.text_options import with_absolute_paths
 from elastic_rl.dcs.catalog.reads import list_versions
 from elastic_rl.driver.supervisor import DriverSupervisor
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus
+from elastic_rl.etcd.records import JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
-from elastic_rl.host import leftovers, processes
+from elastic_rl.host import inherited_model, job_spec, leftovers, processes
+from elastic_rl.host.service_supervisor import ServiceSupervisor
+from elastic_rl.pipeline.run_log import RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
-from elastic_rl.roles.run_log import RunLog
 from elastic_rl.telemetry.log_files import ray_environment
 
 # Ray reads these when it is imported. Its GCS binds every interface, so it must require a token. Its workers have a
@@ -40,18 +50,38 @@ from elastic_rl.telemetry.log_files import ray_environment
 _RAY_ENV = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
+log = logging.getLogger(__name__)
+
+_TICK_ETCD_BUDGET_S = 1.0
+"""Retries of etcd in the thread that also refreshes the live view. Its callers try again for as long as it takes."""
+_REPORT_ETCD_BUDGET_S = 15.0
+_INTERRUPTED_ETCD_BUDGET_S = 2.0
+"""Time for what etcd adds to the report: when the run has ended, and when someone waits for it to be interrupted."""
+
+OnTick = Callable[[Mapping[str, str]], None]
+"""Called with what the run waits for: name of a local service that does not run → why."""
+
+
 def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: FaultPlan = standard_faults,
-        on_tick: Callable[[], None] | None = None) -> int:
+        on_tick: OnTick | None = None, from_job: str = "") -> int:
     """Trains until the run ends; returns 0 when it finished, 1 when it failed. Always writes the report.
 
     With ``faults`` the faults of ``fault_plan`` are injected, and the run takes all its steps, so that every fault gets
-    its turn. ``on_tick`` is called four times a second, for the live view.
-    Raises ConfigError for a job that is already done, or that another process is training.
+    its turn. ``on_tick`` is called four times a second, for the live view. ``from_job``: begin with the newest
+    committed policy of this job. The services of the local cluster are kept running meanwhile.
+
+    Raises ConfigError for a job that is already done, that another process is training, or whose settings contradict
+    what it has decided, and EtcdUnavailable when etcd does not answer at the start.
     """
+    if faults and cfg.mode != "rl":
+        raise ConfigError(f"faults are injected into RL runs only, and this one has mode={cfg.mode}",
+                          hint="leave --faults out")
     if faults:
         cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"stop_eval_accuracy": None})})
-    with _exclusive(cfg):
-        return _run(prepare(cfg, info), info, fault_plan if faults else None, on_tick or (lambda: None))
+    with _exclusive(cfg), ServiceSupervisor.of_run(cfg, info) as services:
+        tick = on_tick or (lambda waiting: None)
+        return _run(prepare(cfg, info, from_job=from_job), info, fault_plan if faults else None,
+                    lambda: tick(services.waiting()))
 
 
 @contextmanager
@@ -72,36 +102,76 @@ def _exclusive(cfg: Config) -> Iterator[None]:
 
 
 def _run(ctx: RunContext, info: ClusterInfo, fault_plan: FaultPlan | None, on_tick: Callable[[], None]) -> int:
-    etcd = ctx.connect()
     started = time.time()
-    injector = _start_injector(ctx, etcd, info, fault_plan) if fault_plan else None
-    try:
-        code = _supervise_driver(ctx, etcd, on_tick)
-        if injector:
-            injector.stopping.set()
-            injector.join(timeout=10.0)
-        write_report(ctx, etcd, wall_s=time.time() - started)
-        return code
-    finally:
-        if injector:
-            injector.stopping.set()
-        etcd.close()
+    code: int | None = None
+    with _connect(ctx, _TICK_ETCD_BUDGET_S) as etcd, ctx.connect() as injected:
+        injector = _start_injector(ctx, injected, info, fault_plan) if fault_plan else None
+        try:
+            code = _supervise_driver(ctx, etcd, on_tick)
+            return code
+        finally:
+            if injector:
+                injector.stopping.set()
+                injector.join(timeout=10.0)
+            _report(ctx, code, wall_s=time.time() - started)
 
 
-def prepare(cfg: Config, info: ClusterInfo) -> RunContext:
-    """Makes the job's folder and context. Raises ConfigError when the job has already done all its steps, and Fenced
-    when another process starts the same job at the same moment."""
-    cfg = cfg.model_copy(update={"run_dir": cfg.run_dir.resolve()})
+def _connect(ctx: RunContext, retry_budget_s: float) -> EtcdClient:
+    return EtcdClient.from_config(ctx.config.etcd, ctx.etcd_endpoints,
+                                  retry_budget_s=min(retry_budget_s, ctx.config.etcd.retry_budget_s))
+
+
+def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext:
+    """Makes the job's folder and context. Raises ConfigError when the job has already done all its steps, or decided
+    other settings than these, or when its model cannot be used, and Fenced when another process starts the same job at
+    the same moment."""
+    cfg = _absolute(cfg)
     cfg.job_dir.mkdir(parents=True, exist_ok=True)
-    (cfg.job_dir / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
-    model_dir = Path(cfg.model.path) if cfg.model.path else cfg.job_dir / "model"
-    ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=str(model_dir))
-    etcd = ctx.connect()
-    try:
+    with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
+        cfg = _admit(etcd, cfg, from_job)
+        model_dir = cfg.model.path or str(inherited_model.folder(cfg))
+        (cfg.job_dir / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+        ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir)
         _reopen(etcd, ctx)
-    finally:
-        etcd.close()
     return ctx
+
+
+def _absolute(cfg: Config) -> Config:
+    """With absolute paths: the run's processes may have another working folder."""
+    path = str(Path(cfg.model.path).expanduser().resolve()) if cfg.model.path else ""
+    options = with_absolute_paths(cfg.data.source, cfg.data.options)
+    return cfg.model_copy(update={"run_dir": cfg.run_dir.resolve(),
+                                  "data": cfg.data.model_copy(update={"options": options}),
+                                  "model": cfg.model.model_copy(update={"path": path})})
+
+
+def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
+    """Settles what the job begins with, and that it may; returns the settings that hold for it. Raises as ``prepare``.
+    """
+    keys = Keys(cfg.job)
+    decided = job_spec.read(etcd, keys)
+    begun = decided.spec if decided.committed else None
+    if from_job and decided.committed and (begun is None or begun.from_job != from_job):
+        raise ConfigError(f"job {cfg.job} has been trained already, and did not begin with the policy of {from_job}",
+                          hint="name a new job with --job=NEW, or resume this one without --from-job")
+    if begun is not None:
+        cfg = inherited_model.with_inherited_model(cfg, begun.from_job)
+        job_spec.require_same(cfg, decided)
+        job_check.require(cfg)
+        return cfg
+    version = 0
+    if not from_job and decided.spec is not None and decided.spec.from_job and (
+            inherited_model.folder(cfg) / "config.json").exists():
+        from_job, version = decided.spec.from_job, decided.spec.from_version  # that start was not completed
+    elif from_job:
+        version = inherited_model.export_policy(cfg, from_job)
+    if from_job:
+        cfg = inherited_model.with_inherited_model(cfg, from_job)
+    elif not decided.committed and decided.spec is not None and decided.spec.settings != fixed_settings(cfg):
+        shutil.rmtree(inherited_model.folder(cfg), ignore_errors=True)  # made with the settings of then
+    job_check.require(cfg)  # with the model that is settled, whose tokenizer the data may need
+    job_spec.record(etcd, keys, cfg, decided, from_job=from_job, from_version=version)
+    return cfg
 
 
 def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
@@ -113,10 +183,12 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
         if raw is None:
             return None
         status = JobStatus.decode(raw)
-        if status.phase == "finished" and status.step >= ctx.config.train.steps:
+        if status.phase == "finished" and status.step >= ctx.config.total_steps:
+            more = {"sft": "sft.max_steps", "rl": "train.steps"}.get(ctx.config.mode)
             raise ConfigError(f"job {ctx.job} has already done its {status.step} steps",
-                              hint="name a new job with --job=NAME, or raise --train.steps to continue this one")
-        return status.replace(phase="starting", steps=ctx.config.train.steps, message="").encode()
+                              hint="name a new job with --job=NAME" + (
+                                  f", or raise --{more} to continue this one" if more else ""))
+        return status.replace(phase="starting", steps=ctx.config.total_steps or status.steps, message="").encode()
 
     etcd.update(ctx.keys.job_status(), change, guards=[fencing.epoch_guard(ctx.keys, epoch)])
 
@@ -142,13 +214,51 @@ def _start_injector(ctx: RunContext, etcd: EtcdClient, info: ClusterInfo, fault_
     return injector
 
 
-def write_report(ctx: RunContext, etcd: EtcdClient, *, wall_s: float) -> Path:
-    """Writes report.json and report.html to the job's folder; returns the path of the page."""
+@dataclass(frozen=True)
+class _Facts:
+    """What the report takes from etcd, or has to do without."""
+
+    audit: Audit
+    status: str
+    versions: list[Version]
+    note: str = ""
+
+
+def _report(ctx: RunContext, code: int | None, *, wall_s: float) -> None:
+    """Writes the report of a run that has ended with ``code``; None: by an error, or interrupted."""
+    try:
+        write_report(ctx, code, wall_s=wall_s)
+    except OSError as e:  # no room, most likely; the outcome of the run is another matter
+        log.error("the report cannot be written to %s: %s", ctx.config.job_dir, e)
+
+
+def write_report(ctx: RunContext, code: int | None, *, wall_s: float) -> Path:
+    """Writes report.json and report.html to the job's folder; returns the path of the page. Where etcd does not answer,
+    the report is made from the run's own records, and says so. Raises OSError."""
     cfg = ctx.config
     records = report_build.read_records(cfg.job_dir / "steps.jsonl")
-    last_step = max((r["step"] for r in records if r["kind"] == "step"), default=0)
-    audit = Ledger(etcd, ctx.keys).audit(last_step, cfg.train.prompts_per_step)
-    report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=audit, wall_s=wall_s,
-                                status=_status(etcd, ctx.keys).phase,
-                                versions=list_versions(etcd, ctx.keys, Stream.POLICY))
+    facts = _facts(ctx, records, code)
+    report = report_build.build(records, job=cfg.job, seed=cfg.seed, audit=facts.audit, wall_s=wall_s,
+                                status=facts.status, versions=facts.versions, note=facts.note)
     return report_html.write(report, records, cfg.job_dir)
+
+
+def _facts(ctx: RunContext, records: list[report_build.Record], code: int | None) -> _Facts:
+    per_step = ctx.config.train.prompts_per_step
+    try:
+        with _connect(ctx, _INTERRUPTED_ETCD_BUDGET_S if code is None else _REPORT_ETCD_BUDGET_S) as etcd:
+            states = [(int(v.meta.get("step", 0)), ConsumedGroups.from_json(v.meta.get("consumed") or {}))
+                      for v in list_versions(etcd, ctx.keys, Stream.TRAINER_STATE)
+                      if v.committed_at > 0 and v.meta.get("phase") == "rl"]
+            return _Facts(audit(states, groups_per_step=per_step), _status(etcd, ctx.keys).phase,
+                          list_versions(etcd, ctx.keys, Stream.POLICY))
+    except (ElasticRLError, ValidationError, ValueError) as e:
+        message = e.message if isinstance(e, ElasticRLError) else f"a record cannot be read: {e}"
+    log.warning("the report is made without etcd: %s", message)
+    trained, step = ConsumedGroups(), 0
+    for record in report_build.effective_steps(records):
+        trained = trained.add(Consumption(IntervalSet.from_values(record.get("groups") or [])))
+        step = int(record["step"])
+    status = {0: "finished", None: "interrupted"}.get(code, "failed")
+    return _Facts(audit([(step, trained)], groups_per_step=per_step), status, [], (
+        f"Made without etcd ({message}): groups, versions and status are from the run's own records."))

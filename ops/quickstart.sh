@@ -12,7 +12,7 @@ usage: bash ops/quickstart.sh [options] [--key.sub=value ...]
   --job NAME     name of the run; its report goes to runs/NAME (default: a new name each time)
   --faults       kill an engine, a trainer rank and the leading coordinator, and scale up and down, during the run
   --keep-up      leave the cluster running afterwards and say how to talk to it
-Any other argument goes to `elastic-rl train`, such as -c FILE or --trainer.tensor_parallel=1.
+Any other argument goes to `elastic-rl train`, such as -c FILE or --trainer.data_parallel=1.
 USAGE
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that elastic-rl needs to run, and an etcd. With --dev also what the tests need: the dev
-# extra, promtool and Chromium. Safe to run again: it does only what is missing. Needs no root.
+# extra, promtool, bubblewrap and Chromium. Safe to run again: it does only what is missing. Needs no root.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -116,9 +116,9 @@ compile_imports() {
     [ -n "$UV" ] || return 0
     say "compiling what the processes import"
     for modules in \
-        "elastic_rl.engine.launch, sglang.launch_server, sglang.srt.entrypoints.http_server,
+        "elastic_rl.engine.sglang.launch, sglang.launch_server, sglang.srt.entrypoints.http_server,
          sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager, sglang.srt.models.registry" \
-        "elastic_rl.trainer.preload, elastic_rl.driver.__main__, elastic_rl.roles.registry, elastic_rl.data.tiny_model,
+        "elastic_rl.trainer.group.preload, elastic_rl.driver.__main__, elastic_rl.roles.registry, elastic_rl.data.tiny_model,
          elastic_rl.coordinator.service, elastic_rl.dcs.node.service, elastic_rl.cli.main,
          ray.serve._private.controller, ray.serve._private.replica, ray._private.workers.default_worker"; do
         PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c "import ${modules//[$'\n ']/}" >>"$LOG" 2>&1 & pids+=("$!")
@@ -163,17 +163,19 @@ finish_etcd_fetch() {
     say "warning: fine for trying things; install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH for anything else."
 }
 
-# promtool checks the alert rules in ops/monitoring; only a test needs it, so doing without is no failure.
-get_promtool() {
-    if command -v promtool >/dev/null 2>&1 || [ -x "$VENV/prometheus/usr/bin/promtool" ]; then
+# get_debian_tool PROGRAM PACKAGE FOLDER LOSS: unpacks ./usr/bin/PROGRAM of Debian's package into .venv/FOLDER, unless
+# the program is there. Only tests need it, so doing without is no failure; LOSS says what is skipped then.
+get_debian_tool() {
+    local program=$1 package=$2 folder=$VENV/$3 loss=$4
+    if command -v "$program" >/dev/null 2>&1 || [ -x "$folder/usr/bin/$program" ]; then
         return
     fi
     command -v apt-get >/dev/null 2>&1 && command -v dpkg >/dev/null 2>&1 || return 0
-    say "getting promtool: Debian's package, unpacked in .venv/prometheus"
-    if ! { unpack_debian prometheus "$VENV/prometheus" ./usr/bin/promtool &&
-        "$VENV/prometheus/usr/bin/promtool" --version; } >>"$LOG" 2>&1; then
-        rm -rf "$VENV/prometheus"
-        say "promtool cannot be had; the test of the alert rules will be skipped"
+    say "getting $program: Debian's package, unpacked in .venv/$3"
+    if ! { unpack_debian "$package" "$folder" "./usr/bin/$program" && "$folder/usr/bin/$program" --version; } \
+        >>"$LOG" 2>&1; then
+        rm -rf "$folder"
+        say "$program cannot be had; $loss will be skipped"
     fi
 }
 
@@ -244,7 +246,8 @@ finish_etcd_fetch
 printf '%s\n' "$want" >"$run_stamp"
 if [ -n "$EXTRA" ]; then
     # Asked for once a fingerprint: where these cannot be had, later runs do not try again.
-    get_promtool
+    get_debian_tool promtool prometheus prometheus "the test of the alert rules"
+    get_debian_tool bwrap bubblewrap bubblewrap "the tests of the sandbox of the reward code"
     get_chromium
     printf '%s\n' "$want" >"$dev_stamp"
 fi

@@ -5,14 +5,13 @@
 #   bash ops/test.sh --all            the same with thousands of seeds for every state machine (takes hours)
 #   bash ops/test.sh tests/unit -x    checks, then pytest with these arguments, in one process
 #
-# Soak tests run for hours and are not part of this: pytest -m soak.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Most integration tests wait for other processes more than they compute, so there are more workers than cores.
 WORKERS=${ELASTIC_RL_TEST_WORKERS:-3}
 # Whole runs come alone: they start some twenty processes, and what else runs would starve their heartbeats.
-SIDE_BY_SIDE=(-n "$WORKERS" --dist loadfile tests/unit tests/integration chaos_tests)
+SIDE_BY_SIDE=(-n "$WORKERS" --dist loadfile tests/unit tests/gpu tests/integration chaos_tests)
 WHOLE_RUNS=(tests/e2e)
 
 bash ops/setup.sh --dev || exit 1
@@ -49,7 +48,7 @@ run_pytest() {
     local name=$1
     shift
     printf '[test] pytest: %s\n' "$name"
-    pytest -m "not soak" --durations=10 "$@" 2>&1 | tee "$out/pytest"
+    pytest --durations=10 "$@" 2>&1 | tee "$out/pytest"
     [ "${PIPESTATUS[0]}" -eq 0 ] || failed+=("pytest $name")
     closing+=("$(tail -n 1 "$out/pytest")")
 }

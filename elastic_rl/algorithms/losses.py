@@ -1,48 +1,54 @@
-"""Policy losses. Pure."""
+"""Per-token losses of PPO's family, and what the other losses share. Pure. How they are summed up, over which
+denominator, is the training step's business."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from elastic_rl.algorithms.loss_batch import LossBatch
+from elastic_rl.config import AlgorithmConfig
 
-def clipped_policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor,
-                        clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate (arXiv:1707.06347) with an asymmetric clip and the mean over all tokens (DAPO,
-    arXiv:2503.14476): ``-mean_t min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A)``, ``rho = exp(logp - old)``.
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this, in both directions, before their exponential is taken, which would overflow."""
 
-    ``logp`` [N, R] fp32 is the only input that gets a gradient; ``old_logp`` [N, R] fp32 are the log-probs the tokens
-    were sampled with; ``advantages`` [N] fp32; ``mask`` [N, R] is 1 (or True) on response tokens. Values where the mask
-    is 0 are ignored. An empty mask gives a loss of 0 with a zero gradient.
 
-    To split a batch, weight each part's loss by its fraction of the tokens (``stats["tokens"]``).
+def bounded_log_ratio(logp: Tensor, old: Tensor) -> Tensor:
+    """``logp - old`` [M], clamped to ``MAX_LOG_RATIO``; no gradient where the clamp binds."""
+    return (logp - old.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
-    Returns the scalar loss and detached scalars, all over masked tokens: ``ratio_mean``, ``clip_fraction`` (fraction of
-    tokens whose gradient the clip removed), ``kl`` (the k3 estimate of KL(old || new), in nats per token), ``tokens``.
-    Raises ValueError for inconsistent shapes or a clip out of range.
-    """
-    n, r = logp.shape
-    if old_logp.shape != (n, r) or mask.shape != (n, r) or advantages.shape != (n,):
-        raise ValueError(f"shapes do not fit: logp {list(logp.shape)}, old_logp {list(old_logp.shape)}, "
-                         f"mask {list(mask.shape)}, advantages {list(advantages.shape)}")
-    if not 0 <= clip_low <= 1 or clip_high < 0:
-        raise ValueError(f"clip_low must be in [0, 1] and clip_high >= 0, got {clip_low} and {clip_high}")
-    on = mask.bool()
-    weight = on.to(logp.dtype)
-    tokens = weight.sum()
-    divisor = tokens.clamp(min=1)
-    # Padding is removed before exp: inf * 0 would be nan in the loss, and in the gradient even after a where.
-    log_ratio = torch.where(on, logp - old_logp.detach(), torch.zeros_like(logp))
-    ratio = log_ratio.exp()
-    adv = advantages.detach()[:, None]
-    unclipped = ratio * adv
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * adv
-    loss = -(torch.minimum(unclipped, clipped) * weight).sum() / divisor
+
+def ratio_stats(log_ratio: Tensor) -> dict[str, Tensor]:
+    """Of log-ratios [M], detached: ``ratio_mean`` (the ratio) and ``kl`` (the k3 estimate of KL(old || new), nats)."""
     with torch.no_grad():
-        stats = {
-            "ratio_mean": (ratio * weight).sum() / divisor,
-            "clip_fraction": ((clipped < unclipped).to(weight.dtype) * weight).sum() / divisor,
-            "kl": ((ratio - 1 - log_ratio) * weight).sum() / divisor,
-            "tokens": tokens,
-        }
-    return loss, stats
+        ratio = log_ratio.exp()
+        return {"ratio_mean": ratio, "kl": ratio - 1 - log_ratio}
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), ``-min(rho A, clip(rho, 1 - low, 1 + high) A)`` [M], and,
+    detached [M], 1 where the clip removed the gradient."""
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.minimum(unclipped, clipped), (clipped < unclipped).detach().to(ratio.dtype)
+
+
+def clipped_policy_loss(logp: Tensor, batch: LossBatch, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with an asymmetric clip (DAPO, arXiv:2503.14476), of M tokens:
+    ``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``, ``rho = exp(logp - old)``.
+
+    ``logp`` [M] fp32 is the only input that gets a gradient; ``old_logprobs`` [M] fp32 are the log-probs that the
+    tokens were sampled with; ``advantages`` [M] fp32. Returns the loss [M] and, detached [M] each, ``ratio_mean`` (the
+    ratio), ``clip_fraction`` (1 where the clip removed the gradient) and ``kl`` (the k3 estimate of KL(old || new), in
+    nats).
+    """
+    # Beyond the clamp the clipped loss has no gradient anyway, and inf * 0 would be nan in the backward pass.
+    log_ratio = bounded_log_ratio(logp, batch["old_logprobs"])
+    loss, clipped = clipped_surrogate(log_ratio.exp(), batch.advantages.detach(), cfg.clip_low, cfg.clip_high)
+    return loss, ratio_stats(log_ratio) | {"clip_fraction": clipped}
+
+
+def negative_log_likelihood(logp: Tensor, _batch: LossBatch, _cfg: AlgorithmConfig
+                            ) -> tuple[Tensor, dict[str, Tensor]]:
+    """Supervised fine-tuning: ``-logp`` [M]."""
+    return -logp, {}

@@ -1,27 +1,142 @@
-"""Algorithms by their name in the configuration."""
+"""Algorithms by their name in the configuration: the ``AlgorithmSpec`` seam."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from torch import Tensor
 
-from elastic_rl.algorithms.advantages import group_relative
-from elastic_rl.algorithms.losses import clipped_policy_loss
+from elastic_rl.algorithms.advantages import (
+    batch_normalised,
+    batch_normalised_with_baseline,
+    group_centred,
+    group_relative,
+    leave_one_out,
+)
+from elastic_rl.algorithms.cispo import clipped_weight_loss
+from elastic_rl.algorithms.gspo import sequence_policy_loss
+from elastic_rl.algorithms.loss_batch import LossBatch
+from elastic_rl.algorithms.losses import clipped_policy_loss, negative_log_likelihood
+from elastic_rl.algorithms.sapo import soft_gated_loss
+from elastic_rl.config import AlgorithmConfig, Config
+from elastic_rl.config.algorithm import Aggregate
+from elastic_rl.errors import ConfigError
+from elastic_rl.plugins import resolve
+
+TokenLoss = Callable[[Tensor, LossBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
+"""``(logp [M], the M tokens' other tensors and sequences, settings) -> (loss [M], stats [M] by name)``. The loss may
+depend on a whole sequence, never on another one: which sequences are in one call is not defined. Pure, and the same on
+every rank that gets the same input."""
 
 
 @dataclass(frozen=True)
-class Algorithm:
-    """The functions of an RL algorithm."""
+class AlgorithmSpec:
+    """The functions of an algorithm. The training step applies them to the loss tokens of a batch, M at a time, and
+    owns the global denominator."""
 
     name: str
-    advantages: Callable[[Tensor, bool], Tensor]
-    """``(rewards [G, K], normalize_std) -> [G, K]``."""
-    loss: Callable[[Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, dict[str, Tensor]]]
-    """``(logp, old_logp, advantages, mask, clip_low, clip_high) -> (loss, stats)``."""
+    needs: tuple[str, ...]
+    """Tensors of the batch, besides the tokens, that the loss reads; ``data/batch.py`` has the schema."""
+    token_loss: TokenLoss
+    stats: tuple[str, ...] = ()
+    """Names that ``token_loss`` returns; their means over all tokens become metrics."""
+    advantages: Callable[[Tensor, AlgorithmConfig], Tensor] | None = None
+    """``(rewards [G, K] of all groups of a step, settings) -> [G, K]``; None where no reward is used."""
+    aggregate: Aggregate = "token"
+    """How the losses of tokens become that of a batch, unless ``algorithm.aggregate`` says otherwise. ``token``: the
+    mean over all tokens of the batch (DAPO). ``sequence``: the mean over samples of each one's mean (GRPO as
+    published). ``constant``: the mean over samples of each one's sum, divided by ``algorithm.constant_length_tokens``
+    (Dr. GRPO)."""
 
 
-ALGOS: dict[str, Algorithm] = {
-    "grpo": Algorithm("grpo", group_relative, clipped_policy_loss),
-}
+RESERVED_STATS = frozenset((
+    "loss", "tokens", "lr", "grad_norm", "train_s", "logprob_diff_mean", "logprob_diff_max", "tis_weight_mean",
+    "tis_capped_fraction", "kl_reference", "reference_step", "entropy", "advantage_mean", "advantage_std",
+    "advantage_min", "advantage_max", "train_tokens_per_s", "tflops_per_rank", "mfu", "peak_memory_bytes"))
+"""Metrics of the training step itself."""
+_NEEDS = ("old_logprobs", "advantages")
+_SUPPLIED = ("old_logprobs", "advantages", "ref_logprobs")
+"""Tensors that a step of RL has for a loss."""
+_STAT_NAME = 64
+_CLIP_STATS = ("ratio_mean", "clip_fraction", "kl")
+_SAPO_STATS = ("ratio_mean", "gate_mean", "kl")
+
+ALGOS: dict[str, AlgorithmSpec] = {spec.name: spec for spec in (
+    AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative),
+    AlgorithmSpec("dapo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative),
+    AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_centred, "constant"),
+    AlgorithmSpec("gspo", _NEEDS, sequence_policy_loss, _CLIP_STATS, group_relative, "sequence"),
+    AlgorithmSpec("sapo", _NEEDS, soft_gated_loss, _SAPO_STATS, group_relative, "sequence"),
+    AlgorithmSpec("cispo", _NEEDS, clipped_weight_loss, _CLIP_STATS, group_relative),
+    AlgorithmSpec("rloo", _NEEDS, clipped_policy_loss, _CLIP_STATS, leave_one_out),
+    AlgorithmSpec("reinforce_pp", _NEEDS, clipped_policy_loss, _CLIP_STATS, batch_normalised),
+    AlgorithmSpec("reinforce_pp_baseline", _NEEDS, clipped_policy_loss, _CLIP_STATS, batch_normalised_with_baseline),
+    AlgorithmSpec("sft", (), negative_log_likelihood),
+)}
+
+
+def algorithm_of(cfg: Config, phase: str = "rl") -> AlgorithmSpec:
+    """The algorithm of a phase. Raises ConfigError for an unknown name, one that cannot be trained with RL, and
+    settings that do not fit it."""
+    spec = ALGOS["sft"] if phase == "sft" else resolve(cfg.algorithm.name, ALGOS, setting="algorithm.name")
+    if not isinstance(spec, AlgorithmSpec):
+        raise ConfigError(f"algorithm.name={cfg.algorithm.name!r} is a {type(spec).__name__}, not an AlgorithmSpec")
+    if phase == "rl":
+        _require_trainable(spec, cfg.algorithm)
+    return spec
+
+
+def _require_trainable(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> None:
+    if spec.advantages is None:
+        raise ConfigError(f"algorithm.name={algorithm.name!r} has no advantages, so it cannot learn from rewards",
+                          hint="supervised steps are set with sft.max_steps")
+    if fault := next(_faults(spec), ""):
+        raise ConfigError(f"algorithm.name={algorithm.name!r} {fault}", hint="AlgorithmSpec in "
+                          "elastic_rl/algorithms/registry.py says what an algorithm has")
+    if taken := sorted(RESERVED_STATS.intersection(spec.stats)):
+        raise ConfigError(f"algorithm.name={algorithm.name!r} has stats with the names of metrics of the step: "
+                          f"{', '.join(taken)}", hint="give them other names")
+    if aggregate_of(spec, algorithm) == "constant" and algorithm.constant_length_tokens is None:
+        raise ConfigError(f"algorithm.name={algorithm.name!r} divides by a constant length, which is not set",
+                          hint="set algorithm.constant_length_tokens to the longest response, or algorithm.aggregate "
+                               "to token or sequence")
+    if algorithm.kl_coef and (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k1"):
+        raise ConfigError(f"algorithm.kl_coef={algorithm.kl_coef} with algorithm.kl_estimator=k1 in the loss: the "
+                          "expectation of its gradient is 0",
+                          hint="set algorithm.kl_estimator to k2 or k3, or algorithm.kl_in to reward")
+
+
+def _faults(spec: AlgorithmSpec) -> Iterator[str]:
+    """What is wrong with a user's specification, which would else be found by the ranks, in the first update."""
+    for what in ("token_loss", "advantages"):
+        if not callable(getattr(spec, what)):
+            yield f"has a {what} that is no function"
+    if spec.aggregate not in get_args(Aggregate):
+        yield f"has aggregate={spec.aggregate!r}, which is none of {', '.join(get_args(Aggregate))}"
+    for name in spec.needs:
+        if name not in _SUPPLIED:
+            yield f"needs {name!r}, and a batch has {', '.join(_SUPPLIED)}"
+    for name in spec.stats:
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _STAT_NAME:
+            yield f"has a stat whose name is not text of 1 to {_STAT_NAME} printable characters: {name!r:.100}"
+
+
+def aggregate_of(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> Aggregate:
+    """How the losses of tokens become that of a batch. The settings are about RL only."""
+    return spec.aggregate if spec.advantages is None else algorithm.aggregate or spec.aggregate
+
+
+def required_tensors(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """What a batch must have besides the tokens: what the loss reads, and what the settings add to it."""
+    if spec.advantages is None:
+        return spec.needs
+    added = {"old_logprobs": algorithm.tis_cap is not None,
+             "ref_logprobs": algorithm.measures_kl and algorithm.kl_in == "loss"}
+    return (*spec.needs, *(name for name, wanted in added.items() if wanted and name not in spec.needs))
+
+
+def uses_reference(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> bool:
+    """Whether RL with these settings has a reference policy: for its loss, for its rewards, or for a metric."""
+    return spec.advantages is not None and (algorithm.measures_kl or "ref_logprobs" in spec.needs)

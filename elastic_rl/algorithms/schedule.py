@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from elastic_rl.config import TrainConfig
+import math
+
+from elastic_rl.config import Config
+from elastic_rl.config.section import LrDecay
 
 
-def learning_rate(cfg: TrainConfig, step: int) -> float:
-    """Learning rate of RL step ``step``, counted from 1: with linear decay a line from ``cfg.lr``
-    at the first to ``cfg.lr * cfg.lr_final_fraction`` at step ``cfg.steps`` and after it, else ``cfg.lr``; either is
-    scaled by ``step / cfg.lr_warmup_steps`` before that many steps are done. Raises ValueError for a step below 1."""
+def learning_rate(cfg: Config, phase: str, step: int) -> float:
+    """Learning rate of a step, counted from 1 in its phase: ``lr`` of the phase's section times ``warmup`` times
+    ``decay``, by the settings of that section, over ``train.steps`` or ``sft.max_steps`` steps. Raises ValueError for a
+    step below 1."""
     if step < 1:
-        raise ValueError(f"RL steps count from 1, got {step}")
-    rise = min(1.0, step / max(cfg.lr_warmup_steps, 1))
-    if cfg.lr_decay == "constant":
-        return cfg.lr * rise
-    done = min((step - 1) / max(cfg.steps - 1, 1), 1.0)
-    return cfg.lr * rise * (1 - done * (1 - cfg.lr_final_fraction))
+        raise ValueError(f"steps count from 1, got {step}")
+    section, steps = (cfg.sft, cfg.sft.max_steps) if phase == "sft" else (cfg.train, cfg.train.steps)
+    return section.lr * warmup(step, section.lr_warmup_steps) * decay(
+        section.lr_decay, step, steps, final=section.lr_final_fraction, fraction=section.lr_decay_fraction)
+
+
+def warmup(step: int, steps: int) -> float:
+    """``step / steps`` before that many steps are done, then 1."""
+    return min(1.0, step / max(steps, 1))
+
+
+def decay(kind: LrDecay, step: int, steps: int, *, final: float, fraction: float) -> float:
+    """The part of the peak that a schedule of ``steps`` steps has left at one of them: 1 at the first, ``final`` at the
+    last and after it. ``linear`` and ``cosine`` (arXiv 1608.03983) fall all the way; ``wsd`` (arXiv 2404.06395) stays
+    at 1 and falls along a line over the last ``fraction`` of the steps; ``constant`` stays.
+    """
+    if kind == "constant":
+        return 1.0
+    first = 1.0 if kind != "wsd" else max(1.0, min(steps * (1 - fraction), steps - 1.0))
+    done = min(max(step - first, 0.0) / max(steps - first, 1.0), 1.0)
+    if kind == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return 1 - done * (1 - final)

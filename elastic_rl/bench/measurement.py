@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import psutil
@@ -14,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from elastic_rl.report.build import percentile
 
 _PACKAGES = ("elastic-rl", "torch", "sglang", "megatron-core", "ray", "sglang-router", "safetensors",
-             "checkpoint-engine", "torchft")
+             "checkpoint-engine", "torchft", "trl")
 
 
 class Row(BaseModel):
@@ -85,6 +88,23 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
+def commit() -> str:
+    """The commit of the tree that this package is in, with ``+changes`` if files of the package differ from it; "" when
+    git knows neither. Read once: what a bench writes is no change of what it measures."""
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", str(package), *args], capture_output=True, text=True, timeout=20,
+                              check=True).stdout.strip()
+
+    package = Path(__file__).resolve().parents[1]
+    try:
+        git("ls-files", "--error-unmatch", __file__)  # an installed package may lie in somebody else's tree
+        found = git("rev-parse", "--short=12", "HEAD")
+        return found + ("+changes" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def result(bench: str, rows: Sequence[Row], *, complete: bool = True) -> dict[str, Any]:
     """The whole measurement, ready for JSON. ``complete``: whether it came to its end."""
     shown = [{k: v for k, v in row.model_dump().items() if k != "why" or v is not None} for row in rows]
@@ -93,10 +113,11 @@ def result(bench: str, rows: Sequence[Row], *, complete: bool = True) -> dict[st
 
 def markdown(bench: str, command: str, rows: Sequence[Row], at: str) -> str:
     """The measurement as a section of a Markdown file. ``at``: when it began."""
-    host, releases = machine(), versions()
+    host, releases, tree = machine(), versions(), commit()
     lines = [f"## bench {bench}, {at}", "", f"    {command}", "",
              f"{host['cores']} cores ({host['arch']}), {host['memory_gib']} GiB, {host['system']} {host['release']}; "
-             + ", ".join(f"{package} {release}" for package, release in releases.items()), "",
+             + ", ".join(f"{package} {release}" for package, release in releases.items())
+             + (f"; commit {tree}" if tree else ""), "",
              "| row | what | value | 5%–95% | goal | met | limit | alternatives |", "|---|---|--:|--:|--:|---|--:|---|"]
     for row in rows:
         what = row.name if row.value is not None else f"{row.name}: not measured, {row.why}"

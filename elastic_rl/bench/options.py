@@ -11,6 +11,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 
 DEFAULT_BYTES = 1 << 30
 QUICK_BYTES = 64 << 20
+_MAX_BYTES = 1 << 50
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -63,10 +64,13 @@ def is_selected(row: str, ids: Sequence[str]) -> bool:
 def parse_size(text: str) -> int:
     """Bytes of ``64MiB``, ``1G``, ``4096``; units are powers of two. Raises ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    nbytes = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if nbytes <= 0:
-        raise ConfigError(f"{text!r} is not a size", hint="write it like 64MiB or 1GiB")
-    return nbytes
+    nbytes = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if nbytes < 1:
+        raise ConfigError(f"{text[:60]!r} is not a size", hint="write it like 64MiB or 1GiB")
+    if nbytes > _MAX_BYTES:  # infinity too
+        raise ConfigError(f"{text[:60]!r} is not a size that can be measured: it is more than 1024 TiB",
+                          hint="write it like 64MiB or 1GiB")
+    return int(nbytes)
 
 
 def refuse_settings(options: Options) -> None:

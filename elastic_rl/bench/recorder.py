@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from elastic_rl.bench.measurement import Row, markdown
+from elastic_rl.errors import ConfigError, ElasticRLError
+
+log = logging.getLogger(__name__)
 
 Emit = Callable[[Row], None]
 """Takes a row. A row of the same id replaces the earlier one: more of its alternatives were measured."""
@@ -21,10 +25,14 @@ class RowSink(Protocol):
 
 
 class Recorder:
-    """Keeps the rows of one run in order and passes each one on, so that an interrupted run keeps what it measured."""
+    """Keeps the rows of one run in order and passes each one on, so that an interrupted run keeps what it measured.
+
+    A sink that fails costs no measurement: it is reported once, and still gets the rows that follow.
+    """
 
     def __init__(self, *sinks: RowSink) -> None:
         self._sinks = sinks
+        self._failed: set[int] = set()
         self._rows: dict[str, Row] = {}
 
     @property
@@ -34,8 +42,13 @@ class Recorder:
     def emit(self, row: Row) -> None:
         earlier = self._rows.get(row.id)
         self._rows[row.id] = row
-        for sink in self._sinks:
-            sink.row(row, earlier)
+        for number, sink in enumerate(self._sinks):
+            try:
+                sink.row(row, earlier)
+            except Exception as e:  # whatever it is: what was measured must not be lost
+                if number not in self._failed:
+                    log.warning("row %s is not passed on to %s: %s", row.id, type(sink).__name__, e)
+                self._failed.add(number)
 
 
 class Printer:
@@ -72,9 +85,11 @@ class MarkdownFile:
     the run is incomplete until ``finish``."""
 
     def __init__(self, path: Path, bench: str, command: str) -> None:
+        """Raises ConfigError when the file cannot be written."""
         self._path, self._bench, self._command = path, bench, command
         self._at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        self._before = path.read_text().rstrip() + "\n\n" if path.exists() else "# Results\n\n"
+        self._partial = path.parent / f".{path.name}.partial"
+        self._before = self._opened()
         self._rows: dict[str, Row] = {}
 
     def row(self, row: Row, earlier: Row | None) -> None:
@@ -82,10 +97,29 @@ class MarkdownFile:
         self._write(f"{self._at} (incomplete)")
 
     def finish(self) -> None:
-        """Marks the run as complete."""
-        self._write(self._at)
+        """Marks the run as complete. Raises ElasticRLError when the file cannot be written any more."""
+        try:
+            self._write(self._at)
+        except OSError as e:
+            raise ElasticRLError(f"the results cannot be written to {self._path}: {e.strerror}",
+                                 hint="they were printed; the file may lack rows") from e
+
+    def _opened(self) -> str:
+        """What the file has already, and the proof that it can be written: this is known before hours of measuring."""
+        hint = "name a Markdown file, new or not, in a folder that exists and can be written"
+        if self._path.exists() and not self._path.is_file():
+            raise ConfigError(f"{self._path} is not a file, so the results cannot be written to it", hint=hint)
+        try:
+            before = self._path.read_text().rstrip() + "\n\n" if self._path.exists() else "# Results\n\n"
+            self._partial.write_text(before)
+            self._partial.unlink()
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"{self._path} is not a text file, so the results cannot be appended to it",
+                              hint=hint) from e
+        except OSError as e:
+            raise ConfigError(f"the results cannot be written to {self._path}: {e.strerror}", hint=hint) from e
+        return before
 
     def _write(self, at: str) -> None:
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text(self._before + markdown(self._bench, self._command, list(self._rows.values()), at))
-        partial.replace(self._path)
+        self._partial.write_text(self._before + markdown(self._bench, self._command, list(self._rows.values()), at))
+        self._partial.replace(self._path)

@@ -12,6 +12,7 @@ import typer
 
 from elastic_rl.cli import tables, watch_loop
 from elastic_rl.cli.common import EXTRA, File, Output, Target, api_command, load, out
+from elastic_rl.cli.step_lines import throughput_line, update_line
 from elastic_rl.cli.tables import Format
 from elastic_rl.cli.watch_loop import Reading
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 app = typer.Typer()
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it, until Ctrl-C.")]
 
-_POOL = ("name", "desired", "ready", "starting", "draining", "external")
+_POOL = ("name", "desired", "ready", "starting", "pending", "draining", "external", "message")
+_WAITING = ("part", "state", "message")
 _ENGINE = ("id", "state", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
 _ENGINE_WIDE = ("pool", "host", "url", "pid", "external", "applying", "epoch", "started_at")
 _MEMBER = ("role", "id", "pid", "step", "progress_at", "phase")
@@ -54,16 +56,27 @@ def status(cluster: Target, watch: Watch = False, output: Output = Format.TABLE)
 
 def _status(api: AdminClient, output: Format) -> Reading:
     from rich.console import Group
-    found = {"job": api.get("/v1/job"), "pools": api.items("/v1/pools"),
+    found = {"job": api.get("/v1/job"), "steps": api.items("/v1/steps", limit=1), "pools": api.items("/v1/pools"),
              "operations": api.items("/v1/operations?state=running"), "alerts": api.items("/v1/alerts"),
-             "members": api.items("/v1/members")}
-    parts = [tables.facts(job_facts(found["job"])), "", tables.table(found["pools"], _POOL, output)]
+             "members": _members(api)}
+    parts = [tables.facts(job_facts(found["job"]) | step_facts(found["steps"])), "",
+             tables.table(found["pools"], _POOL, output)]
     if found["operations"]:
         parts += ["", tables.table(operation_rows(found["operations"]), OPERATION, output, wide=OPERATION_WIDE)]
     if found["alerts"]:
         parts += ["", tables.table(alert_rows(found["alerts"]), ALERT, output, wide=ALERT_WIDE)]
+    if waits := waiting_rows(found["members"]):
+        parts += ["", tables.table(waits, _WAITING, output)]
     parts += ["", tables.table(found["members"], _MEMBER, output, wide=_MEMBER_WIDE)]
     return Reading(found, Group(*parts))
+
+
+def _members(api: AdminClient, role: str = "") -> list[dict[str, Any]]:
+    """The registered ones, and those that may be slow or dead."""
+    from urllib.parse import urlencode
+    query = {"role": role} if role else {}
+    return [*api.items(f"/v1/members?{urlencode(query)}"),
+            *api.items(f"/v1/members?{urlencode({**query, 'suspected': 'true'})}")]
 
 
 def job_facts(job: dict[str, Any]) -> dict[str, Any]:
@@ -71,11 +84,42 @@ def job_facts(job: dict[str, Any]) -> dict[str, Any]:
     run, leader = job.get("status") or {}, job.get("leader") or {}
     steps = f"{run['step']} of {run['steps']}" if run.get("steps") else run.get("step")
     led_by = f"{leader['replica']} at {leader['url']}" if leader else "none: changes wait for an election"
-    return {"job": job["job"], "phase": run.get("phase") or "no run has begun", "step": steps,
-            "reward": run.get("reward"), "eval accuracy": run.get("eval_accuracy"),
+    return {"job": job["job"], "phase": run.get("phase") or "no run has begun", "stage": run.get("stage"),
+            "step": steps, "waiting for": waiting_for(run), "reward": run.get("reward"), "eval accuracy":
+            run.get("eval_accuracy"), "eval sets": eval_sets(run),
             "policy_version": run.get("policy_version"), "staleness": run.get("staleness"), "message":
             run.get("message"), "started_at": run.get("started_at"), "updated_at": run.get("updated_at"),
             "epoch": job.get("epoch"), "leader": led_by}
+
+
+def step_facts(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Training metrics of the last step, for the same table; ``steps``: the newest one, if there is any."""
+    last = steps[0] if steps else {}
+    facts = {"update": update_line(last.get("update") or {}),
+             "throughput": throughput_line(last.get("throughput") or {})}
+    return {name: line for name, line in facts.items() if line}
+
+
+def eval_sets(run: dict[str, Any], most: int = 8) -> str:
+    """Accuracies of the evaluation sets beside the main one."""
+    found = run.get("eval_sets") or {}
+    return ", ".join(f"{name} {accuracy:.3f}" for name, accuracy in list(found.items())[:most]) + (
+        f" and {len(found) - most} more" if len(found) > most else "")
+
+
+def waiting_for(run: dict[str, Any]) -> str:
+    """What a run waits for, and since when; empty while it works."""
+    if not run.get("waiting_for"):
+        return ""
+    since = tables.cell(run.get("waiting_since"), "since_at")
+    return f"{run['waiting_for']} ({run.get('waiting_kind') or 'unknown'}, since {since})"
+
+
+def waiting_rows(members: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What drivers report of the parts that fail or wait, for a table."""
+    return [{"part": part, "state": state, "message": why} for member in members if member["role"] == "driver"
+            for state, key in (("failing", "faults"), ("waiting", "waiting"))
+            for part, why in (member["info"].get(key) or {}).items()]
 
 
 def operation_rows(operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,9 +147,13 @@ def list_engines(cluster: Target, watch: Watch = False, output: Output = Format.
 @api_command(app)
 def members(cluster: Target, role: Annotated[str, typer.Option(help="Only members of this role.")] = "",
             watch: Watch = False, output: Output = Format.TABLE) -> None:
-    """List live processes and their progress."""
-    from urllib.parse import quote
-    _listing(cluster, f"/v1/members?role={quote(role)}", _MEMBER, _MEMBER_WIDE, output, watch=watch)
+    """List processes and their progress; one that sends no heartbeats is ``suspected``."""
+    with cluster.api() as api:
+        def read() -> Reading:
+            rows = _members(api, role)
+            return Reading(rows, tables.table(rows, _MEMBER, output, wide=_MEMBER_WIDE))
+
+        watch_loop.show(read, output, watch=watch)
 
 
 @app.command(context_settings=EXTRA)

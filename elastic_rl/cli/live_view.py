@@ -1,17 +1,19 @@
 """The progress of a run for a person: a live view on a terminal, plain lines elsewhere.
 
-Reads the run's steps.jsonl and a few records of etcd, and changes nothing. When etcd does not answer, the view says so.
-``RunState`` is the pure part.
+Reads the run's steps.jsonl and a few records of etcd, and changes nothing. When etcd does not answer, the view says so,
+and for how long. ``RunState`` is the pure part.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -21,20 +23,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_rl.errors import ElasticRLError
-from elastic_rl.etcd import events
+from elastic_rl.cli.cluster_reader import ClusterReader, ClusterState
+from elastic_rl.cli.step_lines import throughput_line, update_line
+from elastic_rl.cli.tables import printable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState, Event, JobStatus, Severity
+from elastic_rl.etcd.records import EngineState, Event, JobStatus, Severity
 from elastic_rl.report.build import Record, parse_lines
+
+log = logging.getLogger(__name__)
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _READ_BYTES = 4 << 20
 """Most of steps.jsonl that is read at once."""
 _MAX_POINTS = 4000
 """Points of a series that are kept; beyond it every second one of the older half is dropped."""
-_MAX_ENGINES = 20
 _MAX_NOTES = 3
+_SETS = 8
+"""Evaluation sets beside the main one that are shown."""
 _MAX_SEEN = 1000
 _STATE_STYLE = {EngineState.READY: "green", EngineState.DEAD: "red", EngineState.QUARANTINED: "red"}
 _SEVERITY_STYLE = {Severity.INFO: "dim", Severity.WARNING: "yellow", Severity.ERROR: "red"}
@@ -63,7 +69,15 @@ def plain_line(record: Record, steps: int) -> str:
                     f"difference {_e(record.get('logprob_diff_max'))}, "
                     f"{_f((record.get('seconds') or {}).get('total'), 2)} s")
         case "eval":
-            return f"step {record['step']}/{steps}: eval accuracy {_f(record.get('eval_accuracy'))}"
+            return f"step {record['step']}/{steps}: eval accuracy {_f(record.get('eval_accuracy'))}" + "".join(
+                f", {name} {_f(accuracy)}" for name, accuracy in list((record.get("eval_sets") or {}).items())[:_SETS])
+        case "sampled":
+            return (f"step {record['step']}{f'/{steps}' if steps else ''}: {record.get('samples', '–')} samples of "
+                    f"{len(record.get('groups') or [])} prompts, reward {_f(record.get('reward_mean'))}, "
+                    f"{record.get('lines', '–')} written, version {record.get('policy_version')}, "
+                    f"{_f((record.get('seconds') or {}).get('total'), 2)} s")
+        case "output":
+            return ", ".join(f"{name} {value}" for name, value in _of_output(record["result"]))
         case "rewind":
             return f"back from step {record['from_step']} to {record['to_step']}: {record.get('reason', '')}"
         case "fault":
@@ -107,6 +121,8 @@ class RunState:
     steps: int
     rewards: dict[int, float] = field(default_factory=dict)
     eval_accuracy: dict[int, float] = field(default_factory=dict)
+    eval_sets: Mapping[str, float] = field(default_factory=dict)
+    """Of the last evaluation: accuracies of further sets, by name."""
     last: Record = field(default_factory=dict)
     sft: Record = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -116,6 +132,8 @@ class RunState:
         match record["kind"]:
             case "sft":
                 self.sft = record
+            case "sampled":
+                self.last = record
             case "step":
                 self.last = record
                 self.rewards[int(record["step"])] = float(record.get("reward_mean") or 0.0)
@@ -123,6 +141,7 @@ class RunState:
             case "eval":
                 self.eval_accuracy[int(record["step"])] = float(record["eval_accuracy"])
                 _bound(self.eval_accuracy)
+                self.eval_sets = record.get("eval_sets") or {}
             case "rewind":
                 self.rewards = {s: r for s, r in self.rewards.items() if s <= int(record["to_step"])}
                 self._note(record)
@@ -140,61 +159,74 @@ def _bound(points: dict[int, float]) -> None:
             del points[step]
 
 
-@dataclass(frozen=True)
-class ClusterState:
-    """The records of etcd that the view shows; ``error`` is set instead when etcd does not answer."""
-
-    status: JobStatus | None = None
-    engines: tuple[Engine, ...] = ()
-    """The first ones by id."""
-    engine_count: int = 0
-    events: tuple[Event, ...] = ()
-    error: str = ""
+def waiting_line(status: JobStatus | None, now: float) -> str:
+    """What the run waits for, and for how long; empty while it works. ``now``: unix seconds."""
+    if status is None or not status.waiting_for:
+        return ""
+    waited = max(0, int(now - status.waiting_since))
+    return printable(f"waiting in {status.stage or status.phase} for {waited // 60}:{waited % 60:02d}: "
+                     f"{status.waiting_for}")
 
 
-def read_cluster(etcd: EtcdClient, keys: Keys, *, events_shown: int = 6) -> ClusterState:
-    """Reads the records that the view shows."""
-    try:
-        found = etcd.get(keys.job_status())
-        engines = etcd.page(keys.engines_prefix(), limit=_MAX_ENGINES)
-        return ClusterState(
-            JobStatus.decode(found.value) if found else None, tuple(Engine.decode(kv.value) for kv in engines.kvs),
-            etcd.count(keys.engines_prefix()) if engines.more else len(engines.kvs),
-            tuple(events.recent(etcd, keys, limit=events_shown)))
-    except ElasticRLError as e:
-        return ClusterState(error=e.message)
-
-
-def render(job: str, state: RunState, cluster: ClusterState, *, elapsed_s: float, width: int = 80) -> RenderableType:
-    """The whole view."""
+def render(job: str, state: RunState, cluster: ClusterState, *, elapsed_s: float, width: int = 80,
+           waiting: Mapping[str, str] = MappingProxyType({})) -> RenderableType:
+    """The whole view. ``waiting``: what this process waits for, and why."""
     status, last = cluster.status, state.last
     phase = status.phase if status else "starting"
-    done = int(last.get("step", 0))
+    done, steps = int(last.get("step", 0)), state.steps
     head = Table.grid(expand=True, padding=(0, 2))
     head.add_column()
     head.add_column(justify="right")
-    head.add_row(Text.assemble((job, "bold"), f"  {phase}", (f"  step {done}/{state.steps}" if last else "", "bold")),
+    doing = f"  {phase}: {printable(status.stage)}" if status and status.stage else f"  {phase}"
+    head.add_row(Text.assemble((job, "bold"), doing, (f"  step {done}/{steps}" if last else "", "bold")),
                  f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}")
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
     if state.sft and not last:
         facts.add_row("SFT phase", f"step {state.sft['step']}, eval accuracy {_f(state.sft.get('eval_accuracy'))}")
+    if last.get("kind") == "sampled" or phase in ("eval", "rejection_sampling"):
+        _add_sampled_facts(facts, last)
+    else:
+        _add_training_facts(facts, state, width)
+    seconds = last.get("seconds") or {}
+    facts.add_row("step time", f"{_f(seconds.get('total'), 2)} s  [dim]" + "  ".join(
+        f"{k.replace('_', ' ')} {v:.2f}" for k, v in seconds.items() if k != "total" and v >= 0.005) + "[/]")
+    for title, shown in (("update", update_line({**last, **(last.get("algorithm") or {})})),
+                         ("throughput", throughput_line(last.get("throughput") or {}))):
+        if shown:
+            facts.add_row(title, shown)
+    progress = ProgressBar(total=steps or None, completed=done)
+    parts: list[RenderableType] = [head, progress, facts, _engine_table(cluster)]
+    if line := waiting_line(status, time.time()):
+        parts.append(Text(line, style="yellow"))
+    if cluster.error:
+        parts.append(Text(_outage(cluster), style="red"))
+    parts += [Text(f"{name} {why}", style="red") for name, why in waiting.items()]
+    parts += [Text(note, style="yellow") for note in (*cluster.waiting, *state.notes)]
+    parts += [_event_line(e) for e in cluster.events]
+    return Panel(Group(*parts), title="elastic-rl", border_style="dim")
+
+
+def _add_training_facts(facts: Table, state: RunState, width: int) -> None:
+    last = state.last
     rewards = sparkline([state.rewards[s] for s in sorted(state.rewards)], max(20, min(60, width - 40)))
     facts.add_row("reward", f"[cyan]{rewards}[/] {_f(last.get('reward_mean'))}")
     evals = [state.eval_accuracy[s] for s in sorted(state.eval_accuracy)]
     facts.add_row("eval accuracy", f"[yellow]{sparkline(evals, 60)}[/] {_f(evals[-1] if evals else None)}")
+    for name, accuracy in list(state.eval_sets.items())[:_SETS]:
+        facts.add_row(Text(f"  {printable(name)}"), _f(accuracy))
     facts.add_row("version", f"{last.get('policy_version', '–')}, staleness {last.get('staleness', '–')}, "
                              f"log-prob difference {_e(last.get('logprob_diff_max'))}")
-    seconds = last.get("seconds") or {}
-    facts.add_row("step time", f"{_f(seconds.get('total'), 2)} s  [dim]" + "  ".join(
-        f"{k.replace('_', ' ')} {v:.2f}" for k, v in seconds.items() if k != "total" and v >= 0.005) + "[/]")
-    parts: list[RenderableType] = [head, ProgressBar(total=state.steps, completed=done), facts, _engine_table(cluster)]
-    if cluster.error:
-        parts.append(Text(f"etcd does not answer: {cluster.error}", style="red"))
-    parts += [Text(note, style="yellow") for note in state.notes]
-    parts += [_event_line(e) for e in cluster.events]
-    return Panel(Group(*parts), title="elastic-rl", border_style="dim")
+
+
+def _add_sampled_facts(facts: Table, last: Record) -> None:
+    """Of a job that trains nothing."""
+    lengths = last.get("response_tokens") or {}
+    facts.add_row("reward", f"{_f(last.get('reward_mean'))} in the last step")
+    facts.add_row("samples", f"{last.get('samples', '–')} of {len(last.get('groups') or [])} prompts, "
+                             f"{last.get('lines', '–')} written, {_f(lengths.get('mean'), 0)} tokens each")
+    facts.add_row("version", str(last.get("policy_version", "–")))
 
 
 def _engine_table(cluster: ClusterState) -> Table:
@@ -212,53 +244,109 @@ def _engine_table(cluster: ClusterState) -> Table:
 
 def _event_line(event: Event) -> Text:
     clock = datetime.fromtimestamp(event.at).strftime("%H:%M:%S")
-    return Text(f"{clock} {event.kind} {event.subject}: {event.message}", style=_SEVERITY_STYLE[event.severity],
-                no_wrap=True, overflow="ellipsis")
+    line = printable(f"{clock} {event.kind} {event.subject}: {event.message}")
+    return Text(line, style=_SEVERITY_STYLE[event.severity], no_wrap=True, overflow="ellipsis")
+
+
+def _outage(cluster: ClusterState) -> str:
+    since = f" for {cluster.away_s:.0f} s" if cluster.away_s >= 1 else ""
+    return f"waiting for etcd{since}: {cluster.error}"
+
+
+class RunConsole(Console):
+    """A console whose reader may go away: by default rich ends the process then."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("nobody reads the output any more")
 
 
 class LiveView:
-    """Shows one run; ``tick`` may be called at any rate, ``close`` leaves the last state on the screen."""
+    """Shows one run; ``tick`` may be called at any rate and never waits, ``close`` leaves the last state on the screen.
+
+    A console that is gone ends the view, not the run.
+    """
 
     def __init__(self, *, job: str, steps: int, steps_path: Path, etcd: EtcdClient, console: Console | None = None,
                  interval_s: float = 0.5) -> None:
-        self._job, self._etcd, self._keys = job, etcd, Keys(job)
+        self._job, self._reader = job, ClusterReader(etcd, Keys(job), interval_s=interval_s)
         self._tail, self.state = Tail(steps_path), RunState(steps)
-        self._console = console or Console()
+        self._console = console or RunConsole()
         self._interval_s, self._next, self._start = interval_s, 0.0, time.monotonic()
         self._printed: deque[str] = deque(maxlen=_MAX_SEEN)
+        self._outages: dict[str, str] = {}
+        """What this process waited for at the last refresh, for the plain lines."""
+        self._waiting: Mapping[str, str] = {}
+        self._run_waits = ""
+        """Kind of the wait of the run that was printed last; empty while the run works."""
+        self._broken = False
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         if self._live:
             self._live.start()
 
-    def tick(self) -> None:
-        """Refreshes the view, at most every ``interval_s``."""
+    def tick(self, waiting: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Refreshes the view, at most every ``interval_s``. ``waiting``: services that do not run, and why."""
         if time.monotonic() >= self._next:
+            self._waiting = waiting
             self._refresh()
             self._next = time.monotonic() + self._interval_s
 
     def _refresh(self) -> None:
+        if self._broken:
+            return
+        try:
+            self._show()
+        except OSError as e:
+            self._broken = True
+            log.warning("the live view ends: %s", e)
+
+    def _show(self) -> None:
+        cluster = self._reader.latest()
+        if not self.state.steps and cluster.status is not None:
+            self.state.steps = cluster.status.steps  # it follows from the data
         while new := self._tail.records():
             for record in new:
                 self.state.add(record)
                 if self._live is None:
                     self._print(plain_line(record, self.state.steps))
-        cluster = read_cluster(self._etcd, self._keys)
         if self._live:
             self._live.update(render(self._job, self.state, cluster, elapsed_s=time.monotonic() - self._start,
-                                   width=self._console.width), refresh=True)
+                                     width=self._console.width, waiting=self._waiting), refresh=True)
             return
+        self._print_wait(cluster.status)
+        self._print_outages({**({"etcd": _outage(cluster)} if cluster.error else {}),
+                             **{name: f"{name} {why}" for name, why in self._waiting.items()}})
         for event in cluster.events:
             if event.id not in self._printed:
                 self._printed.append(event.id)
                 self._print(f"event {event.kind} {event.subject}: {event.message}")
 
+    def _print_wait(self, status: JobStatus | None) -> None:
+        """A line when the run begins to wait for another part of the system, and one when it goes on."""
+        kind = status.waiting_kind if status else self._run_waits
+        if kind == self._run_waits:
+            return
+        self._run_waits = kind
+        self._print(waiting_line(status, time.time()) or "the run goes on")
+
+    def _print_outages(self, now: dict[str, str]) -> None:
+        """A line when something begins to be waited for, and one when it is there again."""
+        for name in now.keys() - self._outages.keys():
+            self._print(now[name])
+        for name in self._outages.keys() - now.keys():
+            self._print(f"{name} is back")
+        self._outages = now
+
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
+        self._reader.close()
         self._refresh()
         if self._live:
-            self._live.stop()
+            try:
+                self._live.stop()
+            except OSError as e:
+                log.warning("the live view cannot be closed: %s", e)
 
 
 def summary(report: Record, report_html: Path) -> Table:
@@ -266,15 +354,47 @@ def summary(report: Record, report_html: Path) -> Table:
     table = Table(title=f"{report['job']}: {report['status']}", title_justify="left", show_header=False, box=None)
     table.add_column(style="dim")
     table.add_column()
-    healed = sum(f["healed_at"] is not None for f in report["faults"])
-    rows = [("steps", f"{report['steps']} ({report['steps_redone']} repeated), {report['samples_trained']} samples"),
-            ("eval accuracy", f"{_f(report['eval_accuracy_first'])} → {_f(report['eval_accuracy_last'])}"),
-            ("reward", f"{_f(report['reward_first'])} → {_f(report['reward_last'])}"),
-            ("step time", f"{_f(report['step_s_p50'], 2)} s median, {_f(report['tokens_per_s'], 0)} tokens/s"),
-            ("log-prob difference", f"{_e(report['logprob_diff_max'])} between engines and trainer at most"),
-            ("groups", f"{report['groups_lost']} lost, {report['groups_duplicated']} trained twice"),
-            ("faults", f"{healed} of {len(report['faults'])} healed" if report["faults"] else "none injected"),
-            ("wall time", f"{report['wall_s']:.0f} s"), ("report", str(report_html))]
+    rows = [*(_of_output(report["output"]) if report.get("output") else
+              _of_rl(report) if report["steps"] or not report["sft"] else _of_sft(report["sft"])),
+            ("wall time", f"{report['wall_s']:.0f} s"), ("report", str(report_html)),
+            *([("note", report["note"])] if report.get("note") else [])]
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _of_output(result: Record) -> list[tuple[str, str]]:
+    """Of an evaluation, or of rejection sampling."""
+    if "sets" in result:
+        return [(printable(name), _set_line(found)) for name, found in list(result["sets"].items())[:_SETS]]
+    dropped = sum(result["dropped"].values())
+    return [("prompts", f"{result['prompts']}, {dropped} of them dropped"),
+            ("samples", f"{result['samples']}, reward {_f(result['reward_mean'])}"),
+            ("kept", f"{result['kept']}, reward {_f(result['kept_reward_mean'])}"), ("file", result["file"])]
+
+
+def _set_line(found: Record) -> str:
+    error = f" ± {_f(found['standard_error'])}" if found["standard_error"] is not None else ""
+    return f"{_f(found['reward_mean'])}{error} over {found['prompts']} prompts" + "".join(
+        f", pass@{k} {_f(value)}" for k, value in found["pass_at"].items()) + (
+        f", {found['truncated']:.0%} truncated" if found["truncated"] else "") + (
+        f", {found['failed_rewards']} rewards failed" if found["failed_rewards"] else "")
+
+
+def _of_sft(sft: Record) -> list[tuple[str, str]]:
+    return [("SFT steps", str(sft["steps"])), ("loss", f"{_f(sft['loss_first'])} → {_f(sft['loss_last'])}"),
+            ("eval accuracy", f"{_f(sft['eval_accuracy_first'])} → {_f(sft['eval_accuracy_last'])}")]
+
+
+def _of_rl(report: Record) -> list[tuple[str, str]]:
+    healed = sum(f["healed_at"] is not None for f in report["faults"])
+    speed = throughput_line({"peak_memory_bytes": report["peak_memory_bytes"], **{
+        name: report[f"{name}_p50"] for name in ("generate_tokens_per_s", "train_tokens_per_s", "mfu")}})
+    return [("steps", f"{report['steps']} ({report['steps_redone']} repeated), {report['samples_trained']} samples"),
+            ("eval accuracy", f"{_f(report['eval_accuracy_first'])} → {_f(report['eval_accuracy_last'])}"),
+            ("reward", f"{_f(report['reward_first'])} → {_f(report['reward_last'])}"),
+            ("step time", f"{_f(report['step_s_p50'], 2)} s median, {_f(report['tokens_per_s'], 0)} tokens/s"),
+            *([("throughput", speed)] if speed else []),
+            ("log-prob difference", f"{_e(report['logprob_diff_max'])} between engines and trainer at most"),
+            ("groups", f"{report['groups_lost']} lost, {report['groups_duplicated']} trained twice"),
+            ("faults", f"{healed} of {len(report['faults'])} healed" if report["faults"] else "none injected")]

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from elastic_rl.cli import alerts, changes, completion, dashboard, listings, run, versions
+from elastic_rl.cli import alerts, changes, completion, dashboard, listings, run, samples, versions
 from elastic_rl.cli.common import err
 from elastic_rl.cli.completion import COMPLETE_VAR, PROGRAM, Shell
 from elastic_rl.cli.exit_codes import Exit, code_of, describe
@@ -25,7 +25,7 @@ _LISTS = ("engines", "versions", "operations", "alerts")
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
                   help="Fault-tolerant, elastic reinforcement learning for LLMs. Any setting is also --key.sub=value.",
                   epilog=describe())
-for _part in (run.app, listings.app, changes.app, dashboard.app):
+for _part in (run.app, listings.app, samples.app, changes.app, dashboard.app):
     app.add_typer(_part)
 app.add_typer(changes.engines, name="engines")
 app.add_typer(changes.operations, name="operations")

@@ -16,10 +16,14 @@ from elastic_rl.cli import tables
 from elastic_rl.cli.common import EXTRA, File, Output, err, find_cluster, load, named_cluster, out, overrides
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.cli.tables import Format
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, ElasticRLError
 
 if TYPE_CHECKING:
     from elastic_rl.config import Config
+    from elastic_rl.job_check import Finding
+
+_VIEW_ETCD_BUDGET_S = 1.0
+"""Retries of the live view, which reads again anyway."""
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Show the configuration or its schema.", rich_markup_mode=None)
@@ -50,14 +54,27 @@ def train(ctx: typer.Context, file: File = None,
                                                      )] = False,
           keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
+          from_job: Annotated[str, typer.Option("--from-job", metavar="JOB", help=(
+              "Begin a new job with the newest policy of this one, whose cluster is up."))] = "",
           ) -> None:
-    """Train on a cluster that is up, or on one for this run only."""
+    """Train on a cluster that is up, or on one for this run only. Services of it that end are started again."""
+    from elastic_rl import job_check
+    from elastic_rl.host import cluster_settings, inherited_model
     cluster = named_cluster(ctx, file, say=_say)
-    code = int(Exit.FAILED)
+    code, existed = int(Exit.FAILED), cluster.known
+    if with_cluster and not existed and not from_job and not inherited_model.folder(cluster.cfg).exists():
+        job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs
+    before = cluster_settings.stored(cluster.dir) if existed else {}
     with signals_interrupt():
         try:
             info = cluster.up() if with_cluster else cluster.connect()
-            code = _train(cluster.cfg, info, faults=faults)
+            code = _train(cluster.cfg, info, faults=faults, from_job=from_job)
+        except ElasticRLError:
+            if with_cluster and existed:  # a start that was refused must not delete, or change, what the job has
+                keep_up = True
+                cluster_settings.restore(before, cluster.dir)
+                err.print("the cluster, which was there before, keeps running", highlight=False)
+            raise
         finally:
             if with_cluster and not keep_up:
                 with ignore_signals():
@@ -69,7 +86,7 @@ def train(ctx: typer.Context, file: File = None,
     raise typer.Exit(code)
 
 
-def _train(cfg: Config, info: Any, *, faults: bool) -> int:
+def _train(cfg: Config, info: Any, *, faults: bool, from_job: str) -> int:
     import json
 
     from elastic_rl import train as training
@@ -78,10 +95,10 @@ def _train(cfg: Config, info: Any, *, faults: bool) -> int:
     from elastic_rl.telemetry import logs
     # On stderr, this process's log lines would tear the live view apart.
     logs.setup("train", cfg.telemetry.log_level, file=cfg.log_dir / "train.log")
-    etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints)
-    view = LiveView(job=cfg.job, steps=cfg.train.steps, steps_path=cfg.job_dir / "steps.jsonl", etcd=etcd)
+    etcd = EtcdClient.from_config(cfg.etcd, info.etcd_endpoints, retry_budget_s=_VIEW_ETCD_BUDGET_S)
+    view = LiveView(job=cfg.job, steps=cfg.total_steps, steps_path=cfg.job_dir / "steps.jsonl", etcd=etcd)
     try:
-        code = training.run(cfg, info, faults=faults, on_tick=view.tick)
+        code = training.run(cfg, info, faults=faults, on_tick=view.tick, from_job=from_job)
     finally:
         view.close()
         etcd.close()
@@ -147,12 +164,12 @@ def bench(ctx: typer.Context,
 
 def _print_row(line: str) -> None:
     """Prints a row to stdout, in one line also where the terminal is narrow."""
-    out.print(line, markup=False, highlight=False, soft_wrap=True)
+    out.print(tables.printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _progress(line: str) -> None:
     """Prints progress to stderr, apart from the result."""
-    err.print(line, markup=False, highlight=False, soft_wrap=True)
+    err.print(tables.printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 @config_app.command("show", context_settings=EXTRA)
@@ -166,6 +183,31 @@ def config_show(ctx: typer.Context, file: File = None, output: Output = Format.T
         tables.write_json(values)
     else:
         sys.stdout.write(yaml.safe_dump(values, sort_keys=False))
+
+
+@config_app.command("check", context_settings=EXTRA)
+def config_check(ctx: typer.Context, file: File = None, output: Output = Format.TABLE) -> None:
+    """Say everything that is wrong with a job's settings, plug-ins, model and data; code 2 when something is. Starts
+    nothing. It runs the plug-ins: prompts are read, and the reward is asked what the data's own answers are worth."""
+    from dataclasses import asdict
+
+    from elastic_rl import job_check
+    cfg = load(ctx, file)
+    found = []
+    for finding in job_check.check(cfg):
+        found.append(finding)
+        if output is not Format.JSON:
+            _print_row(f"{_state(finding):<6} {finding.part}: {finding.fault or finding.detail}")
+            if finding.hint:
+                _print_row(f"       → {finding.hint}")
+    if output is Format.JSON:
+        tables.write_json([asdict(f) for f in found])
+    if any(f.fault for f in found):
+        raise typer.Exit(Exit.USAGE)
+
+
+def _state(finding: Finding) -> str:
+    return "FAULT" if finding.fault else "warn" if finding.hint else "ok"
 
 
 @config_app.command("schema")

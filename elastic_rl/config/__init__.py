@@ -11,8 +11,10 @@ from elastic_rl.config.dcs import DcsConfig, Stream
 from elastic_rl.config.device import DeviceConfig
 from elastic_rl.config.engine import EngineConfig
 from elastic_rl.config.etcd import EtcdConfig
+from elastic_rl.config.eval import EvalConfig
 from elastic_rl.config.failure_policy import FailurePolicyConfig
 from elastic_rl.config.model import ModelConfig
+from elastic_rl.config.rejection import RejectionConfig
 from elastic_rl.config.rollout import RolloutConfig
 from elastic_rl.config.root import Config, load, parse
 from elastic_rl.config.section import Positive, Seconds, Section
@@ -32,9 +34,11 @@ __all__ = [
     "DeviceConfig",
     "EngineConfig",
     "EtcdConfig",
+    "EvalConfig",
     "ModelConfig",
     "FailurePolicyConfig",
     "Positive",
+    "RejectionConfig",
     "RolloutConfig",
     "Seconds",
     "Section",

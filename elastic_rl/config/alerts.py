@@ -53,6 +53,10 @@ class AlertConfig(Section):
     full_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """A DCS node whose disk (its arena, without a disk) is filled beyond this fraction raises ``dcs.full``, and an etcd
     database beyond this fraction of its quota ``etcd.full``."""
+    run_waiting_s: Seconds = 60.0
+    """A run that waits for the same part of the system for more than this many seconds raises ``run.waiting``, and so
+    does one that no actor process runs for so long. Set it above the time that an engine of the model takes to start,
+    if the start of a run is not to raise it."""
     leader_gap_s: Seconds = 15.0
     """The next leader reports ``leader.absent`` when no coordinator led for more than this many seconds."""
     etcd_slow_s: Seconds = 0.5

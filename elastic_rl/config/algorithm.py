@@ -2,18 +2,89 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from elastic_rl.config.section import Section
+from pydantic import Field
+
+from elastic_rl.config.section import Positive, Section
+
+Aggregate = Literal["token", "sequence", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+NotNegative = Annotated[float, Field(ge=0)]
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo"] = "grpo"
-    """Name of the algorithm: ``grpo`` (arXiv:2402.03300)."""
-    clip_low: float = 0.2
+    name: str = "grpo"
+    """Name of the algorithm: ``grpo`` (arXiv:2402.03300), ``dapo`` (arXiv:2503.14476), ``dr_grpo`` (arXiv:2503.20783),
+    ``gspo`` (arXiv:2507.18071), ``sapo`` (arXiv:2511.20347), ``cispo`` (arXiv:2506.13585), ``rloo`` (arXiv:2402.14740),
+    ``reinforce_pp`` and ``reinforce_pp_baseline`` (arXiv:2501.03262), or your own ``AlgorithmSpec`` as
+    ``package.module:name``."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The importance ratio is clipped from below at 1 minus this."""
-    clip_high: float = 0.28
+    clip_high: NotNegative = 0.28
     """The importance ratio is clipped from above at 1 plus this; larger than ``clip_low`` as in DAPO
     (arXiv:2503.14476)."""
+    gspo_clip_low: Annotated[float, Field(ge=0, le=1)] = 3e-4
+    """With ``gspo``, the importance ratio of a sequence is clipped from below at 1 minus this. It is a mean over the
+    sequence's tokens, so it is far closer to 1 than a token's."""
+    gspo_clip_high: NotNegative = 4e-4
+    """With ``gspo``, the importance ratio of a sequence is clipped from above at 1 plus this."""
+    sapo_tau_positive: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of the gate of ``sapo`` for tokens with a positive advantage: the larger, the faster their gradient
+    falls when the importance ratio leaves 1."""
+    sapo_tau_negative: Annotated[float, Field(gt=0)] = 1.05
+    """Temperature of the gate of ``sapo`` for tokens with a negative advantage; larger than ``sapo_tau_positive``,
+    since their gradients raise the logits of all other tokens and are less stable."""
+    cispo_max_weight: Annotated[float, Field(gt=0)] = 5.0
+    """Largest importance weight of a token with ``cispo`` (1 + epsilon_high in the paper)."""
     normalize_std: bool = True
-    """Whether the group-centred rewards are divided by their standard deviation, as in GRPO (arXiv:2402.03300)."""
+    """Whether the group-centred rewards are divided by their standard deviation, as in GRPO (arXiv:2402.03300).
+    ``dr_grpo``, ``rloo`` and ``reinforce_pp`` have advantages of their own, and do not read it."""
+    aggregate: Aggregate | None = None
+    """How the losses of tokens become the loss of a batch. ``token``: the mean over all tokens, so that long responses
+    count more (DAPO). ``sequence``: the mean over samples of each one's mean (GRPO as published). ``constant``: the sum
+    over a sample's tokens divided by ``constant_length_tokens``, and the mean of that over samples (Dr. GRPO). null:
+    what the algorithm has."""
+    constant_length_tokens: Positive | None = None
+    """Number of tokens that each sample's sum is divided by with ``aggregate: constant``, whatever its length; most
+    often the longest possible response. It scales the gradient, which ``train.max_grad_norm`` then limits."""
+    overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
+    """Number of tokens before the longest possible response over which a sample's reward is lowered, on a line from 0
+    to ``overlong_penalty``: DAPO's overlong reward shaping. 0: rewards do not depend on lengths. Filters, and the
+    rewards that are reported, have the rewards without it."""
+    overlong_penalty: NotNegative = 1.0
+    """What the reward of a response of full length is lowered by, where ``overlong_buffer_tokens`` is not 0."""
+    tis_cap: Annotated[float, Field(gt=0)] | None = None
+    """Truncated importance sampling: each token's loss is multiplied by the ratio of the trainer's probability of the
+    token before the step to the engine's, of at most this; 2 is usual. Ratios of the policy loss are then those of the
+    trainer to itself before the step, which with more than one of ``train.updates_per_step`` costs a forward pass over
+    the batch. null: off, and ratios are those of the trainer to the engine."""
+    kl_coef: NotNegative = 0.0
+    """Weight of the divergence from the reference policy, the policy with which RL began. Above 0 each trainer rank
+    keeps the reference's weights in host memory, and each step takes another forward pass over its batch."""
+    kl_estimator: KlEstimator = "k3"
+    """How the divergence from the reference policy is estimated from a token's log-probs: ``k1``, the log-ratio, for
+    rewards only; ``k2``, half its square; ``k3``, GRPO's, which is unbiased and never negative."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence from the reference policy is added: to the loss of each token, with the trainer's log-probs;
+    or to the reward of each sample, which it lowers by the sum over the sample's tokens, with the log-probs that they
+    were sampled with (arXiv:2203.02155). Filters, and the rewards that are reported, have the rewards without it."""
+    report_kl: bool = False
+    """Whether the divergence from the reference policy is a metric of each step also where ``kl_coef`` is 0, at the
+    same cost."""
+    reference_every_steps: Positive | None = None
+    """Number of RL steps after which the policy of that time becomes the reference policy, again and again. null: the
+    policy with which RL began is the reference throughout."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy of the policy's distribution at each trained token, which is subtracted from its loss:
+    above 0 it keeps the policy exploring. Other than 0, it takes memory for two more copies of a micro-batch's logits
+    at those tokens."""
+    report_entropy: bool = False
+    """Whether the entropy is a metric of each step also where ``entropy_coef`` is 0. It costs another pass over the
+    logits at the trained tokens, without a gradient."""
+
+    @property
+    def measures_kl(self) -> bool:
+        """Whether the divergence from a reference policy is estimated: as a term of the loss or the reward, or only as
+        a metric."""
+        return self.kl_coef > 0 or self.report_kl

@@ -18,8 +18,16 @@ class CoordinatorConfig(Section):
     ports: list[Annotated[int, Field(ge=1, le=65535)]] = []
     """Port of each replica's admin API, one a replica. Empty: free ports are chosen."""
     lease_ttl_s: Annotated[int, Field(ge=2)] = 3
-    """Time to live, in seconds, of the leases of the leader and of members. A process that dies is noticed when its
-    lease ends; an etcd that stalls for longer than this ends leases of healthy processes too."""
+    """Time to live, in seconds, of the leases of the leader and of DCS nodes, and the longest interval between two
+    heartbeats of a member, whose lease lasts three times as long. An etcd that stalls for longer than this ends leases
+    of healthy processes too."""
+    suspicion_s: Seconds = 30.0
+    """Seconds after the end of its lease within which a member is only suspected to be dead, as long as another process
+    of its machine could see its end and has not. On a machine with more work than cores this is up to four times as
+    long."""
+    host_lost_s: Seconds = 3.0
+    """Seconds after the end of its lease within which a member is only suspected to be dead when no process of its
+    machine is heard any more, because the host has failed or is cut off."""
     hang_factor: Annotated[float, Field(gt=1)] = 10.0
     """A member that sends heartbeats counts as hung when its work made no progress for this many times the longest time
     without progress that is usual for its role and phase. ``hang_min_s`` and ``hang_max_s`` bound the result."""
@@ -27,7 +35,8 @@ class CoordinatorConfig(Section):
     """A member never counts as hung before its work made no progress for this many seconds."""
     hang_max_s: Seconds = 600.0
     """A member always counts as hung once its work made no progress for this many seconds. This is the only limit of a
-    phase that was seen fewer than three times. Set it above every timeout of the work itself."""
+    phase that was seen fewer than three times. Set it above every timeout of the work itself. On a machine with more
+    work than cores each limit for a hang is up to four times as long."""
     reconcile_interval_s: Seconds = 0.5
     """Longest pause, in seconds, between two passes in which the leader compares the desired with the actual state. A
     change in etcd starts a pass at once."""
@@ -79,6 +88,8 @@ class CoordinatorConfig(Section):
             raise ValueError(f"ports={self.ports} has a port twice: each replica needs its own")
         if self.hang_min_s > self.hang_max_s:
             raise ValueError(f"hang_min_s={self.hang_min_s:g} is larger than hang_max_s={self.hang_max_s:g}")
+        if self.host_lost_s > self.suspicion_s:
+            raise ValueError(f"host_lost_s={self.host_lost_s:g} is larger than suspicion_s={self.suspicion_s:g}")
         return self
 
     @property

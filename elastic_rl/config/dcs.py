@@ -32,7 +32,7 @@ class DcsConfig(Section):
     io_timeout_s: Seconds = 30.0
     """Seconds that one answer of a node may take."""
 
-    arena_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    arena_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] = 256 << 20
     """Size of a node's shared-memory arena (/dev/shm), in bytes. It must hold the versions that are being published and
     pulled; without a disk (``disk_bytes``), every version that is kept."""
     chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from elastic_rl.config.section import Positive, Seconds, Section
 
 
 class EngineConfig(Section):
     start_timeout_s: Seconds = 600.0
-    """Seconds from the launch of an engine to its first answer; a slower one is replaced. A pool that has fewer engines
+    """Seconds that the start of an engine may go on without progress before the engine is replaced. A start makes
+    progress while its processes use or wait for a CPU, read files, or write to their log. A pool that has fewer engines
     than desired for this long raises ``pool.short``."""
+    start_ceiling_s: Seconds = 14400.0
+    """Seconds from the launch of an engine to its first answer, with or without progress; a slower one is replaced."""
     request_timeout_s: Seconds = 60.0
     """Seconds that one generation request may take before it fails and is retried."""
     apply_timeout_s: Seconds = 30.0
     """Seconds that one weight update of an engine may take; a slower engine is replaced."""
+    fetch_timeout_s: Seconds = 300.0
+    """Seconds for which an engine may fail to fetch or load newer weights that most other engines of its pool have;
+    then it is replaced. It keeps serving, and waits, when they do not have them either, when no checkpoint node is
+    registered, and while etcd does not answer."""
+    probe_interval_s: Seconds = 5.0
+    """Seconds between two health probes of an engine. A probe reads its load; where that has not moved, it has the
+    engine generate one token."""
+    frozen_after_s: Seconds = 30.0
+    """Seconds for which an engine that answers no probe may wait before it is killed and replaced. Seconds in which its
+    processes use a CPU (see ``busy_limit_s``) or wait for one do not count."""
+    busy_limit_s: Seconds = 300.0
+    """Seconds of CPU time that an engine may use without answering a probe before it is killed and replaced. Longer
+    than the longest forward pass."""
     drain_timeout_s: Seconds = 60.0
     """Seconds for which an engine that is scaled in may finish its requests in flight before it is stopped."""
     max_total_tokens: Positive = 16384
@@ -32,5 +48,19 @@ class EngineConfig(Section):
     """What happens to requests in flight when the weights change. ``retract``: they continue, and their KV cache is
     computed again with the new weights. ``in_place``: they continue with their KV cache and the prefix cache is kept: a
     shorter pause, and tokens whose attention mixes two versions."""
+    seeded_sampling: Literal["auto", "on", "off"] = "auto"
+    """Whether samples are drawn by seeds that follow from the run's ``seed``, the prompt group and the sample, so that
+    the same run samples the same, whichever engine answers (SGLang's ``--enable-deterministic-inference``). On GPUs it
+    needs kernels that do not depend on the batch, which are slower. ``auto``: on a CPU only."""
     extra_args: list[str] = []
     """Further arguments of ``sglang.launch_server``, passed on unchanged."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineConfig:
+        if not 2 * self.probe_interval_s <= self.frozen_after_s <= self.busy_limit_s:
+            raise ValueError(f"frozen_after_s={self.frozen_after_s:g} must be at least twice probe_interval_s="
+                             f"{self.probe_interval_s:g}, and at most busy_limit_s={self.busy_limit_s:g}")
+        if self.start_ceiling_s < self.start_timeout_s:
+            raise ValueError(f"start_ceiling_s={self.start_ceiling_s:g} is less than start_timeout_s="
+                             f"{self.start_timeout_s:g}")
+        return self

@@ -14,6 +14,11 @@ from elastic_rl.config import secrets
 from elastic_rl.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyError, IndexError, TypeError)
+"""What PyYAML raises for a text: 2024-13-45 is a date to it, and its own checks do not cover what ``!!bool``,
+``!!timestamp`` and the like are put before."""
+
+_MAX_SHOWN = 200
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -36,7 +41,7 @@ def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
             loaded = yaml.safe_load(Path(path).read_text())
         except OSError as e:
             raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
-        except (yaml.YAMLError, ValueError) as e:
+        except _NOT_YAML as e:
             raise ConfigError(f"{path} is not YAML: {_fault(e)}") from e
         if not isinstance(loaded or {}, dict):
             raise ConfigError(f"{path} must hold a mapping of settings, not a {type(loaded).__name__}")
@@ -62,8 +67,8 @@ def _set(found: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{override!r} is not of the form --key.sub=value")
     try:
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as e:  # YAML reads 2024-13-45 as a date
-        shown = "" if secrets.is_secret(key) else f": {text!r}"
+    except _NOT_YAML as e:
+        shown = "" if secrets.is_secret(key) else f": {_shortened(text)}"
         raise ConfigError(f"the value of --{key} is not YAML{shown} ({_fault(e)})",
                           hint="put text that YAML takes for something else in quotes") from e
     *path, leaf = key.split(".")
@@ -81,7 +86,20 @@ def _fault(error: Exception) -> str:
         return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, (AttributeError, KeyError, IndexError, TypeError)):
+        return "a value does not fit its tag"
     return str(error).partition("\n")[0]
+
+
+def _shortened(value: Any) -> str:
+    """A value that someone has written, to be shown in an error."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write an integer of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def _explain(err: Any, model: type[BaseModel]) -> str:
@@ -89,5 +107,6 @@ def _explain(err: Any, model: type[BaseModel]) -> str:
     if err["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
         return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    shown = key and not isinstance(err["input"], dict) and not secrets.is_secret(key)
     return f"{key or 'config'}: {err['msg'].removeprefix('Value error, ')}" + (
-        f" (got {err['input']!r})" if key and not isinstance(err["input"], dict) and not secrets.is_secret(key) else "")
+        f" (got {_shortened(err['input'])})" if shown else "")

@@ -2,19 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from elastic_rl.config.json_values import require_json
 from elastic_rl.config.section import Positive, Seconds, Section
 
 
 class RolloutConfig(Section):
     engines: Annotated[int, Field(ge=1)] = 2
     """Number of engines that the pool starts with; change it later with ``elastic-rl scale``."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature."""
+    temperature: Annotated[float, Field(ge=1e-3)] = 1.0
+    """Sampling temperature. Logits are divided by it, so a value far below 0.001 would make them infinite."""
+    generate: str = "single_turn"
+    """How samples are generated: ``single_turn`` (one response to the prompt), or your own ``GenerateFn`` as
+    ``package.module:name``. A prompt group for which that fails is tried ``reward_attempts`` times and then dropped,
+    with the reason ``generate failed``, within ``max_failed_rewards``."""
+    generate_timeout_s: Seconds = 300.0
+    """Seconds that your own ``generate`` function may take for one prompt group, with all its calls of engines and
+    tools."""
+    reward: str = "exact_match"
+    """What a sample is worth: ``exact_match`` (1 if the response equals the prompt's answer, else 0), ``f1`` (words in
+    common with the answer), ``math_verify`` and ``deepscaler`` (the right mathematical result), ``code`` (the program
+    in the response passes tests, in a sandbox), ``reasoning_gym`` (the verifier of the task), ``remote`` (a service of
+    yours, over HTTP), ``mix`` (a weighted sum of rewards), or your own ``RewardFn`` as ``package.module:name``."""
+    reward_options: dict[str, Any] = {}
+    """Options of the reward, of what JSON has: text, numbers, true, false, null, lists and mappings."""
+    reward_timeout_s: Seconds = 60.0
+    """Seconds that the reward of one prompt group may take, from when its turn comes, and each filter. What takes
+    longer is cancelled; a reward of your own that does not end then is killed with its process, and the groups that
+    were rewarded at the same time are tried again."""
+    reward_concurrency: Positive = 16
+    """Number of prompt groups that are rewarded at once. Lower it for a reward that is slow because many groups wait
+    for its processes: a group's time begins when its turn comes."""
+    reward_attempts: Positive = 3
+    """Number of attempts to reward a prompt group, while others are rewarded. After the last one the group is dropped
+    with the reason ``reward failed``, and another is generated in its place. An attempt in which no group at all is
+    rewarded does not count: then the run waits for the reward, and tries again without end. The same number holds for
+    ``generate``."""
+    max_failed_rewards: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Fraction of the last groups, as many as a step has, that may be dropped because their reward failed. With more,
+    the reward itself is at fault: the run waits and tries again without end. 0: no group is dropped for that."""
+    filters: list[str | dict[str, Any]] = []
+    """Which prompt groups are dropped instead of trained on; others are generated in their place. Each entry is the
+    name of a filter, or a mapping with its ``name`` and its options: ``uniform_reward`` (all samples of the group have
+    the same reward); ``{name: difficulty, low: 0.1, high: 0.9}`` (the group's mean reward is outside); ``{name: length,
+    max_prompt_tokens: 500, min_response_tokens: 10, max_response_tokens: 900}`` (the prompt is longer, or the mean of
+    the responses is outside); your own ``Filter`` as ``package.module:name``; or, with options, your own function that
+    makes a ``Filter`` from them."""
+    max_dropped_groups: Positive = 256
+    """Number of prompt groups that the filters may drop in one step; after that the step takes what comes."""
+    groups_per_request: Positive = 16
+    """Number of prompt groups in one request to the rollout role. Rewards of one request are computed while others are
+    generated, and a failure repeats one request."""
     max_attempts: Positive = 4
-    """Number of attempts to generate a prompt group before the step fails."""
-    ready_timeout_s: Seconds = 240.0
-    """Seconds that a step waits for an engine that serves the weight version it needs."""
+    """Number of attempts to generate a prompt group before the wait for the engines is reported. The run then tries
+    again without end."""
+
+    @field_validator("filters")
+    @classmethod
+    def _require_names(cls, filters: list[str | dict[str, Any]]) -> list[str | dict[str, Any]]:
+        """Raises ValueError for a filter with options, but without a name."""
+        for entry in filters:
+            if isinstance(entry, dict) and not isinstance(entry.get("name"), str):
+                raise ValueError(f"a filter with options needs a name: {{name: …}}, not {entry}")
+        return filters
+
+    @field_validator("reward_options")
+    @classmethod
+    def _require_json(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return require_json(options)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from elastic_rl.config import reading
+from elastic_rl.config import limits, reading
 from elastic_rl.config.alerts import AlertConfig
 from elastic_rl.config.algorithm import AlgorithmConfig
 from elastic_rl.config.coordinator import CoordinatorConfig
@@ -19,8 +19,10 @@ from elastic_rl.config.dcs import DcsConfig
 from elastic_rl.config.device import DeviceConfig
 from elastic_rl.config.engine import EngineConfig
 from elastic_rl.config.etcd import EtcdConfig
+from elastic_rl.config.eval import EvalConfig
 from elastic_rl.config.failure_policy import FailurePolicyConfig
 from elastic_rl.config.model import ModelConfig
+from elastic_rl.config.rejection import RejectionConfig
 from elastic_rl.config.rollout import RolloutConfig
 from elastic_rl.config.section import Section
 from elastic_rl.config.sft import SftConfig
@@ -35,8 +37,21 @@ class Config(Section):
     job: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")] = "quickstart"
     """Name of the job, at most 40 lowercase letters, digits and hyphens. It prefixes the job's keys in etcd and its
     shared-memory segments."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Seed of the initial weights, the data and the sampling."""
+    mode: Literal["rl", "sft", "eval", "rejection_sampling"] = "rl"
+    """What the job does. ``rl``: reinforcement learning, after the supervised phase that ``sft`` describes. ``sft``:
+    the supervised phase alone; no engine starts, and the policy is published at its end (``elastic-rl versions export
+    policy``, or ``--from-job`` of an RL job). ``eval``: every evaluation set is sampled as ``eval`` says and rewarded;
+    the result is in ``<run_dir>/<job>/eval.json``. ``rejection_sampling``: the training prompts are sampled, and the
+    best samples kept as ``rejection`` says, in ``<run_dir>/<job>/kept.jsonl``, which ``mode: sft`` reads. In these two
+    modes nothing is trained and no trainer starts: the engines serve ``model.path``, or the policy of ``--from-job``.
+    """
+    deterministic: bool = False
+    """Whether the job, started again from the beginning with the same settings on the same kind of machine, gets the
+    same samples and weights, bit for bit, also with other engines and when engines and trainer ranks fail on the way.
+    Slower: kernels whose results do not depend on the batch on GPUs, one sequence at a time in each engine on a CPU.
+    External engines must be started like that too."""
     run_dir: Path = Path("runs")
     """Folder of all jobs: reports are in ``<run_dir>/<job>``; logs, pids and addresses of the cluster in
     ``<run_dir>/<job>/cluster``."""
@@ -50,6 +65,8 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     sft: SftConfig = SftConfig()
+    eval: EvalConfig = EvalConfig()
+    rejection: RejectionConfig = RejectionConfig()
     trainer: TrainerConfig = TrainerConfig()
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -58,32 +75,108 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        tp = self.trainer.tensor_parallel
-        for name, n in (("model.num_heads", self.model.num_heads), ("model.num_kv_heads", self.model.num_kv_heads)):
-            if n % tp:
-                raise ValueError(f"{name}={n} is not a multiple of trainer.tensor_parallel={tp}")
-        if self.dcs.host in ("", "0.0.0.0", "::") and not self.dcs.advertise_host:
-            raise ValueError(f"dcs.host={self.dcs.host!r} is not an address that others can reach: set "
-                             "dcs.advertise_host")
-        if self.model.num_layers % self.trainer.pipeline_parallel:
-            raise ValueError(f"model.num_layers={self.model.num_layers} is not a multiple of "
-                             f"trainer.pipeline_parallel={self.trainer.pipeline_parallel}")
-        if self.train.prompts_per_step % self.trainer.data_parallel:
-            raise ValueError("train.prompts_per_step must be a multiple of trainer.data_parallel")
-        if any(tls := (self.dcs.tls_cert, self.dcs.tls_key, self.dcs.tls_ca)) and not all(tls):
-            raise ValueError("dcs.tls_cert, dcs.tls_key and dcs.tls_ca belong together: set all three or none")
-        if bool(self.coordinator.tls_cert) != bool(self.coordinator.tls_key):
-            raise ValueError("coordinator.tls_cert and coordinator.tls_key belong together: set both or none")
-        if self.coordinator.tls_ca and not self.coordinator.tls_cert:
-            raise ValueError("coordinator.tls_ca needs coordinator.tls_cert and coordinator.tls_key")
-        coordinator = self.coordinator
-        if coordinator.reconcile_deadline_s <= max(self.etcd.retry_budget_s, coordinator.reconcile_interval_s):
-            raise ValueError("coordinator.reconcile_deadline_s must be longer than etcd.retry_budget_s and "
-                             "coordinator.reconcile_interval_s")
-        ports = self.coordinator.ports
-        if ports and len(ports) != self.coordinator.replicas:
-            raise ValueError(f"coordinator.ports has {len(ports)} ports for {self.coordinator.replicas} replicas")
+        faults = [*self._faults(), *limits.broken(self)]
+        if faults:
+            raise ValueError("\n  ".join(faults))
         return self
+
+    def _faults(self) -> Iterator[str]:
+        """What the sections say that does not fit together, besides their limits."""
+        trainer, dcs, coordinator = self.trainer, self.dcs, self.coordinator
+        # A model of its own has a shape of its own, which host/model_folder.py checks.
+        for key, by in () if self.model.path else (
+                ("num_heads", "tensor_parallel"), ("num_kv_heads", "tensor_parallel"),
+                ("intermediate_size", "tensor_parallel"), ("num_layers", "pipeline_parallel")):
+            if (n := getattr(self.model, key)) % (ranks := getattr(trainer, by)):
+                yield f"model.{key}={n} is not a multiple of trainer.{by}={ranks}"
+        if not self.model.path and self.model.num_heads % self.model.num_kv_heads:
+            yield f"model.num_heads={self.model.num_heads} is not a multiple of model.num_kv_heads=" \
+                  f"{self.model.num_kv_heads}"
+        model = self.model
+        if not model.path and model.family == "qwen2" and model.hidden_size % (2 * model.num_heads):
+            yield (f"model.hidden_size={model.hidden_size} is not a multiple of twice model.num_heads="
+                   f"{model.num_heads}, which a qwen2 model needs")
+        if not self.model.path and self.model.head_dim % 2:
+            yield f"model.head_dim={self.model.head_dim} is odd: the rotary position embedding turns pairs of values"
+        if self.mode == "sft" and not self.sft.max_steps:
+            yield "sft.max_steps=0 with mode=sft: there is nothing to do; set it to the number of steps"
+        if self.eval.samples > 1 and not self.eval.temperature:
+            yield (f"eval.samples={self.eval.samples} with eval.temperature=0: all samples of a prompt would be the "
+                   "same; set a temperature, or one sample")
+        if self.rejection.keep > self.train.group_size:
+            yield (f"rejection.keep={self.rejection.keep} is more than train.group_size={self.train.group_size}, the "
+                   "samples that a prompt has")
+        if not self.model.path:
+            yield from self._expert_faults()
+        if trainer.data_parallel % trainer.expert_parallel:
+            yield (f"trainer.data_parallel={trainer.data_parallel} is not a multiple of trainer.expert_parallel="
+                   f"{trainer.expert_parallel}")
+        if trainer.packing and trainer.micro_batch_tokens is None:
+            yield ("trainer.packing=true without trainer.micro_batch_tokens, which bounds the length of a row: set it, "
+                   "to at least the tokens of a long sequence")
+        if self.device.type == "cpu" and self.device.dist_backend == "nccl":
+            yield "device.dist_backend=nccl with device.type=cpu: nccl connects GPUs; set it to auto or gloo"
+        if self.deterministic and self.train.max_staleness:
+            yield (f"train.max_staleness={self.train.max_staleness} with deterministic=true: which version makes a "
+                   "sample would depend on time; set it to 0")
+        if self.deterministic and self.engine.seeded_sampling == "off":
+            yield "engine.seeded_sampling=off with deterministic=true: samples must be drawn by seeds; leave it at auto"
+        if dcs.host in ("", "0.0.0.0", "::") and not dcs.advertise_host:
+            yield f"dcs.host={dcs.host!r} is not an address that others can reach: set dcs.advertise_host"
+        if self.train.prompts_per_step % trainer.data_parallel:
+            yield (f"train.prompts_per_step={self.train.prompts_per_step} is not a multiple of trainer.data_parallel="
+                   f"{trainer.data_parallel}")
+        if any(tls := (dcs.tls_cert, dcs.tls_key, dcs.tls_ca)) and not all(tls):
+            yield "dcs.tls_cert, dcs.tls_key and dcs.tls_ca belong together: set all three or none"
+        if bool(coordinator.tls_cert) != bool(coordinator.tls_key):
+            yield "coordinator.tls_cert and coordinator.tls_key belong together: set both or none"
+        if coordinator.tls_ca and not coordinator.tls_cert:
+            yield "coordinator.tls_ca needs coordinator.tls_cert and coordinator.tls_key"
+        if coordinator.ports and len(coordinator.ports) != coordinator.replicas:
+            yield f"coordinator.ports has {len(coordinator.ports)} ports for {coordinator.replicas} replicas"
+
+    def _expert_faults(self) -> Iterator[str]:
+        """What does not fit together of the small model's experts."""
+        model, trainer = self.model, self.trainer
+        if model.family != "qwen3_moe":
+            if trainer.expert_parallel > 1:
+                yield (f"trainer.expert_parallel={trainer.expert_parallel} with model.family={model.family}, which has "
+                       "no experts: set it to 1")
+            return
+        if model.experts_per_token > model.num_experts:
+            yield (f"model.experts_per_token={model.experts_per_token} is more than model.num_experts="
+                   f"{model.num_experts}")
+        for key, by in (("num_experts", "expert_parallel"), ("expert_intermediate_size", "tensor_parallel")):
+            if (n := getattr(model, key)) % (ranks := getattr(trainer, by)):
+                yield f"model.{key}={n} is not a multiple of trainer.{by}={ranks}"
+
+    @property
+    def uses_engines(self) -> bool:
+        """Whether the job generates samples, so that it has a pool of engines, a router and the roles beside the
+        actor."""
+        return self.mode != "sft"
+
+    @property
+    def uses_trainer(self) -> bool:
+        """Whether the job trains. If not, what it makes is its output."""
+        return self.mode in ("rl", "sft")
+
+    @property
+    def imitates_answers(self) -> bool:
+        """Whether there is a supervised phase, so that prompts need answers."""
+        return self.uses_trainer and self.sft.max_steps > 0
+
+    @property
+    def logprob_tolerance(self) -> float:
+        """``train.logprob_tolerance``, or what is usual for the dtype."""
+        usual = {"float32": 1e-4, "bfloat16": 0.5}[self.device.dtype]
+        return usual if self.train.logprob_tolerance is None else self.train.logprob_tolerance
+
+    @property
+    def total_steps(self) -> int:
+        """Steps that the job does at most, of its last phase; 0 where the number of prompts decides, which is not known
+        here."""
+        return {"sft": self.sft.max_steps, "rl": self.train.steps}.get(self.mode, 0)
 
     @property
     def job_dir(self) -> Path:

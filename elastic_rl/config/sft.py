@@ -6,10 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from elastic_rl.config.section import Positive, Section
-
-_NEAR = 0.25
-"""Share of the target accuracy from which on evaluations are frequent."""
+from elastic_rl.config.section import LrDecay, Positive, Section
 
 
 class SftConfig(Section):
@@ -19,9 +16,19 @@ class SftConfig(Section):
     max_steps: Annotated[int, Field(ge=0)] = 3000
     """Largest number of SFT steps; RL starts after them even below the target. 0: no SFT phase."""
     batch_size: Positive = 64
-    """Number of problems in an SFT step."""
-    lr: float = 1e-3
-    """Learning rate of the SFT phase, constant."""
+    """Number of demonstrations in an SFT step."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate of the SFT phase."""
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Number of SFT steps over which the learning rate rises linearly to ``lr``."""
+    lr_decay: LrDecay = "constant"
+    """Schedule of the learning rate after the warm-up. ``constant``: ``lr`` throughout. ``linear`` and ``cosine``: down
+    to ``lr_final_fraction`` of ``lr`` at step ``max_steps``, along a line or half a cosine. ``wsd``: ``lr``, then a
+    line down over the last ``lr_decay_fraction`` of ``max_steps`` (arXiv 2404.06395)."""
+    lr_decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Fraction of ``max_steps`` over which the learning rate falls, with ``lr_decay: wsd``."""
+    lr_final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Fraction of ``lr`` at step ``max_steps``, unless ``lr_decay`` is ``constant``."""
     eval_problems: Positive = 256
     """Number of held-out problems that an evaluation of the SFT phase takes: the same random subset every time. With
     256 its standard error is 0.03 at an accuracy of 0.4. The evaluation at the start of RL takes all of them."""
@@ -31,7 +38,5 @@ class SftConfig(Section):
     """Number of SFT steps between two evaluations from a quarter of the target on. The accuracy can then rise by 0.1
     within five steps, so a larger value overshoots the target."""
 
-    def steps_to_next_eval(self, eval_accuracy: float | None) -> int:
-        """Number of SFT steps until the evaluation after one that found ``eval_accuracy`` (None: not known)."""
-        far = eval_accuracy is not None and eval_accuracy < _NEAR * self.target_eval_accuracy
-        return self.eval_every_steps if far else min(self.eval_every_steps_near_target, self.eval_every_steps)
+    state_every_steps: Positive = 500
+    """Number of SFT steps between two commits of the trainer's state; a recovery repeats at most this many."""

@@ -23,5 +23,9 @@ class TelemetryConfig(Section):
     """Number of log files kept in the cluster's log folder, rotated parts included. Beyond it, those of processes that
     have ended are deleted, the oldest first; each replaced engine leaves one."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
-    """Experiment trackers that get the training metrics, each in a folder of its name in the job's folder; W&B runs
-    offline. Needs the extra ``track``."""
+    """Experiment trackers that get the training metrics, each in a folder of its name in the job's folder. Needs the
+    extra ``track``."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """How W&B runs. ``offline``: it writes files, which ``wandb sync`` uploads. ``online``: it uploads while the job
+    trains, with the key, entity, project and server of its own environment variables (``WANDB_API_KEY`` and others),
+    which must be set for ``elastic-rl train``."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from elastic_rl.config.section import Positive, Section
+from elastic_rl.config.section import LrDecay, Positive, Section
 
 
 class TrainConfig(Section):
@@ -21,19 +21,29 @@ class TrainConfig(Section):
     """Number of samples generated for each prompt. Their rewards are compared with one another."""
     updates_per_step: Positive = 2
     """Number of optimizer updates on the samples of one step. The second and later ones are off-policy and clipped."""
-    lr: float = 1e-3
+    lr: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate of RL."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 10
     """Number of RL steps over which the learning rate rises linearly to ``lr``. Adam's moments start from zero here,
     and at the full rate its first updates, each of nearly ``lr`` an element, undo what the SFT phase learned."""
-    lr_decay: Literal["linear", "constant"] = "linear"
+    lr_decay: LrDecay = "linear"
     """Schedule of the learning rate after the warm-up. ``linear``: down to ``lr_final_fraction`` of ``lr`` at the last
-    step, so that the noise of the sampled groups averages out. ``constant``: ``lr`` throughout."""
+    step, so that the noise of the sampled groups averages out. ``cosine``: the same along half a cosine. ``wsd``:
+    ``lr``, then a line down over the last ``lr_decay_fraction`` of the steps (arXiv 2404.06395): the weights before it
+    can be trained on for as long as one likes. ``constant``: ``lr`` throughout."""
+    lr_decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Fraction of ``steps`` over which the learning rate falls, with ``lr_decay: wsd``."""
     lr_final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Fraction of ``lr`` at the last step, with ``lr_decay: linear``."""
-    weight_decay: float = 0.0
+    """Fraction of ``lr`` at the last step, unless ``lr_decay`` is ``constant``."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW."""
-    max_grad_norm: float = 1.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's average of the gradient, an update."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's average of the squared gradient, an update."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """What AdamW adds to the root of the averaged squared gradient before it divides by it."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
     eval_every_steps: Positive = 10
     """Number of RL steps between two evaluations on the held-out problems. RL can stop early only at an evaluation."""
@@ -43,6 +53,7 @@ class TrainConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Number of versions by which the weights that generated a sample may be older than the trainer's. 0: synchronous
     training."""
-    logprob_tolerance: float = 1e-4
+    logprob_tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference between an engine's and the trainer's log-probability of the same token; a larger one raises
-    ``logprob.mismatch``."""
+    ``logprob.mismatch``. null: 1e-4, and 0.5 with ``device.dtype: bfloat16``, in which engine and trainer round
+    differently."""

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+from pydantic import Field
+
 from elastic_rl.config.section import Positive, Seconds, Section
 
 
 class TrainerConfig(Section):
-    tensor_parallel: Positive = 2
+    tensor_parallel: Positive = 1
     """Number of ranks that each layer is split over. The number of ranks is this times ``pipeline_parallel`` times
     ``data_parallel``."""
     pipeline_parallel: Positive = 1
     """Number of stages that the layers are split into, evenly."""
-    data_parallel: Positive = 1
+    data_parallel: Positive = 2
     """Number of model replicas that a batch is split over."""
+    expert_parallel: Positive = 1
+    """Number of ranks that the experts of each layer of a mixture-of-experts model are split over; a divisor of
+    ``data_parallel`` and of the number of experts."""
+    distributed_optimizer: bool = False
+    """Whether the replicas of the model share the optimizer's state: each of N replicas keeps and updates a part of the
+    master weights and of Adam's moments, about one in N, instead of all. Changing it between two starts of a job keeps
+    the state, bit for bit."""
+    moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the load-balancing loss of a mixture-of-experts model (arXiv 2101.03961), added to the loss of
+    each step; 0: none. It is over all positions of a micro-batch, padding included."""
     cpu_threads: Positive = 1
     """Number of threads with which a rank runs operators on the CPU. More ranks times threads than the host has cores
     is much slower than fewer."""
     micro_batch_size: Positive = 512
-    """Number of sequences in one forward and backward pass of a rank."""
+    """Number of sequences in one forward and backward pass of a rank, each padded to the longest of its replica's share
+    of the batch, while ``micro_batch_tokens`` is null."""
+    micro_batch_tokens: Positive | None = None
+    """Largest number of tokens, padding included, in one forward and backward pass of a rank; a longer sequence passes
+    alone. Sequences of like lengths pass together, and replicas get shares of a batch with as many tokens, instead of
+    as many sequences. null: ``micro_batch_size`` sequences, in order. For responses of different lengths."""
+    packing: bool = False
+    """Whether sequences pass through the model one after another in one row, without padding, instead of in a row each.
+    No sequence sees another one. Needs ``micro_batch_tokens``."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping them (arXiv 2205.05198). ``selective``: the
+    scores of the attention, of which fused attention (Transformer Engine, or ``packing``) keeps none anyway. ``full``:
+    all but the input of each layer, for about a third more time. Gradients are the same."""
+    max_share_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    """Largest share of a batch that a data-parallel replica accepts, in bytes. A share has 13 bytes (9 in the
+    supervised phase) for each of its sequences times the tokens of its longest one; the rank that receives it may hold
+    four in host memory. A larger one is refused, and the job waits until a person changes a setting."""
     max_restarts: Positive = 10
     """Number of times that the trainer group re-forms after the loss of a rank. After one more loss its agent ends,
     with an alert, and is started again after a backoff."""
@@ -25,9 +55,6 @@ class TrainerConfig(Section):
     """Seconds that a collective may take; a rank that waits longer ends, and the group re-forms."""
     start_timeout_s: Seconds = 120.0
     """Seconds that the trainer group may take to start."""
-    step_timeout_s: Seconds = 120.0
-    """Seconds that the actor waits for one training step."""
-
     @property
     def ranks(self) -> int:
         """Number of processes in the trainer group."""

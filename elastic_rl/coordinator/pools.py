@@ -26,6 +26,10 @@ class PoolView(BaseModel):
     starting: int = 0
     draining: int = 0
     external: int = 0
+    pending: int = 0
+    """Engines that wait for room in the cluster."""
+    message: str = ""
+    """What the pool waits for."""
     revision: int
     etag: str
 

@@ -75,7 +75,7 @@ class Reconciler:
         self._wake, self._stopping = threading.Event(), threading.Event()
         guarded = election.writer
         operations = OperationService(etcd, keys, election, cfg, clock=clock)
-        self._operations = OperationController(keys, cfg.trainer.ranks, guarded)
+        self._operations = OperationController(keys, cfg.trainer.ranks if cfg.uses_trainer else 0, guarded)
         self._failures = FailureController(etcd, keys, cfg.failure_policy, operations, guarded)
         self._membership = MembershipController(etcd, keys, cfg, self._failures.record_fault, guarded)
         self._probe, self._write_failures = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)
@@ -181,6 +181,7 @@ class Reconciler:
             if self._membership.quarantine_outliers(snapshot) or wrote:
                 snapshot = self._reader.read()
         with self._stage("failure_policy"):
+            self._failures.record_reports((event for event, _ in batch.events), snapshot)
             self._failures.act(snapshot)
             self._failures.collect_garbage(snapshot)
         with self._stage("operations"):

@@ -26,10 +26,16 @@ class LastSeen(Record):
     epoch: int = 0
     pid: int = 0
     host: str = ""
+    machine: str = ""
     first_seen: float
+    suspected_at: float = 0.0
+    """When it was found to be no longer registered without evidence of its end; 0 while it is registered."""
+    suspected_leader_s: float = 0.0
+    """The same in seconds of the leader clock, which decides."""
     dead_at: float = 0.0
     dead_revision: int = 0
-    """A revision at which it was dead already, or the one of its last heartbeat: who registers later replaces it."""
+    """A revision at which it was dead or silent already, or the one of its last heartbeat: who registers later replaces
+    it."""
     hung_at: float = 0.0
     """When it was found to send heartbeats without making progress; 0 while it makes progress."""
     reported: bool = False
@@ -42,6 +48,11 @@ class LastSeen(Record):
     @property
     def dead(self) -> bool:
         return self.dead_at > 0
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it may be dead, or only slow."""
+        return self.suspected_at != 0 and not self.dead
 
 
 class ProgressIntervals(Record):

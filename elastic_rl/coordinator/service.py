@@ -42,6 +42,7 @@ from elastic_rl.errors import ConfigError, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.witness import HostWitness
 from elastic_rl.runtime import freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import LogRotation
@@ -104,6 +105,8 @@ async def serve(cfg: Config, endpoints: list[str], replica: str, port: int) -> i
                             LeaderHealth(cfg.coordinator.reconcile_deadline_s))
         member = Membership(etcd, keys, COORDINATOR, replica, ttl_s=cfg.coordinator.lease_ttl_s, url=url).start()
         cleanup.callback(member.close)
+        witness = HostWitness(etcd, keys, replica, ttl_s=cfg.coordinator.lease_ttl_s).start()
+        cleanup.callback(witness.close)
         election.start()
         cleanup.callback(election.stop)
         etcd_maintenance = EtcdMaintenance(etcd, cfg.etcd, is_leader=lambda: election.is_leader).start()

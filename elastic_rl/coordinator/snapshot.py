@@ -25,6 +25,7 @@ from elastic_rl.etcd.records import (
     DcsNode,
     Engine,
     EngineState,
+    Evidence,
     ExternalEngine,
     JobStatus,
     Member,
@@ -35,6 +36,7 @@ from elastic_rl.etcd.records import (
     RestartRequest,
     Version,
     VersionState,
+    Witness,
 )
 
 R = TypeVar("R", bound=Record)
@@ -72,6 +74,9 @@ class ClusterSnapshot:
     """Revision of etcd at which the members were read."""
     registry: Mapping[tuple[str, str], LastSeen] = field(default_factory=dict)
     """The member registry, by role and id: every member that a leader has seen and not forgotten."""
+    evidence: Mapping[tuple[str, str], Evidence] = field(default_factory=dict)
+    """What witnesses found out about members that are no longer registered, by role and id."""
+    witnesses: Sequence[Witness] = ()
     nodes: Mapping[str, DcsNode] = field(default_factory=dict)
     engines: Mapping[str, Engine] = field(default_factory=dict)
     external_engines: Mapping[str, ExternalEngine] = field(default_factory=dict)
@@ -153,6 +158,8 @@ class SnapshotReader:
             Operation: RangeDecoder(Operation, lambda r: keys.operation(r.id)),
             LastSeen: RangeDecoder(LastSeen, lambda r: keys.registry_entry(r.role, r.id)),
             Member: RangeDecoder(Member, lambda r: keys.member(r.role, r.id)),
+            Evidence: RangeDecoder(Evidence, lambda r: keys.evidence(r.role, r.id)),
+            Witness: RangeDecoder(Witness, lambda r: keys.witness(r.machine, r.name)),
             DcsNode: RangeDecoder(DcsNode, lambda r: keys.dcs_node(r.id)),
             Engine: RangeDecoder(Engine, lambda r: keys.engine(r.id)),
             ExternalEngine: RangeDecoder(ExternalEngine, lambda r: keys.external_engine(r.url)),
@@ -179,6 +186,9 @@ class SnapshotReader:
         members = reading.range(keys.members_prefix(), Member)
         members_revision = reading.revision
         nodes = reading.range(keys.dcs_nodes_prefix(), DcsNode)
+        # Evidence is written when a registration is deleted, and deleted by the next one: it is read last.
+        evidence = reading.range(keys.evidence_prefix(), Evidence)
+        witnesses = reading.range(keys.witnesses_prefix(), Witness)
         engines = {e.id: e for e in reading.range(keys.engines_prefix(), Engine)}
         pools = self._etcd.range(keys.pools_prefix())[0]
         specs = reading.decode([kv for kv in pools if kv.key.endswith("/spec")], PoolSpec)
@@ -197,7 +207,8 @@ class SnapshotReader:
             job=keys.job, now=self._clock(), leader_time=self._leader_clock(), begin_revision=begin_revision,
             status=status[0] if status else None,
             epoch=epoch.version if epoch else 0, members=members, members_revision=members_revision,
-            registry={s.name: s for s in registry}, nodes={n.id: n for n in nodes}, engines=engines,
+            registry={s.name: s for s in registry}, evidence={(e.role, e.id): e for e in evidence}, witnesses=witnesses,
+            nodes={n.id: n for n in nodes}, engines=engines,
             external_engines={e.engine: e for e in external}, specs={s.name: s for s in specs},
             statuses={s.name: s for s in statuses}, operations={o.id: o for o in operations},
             restarts={r.target: r for r in restarts}, faults={f.target: f for f in faults}, heads=heads,

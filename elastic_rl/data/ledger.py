@@ -1,108 +1,186 @@
-"""The experience ledger in etcd: which prompt groups each training step was trained on.
+"""The group ledger: what has become of each prompt group, so that each is trained on exactly once or dropped (I5).
+Pure.
 
-It answers one question: was every group trained on exactly once? The trainer's committed state says which step the
-weights are at; entries after that step describe lost work, and ``rewind`` deletes them. Record a step before it is
-trained: a step that was recorded and never trained is rewound, while one that was trained and never recorded would look
-lost.
+    (none) ──lease──▶ leased ──generated──▶ generated ──consumed──▶ trained | dropped(reason)
+
+There is no way back from trained or dropped: the set of both is committed inside ``trainer_state``, in the same
+transaction as the weights that it made, and so can never disagree with them. Everything else is work in progress
+of one writer. When that is lost, the ledger starts again from the committed sets, and the groups in progress are
+leased again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
 
-from elastic_rl.errors import Conflict, Fenced, OutcomeUnknown
-from elastic_rl.etcd import fencing
-from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import LedgerEntry
-from elastic_rl.etcd.transaction import batches
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.errors import Conflict, IllegalTransition
+
+_MAX_REASONS, _OTHER = 16, "other"
+"""Reasons that are counted each by itself: a filter that puts a number into its reason must not grow the state."""
+
+
+class GroupState(StrEnum):
+    """Of a group that is not consumed yet."""
+
+    LEASED = "leased"
+    GENERATED = "generated"
+
+
+@dataclass(frozen=True)
+class Consumption:
+    """The groups that one update consumes. ``dropped``: reason → groups that are not trained on."""
+
+    trained: IntervalSet = IntervalSet()
+    dropped: Mapping[str, IntervalSet] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> IntervalSet:
+        out = self.trained
+        for groups in self.dropped.values():
+            out |= groups
+        return out
+
+    @property
+    def count(self) -> int:
+        """Groups that are named, with those that are named twice counted twice."""
+        return len(self.trained) + sum(map(len, self.dropped.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"trained": self.trained.to_json(), "dropped": {r: g.to_json() for r, g in self.dropped.items()}}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises ValueError and KeyError for anything but what ``to_json`` returned."""
+        return cls(IntervalSet.from_json(raw["trained"]),
+                   {str(r): IntervalSet.from_json(g) for r, g in dict(raw.get("dropped") or {}).items()})
+
+
+@dataclass(frozen=True)
+class ConsumedGroups:
+    """The groups that a state of the weights was trained on, and those that were dropped until then. Which of the two
+    is not kept for each group: with filters the two sets would have a span for every few groups, and grow for ever."""
+
+    groups: IntervalSet = IntervalSet()
+    trained: int = 0
+    """How many groups its updates were trained on, one after the other. Counted by what was executed, not derived from
+    the set: a group that was trained on twice counts twice."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Reason → how many groups were dropped."""
+
+    def check(self, new: Consumption) -> None:
+        """Raises Conflict when an update would consume a group for the second time."""
+        again = self.groups & new.groups
+        if again:
+            raise Conflict(f"the groups {again.to_json()} are consumed already",
+                           hint="resume from the trainer's committed state")
+        if new.count != len(new.groups):
+            raise Conflict("an update names a group twice, as trained and dropped or under two reasons")
+
+    def add(self, new: Consumption) -> ConsumedGroups:
+        """The state after an update was executed. Does not check."""
+        dropped = dict(self.dropped)
+        for reason, groups in new.dropped.items():
+            name = reason if reason in dropped or len(dropped) < _MAX_REASONS else _OTHER
+            dropped[name] = dropped.get(name, 0) + len(groups)
+        return ConsumedGroups(self.groups | new.groups, self.trained + len(new.trained), dropped)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"groups": self.groups.to_json(), "trained": self.trained, "dropped": dict(self.dropped)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises ValueError for anything but what ``to_json`` returned; {} is the empty one."""
+        return cls(IntervalSet.from_json(raw.get("groups", [])), int(raw.get("trained", 0)),
+                   {str(k): int(v) for k, v in dict(raw.get("dropped") or {}).items()})
+
+
+class GroupLedger:
+    """The groups in progress of one writer, on top of those that are consumed."""
+
+    def __init__(self, consumed: IntervalSet) -> None:
+        self._taken = consumed
+        self._open: dict[int, GroupState] = {}
+        self._dropped: dict[str, set[int]] = {}
+
+    @property
+    def taken(self) -> IntervalSet:
+        """Groups that are consumed."""
+        return self._taken
+
+    @property
+    def open(self) -> IntervalSet:
+        """Groups that are leased or generated and not consumed."""
+        return IntervalSet.from_values(self._open)
+
+    def lease(self, count: int) -> list[int]:
+        """Takes the ``count`` lowest groups that nobody has."""
+        busy = self._taken | IntervalSet.from_values([*self._open, *(g for d in self._dropped.values() for g in d)])
+        ordinals = busy.first_missing(count)
+        self._open |= dict.fromkeys(ordinals, GroupState.LEASED)
+        return ordinals
+
+    def generated(self, ordinal: int) -> None:
+        """Raises IllegalTransition for a group that is not leased: its samples are not to be used."""
+        self._require(ordinal, GroupState.LEASED)
+        self._open[ordinal] = GroupState.GENERATED
+
+    def drop(self, ordinal: int, reason: str) -> None:
+        """Takes a generated group out; the next update records why. Raises IllegalTransition."""
+        self._require(ordinal, GroupState.GENERATED)
+        del self._open[ordinal]
+        self._dropped.setdefault(reason, set()).add(ordinal)
+
+    def consumption(self, trained: Collection[int]) -> Consumption:
+        """What an update on these generated groups consumes, with all that were dropped. Raises IllegalTransition."""
+        for ordinal in trained:
+            self._require(ordinal, GroupState.GENERATED)
+        return Consumption(IntervalSet.from_values(trained),
+                           {reason: IntervalSet.from_values(groups) for reason, groups in self._dropped.items()})
+
+    def consumed(self, consumption: Consumption) -> None:
+        """The update was executed."""
+        self._taken |= consumption.groups
+        for ordinal in consumption.groups:
+            self._open.pop(ordinal, None)
+        self._dropped.clear()
+
+    def _require(self, ordinal: int, state: GroupState) -> None:
+        now = self._open.get(ordinal)
+        if now is not state:
+            raise IllegalTransition(f"group {ordinal} is {now or 'not open'}, not {state}")
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Ordinals that a ledger has not exactly once. Both lists are sorted."""
+    """What is wrong with the groups of a run. All zero and empty: each was trained on exactly once or dropped."""
 
-    lost: list[int]
-    """In no entry."""
-    duplicated: list[int]
-    """More than once in one entry or in several."""
+    lost: int = 0
+    """Groups that were skipped: neither trained nor dropped, and below others that were. Or trained too few for the
+    steps that were done."""
+    duplicated: int = 0
+    problems: tuple[str, ...] = ()
 
-
-def audit_entries(entries: Iterable[LedgerEntry], *, up_to_step: int, per_step: int) -> Audit:
-    """Pure audit: steps 1..up_to_step have to contain the ordinals 0..up_to_step * per_step - 1, each exactly once.
-
-    Entries of later steps are work in progress and are left out. An ordinal beyond the range counts as duplicated only
-    if it occurs twice.
-    """
-    found: Counter[int] = Counter()
-    for entry in entries:
-        if entry.step <= up_to_step:
-            found.update(entry.groups)
-    return Audit(lost=[g for g in range(up_to_step * per_step) if g not in found],
-                 duplicated=sorted(g for g, n in found.items() if n > 1))
+    @property
+    def clean(self) -> bool:
+        return not (self.lost or self.duplicated or self.problems)
 
 
-class Ledger:
-    """The ledger of one job. Every write is guarded by the fencing epoch of the run."""
-
-    def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
-        self._etcd = etcd
-        self._keys = keys
-
-    def record(self, entry: LedgerEntry) -> None:
-        """Records a step. Idempotent, so that a call whose answer was lost can be retried.
-
-        Raises Fenced when ``entry.epoch`` is not the run's epoch, Conflict when the step already has another entry, and
-        EtcdUnavailable.
-        """
-        guard = self._guard(entry.epoch)
-        key, value = self._keys.ledger(entry.step), entry.encode()
-        try:
-            done = self._etcd.txn([guard, Compare.absent(key)], [Op.put(key, value)]).succeeded
-        except OutcomeUnknown:
-            done = False
-        if done:
-            return
-        # Not recorded, or recorded by an attempt whose answer was lost.
-        found = self._etcd.get(key)
-        if found is not None and found.value == value:
-            return
-        self._guard(entry.epoch)
-        if found is None:
-            raise OutcomeUnknown(f"the entry of step {entry.step} was not written", hint="record it again")
-        raise Conflict(f"step {entry.step} already has another entry in the ledger",
-                       hint="rewind the ledger to the trainer's step before repeating the step")
-
-    def rewind(self, to_step: int, *, epoch: int | None = None) -> list[int]:
-        """Deletes the entries of all steps after ``to_step``; returns those steps. Idempotent.
-
-        Guarded by ``epoch`` if given, else by the epoch that holds when the call starts, so that it deletes no entry of
-        a newer epoch. Raises Fenced.
-        """
-        guard = self._guard(epoch)
-        prefix = self._keys.ledger_prefix()
-        # Keys sort by step, so what the trainer's state covers, which is almost all of it, is not read.
-        pages = self._etcd.pages(prefix, after=self._keys.ledger(to_step))
-        doomed = [kv.key for page in pages for kv in page.kvs]
-        # Newest first: whenever this stops half-way, what is left has no gap.
-        for batch in batches([Op.delete(key) for key in reversed(doomed)]):
-            if not self._etcd.txn([guard], batch).succeeded:
-                raise Fenced("the ledger belongs to a newer epoch", hint="stop; another incarnation runs the job")
-        return [int(key.removeprefix(prefix)) for key in doomed]
-
-    def entries(self) -> list[LedgerEntry]:
-        """Every entry, by step."""
-        return [LedgerEntry.decode(kv.value) for kv in self._etcd.range(self._keys.ledger_prefix())[0]]
-
-    def audit(self, up_to_step: int, per_step: int) -> Audit:
-        """``audit_entries`` of the entries in etcd."""
-        return audit_entries(self.entries(), up_to_step=up_to_step, per_step=per_step)
-
-    def _guard(self, epoch: int | None) -> Compare:
-        """The condition that ``epoch`` (None: the current one) is the run's epoch. Raises Fenced if it is not."""
-        if epoch is None:
-            return fencing.epoch_guard(self._keys, fencing.current_epoch(self._etcd, self._keys))
-        fencing.require_epoch(self._etcd, self._keys, epoch)
-        return fencing.epoch_guard(self._keys, epoch)
+def audit(states: Sequence[tuple[int, ConsumedGroups]], *, groups_per_step: int) -> Audit:
+    """Audits the committed states (RL steps done, groups consumed) of a run, in the order of their commit. It is about
+    the last one; the others must be stages on the way to it, unless a recovery went back behind them."""
+    if not states:
+        return Audit()
+    steps, last = states[-1]
+    expected = steps * groups_per_step
+    counted = last.trained + sum(last.dropped.values())
+    holes = len(last.groups.complement(last.groups.stop))
+    problems = [f"groups that were consumed at step {step} are not at step {steps}" for step, state in states[:-1]
+                if step <= steps and len(state.groups - last.groups) and step * groups_per_step == state.trained]
+    if counted < len(last.groups):
+        problems.append(f"{len(last.groups)} groups are consumed, but {counted} were trained on or dropped")
+    return Audit(lost=max(holes, expected - last.trained), problems=tuple(problems),
+                 duplicated=max(0, counted - len(last.groups), last.trained - expected))

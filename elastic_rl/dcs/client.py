@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from elastic_rl.errors import NodeUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
+from elastic_rl.retry import backoff_s
 
 _SUSPECT_S = (5.0, 300.0)
 """How long a node that could not be connected to is not tried again: at first, and at most; doubled each time, with
@@ -123,10 +123,9 @@ class DcsClient:
             try:
                 slot.connection = self.open(found.node)
             except NodeUnavailable as e:
-                first_s, longest_s = _SUSPECT_S
                 slot.failures = slot.failures + 1 if slot.registration == found.registration else 1
-                pause_s = min(longest_s, first_s * 2 ** min(slot.failures - 1, 10)) * random.uniform(0.5, 1.0)
-                slot.error, slot.registration, slot.retry_at = e, found.registration, self._clock() + pause_s
+                slot.error, slot.registration = e, found.registration
+                slot.retry_at = self._clock() + backoff_s(slot.failures, *_SUSPECT_S)
                 raise
             slot.error, slot.failures = None, 0
             with self._lock:

@@ -8,17 +8,21 @@ it again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from elastic_rl import runtime
 from elastic_rl.driver.compute import ComputePlane
-from elastic_rl.errors import ElasticRLError, EtcdUnavailable
+from elastic_rl.driver.etcd_patience import Stopped, patiently
+from elastic_rl.errors import ComputePlaneLost, ElasticRLError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import JobStatus
@@ -26,6 +30,9 @@ from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.telemetry import logs, traces
 
 log = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 30.0
+"""An outage of etcd is logged at most this often."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,31 +55,58 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def drive(ctx: RunContext, driver_id: str, stop: threading.Event) -> int:
-    """Runs until the job ends or ``stop`` is set; returns the exit code."""
-    etcd = ctx.connect()
-    epoch = fencing.raise_epoch(etcd, ctx.keys, holder=driver_id)
-    ctx = ctx.model_copy(update={"epoch": epoch.number})
-    member = Membership(etcd, ctx.keys, "driver", driver_id, ttl_s=ctx.config.coordinator.lease_ttl_s,
-                        epoch=ctx.epoch).start()
-    plane = ComputePlane(ctx, etcd, lambda phase: member.progress(0, phase))
-    try:
-        plane.start()
-        while not stop.wait(ctx.config.coordinator.reconcile_interval_s):
-            try:
-                plane.reconcile()
-                found = etcd.get(ctx.keys.job_status())
-            except EtcdUnavailable as e:  # running work continues without etcd
-                log.warning("reconcile aborted: %s", e)
-                continue
-            job = readable_one(found, JobStatus) or JobStatus(phase="")
+    """Runs until the job ends or ``stop`` is set; returns the exit code. An outage of etcd, also before the first pass,
+    is waited out. Raises Fenced when a newer driver has begun its epoch, ComputePlaneLost, and ConfigError."""
+    with contextlib.ExitStack() as held:
+        etcd = ctx.connect()
+        held.callback(etcd.close)
+        try:
+            epoch = patiently(lambda: fencing.raise_epoch(etcd, ctx.keys, holder=driver_id), pause=stop.wait)
+            ctx = ctx.model_copy(update={"epoch": epoch.number})
+            member = patiently(
+                lambda: Membership(etcd, ctx.keys, "driver", driver_id, epoch=ctx.epoch,
+                                   ttl_s=ctx.config.coordinator.lease_ttl_s).start(), pause=stop.wait)
+            held.callback(member.close)
+            plane = ComputePlane(ctx, etcd, lambda phase: member.progress(0, phase), stop.wait)
+            held.callback(plane.close)
+            plane.start()
+        except Stopped:
+            return 0
+        return _reconcile(ctx, etcd, member, plane, stop)
+
+
+def _reconcile(ctx: RunContext, etcd: EtcdClient, member: Membership, plane: ComputePlane,
+               stop: threading.Event) -> int:
+    """The loop. Only Fenced, ``stop``, the end of the job and the loss of all of Ray end it."""
+    job = JobStatus(phase="starting")
+    silent_since, logged = 0.0, float("-inf")
+    while not stop.wait(ctx.config.coordinator.reconcile_interval_s):
+        try:
+            plane.reconcile()
+            found = etcd.get(ctx.keys.job_status())
+            report = {"faults": plane.faults, "waiting": plane.waiting}
+        except EtcdUnavailable as e:  # running work continues without etcd
+            now = time.monotonic()
+            silent_since = silent_since or now
+            if now - logged >= _LOG_EVERY_S:
+                logged = now
+                log.warning("waiting for etcd, for %.0f s so far: %s", now - silent_since, e)
+            # The first heartbeat after the outage may come before the first pass, and must not look like a hang.
             member.progress(job.step, job.phase)
-            if job.phase in ("finished", "failed"):
-                return 0 if job.phase == "finished" else 1
-        return 0
-    finally:
-        plane.close()
-        member.close()
-        etcd.close()
+            continue
+        except (Fenced, ComputePlaneLost):
+            raise
+        except Exception:  # a bug: the next driver would meet it too, and this one still keeps everything running
+            log.exception("a reconcile pass failed")
+            continue
+        if silent_since:
+            log.warning("etcd answers again, after %.0f s", time.monotonic() - silent_since)
+            silent_since, logged = 0.0, float("-inf")
+        job = readable_one(found, JobStatus) or JobStatus(phase="")
+        member.progress(job.step, job.phase, **report)
+        if job.phase in ("finished", "failed"):
+            return 0 if job.phase == "finished" else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,27 +5,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import shutil
 import subprocess
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import ray
-from ray import serve
 
-from elastic_rl import runtime
-from elastic_rl.coordinator.targets import JOB, TRAINER, role_target
+from elastic_rl.coordinator.targets import JOB, TRAINER, pool_target, role_target
+from elastic_rl.driver.etcd_patience import Stopped, patiently
+from elastic_rl.driver.parts import PartRunner
+from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
+from elastic_rl.driver.role_deployments import RoleDeployments, kill_replicas
+from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.driver.trainer_group import TrainerGroup
-from elastic_rl.engine.router import RouterClient, RouterProcess
-from elastic_rl.errors import ConfigError, TrainerFailed
+from elastic_rl.engine.router import RouterProcess
+from elastic_rl.errors import ComputePlaneLost, ConfigError, EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
-from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.membership import deregister, members
-from elastic_rl.etcd.records import Engine, EngineState, RestartRequest, Severity
+from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
 from elastic_rl.roles.base import RoleSpec
@@ -36,54 +40,100 @@ log = logging.getLogger(__name__)
 # Ray schedules by the number that it is given; roles, agents and engines mostly wait, so a small machine holds them.
 _LOGICAL_CPUS = 256
 _OBJECT_STORE_BYTES = 80 << 20
-_RAY_TRIES = 3
+_POLL_S = 0.2
+_RAY_CHECK_S = 5.0
+_RAY_LOST_S = 30.0
+"""Time without any node after which Ray counts as lost. Ray itself takes a while to see that one is gone."""
 
 
 class ComputePlane:
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: Callable[[str], None]) -> None:
-        """``report_phase``: called with the driver's phase before something that may take long, as progress."""
-        self.ctx, self.etcd, self._report_phase = ctx, etcd, report_phase
-        self.router = RouterProcess(host=ctx.host, log=ctx.config.log_dir / "router.log")
+    """Starts the parts and reconciles them. No pass waits for a part, and a fault of one stays its own: ``faults`` and
+    ``waiting`` say what is wrong, and the next passes try again without end."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: Callable[[str], None],
+                 pause: Callable[[float], bool]) -> None:
+        """``report_phase``: called with the driver's phase before something that may take long, as progress.
+        ``pause(seconds)``: waits, and returns whether the driver is to stop."""
+        self.ctx, self.etcd, self._report_phase, self._pause = ctx, etcd, report_phase, pause
+        self.router = RouterSupervisor(RouterProcess(host=ctx.host, log=ctx.config.log_dir / "router.log"),
+                                       epoch=ctx.epoch)
         self.pool: EnginePool | None = None
         self.trainer: TrainerGroup | None = None
+        self.roles: RoleDeployments | None = None
+        self._roles: Mapping[str, RoleSpec] = {}
+        self._parts = PartRunner(self._report_part)
+        self._router_restarts: list[str] = []
+        self._ray_checked_at = self._ray_seen_at = 0.0
 
+    @property
+    def faults(self) -> dict[str, str]:
+        """The parts that fail, and why."""
+        return self._parts.faults
+
+    @property
+    def waiting(self) -> dict[str, str]:
+        """What parts wait for that do not fail."""
+        found: dict[str, str] = {}
+        if self.trainer:
+            found[TRAINER] = self.trainer.waiting
+        if self.roles:
+            found["roles"] = self.roles.waiting
+        if self.pool:
+            found[pool_target(self.pool.name)] = self.pool.waiting
+        return {part: text for part, text in found.items() if text and part not in self.faults}
+
+    # -- start ------------------------------------------------------------------------------------------------------
     def start(self) -> None:
+        """Returns when Ray runs and every part is being started. Raises Fenced, Stopped, and ConfigError when the model
+        cannot be made."""
         cfg = self.ctx.config
         model = self._start_model()
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="router") as thread:  # while Ray's processes start
-            router = thread.submit(self.router.start)
-            self._start_ray()
-            router.result()
+        if cfg.uses_engines:
+            self.router.start()  # while Ray's processes start
+        self._start_ray()
         if model is not None:
             self._await_model(model)
-        self.ctx = self.ctx.model_copy(update={"router_url": self.router.url})
+        self.ctx = self.ctx.model_copy(update={"router_url": self.router.url if cfg.uses_engines else ""})
         context_file = cfg.cluster_dir / "context.json"
         self.ctx.save(context_file)
-        self.trainer = TrainerGroup(self.ctx, self.etcd, context_file, self._report_phase)
-        self.pool = EnginePool(self.ctx, self.etcd, self._report_phase)
-        self.pool.take_over()
+        self.trainer = TrainerGroup(self.ctx, self.etcd, context_file) if cfg.uses_trainer else None
+        self.pool = EnginePool(self.ctx, self.etcd, unroute=self.router.unroute) if cfg.uses_engines else None
+        patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))
+        self._roles = {name: spec for name, spec in ROLES.items()
+                       if (cfg.uses_engines or not spec.samples) and (cfg.uses_trainer or not spec.trains)}
+        self.roles = RoleDeployments(self.ctx, self._roles)
+        with contextlib.suppress(EtcdUnavailable):  # the passes that follow do it
+            self.reconcile()
+        self.roles.start()  # after the first pass: the trainer and the engines take longer to start
+
+    def _take_over(self) -> None:
+        if self.pool:
+            self.pool.take_over()
         for request in open_requests(self.etcd, self.ctx.keys).values():
             if request.target != JOB:  # this driver starts every part of it
                 acknowledge(self.etcd, self.ctx.keys, request, self._guard)
-        self.reconcile()
-        self._deploy_roles()
 
     def _start_ray(self) -> None:
-        """Starts Ray's processes. Ray gives them 30 seconds, a constant of its own, which a busy machine may exceed."""
-        cfg = self.ctx.config
-        for tries_left in reversed(range(_RAY_TRIES)):
+        """Starts Ray's processes. Ray gives them 30 seconds, a constant of its own, which a busy machine may exceed; so
+        it is tried again, with backoff and without end. Raises Stopped."""
+        cfg, budget = self.ctx.config, StartBudget()
+        while True:
             shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed, or by the last try
             try:
                 ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
                          object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
                          _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
+                self._parts.note("ray", "")
+                self._ray_seen_at = time.monotonic()
                 return
             except Exception as e:  # Ray raises this very class for the timeout
                 ray.shutdown()
-                if not tries_left:
-                    raise
-                log.warning("Ray did not start, %d tries left: %s", tries_left, e)
+                budget = budget.after_failure(time.monotonic(), jitter=random.random())
+                self._parts.note("ray", f"it does not start: {type(e).__name__}: {e}")
+            while not budget.open(time.monotonic()):
                 self._report_phase("starting Ray again")
+                if self._pause(_POLL_S):
+                    raise Stopped
 
     @property
     def _model_log(self) -> Path:
@@ -98,51 +148,49 @@ class ComputePlane:
                                                 str(self.ctx.config.cluster_dir / "run.json")), log=self._model_log)
 
     def _await_model(self, model: subprocess.Popen[bytes]) -> None:
+        """Waits for the model, however slow the machine is. Raises ConfigError and Stopped."""
         self._report_phase("making the model")
-        runtime.wait_until(lambda: model.poll() is not None, timeout_s=self.ctx.config.engine.start_timeout_s,
-                           what=f"the model (log: {self._model_log})")
+        while model.poll() is None:
+            if self._pause(_POLL_S):
+                raise Stopped
         if model.returncode:
             raise ConfigError(f"the model could not be made: exit code {model.returncode}",
                               hint=f"see {self._model_log}")
 
-    def _deploy_roles(self) -> None:
-        """Deploys all roles at once and returns when they run. Each has an application of its own, so that one can be
-        replaced alone; Serve knows all of them before the first replica starts, so a role may look up the others."""
-        serve.start(proxy_location="Disabled")  # roles are called through handles; nothing listens for HTTP
-        serve.run_many([serve.RunTarget(self._deployment(spec), name=spec.name, route_prefix=None)
-                        for spec in ROLES.values()])
-
-    def _deployment(self, spec: RoleSpec) -> serve.Application:
-        return serve.deployment(spec.cls).options(
-            name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
-            health_check_period_s=1.0, health_check_timeout_s=10.0,
-            graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus}).bind(self.ctx)
-
+    # -- reconcile --------------------------------------------------------------------------------------------------
     def reconcile(self) -> None:
-        """One pass. Raises Fenced when a newer epoch has begun, TrainerFailed when the trainer's restarts are used up.
-        """
-        assert self.pool and self.trainer
+        """One pass. Raises Fenced when a newer epoch has begun, EtcdUnavailable when etcd does not answer, and
+        ComputePlaneLost when Ray has no node left: only another driver can build it again."""
+        trainer, pool, roles = self.trainer, self.pool, self.roles
+        assert roles
+        self._parts.run("ray", self._check_ray)
+        if time.monotonic() - self._ray_seen_at > _RAY_LOST_S:
+            raise ComputePlaneLost(f"Ray has had no node for {_RAY_LOST_S:g} s", hint="see the job's folder ray/")
         requests = open_requests(self.etcd, self.ctx.keys)
-        self._keep_router()
-        if (request := requests.get(TRAINER)) is not None:
-            self.trainer.restart(request)
-        self.trainer.reconcile()
-        self.pool.reconcile(requests)
-        for name in ROLES:
+        if trainer:
+            self._parts.run(TRAINER, lambda: trainer.reconcile(requests.get(TRAINER)))
+        if pool:
+            self._parts.run(pool_target(pool.name), lambda: self.router.observe(pool.reconcile(requests)))
+            self._parts.note("router", self.router.fault)
+            self._parts.run("router events", self._report_router)
+        self._parts.note("roles", roles.fault)
+        for name in self._roles:
             if (request := requests.get(role_target(name))) is not None:
-                self._restart_role(name, request)
-        if self.trainer.failures > self.ctx.config.trainer.max_restarts:
-            raise TrainerFailed(f"the trainer agent ended {self.trainer.failures} times",
-                                hint=f"see {self.ctx.config.log_dir}/trainer.log")
+                self._parts.run(role_target(name), partial(self._restart_role, name, request))
+
+    def _check_ray(self) -> None:
+        now = time.monotonic()
+        if now - self._ray_checked_at < _RAY_CHECK_S:
+            return
+        self._ray_checked_at = now
+        if not any(node["Alive"] for node in ray.nodes()):
+            raise ComputePlaneLost("Ray has no node", hint="its processes have ended")
+        self._ray_seen_at = now
 
     def _restart_role(self, name: str, request: RestartRequest) -> None:
-        """Kills every replica of a role; Ray Serve starts new ones, and handles that others hold stay valid."""
         log.warning("restarting role %s: %s", name, request.reason)
         replicas = members(self.etcd, self.ctx.keys, name)
-        for actor in ray.util.list_named_actors(all_namespaces=True):
-            if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
-                with contextlib.suppress(ValueError):  # the replica has ended meanwhile
-                    ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+        kill_replicas(name)
         deregister(self.etcd, self.ctx.keys, replicas)
         acknowledge(self.etcd, self.ctx.keys, request, self._guard)
 
@@ -150,29 +198,39 @@ class ComputePlane:
     def _guard(self) -> Compare:
         return fencing.epoch_guard(self.ctx.keys, self.ctx.epoch)
 
-    def _keep_router(self) -> None:
-        """Restarts a router that died on the same port, and adds the engines that etcd calls ready."""
-        if self.router.alive():
-            return
-        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, "router.restarted", "router",
-                     "the router ended; restarting it", severity=Severity.WARNING)
-        self.router.start()
-        client = RouterClient(self.router.url)
-        items, _ = self.etcd.range(self.ctx.keys.engines_prefix())
-        for engine, _ in readable(items, Engine):
-            if engine.state is EngineState.READY:
-                client.add(engine.url, timeout_s=10.0)
+    # -- reports ----------------------------------------------------------------------------------------------------
+    def _report_part(self, part: str, message: str, failed: bool) -> None:
+        """An event for people; the leader makes the alert from ``faults``, so that it lasts as long as the fault."""
+        with contextlib.suppress(EtcdUnavailable):
+            self._emit("compute.failing" if failed else "compute.working", part, f"{part}: {message}",
+                       severity=Severity.WARNING if failed else Severity.INFO)
 
+    def _report_router(self) -> None:
+        self._router_restarts += self.router.restarts()
+        if reasons := self._router_restarts:
+            times = f"; {len(reasons)} times" if len(reasons) > 1 else ""
+            self._emit("router.restarted", "router", f"the router is restarted: {reasons[-1]}{times}",
+                       severity=Severity.WARNING)
+            reasons.clear()
+
+    def _emit(self, kind: str, subject: str, message: str, *, severity: Severity) -> None:
+        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, kind, subject, message, severity=severity)
+
+    # -- end --------------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """Ends everything, the roles first: a training loop that is still alive would report the end of the trainer as
-        a failure."""
-        if ray.is_initialized():
-            serve.shutdown()
-        if self.pool:
-            self.pool.close()
-        if self.trainer:
-            self.trainer.close()
-        if ray.is_initialized():
-            ray.shutdown()
-        self.router.stop()
-        shutil.rmtree(self.ctx.config.ray_dir, ignore_errors=True)
+        a failure. What fails to end does not keep the others from it."""
+        with contextlib.ExitStack() as last:
+            last.callback(shutil.rmtree, self.ctx.config.ray_dir, ignore_errors=True)
+            last.callback(self.router.stop)
+            if ray.is_initialized():
+                last.callback(ray.shutdown)
+            if self.trainer:
+                last.callback(self.trainer.close)
+            if self.pool:
+                last.callback(self.pool.close)
+            if self.trainer:
+                last.callback(self.trainer.end)  # it ends while the pool does
+            if self.roles:
+                last.callback(self.roles.close)
+

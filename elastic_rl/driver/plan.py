@@ -1,9 +1,9 @@
-"""Which engines to start and drain, given those that are desired and those that exist. Pure."""
+"""Which engines to start and drain, given those that are desired and those that exist, and when. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_rl.etcd.records import EngineState
 
@@ -15,6 +15,8 @@ class Running:
     id: str
     state: EngineState
     started_at: float
+    placed: bool = True
+    """False while it waits for room in the cluster."""
 
 
 @dataclass(frozen=True)
@@ -26,30 +28,55 @@ class Plan:
 def plan(desired: int, engines: Sequence[Running], *, may_start: int) -> Plan:
     """Engines to start and to drain so that ``desired`` remain.
 
-    Draining and dead engines do not count. Scaling in drains engines that serve nothing yet first, then the youngest:
-    the older ones have the warmer caches. ``may_start`` bounds what may be started now, in a crash loop.
+    Draining and dead engines do not count. Scaling in drops engines that wait for room first, then those that serve
+    nothing yet, then the youngest: the older ones have the warmer caches. ``may_start`` bounds what may be started now:
+    starts that fail, or engines that wait for room, leave no room for more of them.
     """
     staying = [e for e in engines if e.state in (EngineState.STARTING, EngineState.SYNCING, EngineState.READY)]
     if len(staying) < desired:
-        return Plan(start=min(desired - len(staying), may_start))
-    leave_first = sorted(staying, key=lambda e: (e.state is EngineState.READY, -e.started_at))
+        return Plan(start=min(desired - len(staying), max(0, may_start)))
+    leave_first = sorted(staying, key=lambda e: (e.placed, e.state is EngineState.READY, -e.started_at))
     return Plan(drain=tuple(e.id for e in leave_first[:len(staying) - desired]))
 
 
 @dataclass(frozen=True)
 class StartBudget:
-    """Backoff of a crash loop: each start that failed doubles the wait before the next one."""
+    """Backoff of starts that fail: each failure doubles the wait before the next start, and time forgives.
 
-    failures: int = 0
+    The first failure costs ``base_s`` seconds, each further one twice as much, at most ``ceiling_s``. Every
+    ``refill_s`` seconds in which starting was allowed and nothing failed take one failure back, so a cause that is
+    fixed is forgotten within a bounded time, and one good start among many bad ones does not lift the backoff of the
+    others. Failures beyond those that reach the ceiling are not remembered. There is no number of failures after which
+    starting ends. All times are monotonic seconds, so that a clock that is set does not stop the starts.
+    """
+
+    base_s: float = 1.0
+    ceiling_s: float = 60.0
+    refill_s: float = 60.0
+    count: int = 0
+    """Failures that counted at the last one."""
     not_before: float = 0.0
-    """Monotonic seconds, so that a clock that is set back does not stop the starts."""
+    """When the next start is allowed."""
+    failed_at: float = float("-inf")
 
-    def after_failure(self, now: float, *, base_s: float = 1.0, ceiling_s: float = 60.0) -> StartBudget:
-        return StartBudget(self.failures + 1, now + min(ceiling_s, base_s * 2.0 ** min(self.failures, 32)))
+    def failures(self, now: float) -> int:
+        """Failures that still count."""
+        return max(0, self.count - int(max(0.0, now - self.not_before) // self.refill_s))
 
-    def after_success(self) -> StartBudget:
-        return StartBudget()
+    def after_failure(self, now: float, *, started_at: float | None = None, jitter: float = 0.0) -> StartBudget:
+        """The budget once a start has failed.
+
+        ``started_at``: when the start began. Starts that began before the last failure and failed after it had the same
+        chance as that one: together they count once. ``jitter``: from 0 to 1, shortens the wait by up to a quarter, so
+        that drivers that failed together do not start together again.
+        """
+        if started_at is not None and started_at <= self.failed_at:
+            return self
+        failures = self.failures(now)
+        wait_s = min(self.ceiling_s, self.base_s * 2.0 ** failures)
+        count = failures if wait_s >= self.ceiling_s and failures else failures + 1
+        return replace(self, count=count, not_before=now + wait_s * (1 - 0.25 * jitter), failed_at=now)
 
     def open(self, now: float) -> bool:
-        """Whether an engine may be started now."""
+        """Whether a start is allowed now."""
         return now >= self.not_before

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-
-import ray
-from ray.exceptions import RayError
+from typing import Any
 
 from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ExternalEngines
-from elastic_rl.driver.placement import PlacedActor, gpus_per_engine, stop_engines
+from elastic_rl.driver.placement import PlacedActor, ended, gpus_per_engine, room_needed, stop_all
 from elastic_rl.driver.plan import Running, StartBudget, plan
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.engine.actor import EngineActor
+from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import readable, readable_one
@@ -28,35 +28,53 @@ from elastic_rl.host.leftovers import file_tag, remove_files
 
 log = logging.getLogger(__name__)
 
+_STOP_TIMEOUT_S = 10.0
+_END_GRACE_S = 30.0
+"""Time for an engine whose record says that it has ended, or whose drain is over, to end its process."""
+_STABLE_S = 60.0
+"""An engine that ends within so long of being ready counts as a start that failed."""
+_MAX_PENDING = 64
+"""Engines for which Ray looks for room at the same time; with thousands it would be busy with nothing else."""
+
 
 @dataclass
 class _Slot:
-    """An engine that this driver started. ``done`` resolves when the engine's runner returned or its process died."""
+    """An engine that this driver started."""
 
     placed: PlacedActor
-    done: ray.ObjectRef
     started_at: float
-    was_ready: bool = False
+    begun_at: float
+    """The same in monotonic seconds."""
+    ready_at: float | None = None
+    """Monotonic seconds at which the driver first saw it ready."""
     draining: bool = False
+    has_record: bool = False
+    is_ending: bool = False
     killed_because: str = ""
-    """Reason of the restart request for which this driver killed it."""
+    """Why this driver killed it."""
+    request: RestartRequest | None = None
+    """The restart request for which this driver killed it, until it is acknowledged."""
 
 
 class EnginePool:
-    """Level-triggered: each ``reconcile`` reads etcd and Ray again, and keeps only handles in memory."""
+    """Level-triggered: each ``reconcile`` reads etcd and Ray again, and keeps only handles in memory. It waits for
+    nothing: engines that wait for room, start or end are looked at again in the next pass."""
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, report_phase: Callable[[str], None],
-                 name: str = "rollout") -> None:
-        self.ctx, self.etcd, self.keys, self.name, self._report_phase = ctx, etcd, ctx.keys, name, report_phase
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, name: str = "rollout", *, body: type = EngineActor,
+                 unroute: Callable[[str], None] = lambda url: None) -> None:
+        """``body``: class of an engine's Ray actor. ``unroute(url)``: called for an engine that has ended."""
+        self.ctx, self.etcd, self.keys, self.name = ctx, etcd, ctx.keys, name
+        self._body, self._unroute = body, unroute
         self._slots: dict[str, _Slot] = {}
         self._budget = StartBudget()
+        self._start_error = ""
         self._status: PoolStatus | None = None
         self._last_desired = ctx.config.rollout.engines
-        self._external = ExternalEngines(ctx, etcd, report_phase, name)
+        self._external = ExternalEngines(ctx, etcd, name, unroute=unroute)
 
     def take_over(self) -> None:
         """Writes the pool's spec if there is none, and deletes the records of engines of older epochs, which died with
-        their driver. Raises Fenced."""
+        their driver. Raises Fenced and EtcdUnavailable; then it is to be called again."""
         key = self.keys.pool_spec(self.name)
         spec = PoolSpec(name=self.name, desired=self.ctx.config.rollout.engines)
         self.etcd.txn([Compare.absent(key), fencing.epoch_guard(self.keys, self.ctx.epoch)],
@@ -65,62 +83,103 @@ class EnginePool:
             if engine.epoch < self.ctx.epoch:
                 self._write(Op.delete(self.keys.engine(engine.id)))
 
-    def reconcile(self, restarts: Mapping[str, RestartRequest]) -> None:
-        """One pass; ``restarts`` are the open restart requests, by target. Raises Fenced and EtcdUnavailable."""
+    def reconcile(self, restarts: Mapping[str, RestartRequest]) -> Collection[Engine]:
+        """One pass; ``restarts`` are the open restart requests, by target. Returns the records of the pool's engines as
+        they were read. Raises Fenced and EtcdUnavailable."""
         for engine_id, slot in self._slots.items():
-            if (request := restarts.get(engine_target(engine_id))) is not None:
-                self._kill(slot, engine_id, request)
-        self._reap()
+            if (request := restarts.get(engine_target(engine_id))) is not None and slot.request is None:
+                slot.request = request
+                self._kill(engine_id, slot, request.reason or f"restart requested by {request.by}")
         records = self._records()
-        running = [self._as_running(i, records.get(i)) for i in self._slots]
+        self._reap(records)
         for engine_id, slot in self._slots.items():
-            state = records[engine_id].state if engine_id in records else None
-            if state is EngineState.READY and not slot.was_ready:
-                slot.was_ready = True
-                self._budget = self._budget.after_success()
-            if state is EngineState.DRAINING and not slot.draining:
-                slot.draining = True  # the leader wrote it into the record, which a starting engine does not read
-                slot.placed.actor.drain.remote()
-        todo = plan(self._desired(), running, may_start=self.ctx.config.coordinator.max_engines
+            self._follow(engine_id, slot, records.get(engine_id))
+        running = [self._as_running(i, records.get(i)) for i in self._slots]
+        pending = [self._slots[r.id].placed for r in running if not r.placed]
+        unplaced = sum(not slot.placed.is_placed() for slot in self._slots.values())
+        todo = plan(self._desired(), running, may_start=_MAX_PENDING - unplaced
                     if self._budget.open(time.monotonic()) else 0)
-        for _ in range(todo.start):
-            self._start()
+        self._start(todo.start)
         for engine_id in todo.drain:
             self._drain(engine_id, records.get(engine_id))
-        self._write_status(running, self._external.reconcile(restarts, records))
+        external = self._external.reconcile(restarts, records)
+        self._write_status(running, pending, external)
+        return records.values()
+
+    @property
+    def waiting(self) -> str:
+        """What the pool waits for, as its status has it."""
+        return self._status.message if self._status else ""
 
     def close(self) -> None:
         """Ends every engine that this driver started, and stops serving external ones."""
-        self._external.close()
-        stop_engines(self._slots.values())
+        stop_all([*(slot.placed for slot in self._slots.values()), *self._external.placed], timeout_s=_STOP_TIMEOUT_S)
         self._slots.clear()
+        self._external.forget()
 
     # -- one engine ---------------------------------------------------------------------------------------------
-    def _start(self) -> None:
-        engine_id = f"{self.name}-{uuid.uuid4().hex[:6]}"
-        self._report_phase(PlacedActor.WAITING)
-        placed = PlacedActor(engine_id, EngineActor, self.ctx, engine_id, cpus=1.0,
-                             gpus=gpus_per_engine(self.ctx.config), timeout_s=self.ctx.config.engine.start_timeout_s)
-        self._slots[engine_id] = _Slot(placed, placed.actor.run.remote(), time.time())
-        self._emit("engine.starting", engine_id, f"engine {engine_id} is starting")
+    def _start(self, count: int) -> None:
+        """Starts engines; an error of Ray's ends the attempt, and counts as a start that failed."""
+        for _ in range(count):
+            engine_id, now = f"{self.name}-{uuid.uuid4().hex[:6]}", time.monotonic()
+            try:
+                placed = PlacedActor(engine_id, self._body, self.ctx, engine_id, cpus=1.0,
+                                     gpus=gpus_per_engine(self.ctx.config))
+            except (Fenced, EtcdUnavailable):
+                raise
+            except Exception as e:  # Ray raises many kinds, also for a bug of a caller's
+                log.exception("engine %s could not be started", engine_id)
+                self._failed(f"{type(e).__name__}: {e}", now)
+                return
+            self._slots[engine_id] = _Slot(placed, time.time(), now)
+            self._emit("engine.starting", engine_id, f"engine {engine_id} is starting")
+
+    def _failed(self, reason: str, started_at: float | None = None) -> None:
+        """A start failed. ``started_at``: monotonic seconds."""
+        self._start_error = reason[:200]
+        self._budget = self._budget.after_failure(time.monotonic(), started_at=started_at, jitter=random.random())
+
+    def _follow(self, engine_id: str, slot: _Slot, record: Engine | None) -> None:
+        """Takes what the record says into account, and ends an engine that should have ended or begun by now."""
+        slot.placed.enforce()
+        cfg = self.ctx.config.engine
+        if record is None:
+            overdue = not slot.has_record and slot.placed.is_placed() and not slot.placed.stopping and (
+                time.monotonic() - slot.placed.placed_at > cfg.start_timeout_s)
+            if overdue:
+                self._kill(engine_id, slot, f"it did not report within {cfg.start_timeout_s:g} s of its start")
+            return
+        slot.has_record = True
+        if record.state is EngineState.READY and slot.ready_at is None:
+            slot.ready_at = time.monotonic()
+        elif record.state is EngineState.DRAINING and not slot.draining:
+            slot.draining = True  # the leader wrote it into the record, which a starting engine does not read
+            slot.placed.ask("drain")
+            slot.placed.kill_after(cfg.drain_timeout_s + _END_GRACE_S)
+        elif record.state.ended and not slot.is_ending:
+            slot.is_ending = True
+            slot.placed.kill_after(_END_GRACE_S)
 
     def _drain(self, engine_id: str, record: Engine | None) -> None:
-        self._emit("engine.draining", engine_id, f"engine {engine_id} leaves the pool")
         slot = self._slots[engine_id]
-        slot.draining = True
-        slot.placed.actor.drain.remote()
+        if not slot.placed.is_placed():  # nothing has begun
+            self._emit("engine.cancelled", engine_id, f"engine {engine_id} is no longer wanted; it had no room yet")
+            slot.placed.remove()
+            del self._slots[engine_id]
+            return
+        self._emit("engine.draining", engine_id, f"engine {engine_id} leaves the pool")
         if record:
             self._set_state(record, EngineState.DRAINING)
+        slot.draining = True
+        slot.placed.ask("drain")
+        slot.placed.kill_after(self.ctx.config.engine.drain_timeout_s + _END_GRACE_S)
 
-    def _kill(self, slot: _Slot, engine_id: str, request: RestartRequest) -> None:
+    def _kill(self, engine_id: str, slot: _Slot, reason: str) -> None:
         """Ends an engine without asking it, since it may hang. Its server dies with it, and the router sends its
         requests to other engines."""
-        slot.killed_because = request.reason or f"restart requested by {request.by}"
-        log.warning("ending engine %s: %s", engine_id, slot.killed_because)
-        ray.kill(slot.placed.actor)
-        ray.wait([slot.done], timeout=10.0)
-        deregister(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, ENGINE) if m.id == engine_id])
-        acknowledge(self.etcd, self.keys, request, fencing.epoch_guard(self.keys, self.ctx.epoch))
+        log.warning("ending engine %s: %s", engine_id, reason)
+        slot.killed_because = reason
+        slot.placed.kill()
 
     def _set_state(self, record: Engine, state: EngineState) -> None:
         def change(raw: bytes | None) -> bytes | None:
@@ -129,51 +188,60 @@ class EnginePool:
         self.etcd.update(self.keys.engine(record.id), change,
                          guards=[fencing.epoch_guard(self.keys, self.ctx.epoch)])
 
-    def _reap(self) -> None:
-        """Removes engines that have ended, with the files that a killed one leaves. An engine that ended without a
-        request counts as a failure."""
-        if not self._slots:
-            return
-        by_ref = {slot.done: engine_id for engine_id, slot in self._slots.items()}
-        ended, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
-        for ref in ended:
-            engine_id = by_ref[ref]
-            slot = self._slots[engine_id]
-            try:
-                ray.get(ref, timeout=5.0)
-                crash = ""
-            except RayError as e:
-                crash = str(e).splitlines()[0]
-            record = self._records().get(engine_id)
-            drained = record is None or record.state is EngineState.DRAINING
-            if not drained:
-                log.warning("engine %s ended: %s %s", engine_id, record and record.reason, crash)
+    def _reap(self, records: dict[str, Engine]) -> None:
+        """Removes engines that have ended, with their records and the files that a killed one leaves. One that ended
+        without being asked to, and soon, counts as a start that failed."""
+        by_actor = {slot.placed: engine_id for engine_id, slot in self._slots.items()}
+        for placed in ended(by_actor):
+            engine_id = by_actor[placed]
+            slot, record = self._slots[engine_id], records.get(engine_id)
+            _, crash = placed.outcome()
+            if slot.request is not None:
+                deregister(self.etcd, self.keys, [m for m in members(self.etcd, self.keys, ENGINE)
+                                                if m.id == engine_id])
+                acknowledge(self.etcd, self.keys, slot.request, self._guard)
+            left = slot.draining or (record is None and not crash) or (
+                record is not None and record.state is EngineState.DRAINING)
+            delete = Op.delete(self.keys.engine(engine_id))
+            if left:
+                self._write(delete)
+            else:
                 reason = slot.killed_because or (record and record.reason) or crash or "unknown"
+                log.warning("engine %s ended: %s", engine_id, reason)
                 self._emit("engine.replaced", engine_id, f"engine {engine_id} ended ({reason}); replacing it",
-                           severity=Severity.WARNING, incarnation=record.incarnation if record else "")
-                if not slot.was_ready and not slot.killed_because:
-                    self._budget = self._budget.after_failure(time.monotonic())
-            self._write(Op.delete(self.keys.engine(engine_id)))
-            slot.placed.remove()
+                           severity=Severity.WARNING, ops=[delete], incarnation=record.incarnation if record else "")
+                now = time.monotonic()
+                if slot.request is None and (slot.ready_at is None or now - slot.ready_at < _STABLE_S):
+                    self._failed(reason, slot.begun_at)
+            if record:
+                self._unroute(record.url)
+            placed.remove()
             remove_files(file_tag(self.ctx.config.cluster_dir, engine_id))
             del self._slots[engine_id]  # last, so that a pass that etcd interrupts is repeated
+            records.pop(engine_id, None)
 
     # -- etcd ---------------------------------------------------------------------------------------------------
+    @property
+    def _guard(self) -> Compare:
+        return fencing.epoch_guard(self.keys, self.ctx.epoch)
+
     def _write(self, op: Op) -> None:
         """Raises Fenced once a newer driver has raised the epoch."""
         fencing.write(self.etcd, self.keys, self.ctx.epoch, op)
 
     def _emit(self, kind: str, engine_id: str, message: str, *, severity: Severity = Severity.INFO,
-              **data: object) -> None:
-        fencing.emit(self.etcd, self.keys, self.ctx.epoch, kind, engine_id, message, severity=severity, **data)
+              ops: Collection[Op] = (), **data: Any) -> None:
+        fencing.FencedWriter.of_epoch(self.etcd, self.keys, self.ctx.epoch).emit(
+            kind, engine_id, message, severity=severity, ops=list(ops), **data)
 
     def _records(self) -> dict[str, Engine]:
         items, _ = self.etcd.range(self.keys.engines_prefix())
         return {e.id: e for e, _ in readable(items, Engine) if e.pool == self.name}
 
     def _as_running(self, engine_id: str, record: Engine | None) -> Running:
-        state = record.state if record else EngineState.STARTING
-        return Running(engine_id, state, self._slots[engine_id].started_at)
+        slot = self._slots[engine_id]
+        state = EngineState.DEAD if slot.placed.stopping else record.state if record else EngineState.STARTING
+        return Running(engine_id, state, slot.started_at, placed=not slot.placed.lacks_room())
 
     def _desired(self) -> int:
         found = self.etcd.get(self.keys.pool_spec(self.name))
@@ -182,10 +250,23 @@ class EnginePool:
             self._last_desired = spec.desired if spec else self.ctx.config.rollout.engines
         return self._last_desired  # of an unreadable record: as it was
 
-    def _write_status(self, running: list[Running], external: int) -> None:
-        count = {s: sum(1 for r in running if r.state is s) for s in EngineState}
+    def _write_status(self, running: list[Running], pending: list[PlacedActor], external: int) -> None:
+        count = {s: sum(1 for r in running if r.state is s and r.placed) for s in EngineState}
+        starting = count[EngineState.STARTING] + count[EngineState.SYNCING]
+        unplaced = max(len(pending), self._last_desired - count[EngineState.READY] - starting) if pending else 0
         status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
-                            starting=count[EngineState.STARTING] + count[EngineState.SYNCING], external=external)
+                            starting=starting, external=external, pending=unplaced,
+                            message=self._message(pending, count[EngineState.READY]))
         if status != self._status:
             self._write(Op.put(self.keys.pool_status(self.name), status.encode()))
             self._status = status
+
+    def _message(self, pending: list[PlacedActor], ready: int) -> str:
+        """What the pool waits for; empty when it is whole. It says nothing that changes with the time alone, so that it
+        is seldom written."""
+        found = []
+        if pending:
+            found.append(f"no room in the cluster for engines of {room_needed(pending[:1])}: add a machine or scale in")
+        if ready < self._last_desired and (failures := self._budget.failures(time.monotonic())):
+            found.append(f"{failures} starts failed, the last: {self._start_error}")
+        return "; ".join(found)

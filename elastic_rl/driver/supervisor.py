@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import secrets
 import subprocess
 import time
@@ -11,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from elastic_rl.coordinator.failure.policy import progress_of
+from elastic_rl.coordinator.failure.policy import is_crash_loop, progress_of
+from elastic_rl.coordinator.records import FaultOccurrence
 from elastic_rl.coordinator.targets import JOB
+from elastic_rl.driver.etcd_patience import patiently
+from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
-from elastic_rl.errors import EtcdUnavailable, Fenced
+from elastic_rl.errors import EtcdUnavailable, Fenced, PreflightFailed
 from elastic_rl.etcd import fencing
-from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -25,8 +29,6 @@ from elastic_rl.host import processes
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_MAX_RESTARTS = 3
-"""Restarts of a driver that ends by itself, without progress of the job in between."""
 _TICK_S = 0.25
 _REQUESTS_INTERVAL_S = 1.0
 _STOP_GRACE_S = 30.0
@@ -36,6 +38,10 @@ _STOP_GRACE_S = 30.0
 class DriverSupervisor:
     """Runs one driver at a time. A restart of the driver is a global restart, since each driver raises the epoch.
 
+    A driver that ends before its job does is restarted with the backoff of the failure policy, and what ends a run is
+    the policy's crash-loop rule alone: so many ends in a row without progress of the job. The leader applies the same
+    rule to what it sees; it does not see a driver that ends before it has registered.
+
     ``command`` starts the driver's process; it gets ``--id NAME``, under which it raises the epoch. ``on_tick`` is
     called four times a second.
     """
@@ -43,34 +49,71 @@ class DriverSupervisor:
     def __init__(self, ctx: RunContext, etcd: EtcdClient, command: Sequence[str], *, env: Mapping[str, str],
                  on_tick: Callable[[], None] = lambda: None) -> None:
         self._ctx, self._etcd, self._keys = ctx, etcd, ctx.keys
+        self._policy = ctx.config.failure_policy
         self._command, self._env, self._on_tick = command, env, on_tick
         self._log_file = ctx.config.log_dir / "driver.log"
 
     def run(self) -> int:
-        """Returns 0 when the job has finished, 1 when it has failed or the driver ends again and again. Waits as long
-        as etcd is unavailable."""
-        starts, reached = 0, -1
-        while starts <= _MAX_RESTARTS:
+        """Returns 0 when the job has finished, 1 when it has failed or the driver is in a crash loop. Waits as long as
+        etcd is unavailable."""
+        ends: list[FaultOccurrence] = []
+        budget = no_backoff = StartBudget(base_s=self._policy.backoff_initial_s, ceiling_s=self._policy.backoff_max_s)
+        while True:
             self._with_etcd(self._acknowledge)  # what was requested while no driver ran is what this start does
             epoch = self._with_etcd(partial(fencing.current_epoch, self._etcd, self._keys))
             driver_id = f"driver-{secrets.token_hex(4)}"
-            driver = processes.spawn([*self._command, "--id", driver_id], log=self._log_file, env=self._env)
+            began = time.monotonic()
             try:
-                self._wait(driver)
-            finally:
-                processes.stop(driver.pid, grace_s=_STOP_GRACE_S)
+                self._run_driver(driver_id)
+            except PreflightFailed as e:  # no process could be made; that is no fault of the driver
+                log.error("the driver could not be started: %s", e)
+                budget = budget.after_failure(time.monotonic())
+                self._pause_until(budget)
+                continue
             job = self._with_etcd(self._status)
             if job.phase in ("finished", "failed"):
                 return 0 if job.phase == "finished" else 1
             # A restart request ends the epoch, so the driver may have ended because of it before this process saw it.
             if self._with_etcd(self._request) is not None:
                 continue  # the leader counts these, and stops a crash loop
-            # The leader counts these too, but it may be down: the same rule, in short.
-            progress = progress_of(job)
-            starts, reached = (starts + 1 if progress <= reached else 1), max(reached, progress)
-            self._with_etcd(partial(self._report_end, epoch, driver_id, starts))
-        log.error("the driver ended %d times without progress of the job: see %s", starts, self._log_file)
-        return 1
+            end = FaultOccurrence(at=began, progress=progress_of(job))
+            if end.progress > max((e.progress for e in ends), default=-1):
+                ends, budget = [], no_backoff
+            elif ends:  # the first restart follows at once
+                budget = budget.after_failure(time.monotonic(), jitter=random.random())
+            ends.append(end)
+            self._with_etcd(partial(self._report_end, epoch, driver_id, len(ends)))
+            if is_crash_loop(ends, self._policy):
+                self._with_etcd(partial(self._stop_run, len(ends)))
+                return 1
+            self._pause_until(budget)
+
+    def _run_driver(self, driver_id: str) -> None:
+        """Starts a driver, and returns when it has ended or was ended for a request. Raises PreflightFailed."""
+        driver = processes.spawn([*self._command, "--id", driver_id], log=self._log_file, env=self._env)
+        try:
+            self._wait(driver)
+        finally:
+            processes.stop(driver.pid, grace_s=_STOP_GRACE_S)
+
+    def _pause_until(self, budget: StartBudget) -> None:
+        while not budget.open(time.monotonic()):
+            self._on_tick()
+            time.sleep(_TICK_S)
+
+    def _stop_run(self, ends: int) -> None:
+        """Ends the run where it is, as the leader does in a crash loop: every version is kept."""
+        log.error("crash loop: the driver ended %d times without progress of the job: see %s", ends, self._log_file)
+        message = (f"crash loop: the driver ended {ends} times without progress of the job. Everything is kept; see "
+                   f"{self._log_file}, fix the cause, and train again")
+        found = self._etcd.get(self._keys.job_status())
+        status = (readable_one(found, JobStatus) or JobStatus(phase="")).replace(
+            phase="failed", message=message, updated_at=time.time())
+        epoch = fencing.current_epoch(self._etcd, self._keys)
+        with contextlib.suppress(Fenced):  # another driver has begun: the run goes on there
+            fencing.FencedWriter.of_epoch(self._etcd, self._keys, epoch).emit(
+                "run.crash_loop", self._ctx.job, message, severity=Severity.ERROR,
+                ops=[Op.put(self._keys.job_status(), status.encode())])
 
     def _wait(self, driver: subprocess.Popen[bytes]) -> None:
         """Returns when the driver has ended, or a restart of the job is requested."""
@@ -106,7 +149,8 @@ class DriverSupervisor:
         """
         found = self._etcd.get(self._keys.epoch())
         now = found.version if found else 0
-        if now != epoch and found is not None and Epoch.decode(found.value).holder != driver_id:
+        holder = readable_one(found, Epoch)
+        if now != epoch and (holder is None or holder.holder != driver_id):
             return
         with contextlib.suppress(Fenced):
             fencing.emit(self._etcd, self._keys, now, "run.global_restart", self._ctx.job,
@@ -118,12 +162,11 @@ class DriverSupervisor:
 
     def _with_etcd(self, call: Callable[[], T]) -> T:
         """The result of a call, as soon as etcd answers it."""
-        while True:
-            try:
-                return call()
-            except EtcdUnavailable as e:
-                log.warning("waiting for etcd: %s", e)
-                until = time.monotonic() + _REQUESTS_INTERVAL_S
-                while time.monotonic() < until:
-                    self._on_tick()
-                    time.sleep(_TICK_S)
+        def pause(seconds: float) -> bool:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                self._on_tick()
+                time.sleep(_TICK_S)
+            return False
+
+        return patiently(call, pause=pause)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import threading
 import time
-from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 
-import ray
-from ray.exceptions import RayError
-
 from elastic_rl.coordinator.membership.registry import TRAINER
-from elastic_rl.driver.placement import PlacedActor, uses_cuda
+from elastic_rl.driver.placement import PlacedActor, ended, room_needed, stop_all, uses_cuda
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge
 from elastic_rl.errors import EtcdUnavailable
@@ -23,24 +21,31 @@ from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
+from elastic_rl.host.processes import StoppedProcesses
 
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
 
+
 class TrainerHost:
     """Body of the Ray actor. The agent is a child of the actor's process and dies with it."""
 
     def __init__(self, context_file: str, log_file: str) -> None:
-        self._command = processes.python("elastic_rl.trainer.agent", "--context", context_file)
+        self._command = processes.python("elastic_rl.trainer.group.agent", "--context", context_file)
         self._log = Path(log_file)
         self._stop = threading.Event()
+        self._stopped_limit_s = RunContext.load(context_file).config.coordinator.lease_ttl_s
 
     def run(self) -> int:
-        """Blocks until the agent ends; returns its exit code."""
+        """Blocks until the agent ends; returns its exit code. An agent that is stopped (SIGSTOP) for longer than a
+        member's lease can neither end nor restart its ranks, so it is killed, and they die with it."""
         agent = processes.spawn(self._command, log=self._log)
+        watched = StoppedProcesses(self._stopped_limit_s)
         while agent.poll() is None and not self._stop.wait(0.1):
-            pass
+            if watched.lost(time.monotonic(), [agent.pid] if processes.is_stopped(agent.pid) else []):
+                log.warning("the trainer agent %d is stopped: it is killed", agent.pid)
+                agent.kill()
         processes.stop(agent.pid)
         return agent.wait(timeout=30.0)
 
@@ -48,70 +53,125 @@ class TrainerHost:
         self._stop.set()
 
 
+class GroupState(StrEnum):
+    """Where the group is. A group that has ended waits for its next start; nothing else follows the end."""
+
+    ENDED = "ended"
+    PLACING = "placing"
+    """Ray looks for room for it."""
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """It was told to end, for a request."""
+
+
 class TrainerGroup:
-    """Starts the agent, and restarts it with backoff when it ends."""
+    """Starts the agent, and restarts it with backoff, without end, when it ends or when that is requested."""
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, context_file: Path,
-                 report_phase: Callable[[str], None]) -> None:
-        self.ctx, self.etcd, self.context_file, self._report_phase = ctx, etcd, context_file, report_phase
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, context_file: Path, body: type = TrainerHost) -> None:
+        """``body``: class of the Ray actor."""
+        self.ctx, self.etcd, self.context_file, self._body = ctx, etcd, context_file, body
         self._placed: PlacedActor | None = None
-        self._done: ray.ObjectRef | None = None
+        self._started_at = 0.0
+        self._request: RestartRequest | None = None
+        """The request that is being carried out."""
         self._budget = StartBudget()
-
-    def reconcile(self) -> None:
-        """One pass. Raises Fenced when the agent has ended because the epoch is over: nothing failed then."""
-        if self._placed is None:
-            if self._budget.open(time.monotonic()):
-                self._start()
-            return
-        ended, _ = ray.wait([self._done], timeout=0)
-        if not ended:
-            return
-        try:
-            outcome = f"exit code {ray.get(self._done, timeout=5.0)}"
-        except RayError as e:
-            outcome = str(e).splitlines()[0]
-        self._placed.remove()
-        self._placed = None
-        self._budget = self._budget.after_failure(time.monotonic())
-        log.warning("the trainer agent ended: %s", outcome)
-        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, "trainer.agent_ended", "trainer",
-                     f"the trainer agent ended ({outcome}); start {self._budget.failures + 1} follows",
-                     severity=Severity.ERROR)
+        self._unreported = ""
+        """How the agent ended, until the event about it is written."""
 
     @property
-    def failures(self) -> int:
-        """Times that the agent has ended without a request."""
-        return self._budget.failures
+    def state(self) -> GroupState:
+        if self._placed is None:
+            return GroupState.ENDED
+        if self._placed.stopping:
+            return GroupState.STOPPING
+        return GroupState.RUNNING if self._placed.is_placed() else GroupState.PLACING
 
-    def restart(self, request: RestartRequest) -> None:
-        """Ends the agent and its ranks, also when they hang, and starts them again."""
-        log.warning("restarting the trainer group: %s", request.reason)
-        self.close()
-        self._budget = StartBudget()
+    @property
+    def waiting(self) -> str:
+        """What the group waits for; empty when it runs."""
+        match self.state:
+            case GroupState.PLACING if self._placed and self._placed.lacks_room():
+                return f"no room in the cluster: {room_needed([self._placed])}; add a machine or scale in"
+            case GroupState.STOPPING:
+                return "its agent is being stopped"
+            case GroupState.ENDED:
+                return f"the next start, after {self._budget.count} that failed" if self._budget.count else ""
+            case _:
+                return ""
+
+    def reconcile(self, request: RestartRequest | None = None) -> None:
+        """One pass, which does not wait for the group; ``request``: an open request to restart it. Raises Fenced when
+        the agent has ended because the epoch is over (nothing failed then), and EtcdUnavailable."""
+        self._report()
+        if request is not None and self._request is None:
+            self._request = request
+            log.warning("restarting the trainer group: %s", request.reason)
+        if self._request is not None and self._placed is not None and not self._placed.stopping:
+            self._placed.end(grace_s=_STOP_TIMEOUT_S)
+        if self._placed is not None:
+            self._placed.enforce()
+            if not ended([self._placed]):
+                return
+            if self._request is None:
+                self._on_end(self._placed)
+        if self._request is not None:
+            self._carried_out(self._request)
+        if self._placed is None and self._budget.open(time.monotonic()):
+            self._start()
+
+    def _on_end(self, placed: PlacedActor) -> None:
+        """The agent has ended, and nobody asked it to."""
+        code, crash = placed.outcome()
+        placed.remove()
+        self._placed = None
+        self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
+        self._unreported = crash or f"exit code {code}"
+        log.warning("the trainer agent ended: %s", self._unreported)
+        self._report()
+
+    def _report(self) -> None:
+        if not self._unreported:
+            return
+        wait_s = max(0.0, self._budget.not_before - time.monotonic())
+        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, "trainer.agent_ended", TRAINER,
+                     f"the trainer agent ended ({self._unreported}); the next one starts in {wait_s:.0f} s",
+                     severity=Severity.ERROR)
+        self._unreported = ""
+
+    def _carried_out(self, request: RestartRequest) -> None:
+        """The agent that a request was about has ended, or there was none."""
+        self._deregister()
         acknowledge(self.etcd, self.ctx.keys, request, fencing.epoch_guard(self.ctx.keys, self.ctx.epoch))
-        self._start()
+        if self._placed is not None:
+            self._placed.remove()
+        self._placed, self._request, self._budget = None, None, StartBudget()
 
     def _start(self) -> None:
         cfg = self.ctx.config
         world = cfg.trainer.ranks
-        self._report_phase(PlacedActor.WAITING)
-        self._placed = PlacedActor("trainer", TrainerHost, str(self.context_file),
-                                   str((cfg.log_dir / "trainer.log").resolve()),
-                                   cpus=float(world), gpus=world if uses_cuda(cfg) else 0,
-                                   timeout_s=cfg.trainer.start_timeout_s)
-        self._done = self._placed.actor.run.remote()
+        try:
+            self._placed = PlacedActor("trainer", self._body, str(self.context_file),
+                                       str((cfg.log_dir / "trainer.log").resolve()),
+                                       cpus=float(world), gpus=world if uses_cuda(cfg) else 0)
+        except Exception:  # reported by the caller
+            self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
+            raise
+
+    def _deregister(self) -> None:
+        """Deregisters the ranks, so that their end does not count as a death. The agent has done it, unless it hung."""
+        deregister(self.etcd, self.ctx.keys, [m for m in members(self.etcd, self.ctx.keys, TRAINER)
+                                            if m.epoch == self.ctx.epoch])
+
+    def end(self) -> None:
+        """Asks the agent to end, for ``close``, which waits for it."""
+        if self._placed is not None:
+            self._placed.end(grace_s=_STOP_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends the agent and its ranks, and deregisters the ranks, so that their end does not count as a death."""
+        """Ends the agent and its ranks, for the end of the driver."""
         if self._placed is None:
             return
-        self._placed.actor.stop.remote()
-        ray.wait([self._done], timeout=_STOP_TIMEOUT_S)
-        self._placed.remove()
-        ray.wait([self._done], timeout=_STOP_TIMEOUT_S)  # at once, but for an actor that had to be killed
+        stop_all([self._placed], timeout_s=_STOP_TIMEOUT_S)
         self._placed = None
         with contextlib.suppress(EtcdUnavailable):
-            # The agent has done it, unless it hung.
-            deregister(self.etcd, self.ctx.keys, [m for m in members(self.etcd, self.ctx.keys, TRAINER)
-                                                if m.epoch == self.ctx.epoch])
+            self._deregister()

@@ -10,74 +10,73 @@ Measured on 2 cores, one engine, 64 prompts x 8 samples x 4 tokens, samples/s: `
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
 
 from elastic_rl import http_client
+from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.errors import EngineFailed
+from elastic_rl.retry import backoff_s
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One response. ``logprobs``: natural log of the sampling distribution's probability of each token, fp32.
+class Sampling:
+    """How tokens are sampled. top-p and top-k are off: with either, the engine's log-probs would not be those of the
+    distribution that it samples from."""
 
-    ``version``: the policy version that generated it, or the oldest one when ``versions`` has several; 0 when the
-    engine had no version yet. ``finish_reason``: stop, length or abort.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    version: int
-    finish_reason: str
-    versions: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Params:
-    n: int
-    temperature: float
     max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    """0: greedy."""
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """Engines derive the seed of each sample from it, the prompt and the sample's number (``engine/sglang/seeds.py``),
+    so that a group that is generated again, by whichever engine, is sampled the same. None: the engine chooses."""
 
-    def body(self, prompts: list[list[int]]) -> dict[str, Any]:
-        return {
-            "input_ids": [p for p in prompts for _ in range(self.n)], "return_logprob": True,
-            # top_p and top_k off: with either, the engine's log-probs would not be the sampling distribution's.
-            "sampling_params": {"temperature": self.temperature, "top_p": 1.0, "top_k": -1,
-                                "max_new_tokens": self.max_new_tokens, "stop_token_ids": list(self.stop_token_ids)},
-        }
+    def params(self) -> dict[str, Any]:
+        """SGLang's sampling parameters. The router takes one set of them for a whole request."""
+        return {"temperature": self.temperature, "top_p": 1.0, "top_k": -1, "max_new_tokens": self.max_new_tokens,
+                "stop_token_ids": list(self.stop_token_ids),
+                **({"sampling_seed": self.seed} if self.seed is not None else {})}
 
 
-_Pending = tuple[list[int], "asyncio.Future[list[Sample]]"]
+T = TypeVar("T")
+_RETRY_S = (0.2, 2.0)
+"""First and longest pause between two attempts of a request."""
+BATCH = 128
+"""Sequences in one HTTP request, at most."""
+_REQUEST_TOKENS = 4096
+"""Tokens of responses that one HTTP request with more than one prompt may ask for. All of a request go to one engine:
+with larger ones of long responses, some engines would have nothing to do, and a retry would repeat more."""
+_Pending = tuple[Sequence[int], int, "asyncio.Future[list[Sample]]"]
+"""Prompt, number of samples, and the result."""
 
 
 class GenerateClient:
     """Client of one router. Use it from one event loop.
 
     ``timeout_s``: of one attempt; ``retries``: attempts, each of which may reach another engine (besides the router's
-    own retries). ``batch``: sequences per request.
+    own retries). ``batch``: sequences per request, fewer of long responses (``sequences_of_request``).
     """
 
-    def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = 128) -> None:
+    def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = BATCH) -> None:
         self._url = router_url.rstrip("/") + "/generate"
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch = batch
-        self._pending: dict[_Params, list[_Pending]] = {}
+        self._pending: dict[Sampling, list[_Pending]] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._http: httpx.AsyncClient | None = None
 
-    async def generate(self, prompt_ids: list[int], *, n: int, temperature: float, max_new_tokens: int,
-                       stop_token_ids: list[int]) -> list[Sample]:
-        """``n`` samples of one prompt; temperature 0 is greedy. Raises EngineFailed when every attempt failed."""
-        params = _Params(n, temperature, max_new_tokens, tuple(stop_token_ids))
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int) -> list[Sample]:
+        """``n`` samples of one prompt. Raises EngineFailed when every attempt failed."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[list[Sample]] = loop.create_future()
         if not self._pending:
             loop.call_soon(self._flush)
-        self._pending.setdefault(params, []).append((prompt_ids, result))
+        self._pending.setdefault(sampling, []).append((token_ids, n, result))
         return await result
 
     async def close(self) -> None:
@@ -90,26 +89,39 @@ class GenerateClient:
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, {}
-        for params, groups in pending.items():
-            size = max(1, self._batch // params.n)
-            for start in range(0, len(groups), size):
-                task = asyncio.get_running_loop().create_task(self._send(params, groups[start:start + size]))
-                self._sending.add(task)
-                task.add_done_callback(self._sending.discard)
+        for sampling, groups in pending.items():
+            sequences = sequences_of_request(sampling.max_new_tokens, self._batch)
+            for batch in share_requests(groups, sequences, apart=sampling.seed is not None):
+                self._start(sampling, batch)
 
-    async def _send(self, params: _Params, groups: list[_Pending]) -> None:
+    def _start(self, sampling: Sampling, groups: list[_Pending]) -> None:
+        task = asyncio.get_running_loop().create_task(self._send(sampling, groups))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _send(self, sampling: Sampling, groups: list[_Pending]) -> None:
+        body = {"input_ids": [list(prompt) for prompt, n, _ in groups for _ in range(n)], "return_logprob": True,
+                "sampling_params": sampling.params()}
         try:
-            answers = await self._attempts(params.body([prompt for prompt, _ in groups]))
-            samples = [parse_sample(a) for a in answers]
-            for i, (_, result) in enumerate(groups):
+            answers = await self._attempts(body)
+            samples = iter([parse_sample(a) for a in answers])
+            for _, n, result in groups:
+                own = [next(samples) for _ in range(n)]
                 if not result.done():
-                    result.set_result(samples[i * params.n:(i + 1) * params.n])
-        except (EngineFailed, asyncio.CancelledError) as e:
-            for _, result in groups:
-                if not result.done():
-                    result.cancel() if isinstance(e, asyncio.CancelledError) else result.set_exception(e)
-            if isinstance(e, asyncio.CancelledError):
-                raise
+                    result.set_result(own)
+        except (KeyError, TypeError, ValueError, StopIteration) as e:
+            self._fail(groups, EngineFailed(f"an engine's answer cannot be read: {type(e).__name__}: {e}"))
+        except EngineFailed as e:
+            self._fail(groups, e)
+        except asyncio.CancelledError:
+            for _, _, result in groups:
+                result.cancel()
+            raise
+
+    def _fail(self, groups: list[_Pending], error: EngineFailed) -> None:
+        for _, _, result in groups:
+            if not result.done():
+                result.set_exception(error)
 
     async def _attempts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         if self._http is None:
@@ -117,15 +129,19 @@ class GenerateClient:
         last = ""
         for attempt in range(self._retries):
             if attempt:
-                await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
+                await asyncio.sleep(backoff_s(attempt, *_RETRY_S))
             try:
                 reply = await self._http.post(self._url, json=body)
             except httpx.HTTPError as e:
                 last = f"{type(e).__name__}: {e}"
                 continue
             if reply.status_code == httpx.codes.OK:
-                answers: list[dict[str, Any]] = reply.json()
-                if not any(finish_reason(a) == "abort" for a in answers):
+                try:
+                    answers: list[dict[str, Any]] = reply.json()
+                except ValueError as e:
+                    last = f"no JSON: {e}"
+                    continue
+                if len(answers) == len(body["input_ids"]) and not any(finish_reason(a) == "abort" for a in answers):
                     return answers
                 last = "the engine aborted a sample"
             elif reply.status_code == httpx.codes.BAD_REQUEST:
@@ -136,6 +152,29 @@ class GenerateClient:
                            hint="`elastic-rl engines` shows which engines are ready")
 
 
+def sequences_of_request(max_new_tokens: int, batch: int = BATCH) -> int:
+    """Sequences that an HTTP request of more than one prompt may have. Pure."""
+    return max(1, min(batch, _REQUEST_TOKENS // max_new_tokens))
+
+
+def share_requests(groups: Sequence[tuple[Sequence[int], int, T]], sequences: int, *, apart: bool
+                   ) -> Iterator[list[tuple[Sequence[int], int, T]]]:
+    """Groups (prompt, number of samples, anything) that share a request, of at most ``sequences`` sequences if it has
+    more than one group. ``apart``: no prompt is in a request twice; the seeds of a group would depend on which others
+    came before it."""
+    batch: list[tuple[Sequence[int], int, T]] = []
+    prompts: set[tuple[int, ...]] = set()
+    for group in groups:
+        prompt = tuple(group[0])
+        if batch and (sum(g[1] for g in batch) + group[1] > sequences or (apart and prompt in prompts)):
+            yield batch
+            batch, prompts = [], set()
+        batch.append(group)
+        prompts.add(prompt)
+    if batch:
+        yield batch
+
+
 def finish_reason(answer: dict[str, Any]) -> str:
     """stop, length or abort."""
     reason = answer["meta_info"].get("finish_reason") or {}
@@ -143,13 +182,16 @@ def finish_reason(answer: dict[str, Any]) -> str:
 
 
 def parse_sample(answer: dict[str, Any]) -> Sample:
-    """A Sample from one element of SGLang's answer to /generate."""
+    """A Sample from one element of SGLang's answer to /generate, with a segment for each weight version."""
     meta = answer["meta_info"]
-    spans = [to_version(span["version"]) for span in meta.get("weight_versions") or ()]
-    versions = sorted(set(spans)) or [to_version(meta.get("weight_version", ""))]
-    return Sample(token_ids=[int(t) for t in answer["output_ids"]],
-                  logprobs=[float(entry[0]) for entry in meta["output_token_logprobs"]],
-                  version=versions[0], finish_reason=finish_reason(answer), versions=versions)
+    ids = tuple(int(t) for t in answer["output_ids"])
+    logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
+    spans = [(int(s["start"]), int(s["end"]), to_version(s["version"])) for s in meta.get("weight_versions") or ()]
+    if [*(i for start, end, _ in spans for i in range(start, end))] != list(range(len(ids))):
+        # It says nothing of where the versions changed, so all tokens count as of the oldest.
+        spans = [(0, len(ids), min((v for _, _, v in spans), default=to_version(meta.get("weight_version", ""))))]
+    return Sample(tuple(Segment(ids[start:end], logprobs[start:end], version=version)
+                        for start, end, version in spans), finish_reason=finish_reason(answer))
 
 
 def to_version(text: object) -> int:

@@ -1,15 +1,17 @@
 """States of an engine: a pure state machine over the fields of its record. No I/O and no clock.
 
-    STARTING ──up──▶ SYNCING ──verified──▶ READY ──drain──▶ DRAINING
-                        │                    │  ▲
-                        │ torn               │  └─ begin, verified (applying in place, still known to the router)
-                        └────▶ QUARANTINED ◀─┘ torn
+    STARTING ──up──▶ SYNCING ──routed──▶ READY ──drain──▶ DRAINING
+                      │  ▲                │  ▲
+                 torn │  └ begin,         │  └─ begin, verified (applying in place, still known to the router)
+                      │    verified       │
+                      └──▶ QUARANTINED ◀──┘ torn
     any living state ──died──▶ DEAD
 
-The transition that must NOT exist: into READY by anything but ``verified`` of exactly the version that was begun. So
-there is no edge STARTING → READY (a recovered engine would take traffic before its weights are synced), none
-QUARANTINED → READY (torn weights stay torn; only a new server with a full load may serve), none DEAD → anything, and no
-``verified`` without ``begin``. An update never goes back to an older version.
+The transition that must NOT exist: into READY by anything but ``routed``, and ``routed`` without a version of which
+exactly what was begun was verified. So there is no edge STARTING → READY (a recovered engine would take traffic before
+its weights are synced), none QUARANTINED → READY (torn weights stay torn; only a new server with a full load may
+serve), none DEAD → anything, and no ``verified`` without ``begin``. An update never goes back to an older version. An
+engine that no router takes stays SYNCING, and goes on following the head.
 """
 
 from __future__ import annotations
@@ -48,8 +50,14 @@ class EngineLifecycle:
         self._need(EngineState.SYNCING, EngineState.READY, EngineState.DRAINING, event="verified")
         if not version or version != self.applying:
             raise IllegalTransition(f"verified({version}) while {self.applying or 'nothing'} is being applied")
-        state = EngineState.DRAINING if self.state is EngineState.DRAINING else EngineState.READY
-        return replace(self, state=state, version=version, applying=0)
+        return replace(self, version=version, applying=0)
+
+    def routed(self) -> EngineLifecycle:
+        """The router sends requests to it."""
+        self._need(EngineState.SYNCING, event="routed")
+        if not self.version or self.applying:
+            raise IllegalTransition(f"routed with version {self.version} while {self.applying} is being applied")
+        return replace(self, state=EngineState.READY)
 
     def torn(self, reason: str) -> EngineLifecycle:
         """An update ended without verification: the weights may be half of one version and half of another."""

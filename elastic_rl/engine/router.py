@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from elastic_rl import http_client
-from elastic_rl.errors import EngineFailed
+from elastic_rl.errors import RouterUnavailable
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import free_port, wait_until
 
@@ -26,17 +27,21 @@ _FLAGS = {
     "log-level": "warn",
 }
 _REMOVE_AGAIN_S = 1.0
+_TRIES = 3
+"""Of one call, when the router cannot be reached."""
+_TRY_AGAIN_S = 0.2
 
 
 class RouterProcess:
-    """The router as a child of this process. Its ``url`` does not change over restarts."""
+    """The router as a child of this process. Its ``url`` is there from the beginning and does not change over
+    restarts."""
 
     def __init__(self, *, host: str, log: Path, start_timeout_s: float = 30.0,
                  request_timeout_s: float = 600.0) -> None:
         self._host, self._log = host, log
         self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
-        self._port = 0
-        self._metrics_port = 0
+        self._port = free_port(host)
+        self._metrics_port = free_port(host)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -50,16 +55,19 @@ class RouterProcess:
 
     def start(self) -> None:
         """Returns when the router takes requests. Raises DeadlineExceeded or PreflightFailed."""
+        self.launch()
+        wait_until(self._live, timeout_s=self._start_timeout_s, what=f"the router (log: {self._log})",
+                   alive=self.alive)
+
+    def launch(self) -> None:
+        """Starts the process, after it has ended one that still runs, and does not wait until it takes requests. Raises
+        PreflightFailed."""
         self.stop()
-        self._port = self._port or free_port(self._host)
-        self._metrics_port = self._metrics_port or free_port(self._host)
         flags = {**_FLAGS, "host": self._host, "port": self._port, "prometheus-host": self._host,
                  "prometheus-port": self._metrics_port, "request-timeout-secs": int(self._request_timeout_s)}
         args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
-        self._process = spawn(python("elastic_rl.engine.launch_router", *args, "--disable-circuit-breaker"),
+        self._process = spawn(python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"),
                               log=self._log)
-        wait_until(self._live, timeout_s=self._start_timeout_s, what=f"the router (log: {self._log})",
-                   alive=self.alive)
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -79,9 +87,11 @@ class RouterProcess:
 
 
 class RouterClient:
-    """Client of a router's worker list. Every call raises EngineFailed when the router does not answer or refuses."""
+    """Client of a router's worker list. Every call raises RouterUnavailable when the router refuses, or, tried a few
+    times, does not answer. Every call may be repeated."""
 
     def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+        """``timeout_s``: of one try."""
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
 
     def add(self, worker_url: str, timeout_s: float) -> None:
@@ -108,6 +118,22 @@ class RouterClient:
 
         wait_until(gone, timeout_s=timeout_s, what=f"the removal of {worker_url} from the router")
 
+    def request_add(self, worker_url: str) -> None:
+        """Asks for what ``add`` does and returns at once: the worker is listed, and then healthy, a little later."""
+        self._call("POST", "/workers", json={"url": worker_url})
+
+    def request_remove(self, worker_ids: Iterable[str]) -> None:
+        """Asks for the removal of these ids of ``worker_ids`` and returns at once. The router may forget it."""
+        for worker_id in worker_ids:
+            self._call("DELETE", f"/workers/{worker_id}", absent_ok=True)
+
+    def worker_ids(self) -> dict[str, list[str]]:
+        """The ids under which each worker is listed, by URL."""
+        found: dict[str, list[str]] = {}
+        for worker in self._list():
+            found.setdefault(worker["url"], []).append(worker["id"])
+        return found
+
     def workers(self) -> dict[str, bool]:
         """Whether each worker of the list is healthy, by URL."""
         return {w["url"]: bool(w.get("is_healthy")) for w in self._list()}
@@ -117,14 +143,24 @@ class RouterClient:
         return workers
 
     def _call(self, method: str, path: str, *, json: object = None, absent_ok: bool = False) -> dict[str, Any]:
-        try:
-            reply = http_client.request(method, self._url + path, json=json, timeout=self._timeout_s)
-        except httpx.HTTPError as e:
-            raise EngineFailed(f"the router at {self._url} does not answer: {type(e).__name__}",
-                               hint="the driver restarts it; see logs/router.log") from e
+        reply = self._request(method, path, json)
         known = reply.status_code == httpx.codes.CONFLICT or (
             absent_ok and reply.status_code == httpx.codes.NOT_FOUND)
         if not reply.is_success and not known:
-            raise EngineFailed(f"the router refused {method} {path}: {reply.status_code} {reply.text[:200]}")
-        answer: dict[str, Any] = reply.json() if reply.content and reply.is_success else {}
+            raise RouterUnavailable(f"the router refused {method} {path}: {reply.status_code} {reply.text[:200]}")
+        try:
+            answer: dict[str, Any] = reply.json() if reply.content and reply.is_success else {}
+        except ValueError as e:
+            raise RouterUnavailable(f"what answers at {self._url} is not the router: {reply.text[:200]}") from e
         return answer
+
+    def _request(self, method: str, path: str, json: object) -> httpx.Response:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return http_client.request(method, self._url + path, json=json, timeout=self._timeout_s)
+            except httpx.HTTPError as e:
+                if not tries_left:
+                    raise RouterUnavailable(f"the router at {self._url} does not answer: {type(e).__name__}",
+                                            hint="the driver restarts it; see logs/router.log") from e
+            time.sleep(_TRY_AGAIN_S)
+        raise AssertionError("unreachable")

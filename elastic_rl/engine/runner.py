@@ -15,17 +15,20 @@ from elastic_rl.config import Stream
 from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
-from elastic_rl.engine.external_server import ExternalServer
+from elastic_rl.engine.fetch_failures import FetchFailures, read_evidence
 from elastic_rl.engine.lifecycle import EngineLifecycle
-from elastic_rl.engine.retry import RetryBackoff
 from elastic_rl.engine.router import RouterClient
-from elastic_rl.engine.server import Server, SGLangServer, StagedUpdate
+from elastic_rl.engine.server.external_server import ExternalServer
+from elastic_rl.engine.server.health import Health, HealthLimits
+from elastic_rl.engine.server.health_monitor import HealthMonitor
+from elastic_rl.engine.server.sglang_server import Server, SGLangServer, StagedUpdate
 from elastic_rl.errors import (
     AccessDenied,
     ArenaFull,
     CatalogMismatch,
     ChunkCorrupt,
     ChunkMissing,
+    Compacted,
     Conflict,
     DeadlineExceeded,
     DiskFull,
@@ -35,6 +38,7 @@ from elastic_rl.errors import (
     Fenced,
     NodeUnavailable,
     RecordUnreadable,
+    RouterUnavailable,
     StagingFailed,
     VersionNotFound,
 )
@@ -45,6 +49,7 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import file_tag
+from elastic_rl.retry import RetryBackoff
 from elastic_rl.runtime import wait_until
 from elastic_rl.telemetry import traces
 
@@ -53,9 +58,10 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1
 """The server's processes and the drain flag are checked at least this often; a new head arrives by a watch."""
 _RECORD_INTERVAL_S = 0.5
-_LOAD_INTERVAL_S = 5.0
-_LOAD_TIMEOUT_S = 0.5
 _ROUTER_TIMEOUT_S = 30.0
+_ROUTE_TRY_S = 5.0
+"""Of one try to join the router; there is no limit on their number."""
+_MONITOR_END_S = 2.0
 _RETRY_S = (0.2, 30.0)
 """First and longest pause after a version that could not be fetched or staged; a newer version is tried at once."""
 _FAILURES_TO_REPORT = 5
@@ -63,6 +69,8 @@ _FAILURES_TO_REPORT = 5
 # A pull that fails with one of these changed nothing in the engine, which serves on and retries.
 _PULL_FAILED = (AccessDenied, ArenaFull, CatalogMismatch, ChunkCorrupt, ChunkMissing, Conflict, DiskFull,
                 NodeUnavailable, RecordUnreadable, StagingFailed, EtcdUnavailable, VersionNotFound)
+_NO_EVIDENCE = (CatalogMismatch, EtcdUnavailable, RecordUnreadable, VersionNotFound)
+"""Those of them that say nothing about this engine: etcd is away, the catalog is suspended, the version is released."""
 
 
 class EngineRunner:
@@ -84,19 +92,24 @@ class EngineRunner:
         self._pull_apply_s = self._pause_s = 0.0
         self._checksum = ""
         self._alive_at = time.time()
-        self._fetch_failures = 0  # one after the other
+        self._fetch_failures = FetchFailures(self._cfg.fetch_timeout_s, min_failures=_FAILURES_TO_REPORT)
         self._retry = RetryBackoff(*_RETRY_S)
-        self._next_record = self._next_load = 0.0
+        self._route_retry = RetryBackoff(*_RETRY_S)
+        self._next_record = 0.0
         self._load = (0, 0)
         self._unwritten = False  # the last write failed: the record in etcd is outdated
         self._external = bool(external_url)
         self._server: Server = ExternalServer(
             external_url, ctx.model_dir, cfg=self._cfg) if external_url else SGLangServer(
             ctx.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
-            log=ctx.config.log_dir / f"engine-{engine_id}.log",
+            log=ctx.config.log_dir / f"engine-{engine_id}.log", deterministic=ctx.config.deterministic,
             # The same engine of the same run samples the same; no two engines share a seed.
             seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF,
             tag=file_tag(ctx.config.cluster_dir, engine_id, secrets.token_hex(4)))
+        self._monitor = HealthMonitor(
+            self._server.probe, self._server.effort, on_frozen=self._server.condemn,
+            limits=HealthLimits(self._cfg.frozen_after_s, self._cfg.busy_limit_s, gap_s=self._cfg.frozen_after_s / 2),
+            interval_s=self._server.probe_interval_s, name=engine_id)
 
     # -- called from other threads ---------------------------------------------------------------------------------
 
@@ -112,11 +125,12 @@ class EngineRunner:
     def run(self) -> None:
         """Blocks until the engine has ended. A failure of the engine is reported in etcd, not raised."""
         try:
-            self._write()
+            self._write_soon()
             self._member.start()
             self._server.start(wait_while=lambda: not self._leaving)
             self._lifecycle = self._lifecycle.up()
-            self._write()
+            self._monitor.start()
+            self._write_soon()
             self._follow()
             self._leave()
         except EngineFailed as e:
@@ -127,7 +141,9 @@ class EngineRunner:
         except ElasticRLError as e:  # unexpected, but the driver must learn that this engine serves no longer
             self._fail(f"{type(e).__name__}: {e}")
         finally:
+            self._end_server()
             self._server.close()
+            self._monitor.join(_MONITOR_END_S)
             self._member.close()
             self._etcd.close()
 
@@ -144,12 +160,13 @@ class EngineRunner:
         target: Version | None = None
         try:
             while not self._leaving:
-                self._member.progress(self._lifecycle.version, "follow")
+                self._member.progress(self._lifecycle.version, self._phase())
                 if not self._server.alive():
                     raise EngineFailed(self._server.failure)
                 self._alive_at = time.time()
                 try:
                     self._check_record()
+                    self._join_router()
                     if target is None:
                         target = heads.get(_TICK_S)
                     elif not self._retry.is_due(time.monotonic()):
@@ -169,6 +186,13 @@ class EngineRunner:
             heads.close()
             puller.close()
 
+    def _phase(self) -> str:
+        """What the engine does, for people and for the hang detection of the leader."""
+        if self._lifecycle.version and self._lifecycle.state is EngineState.SYNCING:
+            return "waiting for the router"
+        suspected = self._monitor.health.state is not Health.HEALTHY
+        return "waiting for an answer of the server" if suspected else "follow"
+
     def _sync(self, puller: Puller, target: Version) -> bool:
         """Brings the engine to the version. False when the version could not be fetched: the engine is unchanged."""
         if target.number <= self._lifecycle.version:
@@ -185,7 +209,7 @@ class EngineRunner:
                 self._lifecycle = begun
                 self._member.progress(self._lifecycle.version, "apply")
                 paused_at = time.monotonic()
-                with traces.span("engine.apply", engine=self._id, version=target.number):
+                with traces.span("engine.apply", engine=self._id, version=target.number), self._monitor.paused():
                     self._server.apply(update, target.number)
                 self._pause_s = time.monotonic() - paused_at
                 self._checksum = " ".join(update.checksums)
@@ -193,19 +217,34 @@ class EngineRunner:
             self._on_fetch_failed(target, e)
             return False
         self._pull_apply_s = time.monotonic() - began
-        if self._fetch_failures >= _FAILURES_TO_REPORT:
+        if self._fetch_failures.count >= _FAILURES_TO_REPORT:
             self._emit("engine.fetch_recovered", f"engine {self._id} has version {target.number} now",
                        version=target.number)
-        self._fetch_failures = 0
-        first = not self._lifecycle.version
+        self._fetch_failures.succeeded()
         self._lifecycle = self._lifecycle.verified(target.number)
-        if first:
+        if not self._join_router():
+            self._write()
+        return True
+
+    def _join_router(self) -> bool:
+        """Once the first version is verified: makes the engine READY when the router has it. One that is away is waited
+        for without a limit, while the engine follows the head. False when nothing changed."""
+        if self._lifecycle.state is not EngineState.SYNCING or not self._lifecycle.version:
+            return False
+        if not self._route_retry.is_due(time.monotonic()):
+            return False
+        try:
             # Before the record: an engine that etcd calls ready takes requests.
-            self._route()
+            RouterClient(self._ctx.router_url).add(self._server.url, timeout_s=_ROUTE_TRY_S)
+        except (RouterUnavailable, DeadlineExceeded) as e:
+            log.warning("engine %s waits for the router: %s", self._id, e)
+            self._route_retry.failed(time.monotonic())
+            return False
+        self._lifecycle = self._lifecycle.routed()
         self._write()
-        if first:
-            self._emit("engine.ready", f"engine {self._id} serves version {target.number}", version=target.number,
-                       external=self._external, start_s=round(time.time() - self._started_at, 3))
+        self._emit("engine.ready", f"engine {self._id} serves version {self._lifecycle.version}",
+                   version=self._lifecycle.version, external=self._external,
+                   start_s=round(time.time() - self._started_at, 3))
         return True
 
     @contextlib.contextmanager
@@ -231,32 +270,59 @@ class EngineRunner:
                         raise EngineFailed(f"the weights may have changed while they were loaded: {e.message}") from e
 
     def _on_fetch_failed(self, target: Version, error: ElasticRLError) -> None:
-        """Counts the failure, and reports a row of them once."""
+        """Counts the failure, and reports a row of them once. Raises EngineFailed when it is this engine that cannot
+        fetch, and not the checkpoint service that does not serve."""
         log.warning("engine %s cannot fetch version %d: %s", self._id, target.number, error)
-        self._fetch_failures += 1
-        if self._fetch_failures == _FAILURES_TO_REPORT:
-            self._emit("engine.cannot_fetch", f"engine {self._id} cannot fetch version {target.number}: "
-                       f"{type(error).__name__}: {error}", severity=Severity.WARNING, version=target.number)
+        failures, now = self._fetch_failures, time.monotonic()
+        cause = f"{type(error).__name__}: {error}"
+        failures.failed(now)
+        if isinstance(error, _NO_EVIDENCE):
+            failures.excused()
+        if failures.count == _FAILURES_TO_REPORT:
+            self._emit("engine.cannot_fetch", f"engine {self._id} cannot fetch version {target.number}: {cause}",
+                       severity=Severity.WARNING, version=target.number)
+        if not failures.overdue(now):
+            return
+        try:
+            found = read_evidence(self._etcd, self._ctx.keys, self._as_record(self._lifecycle, self._lifecycle.state))
+        except Compacted:
+            return
+        if not found.blames_engine:
+            log.warning("engine %s has failed for %.0f s, but only %d of %d other engines are ahead of it%s: it waits",
+                        self._id, failures.lasted_s(now), found.ahead, found.peers,
+                        "" if found.nodes else ", and no checkpoint node is registered")
+            return
+        reason = (f"cannot fetch a newer version than {self._lifecycle.version} for {failures.lasted_s(now):.0f} s, "
+                  f"while {found.ahead} of {found.peers} other engines can; the last error: {cause}")
+        self._emit("engine.cannot_fetch", f"engine {self._id} {reason}", severity=Severity.ERROR,
+                   version=target.number, failing_s=round(failures.lasted_s(now), 3))
+        if self._lifecycle.version:
+            self._finish_requests()
+        raise EngineFailed(reason)
 
     # -- end -------------------------------------------------------------------------------------------------------
     def _leave(self) -> None:
         """Ends a drained or stopped engine and deletes its record. A drain waits for the requests in flight."""
         if not self._stop.is_set():
-            self._lifecycle = self._lifecycle.drain()
-            self._write()
-            self._unroute()
-            self._member.progress(self._lifecycle.version, "waiting for the last request")
-            try:
-                wait_until(lambda: self._stop.is_set() or self._server.in_flight() == 0,
-                           timeout_s=self._cfg.drain_timeout_s, what="the last request of the engine", poll_s=0.1)
-            except DeadlineExceeded:
-                self._emit("engine.drain_timeout", f"engine {self._id} was stopped with requests in flight",
-                           severity=Severity.WARNING)
+            self._finish_requests()
         else:
             self._unroute()
-        self._server.stop()
+        self._end_server()
         if self._delete_record():
             self._emit("engine.stopped", f"engine {self._id} left the pool")
+
+    def _finish_requests(self) -> None:
+        """Takes the engine out of the router and waits, within a limit, for the requests that it has."""
+        self._lifecycle = self._lifecycle.drain()
+        self._write()
+        self._unroute()
+        self._member.progress(self._lifecycle.version, "waiting for the last request")
+        try:
+            wait_until(lambda: self._stop.is_set() or self._server.in_flight() == 0,
+                       timeout_s=self._cfg.drain_timeout_s, what="the last request of the engine", poll_s=0.1)
+        except DeadlineExceeded:
+            self._emit("engine.drain_timeout", f"engine {self._id} was stopped with requests in flight",
+                       severity=Severity.WARNING)
 
     def _fail(self, reason: str) -> None:
         """Marks the engine dead, or quarantined when an update was under way. It never serves again; the driver
@@ -265,13 +331,13 @@ class EngineRunner:
             self._unroute()
             self._delete_record()  # it was to leave: nothing failed
             return
-        detect_s = round(max(0.0, time.time() - self._alive_at), 3)
+        detect_s = round(max(0.0, time.time() - self._alive_at, self._monitor.health.silent_s), 3)
         alive = self._server.alive()
         torn = self._lifecycle.applying and alive
         self._lifecycle = self._lifecycle.torn(reason) if torn else self._lifecycle.died(reason)
         if self._external:
             self._unroute()  # the server lives on, so requests must stop coming to it
-        self._server.stop()  # first, so that it produces no token after this
+        self._end_server()  # first, so that it produces no token after this
         try:
             self._write()
             # A server that never joined the pool leaves no gap: only the operator who registered it has to know.
@@ -279,14 +345,14 @@ class EngineRunner:
                 str(self._lifecycle.state), Severity.ERROR)
             self._emit(f"engine.{kind}", f"engine {self._id}: {reason}", severity=severity, detect_s=detect_s,
                        version=self._lifecycle.version, applying=self._lifecycle.applying)
+        except EtcdUnavailable as e:  # the leader finds that its process has ended
+            log.warning("engine %s ends unreported: %s", self._id, e)
         finally:
             self._unroute()
 
-    def _route(self) -> None:
-        try:
-            RouterClient(self._ctx.router_url).add(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
-        except DeadlineExceeded as e:
-            raise EngineFailed(e.message, hint=e.hint) from e
+    def _end_server(self) -> None:
+        self._monitor.close()  # what answers no probe from here on is not frozen
+        self._server.stop()
 
     def _unroute(self) -> None:
         """Removes the server from the router, unless another runner has taken the same external server over."""
@@ -294,7 +360,7 @@ class EngineRunner:
             return
         try:
             RouterClient(self._ctx.router_url).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
-        except (EngineFailed, DeadlineExceeded) as e:  # a router that is down routes nothing
+        except (RouterUnavailable, DeadlineExceeded) as e:  # a router that is down routes nothing
             log.warning("engine %s could not be removed from the router: %s", self._id, e)
 
     # -- etcd ------------------------------------------------------------------------------------------------------
@@ -319,7 +385,7 @@ class EngineRunner:
         if now < self._next_record:
             return
         self._next_record = now + _RECORD_INTERVAL_S
-        self._update_load(now)
+        self._update_load()
         found = self._etcd.get(self._ctx.keys.engine(self._id))
         if found is None:
             self._stop.set()
@@ -335,15 +401,20 @@ class EngineRunner:
         elif record.state is EngineState.QUARANTINED:
             raise EngineFailed(record.reason)
 
-    def _update_load(self, now: float) -> None:
-        """Every few seconds: writes how many requests the engine has. Informative only."""
-        if now < self._next_load or self._lifecycle.state is not EngineState.READY:
-            return
-        self._next_load = now + _LOAD_INTERVAL_S
-        load = self._server.load(timeout_s=_LOAD_TIMEOUT_S)
-        if load is not None and load != self._load:
-            self._load = load
+    def _update_load(self) -> None:
+        """Writes how many requests the engine had at the last probe. Informative only."""
+        load = self._server.load
+        if self._lifecycle.state is EngineState.READY and load is not None and self._load != (
+                load.running, load.waiting):
+            self._load = load.running, load.waiting
             self._write()
+
+    def _write_soon(self) -> None:
+        """Writes the record; without etcd ``_follow`` does it later. Raises Fenced."""
+        try:
+            self._write()
+        except EtcdUnavailable as e:
+            log.warning("engine %s: its record is not written yet: %s", self._id, e)
 
     def _write(self, lifecycle: EngineLifecycle | None = None) -> bool:
         """Writes the record. Never overwrites DRAINING by the driver or QUARANTINED by the leader, which are requests
@@ -362,10 +433,11 @@ class EngineRunner:
             if before and before.state is EngineState.DRAINING:
                 self._drain.set()
             if lifecycle.state.ended:
-                return self._record(lifecycle, lifecycle.state)
+                return self._as_record(lifecycle, lifecycle.state).encode()
             if quarantined := before is not None and before.state is EngineState.QUARANTINED:
                 return raw or b""
-            return self._record(lifecycle, EngineState.DRAINING if self._drain.is_set() else lifecycle.state)
+            state = EngineState.DRAINING if self._drain.is_set() else lifecycle.state
+            return self._as_record(lifecycle, state).encode()
 
         self._unwritten = True
         self._etcd.update(self._ctx.keys.engine(self._id), change,
@@ -373,7 +445,7 @@ class EngineRunner:
         self._unwritten = False
         return not (self._drain.is_set() or quarantined)
 
-    def _record(self, lifecycle: EngineLifecycle, state: EngineState) -> bytes:
+    def _as_record(self, lifecycle: EngineLifecycle, state: EngineState) -> Engine:
         server = self._server
         return Engine(id=self._id, pool=self._pool, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
                       url=server.url if server.pid or self._external else "", pid=server.pid,
@@ -381,7 +453,7 @@ class EngineRunner:
                       updated_at=time.time(), pull_apply_s=self._pull_apply_s, pause_s=self._pause_s,
                       layout=server.layout, checksum=self._checksum, running=self._load[0], waiting=self._load[1],
                       incarnation=self._member.incarnation, external=self._external,
-                      reason=lifecycle.reason).encode()
+                      reason=lifecycle.reason)
 
     def _delete_record(self) -> bool:
         """Deletes the record; false when another runner of the same engine wrote it. Raises Fenced."""

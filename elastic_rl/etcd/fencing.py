@@ -39,6 +39,16 @@ class FencedWriter:
         guard = [epoch_guard(keys, number)]
         return cls(etcd, keys, lambda: guard, f"epoch {number} of job {keys.job}")
 
+    @classmethod
+    def of_term(cls, etcd: EtcdClient, keys: Keys, epoch: int, term: int) -> Self:
+        """A writer of the actor's term ``term`` in the run's epoch ``epoch``."""
+        guards = [epoch_guard(keys, epoch), Compare.version(keys.actor_term(), "==", term)]
+        return cls(etcd, keys, lambda: guards, f"term {term} of the actor of job {keys.job}")
+
+    def require(self) -> None:
+        """Raises Fenced when the token no longer holds, and EtcdUnavailable."""
+        self.txn((), ())
+
     def txn(self, compares: Sequence[Compare], then: Sequence[Op], orelse: Sequence[Op] = ()) -> TxnResult:
         """As ``EtcdClient.txn``, under the token. ``orelse`` runs when the token holds and a comparison does not."""
         token = self._token()
@@ -89,6 +99,28 @@ def next_epoch(keys: Keys, number: int, holder: str) -> tuple[Compare, Op]:
 def current_epoch(etcd: EtcdClient, keys: Keys) -> int:
     """Number of the epoch that may write; 0 before the first."""
     kv = etcd.get(keys.epoch())
+    return kv.version if kv else 0
+
+
+def begin_term(etcd: EtcdClient, keys: Keys, epoch: int, holder: str) -> int:
+    """Begins the next term of the actor for ``holder``, under the run's epoch; every later write of an earlier one
+    fails. Terms count over the whole run. Raises Fenced when the epoch is over."""
+    key = keys.actor_term()
+    writer = FencedWriter.of_epoch(etcd, keys, epoch)
+    term = current_term(etcd, keys)
+    for _ in range(_TRIES):
+        record = Epoch(number=term + 1, holder=holder, started_at=time.time())
+        outcome = writer.txn([Compare.version(key, "==", term)], [Op.put(key, record.encode())], [Op.get(key)])
+        if outcome.succeeded:
+            return term + 1
+        found = outcome.get(key)
+        term = found.version if found else 0
+    raise Conflict(f"{key} was raised concurrently in each of {_TRIES} tries")
+
+
+def current_term(etcd: EtcdClient, keys: Keys) -> int:
+    """Number of the term of the actor that may write; 0 before the first."""
+    kv = etcd.get(keys.actor_term())
     return kv.version if kv else 0
 
 

@@ -36,6 +36,14 @@ class Keys:
         """Fencing epoch of the run; raised by each driver start and global restart."""
         return f"{self.root}epoch"
 
+    def actor_term(self) -> str:
+        """Fencing term of the actor; raised by each replica that takes the job over."""
+        return f"{self.root}actor_term"
+
+    def job_spec(self) -> str:
+        """Settings that the job has decided once and keeps; written by its first start."""
+        return f"{self.root}spec"
+
     def job_status(self) -> str:
         return f"{self.root}job"
 
@@ -46,11 +54,44 @@ class Keys:
     def step_metrics(self, step: int) -> str:
         return f"{self.steps_prefix()}{step:09d}"
 
+    def samples_prefix(self) -> str:
+        """Samples that were trained on, for people: a ring of a fixed number of slots."""
+        return f"{self.root}samples/"
+
+    def sample(self, slot: int) -> str:
+        return f"{self.samples_prefix()}{slot:03d}"
+
     def members_prefix(self, role: str = "") -> str:
         return f"{self.root}members/" + (f"{role}/" if role else "")
 
     def member(self, role: str, member_id: str) -> str:
         return self.members_prefix(role) + member_id
+
+    def registration(self, role: str, member_id: str) -> str:
+        """The key under which a member is registered: a DCS node's is that of its record."""
+        return self.dcs_node(member_id) if role == "dcs" else self.member(role, member_id)
+
+    def processes_prefix(self, machine: str) -> str:
+        """The members' processes on one machine, for its witnesses; each under its member's lease."""
+        return f"{self.root}processes/{machine}/"
+
+    def process(self, machine: str, role: str, member_id: str) -> str:
+        return f"{self.processes_prefix(machine)}{role}/{member_id}"
+
+    def witnesses_prefix(self) -> str:
+        """Processes that watch those of their machine; leased."""
+        return f"{self.root}witnesses/"
+
+    def witness(self, machine: str, name: str) -> str:
+        return f"{self.witnesses_prefix()}{machine}/{name}"
+
+    def evidence_prefix(self) -> str:
+        """What witnesses found out about members that were not deregistered: gone or stopped."""
+        return f"{self.root}evidence/"
+
+    def evidence(self, role: str, member_id: str) -> str:
+        """There only while the member is not registered: whoever registers deletes it."""
+        return f"{self.evidence_prefix()}{role}/{member_id}"
 
     def pools_prefix(self) -> str:
         return f"{self.root}pools/"
@@ -231,11 +272,16 @@ class Keys:
         return f"{self.root}dcs/uploader"
 
     # -- experience ---------------------------------------------------------------------------------------------
-    def ledger_prefix(self) -> str:
-        return f"{self.root}ledger/"
+    def group_leases_prefix(self) -> str:
+        return f"{self.root}groups/"
 
-    def ledger(self, step: int) -> str:
-        return f"{self.ledger_prefix()}{step:09d}"
+    def group_lease(self, producer: str) -> str:
+        """The prompt groups that a producer works on."""
+        return f"{self.group_leases_prefix()}{producer}"
+
+    def output(self) -> str:
+        """What a job that trains nothing has written."""
+        return f"{self.root}output"
 
     # -- torch elastic ------------------------------------------------------------------------------------------
     def rendezvous_prefix(self) -> str:

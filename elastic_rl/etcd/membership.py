@@ -1,7 +1,9 @@
 """Members: processes that do work and report it from the inside, under a lease, with their progress.
 
-A reader can tell a dead process (the key is gone) from one that hangs (heartbeats arrive, but ``progress_at`` stays the
-same).
+A reader can tell one that hangs (heartbeats arrive, but ``progress_at`` stays the same) from one that sends nothing.
+Silence alone does not mean that the process is dead: Python code that holds the GIL for seconds, or a machine with too
+few cores, silences healthy ones. So the lease lasts for several heartbeats, and the end of a process is found by the
+witnesses of its machine (``witness``), which end the entry long before its lease does.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.leases import KeptLease
-from elastic_rl.etcd.records import Member
+from elastic_rl.etcd.process_state import machine_id, start_ticks
+from elastic_rl.etcd.records import Member, MemberProcess
 from elastic_rl.etcd.transaction import Compare, Op
 
 log = logging.getLogger(__name__)
 _MIN_WRITE_INTERVAL_S = 0.1
 """Shortest pause between two writes, however fast the progress."""
+LEASE_HEARTBEATS = 3
+"""The lease of a member lasts for this many intervals of its heartbeats."""
 _JOIN_TIMEOUT_S = 2.0
 _DEREGISTER_TRIES = 4
 _CLOCK_STEP_S = 1.0
@@ -38,16 +43,19 @@ class Membership:
     A process that starts under the same role and id replaces the entry, so that a restarted one is listed at once. The
     older one then sees ``replaced`` and stops its heartbeats. If it still runs when the other's entry has been gone for
     ``ttl_s``, it registers again: the other was a failed start under this name, and this process does the work.
+
+    ``ttl_s``: a heartbeat is sent at least so often, in seconds. The lease lasts ``LEASE_HEARTBEATS`` times as long.
     """
 
     def __init__(self, etcd: EtcdClient, keys: Keys, role: str, member_id: str, *, ttl_s: int, url: str = "",
                  epoch: int = 0, info: dict[str, Any] | None = None) -> None:
         self._etcd, self._keys, self._ttl_s = etcd, keys, ttl_s
         self._key = keys.member(role, member_id)
+        self._started = start_ticks(os.getpid())
         now = time.time()
         self._member = Member(role=role, id=member_id, pid=os.getpid(), host=socket.gethostname(), epoch=epoch,
                               incarnation=secrets.token_hex(8), url=url, progress_at=now, beat_at=now,
-                              info=dict(info or {}))
+                              info=dict(info or {}), machine=machine_id())
         self._progressed = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -142,15 +150,24 @@ class Membership:
         """A new lease and an entry that replaces whatever is there, except a younger process's."""
         if self._revision and self._was_replaced():
             return
-        old, lease = self._lease, self._etcd.keepalive(self._ttl_s)
+        old, lease = self._lease, self._etcd.keepalive(LEASE_HEARTBEATS * self._ttl_s)
         try:
-            self._revision = self._etcd.put(self._key, self._now().encode(), lease=lease.id)
+            self._revision = self._etcd.txn([], self._registration(lease)).revision
         except ElasticRLError:
             lease.close()  # the old entry is better than none
             raise
         self._lease = lease
         if old is not None:
             old.close()
+
+    def _registration(self, lease: KeptLease) -> list[Op]:
+        """The entry, the process for its witnesses, and the end of whatever they said about an earlier one."""
+        m = self._now()
+        ops = [Op.put(self._key, m.encode(), lease.id), Op.delete(self._keys.evidence(m.role, m.id))]
+        if m.machine and self._started:
+            process = MemberProcess(role=m.role, id=m.id, incarnation=m.incarnation, pid=m.pid, started=self._started)
+            ops.append(Op.put(self._keys.process(m.machine, m.role, m.id), process.encode(), lease.id))
+        return ops
 
     def _heartbeat(self) -> None:
         assert self._lease is not None
@@ -171,9 +188,9 @@ class Membership:
             self._absent_since = now
         if now - self._absent_since < self._ttl_s:
             return
-        old, lease = self._lease, self._etcd.keepalive(self._ttl_s)
+        old, lease = self._lease, self._etcd.keepalive(LEASE_HEARTBEATS * self._ttl_s)
         try:
-            outcome = self._etcd.txn([Compare.absent(self._key)], [Op.put(self._key, self._now().encode(), lease.id)])
+            outcome = self._etcd.txn([Compare.absent(self._key)], self._registration(lease))
         except ElasticRLError:
             lease.close()
             raise

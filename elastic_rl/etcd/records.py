@@ -7,41 +7,15 @@ import re
 from enum import StrEnum
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
-
-
-class Record(BaseModel):
-    """An immutable value; a change is a new record, written by a guarded transaction."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    def encode(self) -> bytes:
-        return self.model_dump_json().encode()
-
-    @classmethod
-    def decode(cls, raw: bytes) -> Self:
-        return cls.model_validate_json(raw)
-
-    def replace(self, **changes: Any) -> Self:
-        """The same record with some fields changed."""
-        return self.model_copy(update=changes)
-
-
-class OpenEnum(StrEnum):
-    """An enum of which a newer release may know more values. Such a value is kept as it is, and equals none of ours."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> Self | None:
-        if not isinstance(value, str):
-            return None
-        unknown = str.__new__(cls, value)
-        unknown._name_ = unknown._value_ = value
-        return unknown
-
-    @property
-    def known(self) -> bool:
-        """Whether this release knows the value."""
-        return any(self is member for member in type(self))
+from elastic_rl.etcd.job_records import (  # noqa: F401 (of here)
+    WORKING_PHASES,
+    GroupLease,
+    JobStatus,
+    OutputState,
+    SampleRecord,
+    StepMetrics,
+)
+from elastic_rl.etcd.record import OpenEnum, Record
 
 
 class Leader(Record):
@@ -58,6 +32,19 @@ class Epoch(Record):
     number: int
     holder: str
     started_at: float
+
+
+class JobSpec(Record):
+    """What a job decided when it was first started; a start with other settings is refused."""
+
+    settings: dict[str, Any]
+    """The settings of ``config.fixed_settings``, by dotted key."""
+    created_at: float = 0.0
+    """Unix seconds."""
+    from_job: str = ""
+    """The job whose policy this one began with; empty for one that began with a model of its own."""
+    from_version: int = 0
+    """Number of that policy version."""
 
 
 class Member(Record):
@@ -78,46 +65,51 @@ class Member(Record):
     beat_at: float = 0.0
     """Unix seconds, by the same clock, of the last heartbeat, which another thread of the process sends."""
     info: dict[str, Any] = {}
+    machine: str = ""
+    """Names the machine's boot and the pid namespace (``process_state.machine_id``); empty if unknown."""
 
 
-class JobStatus(Record):
-    """Progress of the run; written by the actor role. Times are unix seconds."""
+class MemberProcess(Record):
+    """The process of a member, for the witnesses of its machine."""
 
-    phase: str
-    """starting, sft, rl, finished or failed."""
-    step: int = 0
-    steps: int = 0
-    seed: int = 0
-    started_at: float = 0.0
-    updated_at: float = 0.0
-    eval_accuracy: float | None = None
-    """Last eval accuracy, 0 to 1."""
-    reward: float | None = None
-    """Mean reward of the last step."""
-    policy_version: int = 0
-    staleness: int = 0
-    """Number of versions by which the oldest sample of the last step was behind the trainer."""
-    productive_s: float = 0.0
-    """Wall seconds of the SFT phase, and of the steps of RL that were not undone by a recovery."""
-    message: str = ""
+    role: str
+    id: str
+    incarnation: str
+    """As the member registry has it."""
+    pid: int
+    started: int
+    """Clock ticks from the boot to its start: with the pid it names one process."""
 
 
-class StepMetrics(Record):
-    """Metrics of one RL step. The actor writes them with the job's status; the leader downsamples old ones."""
+class Witness(Record):
+    """A process that watches those of its machine, and says so for as long as its lease lasts."""
 
-    step: int
+    name: str
+    machine: str
+    host: str
+    pid: int
+    load_per_core: float = 0.0
+    """Threads that run or want to, per core, over about the last minute; coarse."""
+
+
+class Finding(OpenEnum):
+    GONE = "gone"
+    """The process has ended."""
+    STOPPED = "stopped"
+    """It exists and has not run at all for a while, because of a signal such as SIGSTOP."""
+
+
+class Evidence(Record):
+    """A witness's word that a member's process cannot work."""
+
+    role: str
+    id: str
+    incarnation: str
+    finding: Finding
     at: float
-    reward: float
-    """Mean reward of the step's samples."""
-    eval_accuracy: float | None = None
-    """Eval accuracy, 0 to 1, if it was measured after this step."""
-    staleness: int = 0
-    policy_version: int = 0
-    samples: int = 0
-    tokens: int = 0
-    """Tokens trained on, prompts included."""
-    seconds: dict[str, float] = {}
-    """Wall time by phase of the step: total, sync, generate, reward, advantage, train, publish_stall."""
+    """Unix seconds, by the witness's clock."""
+    by: str
+    """Name of the witness."""
 
 
 class PoolSpec(Record):
@@ -136,6 +128,10 @@ class PoolStatus(Record):
     draining: int
     external: int = 0
     """Ready engines that someone else runs; in none of the other numbers."""
+    pending: int = 0
+    """Engines that wait for room in the cluster; in none of the other numbers."""
+    message: str = ""
+    """What the pool waits for; empty when it waits for nothing but its engines' start."""
 
 
 class EngineState(OpenEnum):
@@ -420,19 +416,10 @@ class DcsNode(Record):
     """Id of the catalog that its chunks belong to; empty before it learned of one with a commit."""
     commits: int = 0
     """Highest ``CatalogIdentity.commits`` that it has seen."""
+    machine: str = ""
+    """As a member's."""
 
     @property
     def incarnation(self) -> str:
         """Differs after each start of the node: the process creates its arena under a random name."""
         return self.arena_path
-
-
-class LedgerEntry(Record):
-    """The prompt groups that one optimizer step was trained on."""
-
-    step: int
-    epoch: int
-    groups: list[int]
-    """Ordinals of the prompt groups in the run's prompt order."""
-    samples: int
-    policy_versions: list[int] = []

@@ -47,6 +47,7 @@ class Watch:
         self._member = channels.current
         self._denied = False
         """Whether the last answer was that we may not watch."""
+        self._answered_at = time.monotonic()
         self._stopping = threading.Event()
         self._events: queue.Queue[WatchEvent | ElasticRLError | None] = queue.Queue()
         self._error: ElasticRLError | None = None
@@ -75,6 +76,11 @@ class Watch:
     @property
     def closed(self) -> bool:
         return self._stopping.is_set()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since etcd last answered. While it serves, it answers at least once a second."""
+        return time.monotonic() - self._answered_at
 
     def close(self) -> None:
         self._stopping.set()
@@ -127,7 +133,7 @@ class Watch:
             call.cancel()
 
     def _supervise(self, requests: queue.SimpleQueue[Any], answers: queue.Queue[Any]) -> None:
-        answered_at, asked_at = time.monotonic(), None
+        opened_at, asked_at = time.monotonic(), None
         while not self._stopping.is_set() and not self._channels.closed.is_set():
             try:
                 answer = answers.get(timeout=_LIVENESS_S / 5)
@@ -135,13 +141,13 @@ class Watch:
                 now = time.monotonic()
                 if asked_at is not None and now - asked_at > _LIVENESS_S:
                     return
-                if asked_at is None and now - answered_at > _LIVENESS_S / 2:
+                if asked_at is None and now - max(opened_at, self._answered_at) > _LIVENESS_S / 2:
                     requests.put(pb.WatchRequest(progress_request=pb.WatchProgressRequest()))
                     asked_at = now
                 continue
             if answer is None:
                 return
-            answered_at, asked_at = time.monotonic(), None
+            self._answered_at, asked_at = time.monotonic(), None
             if not self._deliver(answer):
                 return
             while self._events.qsize() > _MAX_BUFFERED_EVENTS and not self._stopping.wait(0.05):

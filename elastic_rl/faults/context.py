@@ -13,10 +13,11 @@ from elastic_rl.config import Config
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
-from elastic_rl.roles.rollout_pool import ROLLOUT_POOL, engines
+from elastic_rl.pipeline.rollout_pool import ROLLOUT_POOL, engines
 from elastic_rl.runtime import wait_until
 
 INJECT_TIMEOUT_S = 600.0
@@ -56,11 +57,11 @@ class FaultContext:
 
     def step(self) -> int:
         """RL steps that the job has done; 0 before the RL phase."""
-        status = self._status()
+        status = self.status()
         return status.step if status and status.phase == "rl" else 0
 
     def finished(self) -> bool:
-        status = self._status()
+        status = self.status()
         return status is not None and status.phase in ("finished", "failed")
 
     def leader(self) -> Leader | None:
@@ -75,9 +76,8 @@ class FaultContext:
         return any(e.kind == kind and e.at >= since and subject in (e.subject, "")
                    for e in events.recent(self.etcd, self.keys, limit=200))
 
-    def _status(self) -> JobStatus | None:
-        found = self.etcd.get(self.keys.job_status())
-        return JobStatus.decode(found.value) if found else None
+    def status(self) -> JobStatus | None:
+        return readable_one(self.etcd.get(self.keys.job_status()), JobStatus)
 
 
 def kill(pid: int) -> str:

@@ -8,7 +8,7 @@ import psutil
 
 from elastic_rl.etcd.records import EngineState, Member, OperationState, PoolStatus
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
-from elastic_rl.roles.rollout_pool import ROLLOUT_POOL
+from elastic_rl.pipeline.rollout_pool import ROLLOUT_POOL
 from elastic_rl.runtime import wait_until
 
 

@@ -24,8 +24,13 @@ def location(given: Mapping[str, Any]) -> Config:
 
 def save(cfg: Config, cluster_dir: Path) -> Path:
     """Stores the settings, readable by their owner only: URLs of alerts and of the durable store hold passwords."""
+    return restore(cfg.model_dump(mode="json"), cluster_dir)
+
+
+def restore(values: Mapping[str, Any], cluster_dir: Path) -> Path:
+    """Stores settings as ``stored`` read them."""
     path = cluster_dir / FILE
-    write_private(path, yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+    write_private(path, yaml.safe_dump(dict(values), sort_keys=False))
     return path
 
 

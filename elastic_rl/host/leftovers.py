@@ -67,3 +67,14 @@ def sweep(cluster_dir: Path) -> list[int]:
     ended = processes.sweep(str(cluster_dir.resolve()))
     remove_files(file_tag(cluster_dir))
     return ended
+
+
+def is_mapped(segment: Path) -> bool:
+    """Whether a running process maps the file; it may belong to a cluster of the same job name in another folder."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if str(segment) in maps.read_text():
+                return True
+        except OSError:  # the process has ended or belongs to another user
+            continue
+    return False

@@ -1,11 +1,14 @@
 """The durable plane on one machine: etcd, coordinator replicas and one DCS node, started and stopped as services.
 
 ``up`` is level-triggered: it starts what does not run, so calling it twice is harmless and calling it after a crash
-repairs the cluster. ``down`` ends whatever of the job still runs, also after a crash.
+repairs the cluster. ``down`` ends whatever of the job still runs, also after a crash. ``revive`` starts one service
+again that has ended by itself. All three hold the cluster's lock, so that none is started beside a living one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import logging
 import re
@@ -26,7 +29,7 @@ from elastic_rl.dcs.storage.arena import Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.host import cluster_settings, etcd_server, leftovers, processes
+from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, leftovers, processes
 from elastic_rl.host.processes import PidRecord, PidRecords
 from elastic_rl.telemetry.log_files import tail
 
@@ -43,6 +46,10 @@ _ETCD_BUDGET_S = 2.0
 _START_TIMEOUT_S = 120.0
 """Longest wait for a service to answer: its imports alone take 30 s on an overloaded machine. The end of a service ends
 the wait."""
+_LOCK_TIMEOUT_S = 180.0
+"""Longest wait of ``up`` for another command that starts or stops the cluster, which itself waits for services."""
+_DOWN_LOCK_TIMEOUT_S = 15.0
+"""The same of ``down``, which then goes on without the lock: it must end an ``up`` that hangs."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
 _NO_RECORD_HINT = "`elastic-rl down` stops what runs without a record; then `elastic-rl up` again"
@@ -62,23 +69,24 @@ class Cluster:
         """Starts what does not run and returns when every service answers.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
-        small, no etcd program), EtcdUnavailable (a configured etcd does not answer) or DeadlineExceeded. After any
-        error it stops what it started.
+        small, no etcd program), EtcdUnavailable (a configured etcd does not answer) or DeadlineExceeded (also while
+        another command starts or stops the cluster). After any error it stops what it started.
         """
-        before = {r.name for r in self.book.alive()}
-        try:
-            return self._up(before)
-        except BaseException:
-            for record in self.book.alive():
-                if record.name not in before:
-                    processes.stop(record.pid)
-                    self.book.forget(record.name)
-            if not before:
-                self._unlink_segments()
-            raise
+        self._make_folder()
+        with cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
+            before = {r.name for r in self.book.alive()}
+            try:
+                return self._up(before)
+            except BaseException:
+                for record in self.book.alive():
+                    if record.name not in before:
+                        processes.stop(record.pid)
+                        self.book.forget(record.name)
+                if not before:
+                    self._unlink_segments()
+                raise
 
     def _up(self, running: set[str]) -> ClusterInfo:
-        self._make_folder()
         self._require_same_etcd()
         self._require_records()
         self._check_machine(running)
@@ -209,11 +217,7 @@ class Cluster:
     def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
         attempts = 1 if port else 3  # another process may take a port that was free
         for attempt in range(attempts):
-            client, peer = port or runtime.free_port(), runtime.free_port()
-            endpoint = f"127.0.0.1:{client}"
-            self._spawn("etcd-0", etcd_server.command(
-                binary, data, client, peer, quota_bytes=self.cfg.etcd.quota_bytes), url=endpoint,
-                        env={"GOGC": "50"})
+            endpoint = self._spawn_etcd(binary, data, port or runtime.free_port())
             try:
                 self._await("etcd", "etcd-0", partial(etcd_server.healthy, endpoint), self.cfg.etcd.start_timeout_s)
                 return endpoint
@@ -223,20 +227,43 @@ class Cluster:
                     raise
         raise AssertionError("unreachable")
 
+    def _spawn_etcd(self, binary: Path, data: Path, port: int) -> str:
+        endpoint = f"127.0.0.1:{port}"
+        self._spawn("etcd-0", etcd_server.command(binary, data, port, runtime.free_port(),
+                                                  quota_bytes=self.cfg.etcd.quota_bytes), url=endpoint,
+                    env={"GOGC": "50"})
+        return endpoint
+
     def _start_coordinators(self, running: set[str], endpoints: list[str], config: Path) -> dict[str, str]:
         """Starts the replicas that are missing; returns the URL of each replica, by name."""
-        cfg, urls = self.cfg.coordinator, {r.name: r.url for r in self.book.alive()}
-        host = cfg.advertise_host or ("127.0.0.1" if cfg.host == "0.0.0.0" else cfg.host)
+        urls = {r.name: r.url for r in self.book.alive()}
         for i in range(self.cfg.coordinator.replicas):
-            name = f"coordinator-{i}"
-            if name in running:
-                continue
-            port = cfg.ports[i] if cfg.ports else runtime.free_port(cfg.host)
-            urls[name] = f"{cfg.scheme}://{host}:{port}"
-            self._spawn(name, processes.python(
-                "elastic_rl.coordinator.service", "--config", str(config), "--etcd", ",".join(endpoints),
-                "--replica", name, "--port", str(port)), url=urls[name])
-        return {name: urls[name] for name in (f"coordinator-{i}" for i in range(cfg.replicas))}
+            if (name := f"coordinator-{i}") not in running:
+                urls[name] = self._start_coordinator(i, endpoints, config)
+        return {name: urls[name] for name in (f"coordinator-{i}" for i in range(self.cfg.coordinator.replicas))}
+
+    def _start_coordinator(self, i: int, endpoints: list[str], config: Path) -> str:
+        """Starts one replica; returns its URL."""
+        cfg, name = self.cfg.coordinator, f"coordinator-{i}"
+        host = cfg.advertise_host or ("127.0.0.1" if cfg.host == "0.0.0.0" else cfg.host)
+        port = cfg.ports[i] if cfg.ports else self._last_port(name, cfg.host)
+        url = f"{cfg.scheme}://{host}:{port}"
+        self._spawn(name, processes.python(
+            "elastic_rl.coordinator.service", "--config", str(config), "--etcd", ",".join(endpoints),
+            "--replica", name, "--port", str(port)), url=url)
+        return url
+
+    def _last_port(self, name: str, host: str) -> int:
+        """The port that a service had, whose clients know it; a free one where it had none or another has taken it."""
+        url = next((r.url for r in self.book.all() if r.name == name), "")
+        port = int(url.rpartition(":")[2] or 0) if url.rpartition(":")[2].isdigit() else 0
+        try:
+            if port:
+                runtime.require_port_free(host, port, setting=f"the port of {name}")
+                return port
+        except PreflightFailed as e:
+            self._say(f"warning: {e.message}; {name} gets another one")
+        return runtime.free_port(host)
 
     def _await_coordinators(self, urls: dict[str, str]) -> None:
         for name, url in urls.items():
@@ -247,9 +274,10 @@ class Cluster:
         name, dcs = f"dcs-{_NODE}", self.cfg.dcs
         if name in running:
             return None
+        port = dcs.port or self._last_port(name, dcs.host)
         return self._spawn(name, processes.python(
             "elastic_rl.dcs.node.service", "--config", str(config), "--etcd", ",".join(endpoints), "--id", _NODE,
-            f"--dcs.port={dcs.port or runtime.free_port(dcs.host)}"))
+            f"--dcs.port={port}"), url=f"{dcs.host}:{port}")
 
     def _await_dcs_node(self, endpoints: list[str], pid: int) -> None:
         """Returns when the node has registered. A killed predecessor's record stays until its lease ends, so the new
@@ -299,12 +327,66 @@ class Cluster:
             log_file = self.cfg.log_dir / f"{name}.log"
             raise DeadlineExceeded(f"{e.message}; {_last_message(log_file)}", hint=f"see {log_file}") from e
 
+    # -- one service ----------------------------------------------------------------------------------------------
+    def revive(self, name: str) -> bool:
+        """Starts a service again that has ended by itself, on its data and its port, and does not wait until it
+        answers. False, with nothing started, where it runs, where it is no service of this cluster any more (``down``),
+        and while another command starts or stops the cluster.
+
+        Raises PreflightFailed: its data are gone, its port is taken, processes of this cluster run without a record.
+        """
+        try:
+            with cluster_lock.held(self.dir, timeout_s=0.0):
+                info = self._info()
+                record = next((r for r in self.book.all() if r.name == name), None)
+                if info is None or record is None or record.alive():
+                    return False
+                self._require_records()
+                self._revive(record, info)
+                return True
+        except (DeadlineExceeded, FileNotFoundError):  # the lock is held; or the cluster's folder is gone
+            return False
+
+    def _revive(self, record: PidRecord, info: ClusterInfo) -> None:
+        config = self.dir / cluster_settings.FILE
+        if record.name == "etcd-0":
+            data = self.dir / "etcd"
+            if not (data / "member").is_dir():  # an empty etcd would tell the services that there are no versions
+                raise PreflightFailed(f"the data of this cluster's etcd in {data} are gone",
+                                      hint="`elastic-rl down`, then `elastic-rl up` again")
+            if etcd_server.data_in_use(data):
+                raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
+            port = int(record.url.rpartition(":")[2])
+            runtime.require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
+            self._spawn_etcd(etcd_server.find_binary(), data, port)
+        elif record.name == f"dcs-{_NODE}":
+            self._start_dcs_node(set(), info.etcd_endpoints, config)
+        elif record.name.startswith("coordinator-"):
+            i = int(record.name.rpartition("-")[2])
+            url = self._start_coordinator(i, info.etcd_endpoints, config)
+            if info.coordinators[i:i + 1] != [url]:
+                urls = [*info.coordinators[:i], url, *info.coordinators[i + 1:]]
+                dataclasses.replace(info, coordinators=urls).save()
+
     # -- down ---------------------------------------------------------------------------------------------------
     def down(self) -> list[str]:
         """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
         cluster's files except the logs and the settings. Data of an etcd that ``up`` started, and chunks that only it
         listed, are deleted; those of a cluster on an external etcd stay, whatever this configuration says. Returns the
-        names of what was running."""
+        names of what was running. Raises ConfigError where the folder cannot be one."""
+        if in_the_way := next((p for p in (self.dir, *self.dir.parents) if p.exists() and not p.is_dir()), None):
+            raise ConfigError(f"{in_the_way} is not a folder, so no cluster is below it",
+                              hint="name the run_dir that the job was started with")
+        if not self.dir.is_dir():
+            return self._down()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(cluster_lock.held(self.dir, timeout_s=_DOWN_LOCK_TIMEOUT_S))
+            except DeadlineExceeded as e:
+                self._say(f"warning: {e.message}: stopping the services all the same")
+            return self._down()
+
+    def _down(self) -> list[str]:
         own_etcd, records = self._has_own_etcd(), self.book.all()
         stopped = [f"compute {pid}" for pid in leftovers.sweep(self.dir)]
         stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
@@ -349,7 +431,7 @@ class Cluster:
 
     def _unlink_segments(self) -> None:
         for segment in self.segments():
-            if not _mapped(segment):
+            if not leftovers.is_mapped(segment):
                 segment.unlink(missing_ok=True)
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -378,17 +460,6 @@ def _answers(url: str, ca_file: str) -> bool:
         return http_client.request("GET", f"{url}/healthz", timeout=1.0, verify=tls.trust(ca_file)).status_code == 200
     except httpx.HTTPError:
         return False
-
-
-def _mapped(segment: Path) -> bool:
-    """Whether a running process maps the file; it may belong to a cluster of the same job name in another folder."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if str(segment) in maps.read_text():
-                return True
-        except OSError:  # the process has ended or belongs to another user
-            continue
-    return False
 
 
 def _last_message(log_file: Path) -> str:

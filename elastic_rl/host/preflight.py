@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import psutil
 
@@ -20,7 +21,7 @@ from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import Compare, EtcdClient, MemberStatus, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.member_metrics import MemberMetrics
-from elastic_rl.host import etcd_server
+from elastic_rl.host import etcd_server, model_folder
 
 _ETCD_BUDGET_S = 2.0
 _MANY_REVISIONS = 100_000
@@ -55,7 +56,7 @@ class Finding:
 def examine(cfg: Config) -> list[Finding]:
     """Runs every check, in the order in which their findings are best fixed."""
     checks: tuple[Callable[[Config], Iterable[Finding]], ...] = (
-        _python, _packages, _devices, _memory, _shared_memory, _etcd, _ports, _admin_api, _files)
+        _python, _packages, _devices, _memory, _shared_memory, _model, _etcd, _ports, _admin_api, _files)
     return [finding for check in checks for finding in check(cfg)]
 
 
@@ -109,6 +110,18 @@ def _shared_memory(cfg: Config) -> Iterable[Finding]:
                       "`mount -o remount,size=2G /dev/shm`, or `docker run --shm-size=2g`")
     else:
         yield Finding("/dev/shm", Verdict.OK, found)
+
+
+def _model(cfg: Config) -> Iterable[Finding]:
+    what = cfg.model.path or "built-in, made by the first start"
+    if found := model_folder.faults(cfg):
+        yield from (Finding("model", Verdict.FAILED, fault.message, fault.fix) for fault in found)
+    elif cfg.model.path and (dtype := model_folder.read(Path(cfg.model.path).expanduser()).dtype) not in (
+            "", cfg.device.dtype):
+        yield Finding("model", Verdict.WARNING, f"{what}: its weights are {dtype}, and device.dtype is "
+                      f"{cfg.device.dtype}", "they are converted; set device.dtype to theirs unless that is wanted")
+    else:
+        yield Finding("model", Verdict.OK, what)
 
 
 def _etcd(cfg: Config) -> Iterable[Finding]:

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -150,14 +150,15 @@ class PidRecord:
         found = _stat(pid)
         if found is None:
             raise ProcessLookupError(f"there is no process {pid}")
-        return cls(name, pid, _boot(), found[1], url)
+        return cls(name, pid, boot_id(), found[1], url)
 
     def alive(self) -> bool:
         found = _stat(self.pid)
-        return found is not None and found[0] not in "ZX" and (_boot(), found[1]) == (self.boot, self.start_ticks)
+        return found is not None and found[0] not in "ZX" and (boot_id(), found[1]) == (self.boot, self.start_ticks)
 
 
-def _boot() -> str:
+def boot_id() -> str:
+    """The kernel's id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -206,3 +207,28 @@ class PidRecords:
         """Deletes every record, damaged ones too."""
         for path in self.folder.glob("*.json"):
             path.unlink(missing_ok=True)
+
+
+class StoppedProcesses:
+    """Decides when a stopped process (SIGSTOP) counts as lost. Pure.
+
+    It executes nothing, so nothing inside it can end it, and others would wait for it. One that continues in time is
+    left alone; one that a debugger holds is not stopped.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since: dict[int, float] = {}
+
+    def lost(self, now: float, stopped: Collection[int]) -> list[int]:
+        """Of the pids that are stopped now, those that have been for the limit. Call it regularly."""
+        self._since = {pid: self._since.get(pid, now) for pid in stopped}
+        return [pid for pid, since in self._since.items() if now - since >= self._limit_s]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP); false for one that has ended."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False

@@ -17,7 +17,6 @@ from elastic_rl.etcd.records import Version
 Record = dict[str, Any]
 
 
-
 def read_records(path: Path) -> list[Record]:
     """Records of a steps.jsonl in order; a last line that is torn (its writer was killed) is left out."""
     if not path.exists():
@@ -100,7 +99,7 @@ def _per_version(steps: Sequence[Record], what: str, engine_id: str = "") -> lis
 
 def _fault(record: Record) -> Record:
     out = {k: record.get(k) for k in
-           ("name", "step", "target", "injected_at", "detected_at", "healed_at", "witness", "meanwhile")}
+           ("name", "step", "target", "injected_at", "detected_at", "healed_at", "witness", "said", "meanwhile")}
     start = record.get("injected_at")
     for name, end in (("detect_s", record.get("detected_at")), ("heal_s", record.get("healed_at"))):
         out[name] = end - start if start is not None and end is not None else None
@@ -117,8 +116,51 @@ def _eval_accuracy(records: Sequence[Record]) -> list[float]:
     return values
 
 
+def _eval_sets(records: Iterable[Record]) -> dict[str, Record]:
+    """First and last accuracy of each evaluation set beside the main one, by name."""
+    found: dict[str, list[float]] = {}
+    for record in effective_steps(records, "eval"):
+        for name, accuracy in (record.get("eval_sets") or {}).items():
+            found.setdefault(name, []).append(float(accuracy))
+    return {name: {"first": values[0], "last": values[-1]} for name, values in found.items()}
+
+
+def sft_evaluations(records: Iterable[Record]) -> list[Record]:
+    """The newest of each step of the supervised phase, by step."""
+    kept = {int(r["step"]): r for r in records if r["kind"] == "sft"}
+    return [kept[step] for step in sorted(kept)]
+
+
+def _sft(records: Sequence[Record]) -> Record | None:
+    """The supervised phase, by its evaluations; None where there was none. ``loss``: mean negative log-likelihood of a
+    token, in nats; accuracy: of whole answers."""
+    evals = sft_evaluations(records)
+    if not evals:
+        return None
+    losses, accuracies = _numbers(evals, "loss"), _numbers(evals, "eval_accuracy")
+    return {"steps": int(evals[-1]["step"]),
+            "loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None,
+            "eval_accuracy_first": accuracies[0] if accuracies else None,
+            "eval_accuracy_last": accuracies[-1] if accuracies else None}
+
+
+def _output(records: Iterable[Record]) -> Record | None:
+    """The result of a job that trains nothing, once it is there: as eval.json or kept.json has it."""
+    found = [r["result"] for r in records if r["kind"] == "output"]
+    return dict(found[-1]) if found else None
+
+
 def _numbers(steps: Sequence[Record], key: str) -> list[float]:
     return [float(r[key]) for r in steps if r.get(key) is not None]
+
+
+def _throughput(steps: Sequence[Record]) -> dict[str, float | None]:
+    """Medians of the steps' throughput, and the peak of the memory."""
+    measured = [r.get("throughput") or {} for r in steps]
+    memory = _numbers(measured, "peak_memory_bytes")
+    return {**{f"{name}_p50": percentile(_numbers(measured, name), 0.5)
+               for name in ("train_tokens_per_s", "generate_tokens_per_s", "tflops_per_rank", "mfu")},
+            "peak_memory_bytes": max(memory, default=None)}
 
 
 def _committed(versions: Sequence[Version], records: Sequence[Record]) -> int:
@@ -129,13 +171,13 @@ def _committed(versions: Sequence[Version], records: Sequence[Record]) -> int:
 
 
 def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[Version], audit: Audit,
-          status: str = "ended",
-          engines: Sequence[str] = (), wall_s: float | None = None) -> dict[str, Any]:
+          status: str = "ended", engines: Sequence[str] = (), wall_s: float | None = None,
+          note: str = "") -> dict[str, Any]:
     """The report of a run. Times are seconds; a number that could not be measured is None.
 
     ``versions``: the policy stream's catalog, as it is or was; ``audit``: what the ledger says of the whole run;
     ``status``: the job's last phase; ``engines``: ids that are listed even if they never served; ``wall_s`` None: from
-    the first record to the last.
+    the first record to the last; ``note``: what a reader must know about these numbers.
     """
     steps = effective_steps(records)
     seconds = [r.get("seconds") or {} for r in steps]
@@ -144,15 +186,20 @@ def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[
     rewards, eval_accuracy, at = _numbers(steps, "reward_mean"), _eval_accuracy(records), _numbers(list(records), "at")
     done = sum(1 for r in records if r["kind"] == "step")
     return {
-        "job": job, "seed": seed, "status": status, "steps": len(steps), "steps_redone": done - len(steps),
+        "job": job, "seed": seed, "status": status, "note": note,
+        "sft": _sft(records), "output": _output(records),
+        "steps": len(steps), "steps_redone": done - len(steps),
         "reward_first": rewards[0] if rewards else None, "reward_last": rewards[-1] if rewards else None,
         "eval_accuracy_first": eval_accuracy[0] if eval_accuracy else None,
         "eval_accuracy_last": eval_accuracy[-1] if eval_accuracy else None,
+        "eval_sets": _eval_sets(records),
         "versions_committed": _committed(versions, records),
         "staleness_max": int(max(_numbers(steps, "staleness"), default=0)),
         "logprob_diff_max": max(_numbers(steps, "logprob_diff_max"), default=None),
         "samples_trained": int(sum(_numbers(steps, "samples"))),
-        "groups_lost": len(audit.lost), "groups_duplicated": len(audit.duplicated),
+        "groups_lost": audit.lost, "groups_duplicated": audit.duplicated,
+        "audit_problems": list(audit.problems),
+        **_throughput(steps),
         "tokens_per_s": sum(_numbers(steps, "tokens")) / sum(total) if sum(total) > 0 else None,
         "step_s_p50": percentile(total, 0.5), "step_s_p95": percentile(total, 0.95),
         "publish_stall_s_p50": percentile(stalls, 0.5),

@@ -88,11 +88,12 @@ def _smooth(points: Sequence[Point], window: int) -> list[Point]:
     return [(x, sum(ys) / len(ys)) for (x, _), ys in zip(points, near, strict=True)]
 
 
-def learning(rewards: Sequence[Point], eval_accuracy: Sequence[Point], faults: Sequence[tuple[float, str]]) -> str:
-    """Mean reward of each step (faint) with its moving average, and eval accuracy, over RL steps."""
+def learning(rewards: Sequence[Point], eval_accuracy: Sequence[Point], faults: Sequence[tuple[float, str]], *,
+             axis: str = "RL step") -> str:
+    """Mean reward of each step (faint) with its moving average, and eval accuracy, over steps."""
     last = max([x for x, _ in (*rewards, *eval_accuracy)], default=1)
     frame = _Frame((0, last), (0, 1), 280, "Reward and eval accuracy over steps")
-    frame.axes("RL step", y_ticks=(0, 0.25, 0.5, 0.75, 1), whole_x=True)
+    frame.axes(axis, y_ticks=(0, 0.25, 0.5, 0.75, 1), whole_x=True)
     frame.fault_marks(faults)
     if rewards:
         window = max(3, len(rewards) // 25) | 1

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.report import charts
-from elastic_rl.report.build import effective_steps, percentile, version_lags
+from elastic_rl.report.build import effective_steps, percentile, sft_evaluations, version_lags
+from elastic_rl.report.curves import curves
 
+_TILES = 6
+"""Evaluation sets that have a tile; the table has all."""
 _PHASE_WORDS = {"sync": "wait for engines", "generate": "generate", "reward": "reward", "advantage": "advantage",
                 "train": "train", "publish_stall": "publish stall", "other": "other"}
 
@@ -23,10 +26,20 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
     marks = [(float(f["step"]), str(f["name"])) for f in report["faults"] if f.get("step") is not None]
     eval_accuracy = [(float(r["step"]), float(r["eval_accuracy"])) for r in effective_steps(records, "eval")]
     rewards = [(float(r["step"]), float(r["reward_mean"])) for r in steps if r.get("reward_mean") is not None]
+    sft = [(float(r["step"]), float(r["eval_accuracy"])) for r in sft_evaluations(records)
+           if r.get("eval_accuracy") is not None]
     sections = [
+        _section("Result", _result_table(report["output"])),
+        _section("Every number", _number_table(report)),
+    ] if report.get("output") else [
+        _section("Learning", charts.learning([], sft, [], axis="SFT step"),
+                 _legend(("c2", "accuracy on held-out demonstrations, of whole answers"))),
+        _section("Every number", _number_table(report)),
+    ] if _is_sft(report) else [
         _section("Learning", charts.learning(rewards, eval_accuracy, marks),
                  _legend(("c1", "mean reward of the step (moving average over the faint line)"),
-                         ("c2", "eval accuracy, greedy"))),
+                         ("c2", "eval accuracy, greedy")), _set_table(report.get("eval_sets") or {})),
+        _section("Training metrics", curves(steps)),
         _section("Where a step's time goes",
                  charts.step_seconds([(int(r["step"]), r.get("seconds") or {}) for r in steps], marks),
                  _legend(*((f"p-{p}", _PHASE_WORDS[p]) for p in charts.PHASE_ORDER)), _phase_table(steps)),
@@ -47,7 +60,7 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
             f'<title>{escape(report["job"])} · elastic-rl</title><style>{style}</style></head><body><main>'
             f'<header><div><h1>{escape(report["job"])}</h1><p>elastic-rl run report · {when} · seed {report["seed"]} · '
             f'{_duration(report["wall_s"])}</p></div><span class="badge {escape(report["status"])}">'
-            f'{escape(report["status"])}</span></header>{_tiles(report)}{"".join(sections)}'
+            f'{escape(report["status"])}</span></header>{_note(report)}{_tiles(report)}{"".join(sections)}'
             f'<footer>Made from steps.jsonl and etcd. The same numbers are in report.json.</footer></main>'
             f'<div id="tip" role="status"></div><script>{script}</script></body></html>')
 
@@ -72,21 +85,76 @@ def _legend(*entries: tuple[str, str]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
+def _note(report: Mapping[str, Any]) -> str:
+    return f'<section><p>{escape(report["note"])}</p></section>' if report.get("note") else ""
+
+
 def _tiles(report: Mapping[str, Any]) -> str:
+    cells = [f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>"
+             for a, b, c in _tiles_of(report)]
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _tiles_of(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    if report.get("output"):
+        return _output_tiles(report["output"])
+    return _sft_tiles(report["sft"]) if _is_sft(report) else _rl_tiles(report)
+
+
+def _output_tiles(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    if "sets" in result:
+        return [(name, _value(found["reward_mean"], 3), f"± {_value(found['standard_error'], 3)}, {found['prompts']} "
+                 "prompts") for name, found in list(result["sets"].items())[:_TILES]]
+    return [("prompts", f"{result['prompts']:,}", f"{sum(result['dropped'].values()):,} of them dropped"),
+            ("samples", f"{result['samples']:,}", f"reward {_value(result['reward_mean'], 3)}"),
+            ("kept", f"{result['kept']:,}", f"reward {_value(result['kept_reward_mean'], 3)}")]
+
+
+def _result_table(result: Mapping[str, Any]) -> str:
+    """Of an evaluation, a row for each set; of rejection sampling its numbers."""
+    if "sets" not in result:
+        return _number_table(result)
+    ks = sorted({int(k) for found in result["sets"].values() for k in found["pass_at"]})
+    head = ["set", "prompts", "samples", "mean reward", "standard error", *(f"pass@{k}" for k in ks), "truncated",
+            "tokens, mean", "tokens, max", "rewards failed"]
+    rows = [[name, str(f["prompts"]), str(f["samples"]), _value(f["reward_mean"], 4), _value(f["standard_error"], 4),
+             *(_value(f["pass_at"].get(str(k)), 4) for k in ks), _value(f["truncated"], 3),
+             _value(f["response_tokens"]["mean"], 1), str(f["response_tokens"]["max"]), str(f["failed_rewards"])]
+            for name, f in result["sets"].items()]
+    return _table(head, rows, numeric=True)
+
+
+def _set_table(sets: Mapping[str, Mapping[str, float]]) -> str:
+    return _table(["further evaluation set", "first accuracy", "last accuracy"],
+                  [[name, _value(f["first"], 3), _value(f["last"], 3)] for name, f in sets.items()], numeric=True)
+
+
+def _is_sft(report: Mapping[str, Any]) -> bool:
+    """Whether the run had a supervised phase only, so far."""
+    return bool(report["sft"]) and not report["steps"]
+
+
+def _sft_tiles(sft: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    return [("eval accuracy", _value(sft["eval_accuracy_last"], 3), f"from {_value(sft['eval_accuracy_first'], 3)}"),
+            ("loss", _value(sft["loss_last"], 3), f"from {_value(sft['loss_first'], 3)}"),
+            ("SFT steps", str(sft["steps"]), "")]
+
+
+def _rl_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     faults = report["faults"]
     healed = sum(f.get("healed_at") is not None for f in faults)
-    tiles = [
+    return [
         ("eval accuracy", _value(report["eval_accuracy_last"], 3), f"from {_value(report['eval_accuracy_first'], 3)}"),
         ("reward", _value(report["reward_last"], 3), f"from {_value(report['reward_first'], 3)}"),
         ("steps", str(report["steps"]), f"{report['samples_trained']:,} samples"),
-        ("step time, median", _value(report["step_s_p50"], 2, " s"), f"{_value(report['tokens_per_s'], 0)} tokens/s"),
+        ("step time, median", _value(report["step_s_p50"], 2, " s"),
+         f"{_value(report['generate_tokens_per_s_p50'], 0)} tokens/s generated, "
+         f"{_value(report['train_tokens_per_s_p50'], 0)} trained"),
         ("groups lost / twice", f"{report['groups_lost']} / {report['groups_duplicated']}",
          f"staleness at most {report['staleness_max']}"),
         ("faults healed", f"{healed} of {len(faults)}" if faults else "none injected",
          f"{report['steps_redone']} steps done again"),
     ]
-    cells = [f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>" for a, b, c in tiles]
-    return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def _faults(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:

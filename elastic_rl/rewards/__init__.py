@@ -1,1 +1,1 @@
-"""Verifiable rewards: pure functions of a problem and the token ids of a response."""
+"""Rewards and filters: what a sample is worth, and which prompt groups are not trained on."""

@@ -9,49 +9,56 @@ from ray import serve
 
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd import fencing
-from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.pipeline.stages import Pipeline
 from elastic_rl.roles.base import Role
-from elastic_rl.roles.loop import TrainingLoop
-from elastic_rl.roles.role_clients import RoleClients
-from elastic_rl.trainer.client import TrainerClient
+from elastic_rl.roles.role_clients import RoleClients, call_timeout_s
 
 log = logging.getLogger(__name__)
 
 
 class ActorRole(Role):
-    """Starts the loop as soon as the replica is up: a new replica resumes from committed state by itself."""
+    """Starts the loop as soon as the replica is up: a new replica resumes from committed state by itself, and fences
+    off the loop of its predecessor."""
 
     name = "actor"
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
         cfg = ctx.config
-        trainer = TrainerClient(self.etcd, ctx.keys, step_timeout_s=cfg.trainer.step_timeout_s,
-                                start_timeout_s=cfg.trainer.start_timeout_s)
-        clients = RoleClients(rollout=serve.get_app_handle("rollout"), advantages=serve.get_app_handle("advantages"),
-                              timeout_s=cfg.engine.request_timeout_s * (cfg.rollout.max_attempts + 1))
-        self.loop = TrainingLoop(ctx, self.etcd, self.member, trainer, clients)
-        self._failure: ElasticRLError | None = None
+        self._stopping = threading.Event()
+        roles = (("rollout",) if cfg.uses_engines else ()) + (
+            ("advantages",) if cfg.uses_engines and cfg.uses_trainer else ())
+        clients = RoleClients({role: serve.get_app_handle(role) for role in roles},
+                              call_timeout_s(cfg))
+        self.pipeline = Pipeline(ctx, self.etcd, self.member, clients, self._stopping)
+        self._ended = ""
         self._thread = threading.Thread(target=self._run, name="training-loop", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self.loop.run()
+            self.pipeline.run()
         except Fenced as e:
             log.warning("the training loop ends: %s", e)
-            self._failure = e
-        except ElasticRLError as e:
-            log.exception("the run failed")
-            self._failure = e
-            self.loop.status.write("failed", message=str(e))
-            fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, "run.failed", self.ctx.job, str(e),
-                         severity=Severity.ERROR)
+            self._ended = str(e)
+        except Exception as e:  # a fault of ours or of a plug-in: a new replica begins from committed state
+            log.exception("the training loop ended")
+            self._ended = f"{type(e).__name__}: {e}"
 
     def check_health(self) -> None:
-        """Called by Ray Serve. Raises when the loop's thread has ended without a result, so that the replica is
-        replaced."""
-        if not self._thread.is_alive() and self._failure is None and not self.loop.finished:
-            raise RuntimeError("the training loop ended without a result")
+        """Called by Ray Serve. Raises when the loop has ended before the run, so that the replica is replaced; not when
+        the whole epoch is over, which ends this replica anyway."""
+        if self._thread.is_alive() or self.pipeline.finished:
+            return
+        try:
+            if fencing.current_epoch(self.etcd, self.ctx.keys) != self.ctx.epoch:
+                return
+        except ElasticRLError:
+            return  # etcd is away: the next check decides
+        raise RuntimeError(f"the training loop ended: {self._ended or 'see the log'}")
 
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join(timeout=5.0)
+        super().close()

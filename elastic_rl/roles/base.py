@@ -19,6 +19,10 @@ class RoleSpec:
 
     name: str
     cls: type[Role]
+    samples: bool = True
+    """Whether the role works on samples, so that a job without engines needs none of it."""
+    trains: bool = False
+    """Whether the role works on what is trained on, so that a job without a trainer needs none of it."""
     replicas: int = 1
     num_cpus: float = 0.25
     max_ongoing_requests: int = 8

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable
 
 from elastic_rl.config import Stream
+from elastic_rl.data.samples import Sample
 from elastic_rl.dcs.catalog import reads
-from elastic_rl.engine.client import Sample
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -27,7 +27,7 @@ class FirstSampleTrace:
         """The version of which these samples are the first; 0 when there is none, or tracing is off."""
         if not traces.enabled():
             return 0
-        newest = max((v for s in samples for v in (s.version, *s.versions)), default=0)
+        newest = max((v for s in samples for v in s.versions), default=0)
         if newest <= self._newest:
             return 0
         self._newest = newest

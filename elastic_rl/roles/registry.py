@@ -10,8 +10,8 @@ from elastic_rl.roles.rollout import RolloutRole
 ROLES: dict[str, RoleSpec] = {
     spec.name: spec
     for spec in (
-        RoleSpec("rollout", RolloutRole, max_ongoing_requests=4),
-        RoleSpec("advantages", AdvantagesRole),
-        RoleSpec("actor", ActorRole),
+        RoleSpec("rollout", RolloutRole, max_ongoing_requests=64),
+        RoleSpec("advantages", AdvantagesRole, trains=True),
+        RoleSpec("actor", ActorRole, samples=False),
     )
 }

@@ -1,31 +1,41 @@
 """The rollout role: generates samples of prompt groups on the engine pool, through the router.
 
-Every sample carries the policy version that generated it. A group with a sample of an older version than the caller
+Every sample carries the policy versions that generated it. A group with a sample of an older version than the caller
 accepts is generated again, a limited number of times: an engine may just have joined, or not have seen the new head.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from elastic_rl.engine.client import GenerateClient, Sample
-from elastic_rl.errors import EngineFailed
+from elastic_rl.config import Config
+from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
+from elastic_rl.engine import generation
+from elastic_rl.engine.client import GenerateClient
+from elastic_rl.engine.generation import GENERATE_FNS, Generated, GenerateFault, GenerateFn, PromptRequest
+from elastic_rl.engine.own_generate import OwnGenerate
+from elastic_rl.errors import EngineFailed, PluginFailed
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.plugin_process import CallLost
+from elastic_rl.plugins import describe, resolve, text_of
+from elastic_rl.retry import backoff_s
 from elastic_rl.roles.base import Role
 from elastic_rl.roles.first_sample_trace import FirstSampleTrace
+
+_RETRY_S = (0.05, 1.0)
+"""First and longest pause before a group is generated again whose samples cannot be used."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts to sample. ``min_version``: the oldest policy version whose samples are accepted."""
+    """Prompt groups to sample. ``min_version``: the oldest policy version whose samples are accepted."""
 
-    prompts: list[list[int]]
-    samples_per_prompt: int
-    temperature: float
-    max_new_tokens: int
-    stop_token_ids: list[int]
+    prompts: tuple[PromptRequest, ...]
     min_version: int
 
 
@@ -34,39 +44,107 @@ class RolloutRole(Role):
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
-        self.client = GenerateClient(ctx.router_url, timeout_s=ctx.config.engine.request_timeout_s,
-                                     retries=ctx.config.rollout.max_attempts)
+        cfg = ctx.config
+        self._vocabulary = _vocabulary(ctx.model_dir)
+        self.generate_fn = make_generate(cfg, ctx.router_url, self._vocabulary)
+        self.client = GenerateClient(ctx.router_url, timeout_s=cfg.engine.request_timeout_s,
+                                     retries=cfg.rollout.max_attempts)
         self._completed = self._in_flight = 0  # prompt groups
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
 
-    async def generate(self, request: GenerationRequest) -> list[list[Sample]]:
-        """One list of samples per prompt, in the prompts' order. Raises EngineFailed when the retries are used up."""
+    async def generate(self, request: GenerationRequest) -> list[Generated]:
+        """The samples of each prompt, in the prompts' order, or why the user's function failed for it. Raises
+        EngineFailed when the retries are used up."""
         count = len(request.prompts)
         self._in_flight += count
         self._report()
         try:
-            groups = list(await asyncio.gather(*(self._group(p, request) for p in request.prompts)))
+            groups = list(await asyncio.gather(*(self._bounded(p, request.min_version) for p in request.prompts)))
             self._completed += count
             return groups
         finally:
             self._in_flight -= count
             self._report()
 
+    def close(self) -> None:
+        if isinstance(self.generate_fn, OwnGenerate):
+            self.generate_fn.close()
+        super().close()
+
     def _report(self) -> None:
         # Neither phase counts as hung: engines that do not answer are no fault of this role, and each wait is bounded.
         phase = "waiting for the engines" if self._in_flight else "idle"
         self.member.progress(self._completed, phase, in_flight=self._in_flight)
 
-    async def _group(self, prompt: list[int], request: GenerationRequest) -> list[Sample]:
-        for attempt in range(self.ctx.config.rollout.max_attempts):
+    async def _bounded(self, prompt: PromptRequest, min_version: int) -> Generated:
+        """One group: a function of the user's own has a limit for all that it does, and a fault of it is no error."""
+        if not isinstance(self.generate_fn, OwnGenerate):
+            return await self._group(prompt, min_version)
+        setting, limit_s = self.ctx.config.rollout.generate, self.ctx.config.rollout.generate_timeout_s
+        bound = asyncio.timeout(limit_s)
+        try:
+            await asyncio.to_thread(self.generate_fn.start)
+            async with bound:
+                return await self._group(prompt, min_version)
+        except TimeoutError:
+            return GenerateFault(f"rollout.generate={setting} took longer than {limit_s:g} s for group "
+                                 f"{prompt.ordinal} (raise rollout.generate_timeout_s, or make the function faster)")
+        except CallLost as e:
+            return GenerateFault(f"rollout.generate={setting} failed for group {prompt.ordinal}: {e}", shared=True)
+        except PluginFailed as e:
+            return GenerateFault(str(e))
+
+    async def _group(self, prompt: PromptRequest, min_version: int) -> list[Sample]:
+        for attempt in range(1, self.ctx.config.rollout.max_attempts + 1):
             requested_at = time.time()
-            samples = await self.client.generate(
-                prompt, n=request.samples_per_prompt, temperature=request.temperature,
-                max_new_tokens=request.max_new_tokens, stop_token_ids=request.stop_token_ids)
+            samples = await self._generate(prompt)
             if version := self._first_sample.first_of(samples):
                 await asyncio.to_thread(self._first_sample.record, version, requested_at, time.time())
-            if all(s.version >= request.min_version for s in samples):
-                return samples
-            await asyncio.sleep(min(0.05 * 2**attempt, 1.0))  # the engine is about to be updated or removed
-        raise EngineFailed(f"no engine generated samples of policy version {request.min_version} or newer",
+            if all(s.oldest_version >= min_version for s in samples) and not self._is_mixed(samples):
+                return list(samples)
+            await asyncio.sleep(backoff_s(attempt, *_RETRY_S))  # the engine is about to be updated or removed
+        raise EngineFailed(f"no engine generated samples of policy version {min_version} or newer",
                            hint="`elastic-rl engines` shows which version each engine serves")
+
+    def _is_mixed(self, samples: Sequence[Sample]) -> bool:
+        """Whether a deterministic job cannot use the samples: where the weights changed within one, which may be under
+        a new number only, its KV cache was computed again in one pass, with other last bits."""
+        return self.ctx.config.deterministic and any(len(s.versions) > 1 for s in samples)
+
+    async def _generate(self, prompt: PromptRequest) -> Sequence[Sample]:
+        try:
+            samples = await self.generate_fn(prompt, self.client)
+            fault = generation.fault_of(samples, prompt, self._vocabulary)
+        except CallLost:
+            raise
+        except EngineFailed as e:  # or a class of the user's derived from it, which the caller may not be able to read
+            raise EngineFailed(text_of(e)) from e
+        except BaseException as e:  # whatever a user's function raises: also SystemExit
+            task = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the request is cancelled
+            why = text_of(e) if isinstance(e, PluginFailed) else describe(e)
+            raise PluginFailed(f"rollout.generate={self.ctx.config.rollout.generate} failed for group "
+                               f"{prompt.ordinal}: {why}") from e
+        if fault:
+            raise PluginFailed(f"rollout.generate={self.ctx.config.rollout.generate} {fault} for group "
+                               f"{prompt.ordinal}")
+        return samples
+
+
+def make_generate(cfg: Config, router_url: str, vocabulary: int) -> GenerateFn:
+    """The function that ``rollout.generate`` names. Raises ConfigError."""
+    name = cfg.rollout.generate
+    if ":" in name:
+        return OwnGenerate(name, router_url, timeout_s=cfg.engine.request_timeout_s, retries=cfg.rollout.max_attempts,
+                           vocabulary=vocabulary)
+    return resolve(name, GENERATE_FNS, setting="rollout.generate")
+
+
+def _vocabulary(model_dir: str) -> int:
+    """Number of tokens of the model; that of any model where its folder does not say it."""
+    try:
+        size = json.loads((Path(model_dir) / "config.json").read_bytes())["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return MAX_TOKEN_IDS
+    return size if type(size) is int and size > 0 else MAX_TOKEN_IDS

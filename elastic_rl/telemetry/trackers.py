@@ -3,38 +3,42 @@
 Trackers are third-party code, so each has a thread and a bounded queue of its own: one that hangs, fails or cannot keep
 up loses rows, is reported once, and does not delay the training.
 
-A recovery repeats steps. For TensorBoard a new file then names the step from which on the earlier ones are purged. W&B
-cannot go back: each row has its step as a metric, which is the x axis, and the number of its attempt; of a step that is
-there twice, the row with the higher attempt is valid.
+A recovery repeats steps, and a new process of the actor continues the run. For TensorBoard a new file then names the
+step from which on the earlier ones are purged. W&B cannot go back: each row has its step as a metric, which is the x
+axis, and the number of its attempt; of a step that is there twice, the row with the higher attempt is valid.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import queue
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 log = logging.getLogger(__name__)
 
 _MAX_QUEUED = 1000
 """Rows that may wait for a tracker; further ones are dropped."""
-_RUNS = {"step": "rl", "eval": "rl", "sft": "sft"}
+_RUNS = {"step": "rl", "eval": "rl", "sft": "sft", "sampled": "sampled"}
 """Kind of a record → the run that it belongs to; each run counts its own steps."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Numbers of one step of a run (rl or sft)."""
+    """Numbers of one step of a run (rl, sft, or sampled: a job that trains nothing)."""
 
     run: str
     step: int
     values: Mapping[str, float]
-    rewinds: bool = False
-    """Whether earlier rows of this step and later ones are void: the first row of a repeated step, or of a process."""
+    void_from: int | None = None
+    """Step from which on all earlier rows are void, where this row begins another attempt: the first one of a process,
+    or of a repeated step. A training row replaces that of its step; an ``eval`` row comes after it and keeps it."""
 
 
 def scalars(kind: str, fields: Mapping[str, Any]) -> tuple[str, int, dict[str, float]] | None:
@@ -45,7 +49,9 @@ def scalars(kind: str, fields: Mapping[str, Any]) -> tuple[str, int, dict[str, f
     for name, value in fields.items():
         if name in ("step", "at"):
             continue
-        if isinstance(value, Mapping):
+        if name == "eval_sets":
+            values |= {f"eval/{part}/accuracy": float(v) for part, v in value.items()}
+        elif isinstance(value, Mapping):
             values |= {f"{name}/{part}": float(v) for part, v in value.items() if isinstance(v, int | float)}
         elif name == "engines":
             values["engines_ready"] = float(sum(e.get("state") == "ready" for e in value))
@@ -65,10 +71,9 @@ class RewindDetector:
         if found is None:
             return None
         run, step, values = found
-        last = self._last.get(run)
-        rewinds = last is None or step < last or (step == last and kind != "eval")
+        last, first_void = self._last.get(run), step + 1 if kind == "eval" else step
         self._last[run] = step
-        return Row(run, step, values, rewinds)
+        return Row(run, step, values, first_void if last is None or first_void <= last else None)
 
 
 class Tracker(Protocol):
@@ -88,10 +93,10 @@ class TensorBoard:
         self._writers: dict[str, Any] = {}
 
     def write(self, row: Row) -> None:
-        if row.rewinds:
+        if row.void_from is not None:
             if row.run in self._writers:
                 self._writers.pop(row.run).close()
-            self._writers[row.run] = self._make(str(self._folder / row.run), purge_step=row.step)
+            self._writers[row.run] = self._make(str(self._folder / row.run), purge_step=row.void_from)
         writer = self._writers[row.run]
         for name, value in row.values.items():
             writer.add_scalar(name, value, row.step)
@@ -103,28 +108,48 @@ class TensorBoard:
 
 
 class WandB:
-    """Writes an offline run of W&B in ``folder``/wandb, for ``wandb sync``. Each process of the actor makes one; the
-    runs of a job are one group."""
+    """Writes one run of W&B for the job, however often its actor is started: offline into ``folder``/wandb, for ``wandb
+    sync``, or to W&B's server. Project, entity, key and server are those of W&B's own environment variables."""
 
-    def __init__(self, folder: Path, job: str) -> None:
+    def __init__(self, folder: Path, job: str, mode: Literal["offline", "online"] = "offline") -> None:
         import wandb
-        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "wandb" / "run.json"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._known = self._read()
         self._run = wandb.init(
-            project="elastic-rl", group=job, dir=str(folder), mode="offline",
+            project=os.environ.get("WANDB_PROJECT") or "elastic-rl", group=job, name=job, id=self._known["id"],
+            resume="allow", dir=str(folder), mode=mode,
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False,
                                     disable_job_creation=True))
-        self._attempts: dict[str, int] = {}
         for run in dict.fromkeys(_RUNS.values()):
             self._run.define_metric(f"{run}/step")
             self._run.define_metric(f"{run}/*", step_metric=f"{run}/step")
 
     def write(self, row: Row) -> None:
-        self._attempts[row.run] = self._attempts.get(row.run, 0) + row.rewinds
-        values = {"step": row.step, "attempt": self._attempts[row.run], **row.values}
+        attempts = self._known["attempts"]
+        if row.void_from is not None:
+            attempts[row.run] = attempts.get(row.run, 0) + 1
+            self._save()
+        values = {"step": row.step, "attempt": attempts[row.run], **row.values}
         self._run.log({f"{row.run}/{name}": value for name, value in values.items()})
 
     def close(self) -> None:
         self._run.finish()
+
+    def _read(self) -> dict[str, Any]:
+        """The id of the job's run in W&B, and by run the number of its attempts so far."""
+        try:
+            known = json.loads(self._file.read_text())
+            return {"id": str(known["id"]), "attempts": {str(k): int(v) for k, v in known["attempts"].items()}}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none yet, or it is damaged
+            self._known = {"id": uuid.uuid4().hex[:16], "attempts": {}}
+            self._save()
+            return self._known
+
+    def _save(self) -> None:
+        partial = self._file.with_name(f".{self._file.name}.partial")
+        partial.write_text(json.dumps(self._known))
+        partial.rename(self._file)
 
 
 class _TrackerThread:
@@ -177,10 +202,11 @@ class Trackers:
         self._rewinds = RewindDetector()
 
     @classmethod
-    def from_names(cls, names: Sequence[str], folder: Path, job: str, failed: Callable[[str, str], None]) -> Trackers:
+    def from_names(cls, names: Sequence[str], folder: Path, job: str, failed: Callable[[str, str], None], *,
+                   wandb_mode: Literal["offline", "online"] = "offline") -> Trackers:
         """``names``: of tensorboard and wandb. Each writes into a folder of its name in ``folder``."""
         makers: dict[str, Callable[[], Tracker]] = {
-            "tensorboard": lambda: TensorBoard(folder / "tensorboard"), "wandb": lambda: WandB(folder, job)}
+            "tensorboard": lambda: TensorBoard(folder / "tensorboard"), "wandb": lambda: WandB(folder, job, wandb_mode)}
         return cls({name: makers[name] for name in names}, failed)
 
     def offer(self, kind: str, fields: Mapping[str, Any]) -> None:

@@ -6,25 +6,19 @@ it. The second has data-parallel ranks.
 
 from __future__ import annotations
 
-import json
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from support.otlp_collector import Collector, collecting
+from support.whole_run import Job, fault_of, whole_job
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from elastic_rl import config, train
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
-from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Event, JobStatus, StepMetrics
+from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.faults.context import Fault, FaultContext
-from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.faults.kinds import (
     CoordinatorKilled,
     EngineKilled,
@@ -33,60 +27,17 @@ from elastic_rl.faults.kinds import (
     TrainerRankKilled,
     TrainerRankStopped,
 )
-from elastic_rl.host import leftovers, processes
-from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.faults.outages import every_outage
 
 STEPS = 90
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
-class Job:
-    """One job on a cluster of its own, in a folder of its own."""
-
-    def __init__(self, run_dir: Path, settings: dict[str, Any], spans: Collector) -> None:
-        self.spans = spans
-        self.cfg = config.load(overrides=[
-            f"--job=e2e-{secrets.token_hex(4)}", f"--run_dir={run_dir}", "--train.eval_every_steps=1000",
-            f"--telemetry.otlp_endpoint={spans.endpoint}",
-            *(f"--{key}={value}" for key, value in settings.items())])
-        self.cluster = Cluster(self.cfg)
-
-    def run(self, plan: FaultPlan | None = None) -> dict[str, Any]:
-        """Trains to the end and returns report.json."""
-        info = self.cluster.up()
-        code = train.run(self.cluster.cfg, info, **({"faults": True, "fault_plan": plan} if plan else {}))
-        assert code == 0, f"the run failed; its logs are in {self.cluster.cfg.log_dir}"
-        return json.loads((self.cluster.cfg.job_dir / "report.json").read_text())
-
-    def events(self) -> list[Event]:
-        """All of the cluster that is up."""
-        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
-            return events.recent(etcd, Keys(self.cfg.job), 2000)
-
-    def epoch(self) -> int:
-        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
-            return fencing.current_epoch(etcd, Keys(self.cfg.job))
-
-    def leftovers(self) -> list[str]:
-        """What should be gone once the cluster is down."""
-        run = str(self.cluster.cfg.cluster_dir)
-        mine = [p for p in psutil.process_iter(["cmdline"]) if self.cfg.job in " ".join(p.info["cmdline"] or [])]
-        return [*(f"process {p.pid}" for p in [*mine, *processes.marked(run)]),
-                *map(str, Path("/dev/shm").glob(f"*{self.cfg.job}*")),
-                *map(str, leftovers.tagged_files(leftovers.file_tag(self.cluster.cfg.cluster_dir))),
-                *([str(self.cluster.cfg.ray_dir)] if self.cluster.cfg.ray_dir.exists() else [])]
-
-
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
-    with collecting() as spans:
-        job = Job(tmp_path, request.param, spans)
-        try:
-            yield job
-        finally:
-            job.cluster.down()
-            leftovers.sweep(job.cluster.cfg.cluster_dir)
+    with whole_job(tmp_path, request.param) as made:
+        yield made
 
 
 def assert_sound(report: dict[str, Any], steps: int) -> None:
@@ -119,14 +70,6 @@ def assert_published(job: Job, report: dict[str, Any], steps: int) -> None:
     assert {"trainer.publish", "trainer.commit", "dcs.commit", "engine.pull", "engine.apply"} <= set(pids)
     assert len({pids[name] for name in ("trainer.publish", "engine.apply", "rollout.first_token")}) == 3
     assert len({s.attrs["engine"] for s in trace if s.name == "engine.apply"}) == job.cfg.rollout.engines
-
-
-def fault_of(report: dict[str, Any], name: str) -> dict[str, Any]:
-    fault = next((f for f in report["faults"] if f["name"] == name), None)
-    assert fault is not None, f"{name} did not happen: the run took its {report['steps']} steps before its turn"
-    assert fault["witness"], "the fault must have been seen to happen"
-    assert fault["injected_at"] <= fault["detected_at"] <= fault["healed_at"]
-    return fault
 
 
 def every_fault(context: FaultContext, steps: int) -> list[tuple[int, Sequence[Fault]]]:
@@ -175,6 +118,18 @@ def test_run_learns_through_every_kind_of_fault_and_leaves_nothing_behind(job: J
 
 
 @pytest.mark.parametrize("job", [{
-    "sft.max_steps": 10, "train.steps": 6, "trainer.tensor_parallel": 1, "trainer.data_parallel": 2}], indirect=True)
-def test_data_parallel_ranks_train(job: Job) -> None:
-    assert_sound(job.run(), 6)
+    "sft.max_steps": 10, "train.steps": 40, "train.state_every_steps": 5, "trainer.tensor_parallel": 1,
+    "trainer.data_parallel": 2}], indirect=True)
+def test_every_step_is_done_exactly_once_through_every_outage(job: Job) -> None:
+    """Data-parallel ranks, whose batches arrive in shares. Nothing that is away ends the run (I5, I11)."""
+    report = job.run(every_outage)
+    assert_sound(report, 40)
+    assert report["audit_problems"] == []
+    said = {}
+    for name in ("etcd_stopped", "all_engines_killed", "router_killed", "dcs_killed", "etcd_killed", "actor_killed",
+                 "second_actor", "trainer_stopped"):
+        said[name] = fault_of(report, name)["said"]
+    assert "engines" in said["all_engines_killed"] and "trainer" in said["trainer_stopped"], said
+    assert job.epoch() == 1, "an outage was answered by a global restart"
+    kinds = [e.kind for e in job.events()]
+    assert {"etcd.restarted", "dcs.restarted"} <= set(kinds)

@@ -104,4 +104,4 @@ def pages(browser: sync_api.Browser, cluster: ApiCluster) -> Iterator[Pages]:
         yield made
     finally:
         made.close()
-    assert made.errors == []
+    assert made.errors == [], made.errors

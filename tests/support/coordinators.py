@@ -62,7 +62,8 @@ class Replicas:
     def config_file(self, name: str) -> Path:
         self._tokens()
         path = self.folder / f"config-{name}.yaml"
-        coordinator = {"lease_ttl_s": 2, "reconcile_interval_s": 0.2, **self.settings.get("coordinator", {}),
+        coordinator = {"lease_ttl_s": 2, "reconcile_interval_s": 0.2, "host_lost_s": 0.5,
+                       **self.settings.get("coordinator", {}),
                        **({"host": self.hosts[name].address} if name in self.hosts else {})}
         path.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self.folder), "etcd":
                                         {"call_timeout_s": 1.0, "retry_budget_s": 4.0}, **self.settings,

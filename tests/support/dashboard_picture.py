@@ -27,6 +27,7 @@ from elastic_rl.etcd.records import (
     PoolSpec,
     PoolStatus,
     Record,
+    SampleRecord,
     Severity,
     StepMetrics,
     Version,
@@ -38,6 +39,7 @@ from support.coordinators import AUTH
 from support.etcd_server import EtcdServers
 
 STEP, STEPS = 64, 400
+_IDLE = {"generate": 0.05, "train": 0.09, "publish": 0.02}
 _SECONDS = {"total": 1.05, "generate": 0.31, "train": 0.66, "sync": 0.05, "publish_stall": 0.03}
 
 
@@ -68,7 +70,12 @@ def _records(cluster: ApiCluster, now: float) -> list[tuple[str, Record]]:
 
     steps = [StepMetrics(step=n, at=now - 1.1 * (STEP - n) - 6, reward=reward(n), samples=512, tokens=9200,
                          policy_version=n + 8, eval_accuracy=0.55 + 0.2 * n / STEP if n % 20 == 0 else None,
-                         seconds={name: value * slowed(n) for name, value in _SECONDS.items()})
+                         seconds={name: value * slowed(n) for name, value in _SECONDS.items()},
+                         idle_s={name: value * slowed(n) * noise.uniform(0.8, 1.2) for name, value in _IDLE.items()},
+                         response_tokens={"mean": 21 - n / 8 + noise.uniform(-1, 1), "max": 32.0},
+                         truncated=max(0.0, 0.3 - n / 260 + noise.uniform(-0.04, 0.04)),
+                         reward_parts={"answer": reward(n), "format": min(1.0, 0.6 + n / 90 + noise.uniform(0, 0.08))},
+                         update=_update(n, noise), throughput=_throughput(slowed(n), noise))
              for n in range(1, STEP + 1)]
     versions = [Version(stream="policy", number=n, state=VersionState.COMMITTED if n > 68 else VersionState.GONE,
                         epoch=2, manifest="0", nbytes=845_000, nodes=["node-0"] if n > 68 else [],
@@ -80,6 +87,11 @@ def _records(cluster: ApiCluster, now: float) -> list[tuple[str, Record]]:
                                               ("dcs", "node-0", 6010, ""), ("rollout", "rollout", 6101, ""),
                                               ("trainer", "rank-0", 6234, "train"),
                                               ("trainer", "rank-1", 6235, "train"))]
+    samples = [SampleRecord(step=STEP, group=64 * 63 + n, index=n, prompt=f"{a} + {b} =", response=response, at=now - 6,
+                            reward=reward, reward_parts={"answer": reward, "format": 1.0}, advantage=advantage,
+                            finish_reason="stop", versions=[72], prompt_tokens=6, response_tokens=len(response))
+               for n, a, b, response, reward, advantage in (
+                   (0, 17, 25, " 32", 0.0, -0.87), (5, 8, 41, " 49", 1.0, 0.93))]
     engines = [Engine(id=name, pool="rollout", state=state, epoch=2, version=version, host="gpu-1", updated_at=now - 9,
                       running=running, waiting=waiting, pull_apply_s=pull_apply_s)
                for name, state, version, running, waiting, pull_apply_s in (
@@ -91,10 +103,27 @@ def _records(cluster: ApiCluster, now: float) -> list[tuple[str, Record]]:
         (keys.pool_spec("rollout"), PoolSpec(name="rollout", desired=2)),
         (keys.pool_status("rollout"), PoolStatus(name="rollout", ready=2, starting=1, draining=0)),
         (keys.job_status(), JobStatus(phase="rl", step=STEP, steps=STEPS, started_at=now - 260, updated_at=now,
-                                      reward=0.592, eval_accuracy=0.75, policy_version=72)),
+                                      reward=0.592, eval_accuracy=0.75, policy_version=72, stage="generate")),
         *((keys.step_metrics(s.step), s) for s in steps), *((keys.version(v.stream, v.number), v) for v in versions),
         *((keys.member(m.role, m.id), m) for m in members), *((keys.engine(e.id), e) for e in engines),
+        *((keys.sample(n), sample) for n, sample in enumerate(samples)),
         *((keys.event(e.id), e) for e in _past_events(now))]
+
+
+def _update(step: int, noise: random.Random) -> dict[str, float]:
+    near = noise.uniform
+    return {"loss": -0.004 + near(-0.003, 0.003), "kl": 6e-4 + step * 4e-6 + near(0, 3e-4),
+            "kl_reference": 0.08 * (1 - math.exp(-step / 30)) + near(0, 0.004),
+            "entropy": 0.2 + 0.9 * math.exp(-step / 28) + near(-0.02, 0.02), "clip_fraction": 0.012 + near(0, 0.008),
+            "ratio_mean": 1 + near(-0.002, 0.002), "grad_norm": 0.35 + 0.8 * math.exp(-step / 12) + near(0, 0.12),
+            "lr": 1e-3 * min(1.0, step / 10) * (1 - step / STEPS), "logprob_diff_mean": 2e-7 + near(0, 4e-8),
+            "logprob_diff_max": 1.6e-6 + near(0, 9e-7), "advantage_mean": 0.0, "advantage_std": 0.94 - step / 400,
+            "advantage_min": -2.4 + near(-0.2, 0.2), "advantage_max": 2.5 + near(-0.2, 0.2)}
+
+
+def _throughput(slowed: float, noise: random.Random) -> dict[str, float]:
+    return {"train_tokens_per_s": 27_800 / slowed * noise.uniform(0.97, 1.03), "generate_tokens_per_s": 31_000 / slowed,
+            "tflops_per_rank": 0.061 / slowed, "peak_memory_bytes": 455e6 + noise.uniform(0, 4e6)}
 
 
 def _past_events(now: float) -> list[Event]:
@@ -131,6 +160,9 @@ def _picture(cluster: ApiCluster, target: Path, width: int, scheme: str) -> None
         is_live(page)
         sync_api.expect(page.locator("#alerts .alert")).to_have_count(2)
         sync_api.expect(page.locator("#operations .operation")).to_have_count(1)
+        page.get_by_role("button", name="Show samples").click()
+        sync_api.expect(page.locator("#samples li.sample")).to_have_count(2)
+        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
         page.screenshot(path=target, full_page=True)
         browser.close()
 

@@ -11,19 +11,22 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from elastic_rl.config import parse
+from elastic_rl.data.samples import Sample
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.data.tokenizer import EOS_ID
 from elastic_rl.dcs.publish.publisher import Publisher
-from elastic_rl.engine.client import GenerateClient, Sample
-from elastic_rl.engine.loader import LOADER
+from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.engine.runner import EngineRunner
+from elastic_rl.engine.sglang.loader import LOADER
 from elastic_rl.errors import Conflict
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -42,9 +45,10 @@ PROMPT = [5, 6, 3, 4, 7]
 class EngineTestbed:
     """One job with a pool of engines. Tests share it, so each has engines of its own names and ends what it breaks."""
 
-    def __init__(self, etcd_servers: EtcdServers, tmp: Path) -> None:
+    def __init__(self, etcd_servers: EtcdServers, tmp: Path, model: dict[str, Any] | None = None) -> None:
+        """``model``: settings of the section of this name."""
         config = parse({"job": f"t-{secrets.token_hex(6)}", "run_dir": str(tmp), "device": {"type": "cpu"},
-                        "engine": {"start_timeout_s": 400}})
+                        "engine": {"start_timeout_s": 400}, "model": model or {}})
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log")
         self.router.start()
@@ -147,20 +151,28 @@ class EngineTestbed:
             torch.manual_seed(seed)
             for param in self.model.parameters():
                 param.add_(torch.randn_like(param) * 0.2).copy_(param.to(dtype))
-        tensors = {name: tensor.to(dtype) for name, tensor in self.model.state_dict().items()}
+        tensors = self.checkpoint() if self.model.config.model_type != "qwen3" else self.model.state_dict()
+        converted = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         for _ in range(5):
             with contextlib.suppress(Conflict):  # the node lost its lease for a moment: the trainer publishes again too
-                self.published = self.publisher.publish(tensors.items(), meta={"step": seed}).number
+                self.published = self.publisher.publish(converted.items(), meta={"step": seed}).number
                 return self.published
         raise AssertionError("the DCS node keeps losing its lease")
 
-    def ask(self, n: int = 1, temperature: float = 0.0, tokens: int = 8) -> list[Sample]:
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        """The reference weights as a model folder has them, and the trainer publishes them: tied ones once, each expert
+        on its own."""
+        folder = self.ctx.config.run_dir / "reference"
+        self.model.save_pretrained(folder)
+        return load_file(folder / "model.safetensors")
+
+    def ask(self, n: int = 1, temperature: float = 0.0, tokens: int = 8,
+            seed: int | None = None) -> list[Sample]:
         """``n`` samples of ``PROMPT`` through the router."""
         async def run() -> list[Sample]:
             client = GenerateClient(self.router.url, timeout_s=60, retries=4)
             try:
-                return await client.generate(PROMPT, n=n, temperature=temperature, max_new_tokens=tokens,
-                                             stop_token_ids=[])
+                return await client.generate(PROMPT, Sampling(tokens, temperature, seed=seed), n)
             finally:
                 await client.close()
         return asyncio.run(run())
@@ -177,7 +189,16 @@ class EngineTestbed:
     def assert_serves(self, version: int = 0) -> None:
         """The pool answers with the tokens of the version that was published last."""
         [greedy] = self.ask()
-        assert (greedy.token_ids, greedy.version) == (self.expected(), version or self.published)
+        assert (list(greedy.response_ids), greedy.oldest_version) == (self.expected(), version or self.published)
+
+    def assert_logprobs(self, samples: list[Sample]) -> None:
+        """The log-probs are those of the distribution that was sampled from, by transformers."""
+        for sample in samples:
+            ids = torch.tensor([[*PROMPT, *sample.response_ids]])
+            with torch.no_grad():
+                logprobs = self.model(ids).logits[0, len(PROMPT) - 1:-1].log_softmax(-1)
+            picked = logprobs.gather(1, ids[0, len(PROMPT):, None])[:, 0]
+            assert torch.allclose(picked, torch.tensor([p for s in sample.segments for p in s.logprobs]), atol=1e-4)
 
     def workers(self) -> dict[str, bool]:
         """Whether each worker of the router is healthy, by URL."""
@@ -207,7 +228,7 @@ class ForeignServer:
         self.url = f"http://127.0.0.1:{port}"
         self.log = testbed.ctx.config.run_dir / "foreign.log"
         self.process: subprocess.Popen[bytes] = spawn(python(
-            "elastic_rl.engine.launch", "--model-path", testbed.ctx.model_dir, "--port", str(port),
+            "elastic_rl.engine.sglang.launch", "--model-path", testbed.ctx.model_dir, "--port", str(port),
             "--dtype", "float32", "--custom-weight-loader", LOADER, "--skip-tokenizer-init", "--skip-server-warmup",
             "--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
             "--disable-cuda-graph", "--disable-radix-cache", "--max-total-tokens", "4096",

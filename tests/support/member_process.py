@@ -1,8 +1,13 @@
-"""A member that counts steps: ``python member_process.py ENDPOINTS JOB ROLE ID TTL_S``."""
+"""A member that counts steps: ``python member_process.py ENDPOINTS JOB ROLE ID TTL_S``.
+
+Each line on its standard input is a number of seconds for which it holds the GIL, so that none of its threads runs.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
 import time
 
 from elastic_rl.etcd.client import EtcdClient
@@ -10,11 +15,22 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.runtime import die_with_parent
 
+_holding_the_gil = ctypes.PyDLL(None)
+"""Calls of functions of a PyDLL, unlike those of a CDLL, do not release it."""
+
+
+def hold_the_gil_as_told() -> None:
+    for line in sys.stdin:
+        end = time.monotonic() + float(line)
+        while time.monotonic() < end:  # a signal ends a sleep
+            _holding_the_gil.usleep(ctypes.c_uint(int(max(0.0, end - time.monotonic()) * 1e6)))
+
 
 def main() -> None:
     die_with_parent()
     endpoints, job, role, member_id, ttl_s = sys.argv[1:]
     member = Membership(EtcdClient(endpoints.split(",")), Keys(job), role, member_id, ttl_s=int(ttl_s)).start()
+    threading.Thread(target=hold_the_gil_as_told, daemon=True).start()
     step = 0
     while True:
         step += 1

@@ -57,6 +57,12 @@ def test_processes_import_no_heavy_package_that_they_do_not_use(modules: str, he
                           timeout=300).stdout.split() == []
 
 
+def test_names_of_test_modules_are_unique() -> None:
+    """Test folders are no packages, so pytest cannot collect two modules of one name in one process."""
+    names = [p.stem for folder in ("tests", "chaos_tests") for p in (ROOT.parent / folder).rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def _ours(path: Path) -> set[tuple[str, str]]:
     """Modules of ours that a file imports, each with a name that it takes from it, or none."""
     found: set[tuple[str, str]] = set()

@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 KEYS = set(known_keys(config.Config))
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 MEMBER_EVENTS = {f"{role}.{what}" for role in ("engine", "trainer", "driver", "dcs", "coordinator")
-                 for what in ("dead", "hung", "resumed", "recovered", "returned")}
+                 for what in ("suspected", "alive", "dead", "hung", "resumed", "recovered", "returned")}
 """Kinds of the events that the leader makes of any role's members."""
 FIRST_WORDS = SECTIONS | {"run", "job", "publish", "version", "leader", "restart", "record", "pool"}
 """First words of settings and of kinds of events."""
@@ -188,6 +188,14 @@ def test_every_command_is_in_the_manual() -> None:
     spans = " ".join(re.findall(r"`([^`]+)`", manual))
     missing = [c for c in leaves(COMMANDS) if c not in spans and c.removesuffix(" ls") not in spans]
     assert missing == []
+
+
+@pages
+def test_tests_that_a_page_selects_by_name_exist(page: Path) -> None:
+    for path, word in re.findall(r"pytest [^#\n]*?(\S+) -k (\w+)", page.read_text()):
+        place = ROOT / path
+        files = [place] if place.is_file() else sorted(place.rglob("test_*.py"))
+        assert any(word in name for file in files for name in names_in(file) if name.startswith("test_")), (path, word)
 
 
 # -- the site ---------------------------------------------------------------------------------------------------------

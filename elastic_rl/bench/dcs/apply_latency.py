@@ -25,7 +25,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.bench.suite import why_of
 from elastic_rl.bench.timing import speedup, with_alternatives
-from elastic_rl.engine.server import pack
+from elastic_rl.engine.server.sglang_server import pack
 
 COUNTS = (1, 2)
 GOAL_FASTER, GOAL_PAUSE = 2.0, 1.2

@@ -20,8 +20,8 @@ from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.bench.workers import last_line
 from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.engine.loader import LOADER
-from elastic_rl.engine.server import SGLangServer
+from elastic_rl.engine.server.sglang_server import SGLangServer
+from elastic_rl.engine.sglang.loader import LOADER
 from elastic_rl.errors import EngineFailed
 from elastic_rl.host.leftovers import file_tag
 

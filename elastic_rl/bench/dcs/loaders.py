@@ -1,6 +1,7 @@
 """Weight loaders of the bench that run inside an engine's scheduler, named to it with ``--custom-weight-loader``.
 
-Each is called with one uint8 tensor of JSON, as ``elastic_rl.engine.loader`` is, by ``update_weights_from_tensor``.
+Each is called with one uint8 tensor of JSON by ``update_weights_from_tensor``, as ``elastic_rl.engine.sglang.loader``
+is.
 """
 
 from __future__ import annotations

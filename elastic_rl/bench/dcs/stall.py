@@ -62,7 +62,9 @@ def configure(folder: Path, job: str, nbytes: int) -> Config:
     """A model of about so many bytes of fp32 weights."""
     return config.parse({
         "job": job, "run_dir": str(folder / "runs"), "etcd": {"call_timeout_s": 5.0},
-        "trainer": {"tensor_parallel": TP, "collective_timeout_s": _STEP_S}, "dcs": {"io_timeout_s": _STEP_S},
+        "trainer": {"tensor_parallel": TP, "collective_timeout_s": _STEP_S,
+                    "start_timeout_s": _SETUP_S},
+        "dcs": {"io_timeout_s": _STEP_S, "publish_timeout_s": _STEP_S + 1},
         "model": {"hidden_size": 1024, "intermediate_size": 3072, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128,
                   "num_layers": max(round(nbytes / _LAYER_BYTES), 1)}})
 

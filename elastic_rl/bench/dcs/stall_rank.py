@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from elastic_rl.bench.workers import serve
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.trainer import parallel, snapshot
-from elastic_rl.trainer.model import ModelArch, Policy
-from elastic_rl.trainer.optimizer import Adam
+from elastic_rl.trainer.broadcast import broadcast_numbers
+from elastic_rl.trainer.checkpoint import snapshot
+from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
+from elastic_rl.trainer.megatron import parallel
+from elastic_rl.trainer.megatron.optimizer import Adam
+from elastic_rl.trainer.megatron.policy import ModelArch, Policy
 from elastic_rl.trainer.progress import Progress
-from elastic_rl.trainer.state import Checkpoints
 
 
 class Rank:
@@ -60,7 +62,10 @@ class Rank:
                 param.view(torch.int32).bitwise_xor_(self._step % 7 + 1)
         dist.barrier()
         start = time.monotonic()
-        published = self._checkpoints.publish(Progress(phase="rl", step=self._step))
+        numbers = broadcast_numbers(self._checkpoints.begin(
+            Progress(phase="rl", step=self._step), policy=True, state=False) if self._par.rank == 0 else [0, 0],
+            self._par)
+        published = self._checkpoints.publish(numbers, self._step)
         return {"seconds": time.monotonic() - start, "version": published.policy}
 
     def finish(self) -> None:

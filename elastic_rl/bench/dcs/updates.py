@@ -20,7 +20,7 @@ from elastic_rl.bench.dcs import loaders
 from elastic_rl.bench.dcs.engines import BenchEngine, everywhere
 from elastic_rl.bench.dcs.exchanges import save_dcp, save_safetensors
 from elastic_rl.bench.dcs.testbed import STREAM, Cluster
-from elastic_rl.engine.server import pack
+from elastic_rl.engine.server.sglang_server import pack
 from elastic_rl.errors import EngineFailed
 from elastic_rl.runtime import free_port
 

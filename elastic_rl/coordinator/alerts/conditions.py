@@ -15,6 +15,14 @@ from elastic_rl.etcd.records import DcsNode, Severity
 
 _ETCD_HOLD_S = 10.0
 _ETCD_SLOW_HOLD_S = 30.0
+_ACTOR = "actor"
+_WAITING_CHARS = 300
+"""Characters of what a run waits for that are in an alert."""
+_FAILING_HOLD_S = 10.0
+_WAITING_HOLD_S = 120.0
+"""Parts of the compute plane wait for less than this long while a run starts, and after a restart."""
+_PARTS = 20
+"""Most parts of the compute plane of which a driver's report is read."""
 _UNREADABLE = 20
 """Records that cannot be read and have an alert of their own; all further ones have one together."""
 _FULL_HOLD_S = 15.0
@@ -33,6 +41,7 @@ class Thresholds:
     etcd_slow_s: float = 0.5
     etcd_quota_bytes: int = 2 << 30
     max_staleness: int = 0
+    run_waiting_s: float = 60.0
     pool_hold_s: float = 600.0
     """A pool may be short for so long: an engine needs that to start."""
 
@@ -40,14 +49,15 @@ class Thresholds:
     def from_config(cls, cfg: Config) -> Thresholds:
         a = cfg.alerts
         return cls(a.engine_lag_versions, a.engine_lag_s, a.durable_lag_s, a.full_fraction, a.etcd_slow_s,
-                   cfg.etcd.quota_bytes, cfg.train.max_staleness, cfg.engine.start_timeout_s)
+                   cfg.etcd.quota_bytes, cfg.train.max_staleness, a.run_waiting_s, cfg.engine.start_timeout_s)
 
 
 def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thresholds(),
                firing: Set[str] = frozenset()) -> dict[str, Condition]:
     """What is wrong now, by key. ``firing``: keys of the alerts that are open."""
-    found = [*_members(snapshot), *_pools(snapshot, limits), *_lags(snapshot, now, limits),
-             *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_unreadable(snapshot),
+    found = [*_members(snapshot), *_compute(snapshot), *_pools(snapshot, limits), *_lags(snapshot, now, limits),
+             *_nodes(snapshot, limits, firing), *_job(snapshot, limits), *_waiting(snapshot, now, limits),
+             *_unreadable(snapshot),
              *etcd_conditions(snapshot.etcd_health, limits.etcd_slow_s, limits.full_fraction, limits.etcd_quota_bytes)]
     return {c.key: c for c in found}
 
@@ -69,11 +79,32 @@ def _members(snapshot: ClusterSnapshot) -> Iterator[Condition]:
             yield Condition(f"{s.role}.hung", subject, f"{who} sends heartbeats but makes no progress", cause=s.host)
 
 
+def _compute(snapshot: ClusterSnapshot) -> Iterator[Condition]:
+    """What the driver of the run reports of its parts. It retries without end, so only a person may end the cause."""
+    for driver in snapshot.members:
+        if driver.role != registry.DRIVER or driver.epoch != snapshot.epoch or snapshot.run_over:
+            continue
+        for part, why in _texts(driver.info.get("faults")):
+            yield Condition("compute.failing", part, f"the driver cannot keep {part} running: {why}",
+                            hold_s=_FAILING_HOLD_S, cause=driver.host)
+        for part, why in _texts(driver.info.get("waiting")):
+            if not part.startswith("pools/"):  # pool.short covers these
+                yield Condition("compute.waiting", part, f"{part} waits: {why}", Severity.WARNING,
+                                hold_s=_WAITING_HOLD_S)
+
+
+def _texts(found: object) -> list[tuple[str, str]]:
+    """The entries of a mapping that another process wrote."""
+    entries = found.items() if isinstance(found, dict) else ()
+    return [(str(part), str(why)) for part, why in entries][:_PARTS]
+
+
 def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     for name, status in snapshot.statuses.items():
         spec = snapshot.specs.get(name)
         if spec and not snapshot.run_over and status.ready < spec.desired:
-            yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines",
+            why = f": {status.message}" if status.message else ""
+            yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines{why}",
                             Severity.WARNING, hold_s=limits.pool_hold_s)
 
 
@@ -126,6 +157,26 @@ def _job(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     if status.phase == "finished":
         yield Condition("job.finished", snapshot.job, f"job {snapshot.job} has finished after {status.step} steps",
                         Severity.INFO, notify_resolved=False)
+
+
+def _waiting(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator[Condition]:
+    """The run does not go on: it waits for something, or there is no actor that could. A role that is dead has an alert
+    of its own, which says why."""
+    status, limit_s = snapshot.status, limits.run_waiting_s
+    if status is None or snapshot.run_over:
+        return
+    has_actor = any(m.role == _ACTOR for m in snapshot.members)
+    kind = status.waiting_kind if has_actor else _ACTOR
+    if any(s.dead and s.role == kind for s in snapshot.registry.values()):
+        return
+    if not has_actor:
+        # Not by the age of the status: a run may be resumed after days, and its actor needs a while to start.
+        yield Condition("run.waiting", kind, f"no actor process runs, and step {status.step} was not the last one: "
+                        "`elastic-rl train` resumes the run", Severity.WARNING, hold_s=limit_s)
+    elif kind and status.waiting_since > 0 and now - status.waiting_since > limit_s:
+        what = status.waiting_for[:_WAITING_CHARS]
+        yield Condition("run.waiting", kind, f"the run has waited in {status.stage or status.phase} for more than "
+                        f"{limit_s:.0f} s for {what}", Severity.WARNING)
 
 
 def unreadable_record(keys: Keys, key: str, reason: str, revision: int = 0) -> Condition:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
+from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.registry import BY_LEADER
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.etcd.records import EngineState, Event, Severity
+from elastic_rl.etcd.records import WORKING_PHASES, EngineState, Event, Severity
 
 QUIET_S = 60.0
 """A report whose end nothing announces is over when it was not repeated for this long."""
@@ -20,7 +20,8 @@ SETTLE_S = 3.0
 _ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
 _TRAINER = ("trainer.failed", "trainer.agent_ended", "trainer.dead")
 _WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "staleness.")
-_ONE_TIME = ("restart.requested", "router.restarted", leader_gap.KIND)
+_ONE_TIME = ("restart.requested", "router.restarted", "etcd.restarted", "dcs.restarted", "coordinator.restarted",
+             leader_gap.KIND)
 _ENDED_BY = {"trainer.recovered": f"trainer.dead/{registry.TRAINER}",
              "engine.fetch_recovered": "engine.cannot_fetch/{}",
              "dcs.durable_recovered": "dcs.durable_failed/{}"}
@@ -31,6 +32,8 @@ _ENDS_WITH = {"trainer.hung": "trainer.dead", "engine.lagging": "engine.cannot_f
 """Kind of an alert that may stand for one of another kind (see ``merge_by_fault``) → that kind, whose end is its end
 too."""
 _RUN = "run"
+_WAITS_FOR = {registry.TRAINER: registry.TRAINER, "actor": _RUN}
+"""What a run waits for → the fault that it is a sign of, where there is just one."""
 
 
 def report(event: Event, revision: int, job: str) -> Condition | None:
@@ -74,6 +77,8 @@ def fault_of(kind: str, subject: str) -> str:
             return _RUN if subject == "job" else {"engines": f"engine/{name}", "roles": f"{name}/"}.get(group, subject)
         case "run.global_restart":
             return _RUN
+        case "run.waiting" if subject in _WAITS_FOR:
+            return _WAITS_FOR[subject]
         case "run.crash_loop" | "job.failed":
             return "job"
         case "durable.behind" | "dcs.durable_failed":
@@ -82,18 +87,21 @@ def fault_of(kind: str, subject: str) -> str:
         return _RUN
     if part == registry.TRAINER and what in ("dead", "hung"):
         return registry.TRAINER
-    if part == registry.ENGINE or what in ("dead", "hung"):
+    if part == registry.ENGINE or what in ("dead", "hung") or kind in ("dcs.restarted", "coordinator.restarted"):
         return f"{part}/{subject}"
     return f"{kind}/{subject}"
 
 
 def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[Condition]:
     """Gives each sign of a fault that has an open alert the key of that alert, unless the sign is more severe:
-    receivers of errors only must get the error. Leaves out one-time events about a fault that has an alert."""
+    receivers of errors only must get the error. An alert that is pending gives way to one that fires: what it would
+    have said is said. Leaves out one-time events about a fault that has an alert."""
     open_by_fault: dict[str, list[tuple[str, str, Severity]]] = {}
-    for alert in sorted((a for a in known if a.open), key=lambda a: (-a.severity.rank, a.since, a.id)):
-        open_by_fault.setdefault(fault_of(alert.kind, alert.subject), []).append(
-            (alert.kind, alert.subject, alert.severity))
+    for alert in sorted((a for a in known if a.open), key=lambda a: (a.phase is Phase.PENDING, -a.severity.rank,
+                                                                     a.since, a.id)):
+        of_fault = open_by_fault.setdefault(fault_of(alert.kind, alert.subject), [])
+        if not of_fault or alert.phase is not Phase.PENDING:
+            of_fault.append((alert.kind, alert.subject, alert.severity))
     out = []
     for c in sorted(found, key=lambda c: (not c.notify_resolved, -c.severity.rank)):  # the worst opens the alert
         fault = fault_of(c.kind, c.subject)
@@ -146,7 +154,7 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
         case "driver.dead" | "driver.hung" | "run.global_restart":
             epoch, status = (snapshot.revision(key) for key in (snapshot.keys.epoch(), snapshot.keys.job_status()))
             return snapshot.run_over or (alert.revision < epoch < status
-                                      and snapshot.status is not None and snapshot.status.phase in ("sft", "rl"))
+                                      and snapshot.status is not None and snapshot.status.phase in WORKING_PHASES)
         case "engine.cannot_fetch" | "engine.lagging":
             return snapshot.run_over or alert.subject not in snapshot.engines
         case "dcs.durable_failed" | "durable.behind":

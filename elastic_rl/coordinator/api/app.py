@@ -12,6 +12,7 @@ from elastic_rl.coordinator.api import (
     change_routes,
     openapi,
     read_routes,
+    sample_routes,
     session_routes,
     stream_routes,
 )
@@ -33,6 +34,7 @@ def routes() -> FastAPI:
                   dependencies=[Depends(_require_json), Depends(_reject_unknown_parameters)])
     problems.install(app)
     read_routes.install(app)
+    sample_routes.install(app)
     stream_routes.install(app)
     change_routes.install(app)
     alert_routes.install(app)

@@ -8,7 +8,7 @@ from elastic_rl.coordinator.alerts.silences import LONGEST_S
 from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.api.auth import Role
 from elastic_rl.coordinator.pools import PoolView
-from elastic_rl.etcd.records import Engine, Event, Member, Operation, Silence, StepMetrics, Version
+from elastic_rl.etcd.records import Engine, Event, Member, Operation, SampleRecord, Silence, StepMetrics, Version
 
 
 class Body(BaseModel):
@@ -118,6 +118,10 @@ class EventPage(_Page):
 
 class StepPage(_Page):
     items: list[StepMetrics]
+
+
+class SamplePage(_Page):
+    items: list[SampleRecord]
 
 
 class Health(BaseModel):

@@ -27,8 +27,10 @@ from elastic_rl.coordinator.job_view import JobView
 from elastic_rl.coordinator.metrics import scrape
 from elastic_rl.coordinator.pools import PoolView
 from elastic_rl.coordinator.problems import Kind, Problem
+from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.client import KeyValue
-from elastic_rl.etcd.records import Engine, Operation, OperationState
+from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.records import Engine, Member, Operation, OperationState
 from elastic_rl.telemetry import metrics as registry
 
 Name = Annotated[str, Path(max_length=200)]
@@ -153,9 +155,25 @@ def list_versions(ctx: Ctx, limit: Limit = 100, after: After = "", stream: Annot
 
 
 def list_members(ctx: Ctx, role: Annotated[str, Query(max_length=100, description="Only of this role.")] = "",
-                 limit: Limit = 100, after: After = "") -> Response:
-    """By role and id."""
-    return pages.stored(ctx.etcd, ctx.keys.members_prefix(role), limit, after)
+                 limit: Limit = 100, after: After = "", suspected: Annotated[bool, Query(
+                     description="Only members that are no longer registered and may be slow or dead.")] = False
+                 ) -> Response:
+    """By role and id. With ``suspected`` a page may be short and still have a ``next``."""
+    if not suspected:
+        return pages.stored(ctx.etcd, ctx.keys.members_prefix(role), limit, after)
+    prefix = ctx.keys.registry_entry(role, "") if role else ctx.keys.registry_prefix()
+    found = ctx.etcd.page(prefix, limit=_SCANNED, after=prefix + pages.place(after) if after else "")
+    items: list[bytes] = []
+    last = ""
+    for kv in found.kvs:
+        if len(items) == limit:
+            return pages.page(items, last)
+        last = kv.key.removeprefix(prefix)
+        entry = readable_one(kv, LastSeen)
+        if entry is not None and entry.suspected:
+            items.append(Member(role=entry.role, id=entry.id, pid=entry.pid, host=entry.host, epoch=entry.epoch,
+                                incarnation=entry.incarnation, phase="suspected", machine=entry.machine).encode())
+    return pages.page(items, last if found.more else None)
 
 
 def list_alerts(ctx: Ctx, limit: Limit = 100, after: After = "") -> Response:

@@ -127,8 +127,16 @@ _TEST = {"id": "5d1e0c9a7b42", "receivers": [{"receiver": "pager", "status": "wa
 _EVENT = {"id": "001763724040123-9c1e", "at": 1763724040.123, "kind": "pool.scaled", "subject": "rollout", "message":
           "rollout: 2 → 4 engines, by ada", "severity": "info", "data": {"previous": 2, "desired": 4}}
 _STEP = {"step": 117, "at": 1763724049.0, "reward": 0.61, "eval_accuracy": 0.58, "staleness": 0, "policy_version": 118,
-         "samples": 512, "tokens": 9216, "seconds": {"total": 3.1, "generate": 1.9, "train": 0.8}}
-_JOB = {"job": "quickstart", "status": {"phase": "rl", "step": 117, "steps": 400}, "epoch": 2, "leader":
+         "samples": 512, "tokens": 9216, "seconds": {"total": 3.1, "generate": 1.9, "train": 0.8},
+         "idle_s": {"generate": 0.4}, "reward_parts": {"answer": 0.51, "format": 0.1}, "response_tokens":
+         {"mean": 9.4, "max": 32}, "truncated": 0.02, "dropped_groups": 1, "dropped_by_reason": {"equal rewards": 1}}
+_SAMPLE = {"step": 117, "group": 3744, "index": 2, "prompt": "17 + 25 =", "response": " 42", "reward": 1.1,
+           "reward_parts": {"answer": 1.0, "format": 0.1}, "advantage": 0.87, "finish_reason": "stop",
+           "versions": [118], "prompt_tokens": 6, "response_tokens": 3, "at": 1763724049.0, "cut": False}
+_JOB = {"job": "quickstart", "status": {
+    "phase": "rl", "step": 117, "steps": 400, "stage": "generate", "waiting_for":
+    "an engine that serves version 118: rollout-3f2a syncing v117", "waiting_kind": "engines", "waiting_since":
+    1763724041.0}, "epoch": 2, "leader":
         {"replica": "coordinator-0", "url": "http://10.0.0.1:8400", "pid": 311}, "replica": "coordinator-1"}
 _SESSION = {"name": "operator", "role": "operator", "expires_at": 1763767240.1}
 _LOCATION = {"Location": "Path of the operation."}
@@ -170,7 +178,7 @@ OPERATION = Route("getOperation", "One operation", "operations", _ONE, _OPERATIO
 CANCEL = _operation("cancelOperation", "Cancel an operation", _CHANGES)
 VERSIONS = Route("listVersions", "Versions of the weights and of the trainer's state, the newest first", "state",
                  _READS, _page(_VERSION))
-MEMBERS = Route("listMembers", "Processes that are alive", "state", _READS, _page(_MEMBER))
+MEMBERS = Route("listMembers", "Processes that are registered, or suspected", "state", _READS, _page(_MEMBER))
 ALERTS = Route("listAlerts", "Alerts that are open, or whose resolution not every receiver was notified of", "alerts",
                _READS, _page(_ALERT))
 LIST_SILENCES = Route("listSilences", "Silences", "alerts", _READS, _page(_SILENCE))
@@ -183,6 +191,8 @@ TEST_ALERTS = Route("testAlerts", "Send a test to every receiver of alerts", "al
                     dry_run=_TEST, schema="TestResult")
 TEST_RESULT = Route("getTest", "Result of a test", "alerts", _ONE, _TEST)
 STEPS = Route("listSteps", "Step metrics of the run, the newest step first", "state", _READS, _page(_STEP))
+SAMPLES = Route("listSamples", "A few samples of each of the last steps, the newest step first", "state", _READS,
+                _page(_SAMPLE))
 EVENTS = Route("listEvents", "Events, as a listing or as a stream", "state", (*_READS, Kind.TOO_MANY_STREAMS),
                _page(_EVENT))
 CHANGES = Route("followChanges", "The state of the job as a stream of changes", "state",

@@ -74,6 +74,9 @@ async function send(method, path, body, headers = {}) {
 export const openChanges = (headers, signal) =>
   request("v1/changes", { headers: { Accept: "text/event-stream", ...headers }, signal });
 
+/** A page of samples. Throws Problem. */
+export const samples = (query) => send("GET", `v1/samples?${new URLSearchParams(query)}`);
+
 /** Requests a change. The same `key` twice is one change. Returns the API's answer; throws Problem. */
 export const change = (method, path, body, key) => send(method, path, body, { "Idempotency-Key": key });
 

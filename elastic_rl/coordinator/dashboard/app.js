@@ -13,6 +13,7 @@ import { Members } from "./members.js";
 import { Model } from "./model.js";
 import { Notices } from "./notices.js";
 import { Operations } from "./operations.js";
+import { Samples } from "./samples.js";
 import { StepMetrics } from "./step_metrics.js";
 import { Stream } from "./stream.js";
 import { Summary } from "./summary.js";
@@ -33,6 +34,7 @@ const views = [
   [new Operations(part("operations"), actions), ["operations"]],
   [notices, ["operations"]],
   [new StepMetrics(part("step-metrics")), ["steps", "events"]],
+  [new Samples(part("samples")), ["steps", "time"]],
   [new Pools(part("pools"), actions), ["pools"]],
   [new Engines(part("engines"), actions), ["engines", "versions", "job"]],
   [new Events(part("events")), ["events"]],

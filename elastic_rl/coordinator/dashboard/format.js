@@ -19,6 +19,8 @@ export function number(value, digits) {
   if (size >= 1e9) return `${(value / 1e9).toFixed(1)}G`;
   if (size >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
   if (size >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
+  if (size < 1e-4) return value.toExponential(1);
+  if (size < 0.01) return String(Number(value.toPrecision(2)));
   return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : size >= 1 ? value.toFixed(2) : value.toFixed(3);
 }
 
@@ -66,5 +68,15 @@ export function clock(at) {
   const today = date.toDateString() === new Date(now() * 1000).toDateString();
   return today ? time : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}`;
 }
+
+/**
+ * Text of a model, with every character that cannot be seen or that reorders what is around it as a visible sign. Line
+ * breaks, tabs and the joiners of scripts and emoji stay.
+ */
+export const visible = (value) => String(value ?? "").replace(/[\p{Cc}\p{Cf}\p{Cs}]/gu, (c) => {
+  const code = c.codePointAt(0);
+  if (c === "\n" || c === "\t" || code === 0x200c || code === 0x200d) return c;
+  return code < 0x20 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+});
 
 export const plural = (n, one, many = `${one}s`) => `${n} ${n === 1 ? one : many}`;

@@ -1,7 +1,9 @@
 // The verdict on the job, its firing alerts, and what was done about each. Pure: model and time are arguments.
 
-import { duration, plural } from "./format.js";
+import { duration, plural, visible } from "./format.js";
 import { RUN_ENDED } from "./model.js";
+
+const LONG_WAIT_S = 60;
 
 const RANK = { error: 0, warning: 1, info: 2 };
 
@@ -16,33 +18,42 @@ export function verdict(model, now) {
   const add = (level, what) => reasons.push({ level, what });
   const alerts = firing(model);
   const serious = alerts.filter((a) => a.severity !== "info");
-  for (const a of serious.filter((x) => !x.silenced_by).slice(0, 4)) {
+  // That the run waits is said below, with how long it has been waiting by now.
+  const said = (a) => a.kind === "run.waiting" && status?.waiting_for && a.subject === status.waiting_kind;
+  for (const a of serious.filter((x) => !x.silenced_by && !said(x)).slice(0, 4)) {
     add(a.severity === "error" ? "bad" : "warn", `${a.kind} ${a.subject}: ${a.message}`);
   }
   if (!model.job?.leader) add("bad", "There is no leader: running work continues, but no new decisions are made.");
   if (status?.phase === "failed") add("bad", `The run has failed: ${status.message || "no reason is known"}`);
   const ended = status && RUN_ENDED.includes(status.phase);
+  const waits = !ended && status?.waiting_for;
+  const waited = waits && status.waiting_since ? Math.max(0, now - status.waiting_since) : 0;
+  const waitsLong = waits && (waited >= LONG_WAIT_S || serious.some(said));
+  const waiting = () => `Waiting for ${duration(waited)} for ${visible(status.waiting_for)}`;
   if (!ended) {
     for (const what of shortPools(model)) add("warn", what);
     const quarantined = [...model.engines.values()].filter((e) => e.state === "quarantined");
     if (quarantined.length) add("warn", `${plural(quarantined.length, "engine is", "engines are")} quarantined.`);
     const sinceProgress = status ? now - status.updated_at : 0;
     const usual = Math.max(60, 10 * model.stepSeconds);
-    if (status?.updated_at && sinceProgress > usual) {
+    if (waitsLong) add("warn", waiting());
+    else if (!waits && status?.updated_at && sinceProgress > usual) {
       add("warn", `No progress for ${duration(sinceProgress)}; the last report was step ${status.step} (${status.phase}).`);
     }
   }
   const level = reasons.some((r) => r.level === "bad") ? "bad" : reasons.length ? "warn" : ended || !status ? "idle" : "ok";
+  if (waits && !waitsLong) reasons.push({ level: "idle", what: waiting() });
   const silenced = serious.filter((a) => a.silenced_by).length;
   if (silenced) reasons.push({ level: "idle", what: `${plural(silenced, "alert is", "alerts are")} silenced.` });
-  return { level, title: title(level, model), reasons };
+  return { level, title: title(level, model, waitsLong), reasons };
 }
 
-function title(level, model) {
+function title(level, model, waitsLong) {
   const { status } = model;
   const active = model.active().length;
   const operations = active ? ` ${plural(active, "operation")} running.` : "";
   if (level === "bad") return `Something is broken.${operations || " No operation is running."}`;
+  if (level === "warn" && waitsLong) return `The run waits.${operations}`;
   if (level === "warn") return `The job runs with warnings.${operations}`;
   if (!status) return "No run yet. The cluster is up.";
   if (status.phase === "finished") return `The run finished after ${plural(status.step, "step")}.`;

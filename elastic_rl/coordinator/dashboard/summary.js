@@ -1,7 +1,7 @@
 // The top of the page: the verdict with its reasons, and the run's numbers.
 
 import { el, keyed, since, text, attr } from "./dom.js";
-import { clock, duration, now, number, plural, seconds } from "./format.js";
+import { clock, duration, now, number, plural, seconds, visible } from "./format.js";
 import { verdict } from "./health.js";
 import { RUN_ENDED } from "./model.js";
 
@@ -57,13 +57,15 @@ export class Summary {
     attr(this.progress, "max", status?.steps || 1);
     attr(this.progress, "value", status?.step ?? 0);
     const left = status?.phase === "rl" ? (status.steps - status.step) * model.stepSeconds : 0;
-    text(this.eta, [status?.phase, left > 0 ? `${duration(left)} left at most` : ""].filter(Boolean).join(" · ")
+    const doing = [status?.phase, RUN_ENDED.includes(status?.phase) ? "" : visible(status?.stage)].filter(Boolean).join(": ");
+    text(this.eta, [doing, left > 0 ? `${duration(left)} left at most` : ""].filter(Boolean).join(" · ")
       + (status ? " · " : "no run"));
     if (status) since(this.changed, status.updated_at);
     this.#tile("reward", number(status?.reward, 3), trend(points.map((p) => p.reward)));
     const evaluated = points.filter((p) => p.eval_accuracy !== null && p.eval_accuracy !== undefined);
     this.#tile("eval_accuracy", number(status?.eval_accuracy, 3),
-      evaluated.length ? `after step ${evaluated.at(-1).step}` : "");
+      [evaluated.length ? `after step ${evaluated.at(-1).step}` : "", ...Object.entries(status?.eval_sets ?? {})
+        .slice(0, 3).map(([name, accuracy]) => `${visible(name)} ${number(accuracy, 3)}`)].filter(Boolean).join(" · "));
     const rates = points.slice(-20).filter((p) => p.seconds?.total > 0).map((p) => p.samples / p.seconds.total);
     this.#tile("throughput", rates.length ? number(mean(rates)) : "–", "samples/s, last 20 steps");
     this.#tile("step-time", seconds(model.stepSeconds), last ? slowest(last) : "");

@@ -7,28 +7,33 @@ All of it is in etcd: a leader that takes over finds what was recorded, what is 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Iterable
 
 from elastic_rl.config import FailurePolicyConfig
 from elastic_rl.coordinator.failure import policy
 from elastic_rl.coordinator.failure.policy import Fault
+from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.registry import Change
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.coordinator.targets import JOB, engine_target, name_of
+from elastic_rl.coordinator.targets import JOB, TRAINER, engine_target, name_of
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus, OperationState, Severity
+from elastic_rl.etcd.records import Event, JobStatus, OperationState, Severity
 from elastic_rl.etcd.transaction import GuardedWrite
 
 log = logging.getLogger(__name__)
 
 BY = "failure_policy"
 """Who asked for an operation of the failure policy."""
+_AGENT_ENDED = "trainer.agent_ended"
+_MAX_COUNTED = 256
 _FAULTS = {Change.DIED: Fault.DEAD, Change.HUNG: Fault.HUNG}
 
 
@@ -36,6 +41,7 @@ class FailureController:
     def __init__(self, etcd: EtcdClient, keys: Keys, cfg: FailurePolicyConfig, operations: OperationService,
                  guarded: GuardedWrite) -> None:
         self._etcd, self._keys, self._cfg, self._operations, self._guarded = etcd, keys, cfg, operations, guarded
+        self._counted: deque[str] = deque(maxlen=_MAX_COUNTED)
 
     def record_fault(self, member: LastSeen, change: Change, snapshot: ClusterSnapshot, writes: WriteSet) -> None:
         """Adds a fault to the log of its target, where the policy counts it or acts on it."""
@@ -48,6 +54,19 @@ class FailureController:
         reason = f"{member.role} {member.id} is {fault}"
         writes.put(self._keys.fault(target), revision, policy.record_fault(
             known, rule, reason, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
+
+    def record_reports(self, reported: Iterable[Event], snapshot: ClusterSnapshot) -> None:
+        """Adds the ends of the trainer's agent that the driver reported: one that ends before its ranks have registered
+        is no member's death. Each event counts once for this leader, however often it is read."""
+        for event in reported:
+            if event.kind != _AGENT_ENDED or event.id in self._counted or snapshot.run_over:
+                continue
+            known, revision = self._read(TRAINER)
+            writes, rule = WriteSet(), policy.rule_for(registry.TRAINER, Fault.DEAD)
+            writes.put(self._keys.fault(TRAINER), revision, policy.record_fault(
+                known, rule, event.message, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
+            if self._guarded(writes.compares, writes.ops):
+                self._counted.append(event.id)
 
     def act(self, snapshot: ClusterSnapshot) -> None:
         """Takes the actions that are due. Raises Fenced and EtcdUnavailable; then the next pass takes them."""

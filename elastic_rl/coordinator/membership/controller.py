@@ -1,16 +1,18 @@
-"""The leader's part of membership: writes down which members came, died, hang, resumed or were replaced, each together
-with its event, with what the failure policy records of it and, for an engine that died, with the end of its record."""
+"""The leader's part of membership: writes down which members came, are suspected, died, hang, resumed or were replaced,
+each together with its event, with what the failure policy records of it and, for an engine that died, with the end of
+its record."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from elastic_rl.config import Config
 from elastic_rl.coordinator.membership import hang_detection, registry
 from elastic_rl.coordinator.membership.hang_detection import HangLimits, IntervalLearner
 from elastic_rl.coordinator.membership.registry import BY_LEADER, Change, Heartbeat, LiveMember, MemberChange
+from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.membership.weight_outliers import outliers
 from elastic_rl.coordinator.records import LastSeen, ProgressIntervals
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
@@ -25,12 +27,20 @@ from elastic_rl.etcd.transaction import MAX_OPS, GuardedWrite, batches
 log = logging.getLogger(__name__)
 
 _EVENTS = {Change.DIED: ("dead", "died"), Change.HUNG: ("hung", "sends heartbeats but makes no progress"),
-           Change.RESUMED: ("resumed", "makes progress again")}
+           Change.RESUMED: ("resumed", "makes progress again"),
+           Change.SUSPECTED: ("suspected", "sends no heartbeats; it may be slow"),
+           Change.ALIVE: ("alive", "sends heartbeats again")}
 """Kind of the event and the verb of its message."""
+_FAULTS = (Change.DIED, Change.HUNG)
 _WITHOUT_EVENT = (Change.SEEN, Change.FORGOTTEN)
 """Changes without an event. Thousands come at once when a run starts or ends, and share transactions."""
 _WITHOUT_EVENT_BATCH = MAX_OPS // 2
 """Changes in one transaction, each with two comparisons at most: of the member's key and of its registry entry."""
+_SUSPICION = (Change.SUSPECTED, Change.ALIVE)
+"""They say little about one member, and nothing when they come by the hundred: etcd or a network was away for a while.
+"""
+_MAX_SUSPICION_EVENTS = 50
+"""Beyond so many in one pass they are written without events."""
 _MAX_WITHOUT_EVENT, _MAX_WITH_EVENT = 4000, 400
 """Changes that one pass writes; the next pass writes the others. A pass must end well within its deadline."""
 _REPORT_RECOVERY = (registry.ENGINE, registry.TRAINER)
@@ -49,6 +59,7 @@ class MembershipController:
         self._etcd, self._keys, self._cfg = etcd, keys, cfg
         self._record_fault, self._guarded = record_fault, guarded
         self._limits, self._learner = HangLimits.from_config(cfg.coordinator), IntervalLearner({})
+        self._suspicion = Suspicion.from_config(cfg.coordinator)
         self._heartbeats: dict[tuple[str, str, str], Heartbeat] = {}
         self._known: dict[tuple[str, str], tuple[int, LiveMember]] = {}
         """The live members of the last pass, with their mod revisions: most have not changed by the next one."""
@@ -61,15 +72,20 @@ class MembershipController:
     def update(self, snapshot: ClusterSnapshot) -> bool:
         """Brings the registry up to date; returns whether anything was written. Raises Fenced."""
         self._learn(snapshot)
-        live = self._live(snapshot)
+        reports = WitnessReports(snapshot.leader_time, snapshot.witnesses, snapshot.evidence)
+        live = self._live(snapshot, reports.loads)
         changes = registry.compare(
             snapshot.registry, live, now=snapshot.now, revision=snapshot.members_revision,
             last_heartbeats=self._heartbeats, epoch=snapshot.epoch, run_over=snapshot.run_over,
-            ended_epoch=snapshot.ended_epoch, coordinators=self._cfg.coordinator.replicas)
-        without_event = [c for c in changes if c.change in _WITHOUT_EVENT][:_MAX_WITHOUT_EVENT]
+            ended_epoch=snapshot.ended_epoch, coordinators=self._cfg.coordinator.replicas,
+            reports=reports, suspicion=self._suspicion)
+        quiet: tuple[Change, ...] = _WITHOUT_EVENT
+        if sum(c.change in _SUSPICION for c in changes) > _MAX_SUSPICION_EVENTS:
+            quiet += _SUSPICION
+        without_event = [c for c in changes if c.change in quiet][:_MAX_WITHOUT_EVENT]
         for batch in batches(without_event, _WITHOUT_EVENT_BATCH):
             self._write_together(snapshot, batch)
-        for change in [c for c in changes if c.change not in _WITHOUT_EVENT][:_MAX_WITH_EVENT]:
+        for change in [c for c in changes if c.change not in quiet][:_MAX_WITH_EVENT]:
             self._write(snapshot, change)
         return bool(changes)
 
@@ -106,14 +122,15 @@ class MembershipController:
         for intervals in self._learner.observe(snapshot.members):
             self._guarded([], [Op.put(self._keys.progress_intervals(intervals.role), intervals.encode())])
 
-    def _live(self, snapshot: ClusterSnapshot) -> dict[tuple[str, str], LiveMember]:
+    def _live(self, snapshot: ClusterSnapshot, loads: Mapping[str, float]) -> dict[tuple[str, str], LiveMember]:
+        """``loads``: per core, by machine."""
         before, self._known = self._known, {}
         for m in snapshot.members:
             key = self._keys.member(m.role, m.id)
             revision = snapshot.revision(key)
             known = before.get((m.role, m.id))
             if known is None or known[0] != revision:
-                hung = hang_detection.is_hung(m, self._learner.intervals, self._limits)
+                hung = hang_detection.is_hung(m, self._learner.intervals, self._limits, loads.get(m.machine, 0.0))
                 known = (revision, registry.live_member(m, key, snapshot.created(key), hung=hung))
                 if m.beat_at:
                     self._heartbeats[m.role, m.id, m.incarnation] = Heartbeat(m.beat_at, revision)
@@ -129,24 +146,26 @@ class MembershipController:
         """Writes changes without events in one transaction, or one by one if one of them is out of date."""
         together = WriteSet()
         for change in changes:
-            together.merge(self._draft(snapshot, change))
+            together.merge(self._draft(snapshot, change, with_event=False))
         if not self._guarded(together.compares, together.ops):
             for change in changes:
                 self._write(snapshot, change)
 
     def _write(self, snapshot: ClusterSnapshot, change: MemberChange) -> None:
         writes = self._draft(snapshot, change)
-        if self._guarded(writes.compares, writes.ops) and change.change in (Change.DIED, Change.HUNG):
-            log.warning("%s %s %s", *change.entry.name, _EVENTS[change.change][1])
+        if self._guarded(writes.compares, writes.ops) and change.change in _EVENTS:
+            log.log(logging.WARNING if change.change in _FAULTS else logging.INFO, "%s %s %s%s", *change.entry.name,
+                    _EVENTS[change.change][1], f": {change.why}" if change.why else "")
 
-    def _draft(self, snapshot: ClusterSnapshot, change: MemberChange) -> WriteSet:
+    def _draft(self, snapshot: ClusterSnapshot, change: MemberChange, *, with_event: bool = True) -> WriteSet:
         entry, live, writes = change.entry, change.live, WriteSet()
         key = self._keys.registry_entry(*entry.name)
         # A member that closed, or registered, since it was read must not get the fate of the one that was read.
         writes.require(Compare.create(live.key, "==", live.create_revision) if live is not None else
-                       Compare.absent(self._member_key(entry)))
+                       Compare.absent(self._keys.registration(*entry.name)))
         if change.change in (Change.FORGOTTEN, Change.REPLACED):
             writes.delete(key, snapshot.revision(key))
+            writes.add(Op.delete(self._keys.evidence(*entry.name)))
         else:
             writes.put(key, snapshot.revision(key), entry)
         match change.change:
@@ -159,22 +178,19 @@ class MembershipController:
                 self._record_fault(entry, change.change, snapshot, writes)
                 if change.change is Change.DIED:
                     self._end_engine(snapshot, entry, writes)
-            case Change.RESUMED:
+            case Change.RESUMED | Change.SUSPECTED | Change.ALIVE if with_event:
                 writes.add(events.put_op(self._keys, self._fault_event(snapshot, change)))
         return writes
-
-    def _member_key(self, entry: LastSeen) -> str:
-        return (self._keys.dcs_node(entry.id) if entry.role == registry.DCS
-                else self._keys.member(entry.role, entry.id))
 
     def _fault_event(self, snapshot: ClusterSnapshot, change: MemberChange) -> Event:
         entry = change.entry
         kind, verb = _EVENTS[change.change]
         who = f"{entry.role} {entry.id} (pid {entry.pid} on {entry.host})"
         doing = f" in {change.live.doing}" if change.live and change.change is Change.HUNG else ""
+        why = f": {change.why}" if change.why else ""
         return events.build(
-            f"{entry.role}.{kind}", entry.id, f"{who} {verb}{doing}",
-            severity=Severity.INFO if change.change is Change.RESUMED else Severity.ERROR, by=BY_LEADER, pid=entry.pid,
+            f"{entry.role}.{kind}", entry.id, f"{who} {verb}{doing}{why}",
+            severity=Severity.ERROR if change.change in _FAULTS else Severity.INFO, by=BY_LEADER, pid=entry.pid,
             incarnation=entry.incarnation, **self._detection_time(snapshot, change))
 
     def _detection_time(self, snapshot: ClusterSnapshot, change: MemberChange) -> dict[str, float]:

@@ -2,7 +2,10 @@
 
 A member sends heartbeats from a thread of its own and records progress from the thread that works. Both times come from
 the member's own clock, so ``beat_at - progress_at`` is right on any leader, whatever its clock says. A process that is
-stopped as a whole sends no heartbeats: its lease ends, and it is dead, not hung.
+stopped as a whole sends no heartbeats: a witness of its machine says so, and it is dead, not hung.
+
+On a machine with more work than cores everything takes longer than it used to, and nothing is wrong: there each limit
+is stretched by the load that the machine's witnesses report.
 """
 
 from __future__ import annotations
@@ -21,6 +24,15 @@ _KNOWN_AFTER = 3
 """Intervals of a phase after which its limit is learned; before, only the ceiling holds."""
 _FADE = 0.98
 """Fraction of the longest interval that is kept at each new one, so that one slow step is forgotten."""
+
+
+MAX_STRETCH = 4.0
+"""A limit is stretched at most so far by the load of a machine: a hang must be found there too."""
+
+
+def stretch(load_per_core: float) -> float:
+    """Factor for limits on time on a machine with so many threads per core that run or want to."""
+    return min(MAX_STRETCH, max(1.0, load_per_core))
 
 
 @dataclass(frozen=True)
@@ -60,9 +72,12 @@ def stalled_s(member: Member) -> float:
     return max(0.0, member.beat_at - member.progress_at)
 
 
-def is_hung(member: Member, intervals: Mapping[str, ProgressIntervals], limits: HangLimits) -> bool:
-    """Whether the member sends heartbeats but makes no progress. ``intervals``: by role."""
-    return not is_idle(member.phase) and stalled_s(member) > limit_s(intervals.get(member.role), member.phase, limits)
+def is_hung(member: Member, intervals: Mapping[str, ProgressIntervals], limits: HangLimits,
+            load_per_core: float = 0.0) -> bool:
+    """Whether the member sends heartbeats but makes no progress. ``intervals``: by role; ``load_per_core``: of its
+    machine."""
+    limit = limit_s(intervals.get(member.role), member.phase, limits) * stretch(load_per_core)
+    return not is_idle(member.phase) and stalled_s(member) > limit
 
 
 class IntervalLearner:

@@ -1,8 +1,8 @@
 """The member registry: which members were seen, so that a death is noticed, by this leader or by its successor.
 
 Each member that the leader sees gets an entry here, outside any lease. A member with an entry that is no longer
-registered has died. A clean close deletes the member's key and its entry in one transaction, so that it is never taken
-for a death. Pure.
+registered is suspected, and has died as soon as ``suspicion`` finds a reason to say so. A clean close deletes the
+member's key and its entry in one transaction, so that it is never taken for a death. Pure.
 
 What came before what is decided by etcd's revisions, never by clocks: the entry may be another leader's.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.records import DcsNode, Member
 
@@ -42,6 +43,7 @@ class LiveMember:
     key: str
     create_revision: int
     hung: bool = False
+    machine: str = ""
     doing: str = ""
     """Step and phase, for people."""
 
@@ -61,6 +63,10 @@ class Heartbeat(NamedTuple):
 class Change(StrEnum):
     SEEN = "seen"
     """A member is new."""
+    SUSPECTED = "suspected"
+    """It is no longer registered, and nothing says that its process has ended: it may be slow."""
+    ALIVE = "alive"
+    """It was suspected and is registered again: nothing has happened."""
     DIED = "died"
     RETURNED = "returned"
     HUNG = "hung"
@@ -79,32 +85,39 @@ class MemberChange:
     entry: LastSeen
     """The entry as it is to be written (REPLACED and FORGOTTEN: as it is, to be deleted)."""
     live: LiveMember | None = None
+    why: str = ""
+    """Of DIED, for people."""
 
 
 def live_member(member: Member, key: str, create_revision: int, *, hung: bool = False) -> LiveMember:
     return LiveMember(member.role, member.id, member.incarnation or str(member.pid), member.epoch, member.pid,
-                      member.host, key, create_revision, hung=hung, doing=f"step {member.step}, {member.phase}")
+                      member.host, key, create_revision, hung=hung, machine=member.machine,
+                      doing=f"step {member.step}, {member.phase}")
 
 
 def live_node(node: DcsNode, key: str, create_revision: int) -> LiveMember:
-    return LiveMember(DCS, node.id, f"{node.pid}:{node.port}", 0, node.pid, node.host, key, create_revision)
+    return LiveMember(DCS, node.id, f"{node.pid}:{node.port}", 0, node.pid, node.host, key, create_revision,
+                      machine=node.machine)
 
 
 def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[str, str], LiveMember], *, now: float,
             revision: int, last_heartbeats: Mapping[tuple[str, str, str], Heartbeat], epoch: int, run_over: bool,
-            coordinators: int, ended_epoch: int = 0) -> list[MemberChange]:
+            coordinators: int, reports: WitnessReports, suspicion: Suspicion, ended_epoch: int = 0
+            ) -> list[MemberChange]:
     """Compares the registry with who is registered.
 
     ``now``: unix seconds, only for people. ``revision``: of etcd, at which ``live`` was read. ``last_heartbeats``: by
-    role, id and incarnation. ``epoch``: the run's; members of
-    an older one were ended on purpose. ``run_over``: the job finished or failed, so the compute plane ends on purpose.
-    ``coordinators``: configured replicas; with that many alive a dead one is replaced. ``ended_epoch``: epochs up to
-    this one were ended by a global restart, drivers included.
+    role, id and incarnation. ``epoch``: the run's; members of an older one were ended on purpose. ``run_over``: the job
+    finished or failed, so the compute plane ends on purpose. ``coordinators``: configured replicas; with that many
+    alive a dead one is replaced. ``ended_epoch``: epochs up to this one were ended by a global restart, drivers
+    included.
     """
 
-    def dead(entry: LastSeen) -> LastSeen:
+    def silent(entry: LastSeen, **changes: float) -> LastSeen:
+        if entry.suspected:  # what registered meanwhile may be its replacement
+            return entry.replace(**changes)
         last = last_heartbeats.get((entry.role, entry.id, entry.incarnation))
-        return entry.replace(dead_at=now, dead_revision=last.revision if last else revision)
+        return entry.replace(dead_revision=last.revision if last else revision, **changes)
 
     changes = []
     for name, member in live.items():
@@ -116,7 +129,11 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
             if not (entry.reported and entry.incarnation == member.incarnation):
                 changes.append(MemberChange(Change.RETURNED, _seen(now, member), member))
         elif entry.incarnation != member.incarnation:
-            changes.append(MemberChange(Change.DIED, dead(entry), member))
+            changes.append(MemberChange(Change.DIED, silent(entry, dead_at=now), member,
+                                        "another process has its name"))
+        elif entry.suspected:
+            changes.append(MemberChange(Change.ALIVE, entry.replace(suspected_at=0.0, suspected_leader_s=0.0,
+                                                                    dead_revision=0), member))
         elif member.hung and not entry.hung_at:
             changes.append(MemberChange(Change.HUNG, entry.replace(hung_at=now), member))
         elif entry.hung_at and not member.hung:
@@ -129,14 +146,19 @@ def compare(registry: Mapping[tuple[str, str], LastSeen], live: Mapping[tuple[st
             changes.append(MemberChange(Change.FORGOTTEN, entry))
         elif entry.dead and peers.replace(entry, coordinators):
             changes.append(MemberChange(Change.REPLACED, entry))
-        elif not entry.dead:
-            changes.append(MemberChange(Change.DIED, dead(entry)))
+        elif entry.dead:
+            continue
+        elif why := suspicion.why_dead(entry, reports):
+            changes.append(MemberChange(Change.DIED, silent(entry, dead_at=now), why=why))
+        elif not entry.suspected:
+            changes.append(MemberChange(Change.SUSPECTED, silent(
+                entry, suspected_at=now, suspected_leader_s=reports.leader_s)))
     return changes
 
 
 def _seen(now: float, m: LiveMember) -> LastSeen:
     return LastSeen(role=m.role, id=m.id, incarnation=m.incarnation, epoch=m.epoch, pid=m.pid, host=m.host,
-                    first_seen=now)
+                    machine=m.machine, first_seen=now)
 
 
 def _end_expected(entry: LastSeen, *, epoch: int, run_over: bool, ended_epoch: int) -> bool:

@@ -24,6 +24,11 @@ from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.records import EngineState, Member, StepMetrics
 from elastic_rl.telemetry.metrics import PREFIX
 
+_MAX_NAMES = 16
+"""Series of one metric whose label is a name that users choose, such as that of a part of the reward."""
+_MAX_UPDATE_NAMES = 64
+"""The same of metrics of an update: more than a step has, since the actor limits those of an algorithm."""
+_MAX_NAME_CHARS = 64
 _SERVES = (EngineState.READY, EngineState.SYNCING, EngineState.DRAINING)
 
 
@@ -74,7 +79,8 @@ def read_counters(etcd: EtcdClient, snapshot: ClusterSnapshot) -> JobCounters:
 
 def families(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
     """Every metric of the job. One whose value is not known has no sample, so that it is not taken for 0. Pure."""
-    return [*_control(s, c), *_members(s, c), *_faults(c.statistics), *_run(s, c.last_step), *_pools(s), *_engines(s),
+    return [*_control(s, c), *_members(s, c), *_faults(c.statistics), *_run(s, c.last_step), *_waiting(s),
+            *_last_step(c.last_step), *_pools(s), *_engines(s),
             *_versions(s, c), *_nodes(s)]
 
 
@@ -134,6 +140,8 @@ def _members(s: ClusterSnapshot, c: JobCounters) -> list[Metric]:
     in_flight = [float(m.info["in_flight"]) for m in s.members if "in_flight" in m.info]
     return [
         _gauge("members", "Registered processes", "role", Counter(m.role for m in s.members)),
+        _gauge("members_suspected", "Members that send no heartbeats and may be slow or dead", "role",
+               Counter(e.role for e in s.registry.values() if e.suspected)),
         _gauge("member_heartbeat_age_seconds", "Age of the oldest last heartbeat among a role's members", "role",
                beats),
         _gauge("member_progress_age_seconds", "Longest time without progress among a role's members", "role",
@@ -184,6 +192,51 @@ def _run(snapshot: ClusterSnapshot, p: StepMetrics | None) -> list[Metric]:
              p.seconds.get("publish_stall") if p else None),
         _one("step_samples", "Samples that the last step was trained on", p.samples if p else None),
         _one("step_tokens", "Tokens that the last step was trained on, prompts included", p.tokens if p else None)]
+
+
+def _waiting(snapshot: ClusterSnapshot) -> list[Metric]:
+    s = snapshot.status
+    waits = s is not None and not snapshot.run_over and bool(s.waiting_kind)
+    kind = s.waiting_kind[:_MAX_NAME_CHARS] if s is not None else ""
+    since = s.waiting_since if s is not None else 0.0
+    return [
+        _gauge("run_waiting", "1 for the part of the system that the run waits for", "kind",
+               {kind: 1} if waits else {}),
+        _gauge("run_waiting_seconds", "For how long the run has been waiting for it", "kind",
+               {kind: max(0.0, snapshot.now - since)} if waits and since > 0 else {}),
+        _gauge("groups_dropped", "Prompt groups dropped on the record instead of being trained on, without those of "
+               "steps that were undone", "reason", _named(s.dropped_groups) if s is not None else {})]
+
+
+def _last_step(p: StepMetrics | None) -> list[Metric]:
+    lengths = p.response_tokens if p else {}
+    measured = p.throughput if p else {}
+    tflops = measured.get("tflops_per_rank")
+    return [
+        _gauge("step_update", "Metric of the last step's updates by its name in the docs", "metric",
+               _named(p.update, _MAX_UPDATE_NAMES) if p else {}),
+        _gauge("step_tokens_per_second", "Tokens of the last step by the time of the stage that made or trained them",
+               "stage", {stage: measured.get(f"{stage}_tokens_per_s") for stage in ("generate", "train")}),
+        _one("step_rank_flops_per_second", "Operations that the model needed for the last step's updates, of one rank",
+             tflops * 1e12 if tflops is not None else None),
+        _one("step_mfu_ratio", "Model FLOPs utilisation of the last step's updates", measured.get("mfu")),
+        _one("trainer_peak_memory_bytes", "Most memory that a rank of the trainer has used",
+             measured.get("peak_memory_bytes")),
+        _gauge("step_idle_seconds", "Part of the last step in which a stage waited for something else", "stage",
+               _named(p.idle_s) if p else {}),
+        _gauge("step_reward_part", "Mean of a part of the reward over the samples of the last step", "part",
+               _named(p.reward_parts) if p else {}),
+        _gauge("step_response_tokens", "Length of the responses of the last step", "statistic",
+               {name: lengths.get(name) for name in ("mean", "max")}),
+        _one("step_truncated_ratio", "Share of the last step's samples that ended at the limit of their length",
+             p.truncated if p and lengths else None),
+        _one("step_dropped_groups", "Prompt groups that the last step dropped instead of being trained on them",
+             p.dropped_groups if p else None)]
+
+
+def _named(values: Mapping[str, float], limit: int = _MAX_NAMES) -> dict[str, float]:
+    """The first ones by name, whose names become labels: nobody can make a Prometheus keep any number of series."""
+    return {name[:_MAX_NAME_CHARS]: values[name] for name in sorted(values)[:limit]}
 
 
 def _pools(s: ClusterSnapshot) -> list[Metric]:

@@ -16,9 +16,7 @@ from collections.abc import Collection
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.targets import engine_target, name_of
-from elastic_rl.etcd.records import EngineState, Member, Operation, OperationKind, OperationState
-
-_WORKING = ("sft", "rl", "finished")
+from elastic_rl.etcd.records import WORKING_PHASES, EngineState, Member, Operation, OperationKind, OperationState
 
 
 def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) -> Operation:
@@ -151,13 +149,13 @@ def _missing(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> st
                 return f"the run is still in epoch {snapshot.epoch}"
             # The status and the operation are compared by revision: their writers' clocks may differ.
             begun = snapshot.revision(snapshot.keys.job_status()) > snapshot.created(snapshot.keys.operation(op.id))
-            if snapshot.status is None or snapshot.status.phase not in _WORKING or not begun:
+            if snapshot.status is None or snapshot.status.phase not in (*WORKING_PHASES, "finished") or not begun:
                 return "the training loop has not begun again"
             return _missing_ranks(snapshot, before, trainer_ranks)
 
 
 def _missing_ranks(snapshot: ClusterSnapshot, before: Collection[str], trainer_ranks: int) -> str:
-    ranks = [m for m in _started_since(snapshot, registry.TRAINER, before) if m.phase in (*_WORKING, "train")]
+    ranks = [m for m in _started_since(snapshot, registry.TRAINER, before) if m.info.get("ready") is True]
     return "" if len(ranks) >= trainer_ranks else f"{len(ranks)} of {trainer_ranks} trainer ranks work"
 
 

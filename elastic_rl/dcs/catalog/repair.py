@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from elastic_rl.errors import ArenaFull, ChunkMissing, DiskFull, ElasticRLError,
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, Placement, Version, VersionState
+from elastic_rl.retry import backoff_s
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +82,7 @@ class Repairer:
             try:
                 lines += self._repair(entry, nodes, as_of, identity, guard)
             except ElasticRLError as e:
-                first_s, longest_s = _RETRY_S
-                pause_s = min(longest_s, first_s * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
-                self._failed[key] = (failures + 1, self._clock() + pause_s)
+                self._failed[key] = (failures + 1, self._clock() + backoff_s(failures + 1, *_RETRY_S))
                 lines.append(f"could not repair {key[0]} version {key[1]}: {e.message}")
             else:
                 self._failed.pop(key, None)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeptLease, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity, UploadTask, Version
+from elastic_rl.retry import backoff_s
 
 log = logging.getLogger(__name__)
 
@@ -361,8 +361,7 @@ class Uploader(threading.Thread):
                              Severity.WARNING, Compare.absent(self._keys.durable_failing()),
                              Op.put(self._keys.durable_failing(), b"{}"))
             self._step_down()
-        low, high = _RETRY_S
-        return min(high, low * 2 ** min(self._failures - 1, 10)) * random.uniform(0.5, 1.0)
+        return backoff_s(self._failures, *_RETRY_S)
 
     def _report_recovery(self) -> None:
         """Reports that versions are copied again, if a failure was reported, be it by another node."""

@@ -4,7 +4,7 @@ Knows neither etcd nor the network, so that it can run inside an inference engin
 a JSON-able dict that ``Pulled.reference()`` makes:
 
     {"format": 2, "path": arena file, "stream": str, "version": int, "map": [offset, bytes, digest],
-     "tensors": [[first, end], ...] or absent for all, "verify": bool}
+     "tensors": [[first, end], ...] or absent for all, "verify": bool, "once": bool or absent}
 
 ``map`` is the table of the version (``version_map``) in the arena. A reference is valid for as long as the process that
 made it keeps the version open.
@@ -60,7 +60,8 @@ def load_tensors(reference: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tens
     tensor lies in one piece, be it of several chunks: copy what you keep, write to none.
 
     With ``verify`` in the reference every chunk is verified before the first tensor is yielded, so that a corrupt
-    version is never applied in part. Raises ChunkCorrupt, and NodeUnavailable when the arena is gone.
+    version is never applied in part. With ``once`` the pages that were read leave this process's resident memory after
+    the last tensor (they stay in the arena). Raises ChunkCorrupt, and NodeUnavailable when the arena is gone.
     """
     if reference.get("format") != FORMAT:
         raise ChunkCorrupt(f"a reference has format {reference.get('format')}; this release reads {FORMAT}",
@@ -76,6 +77,8 @@ def load_tensors(reference: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tens
     _verify(arena, chunks, reference)
     for tensor in tensors:
         yield tensor.name, _tensor(arena, tensor)
+    if reference.get("once"):
+        _evict(path, spans)
 
 
 def read_map(path: str, offset: int, nbytes: int, digest: str) -> VersionMap:
@@ -159,6 +162,15 @@ def _map(path: str, start: int, end: int) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")  # it is not meant to be
         return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _evict(path: str, spans: Sequence[tuple[int, int]]) -> None:
+    """Views stay valid: reading them brings the pages back."""
+    with _lock:
+        for memory in (m for (mapped, _), m in _maps.items() if mapped == path):
+            for offset, nbytes in spans:
+                start = offset - offset % mmap.PAGESIZE
+                memory.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:

@@ -21,10 +21,11 @@ from elastic_rl.dcs.failpoints import reach
 from elastic_rl.dcs.fetch import mapping
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import Compacted, ElasticRLError, EtcdUnavailable
-from elastic_rl.etcd.client import EtcdClient, KeyValue, Watch
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.mirror import Mirror
 from elastic_rl.etcd.records import Version
 from elastic_rl.telemetry import traces
 
@@ -39,53 +40,24 @@ class HeadWatch:
     newest head that was not returned yet (those in between are skipped). For one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, stream: str) -> None:
-        self._etcd, self._key = etcd, keys.stream_head(stream)
+        self._key = key = keys.stream_head(stream)
+        self._head = Mirror(etcd, key, lambda kv: readable_one(kv, Version) if kv.key == key else None)
         self._seen = 0
-        self._watch: Watch | None = None
-        self._ready: Version | None = None
 
     def get(self, timeout_s: float) -> Version | None:
         """The next head, or None when none came in time. Raises EtcdUnavailable."""
         end = time.monotonic() + timeout_s
         while True:
-            if self._watch is None:
-                self._open()
-            assert self._watch is not None
             left = end - time.monotonic()
-            try:
-                event = self._watch.get(0 if self._ready else max(left, 0.0))
-            except Compacted:
-                self.close()
-                continue
-            except EtcdUnavailable:  # the watch was refused; a new one may be allowed later
-                self.close()
-                raise
-            if event is not None:
-                if event.type == "put" and event.kv.key == self._key:
-                    self._offer(event.kv)
-                continue  # there may be a newer one already
-            if self._ready is not None:
-                version, self._ready = self._ready, None
-                return version
-            if left <= 0 or self._watch.closed:
+            head = self._head.read(max(left, 0.0)).get(self._key)
+            if head is not None and head.number > self._seen:
+                self._seen = head.number
+                return head
+            if left <= 0:
                 return None
 
-    def _offer(self, kv: KeyValue) -> None:
-        version = readable_one(kv, Version)
-        if version is not None and version.number > self._seen:
-            self._seen, self._ready = version.number, version
-
-    def _open(self) -> None:
-        kvs, revision = self._etcd.range(self._key)
-        for kv in kvs:
-            if kv.key == self._key:
-                self._offer(kv)
-        self._watch = self._etcd.watch(self._key, start_revision=revision + 1)
-
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._head.close()
 
     def __enter__(self) -> Self:
         return self

@@ -39,6 +39,7 @@ from elastic_rl.dcs.fetch.model import (
     Transfer,
 )
 from elastic_rl.dcs.fetch.super_seeding import SuperSeeding
+from elastic_rl.retry import backoff_s
 
 _SAMPLES = 32
 """Finished transfers that the median is taken of."""
@@ -426,8 +427,8 @@ class FetchScheduler:
         self._recheck = True
 
     def _back_off(self, peer: PeerState, times: int, now: float) -> None:
-        pause = min(self.limits.backoff_s * 2 ** times, self.limits.backoff_max_s)
-        peer.not_before = max(peer.not_before, now + pause * self._random.uniform(0.75, 1.25))
+        pause_s = backoff_s(times + 1, self.limits.backoff_s, self.limits.backoff_max_s, self._random)
+        peer.not_before = max(peer.not_before, now + pause_s)
 
     def _resolve_suspects(self, now: float) -> ReadDurable | ChunkLost | None:
         """Decides on a chunk that no living node has, or that was tried too often."""

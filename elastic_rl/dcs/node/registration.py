@@ -49,6 +49,7 @@ class Registration:
         self._lease = self._etcd.keepalive(self._ttl_s)
         try:
             self._etcd.delete(self._key)
+            self._etcd.delete(self._keys.evidence("dcs", self._record.id))
             self._created = self._etcd.put(self._key, self._record.encode(), lease=self._lease.id)
         except BaseException:
             lease, self._lease = self._lease, None  # the next beat registers again

@@ -38,7 +38,9 @@ from elastic_rl.dcs.storage.disk import DiskFolder
 from elastic_rl.errors import Conflict, ElasticRLError, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.etcd.records import DcsNode
+from elastic_rl.etcd.witness import HostWitness
 from elastic_rl.runtime import freeze_heap
 from elastic_rl.telemetry import logs
 from elastic_rl.telemetry.log_files import LogRotation
@@ -67,7 +69,7 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         security.require_for(listener.getsockname()[0])
         record = DcsNode(id=node_id, host=dcs.advertise_host or dcs.host,
                          port=dcs.advertise_port or listener.getsockname()[1], pid=os.getpid(), arena_path="",
-                         arena_bytes=dcs.arena_bytes)
+                         arena_bytes=dcs.arena_bytes, machine=machine_id())
         Registration(etcd, keys, record, ttl_s).check_free()
         disk = _disk(cfg, node_id)
         if disk is not None:
@@ -99,6 +101,9 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
         registration = Registration(etcd, keys, record.replace(catalog=catalog, commits=commits), ttl_s)
         stack.callback(registration.remove)
         registration.put()
+        witness = HostWitness(etcd, keys, node_id, ttl_s=ttl_s)
+        witness.announce("dcs", node_id, f"{record.pid}:{record.port}")
+        stack.callback(witness.start().close)
         if durable is not None:
             uploader = Uploader(etcd, keys, dcs, table, node_id, durable)
             uploader.start()

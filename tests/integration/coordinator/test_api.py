@@ -17,6 +17,8 @@ from support.coordinators import AUTH, OPERATOR
 from support.etcd_server import EtcdServers
 
 from elastic_rl import runtime
+from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.etcd.client import Op
 from elastic_rl.etcd.records import (
     Engine,
     EngineState,
@@ -26,6 +28,7 @@ from elastic_rl.etcd.records import (
     OperationKind,
     OperationState,
     PoolSpec,
+    SampleRecord,
     StepMetrics,
     Version,
     VersionState,
@@ -81,6 +84,18 @@ def test_pages_of_every_listing_hold_everything_once(cluster: ApiCluster, api: h
     problem(api.get("/v1/engines?limt=3"), 422, "unknown-parameter")
 
 
+def test_members_that_are_suspected_have_a_listing_of_their_own(cluster: ApiCluster, api: httpx.Client) -> None:
+    keys, names = cluster.keys, [f"{n:02d}" for n in range(10)]
+    # The leader clock never comes so far that they are dead.
+    quiet = LastSeen(role="quiet", id="", incarnation="i", first_seen=1.0, suspected_at=2.0, suspected_leader_s=1e9)
+    cluster.bulk([(keys.registry_entry("quiet", n), quiet.replace(id=n, dead_at=3.0 * (int(n) % 2))) for n in names]
+                 + [(keys.member("quiet", "well"), Member(role="quiet", id="well", pid=1, host="h"))])
+    found = walk(api, "members?role=quiet&suspected=true", 2)
+    assert [(m["id"], m["phase"]) for m in found] == [(n, "suspected") for n in names[::2]]
+    assert {m["id"] for m in walk(api, "members?suspected=true", 3)} >= set(names[::2])
+    assert [m["id"] for m in walk(api, "members?role=quiet", 3)] == ["well"]
+
+
 def test_pages_repeat_and_omit_nothing_while_items_come_and_go(cluster: ApiCluster,
                                                                                       api: httpx.Client
                                                                                       ) -> None:
@@ -134,6 +149,32 @@ def test_operations_are_filtered_by_state(cluster: ApiCluster, api: httpx.Client
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
+def test_samples_come_newest_step_first_are_filtered_and_paged(cluster: ApiCluster, api: httpx.Client) -> None:
+    keys = cluster.keys
+    cluster.bulk([(keys.sample(slot), SampleRecord(step=step, group=group, index=index, reward=reward,
+                                                   finish_reason="length" if index else "stop"))
+                  for slot, (step, group, index, reward) in enumerate([
+                      (9, 72, 0, 0.5), (8, 64, 1, None), (10, 80, 3, 1.0), (10, 80, 0, 0.0), (10, 79, 5, -1.5)])])
+    cluster.etcd.put(keys.sample(7), b"no record")  # of a newer release, or damaged
+    try:
+        ordered = [(10, 79, 5), (10, 80, 0), (10, 80, 3), (9, 72, 0), (8, 64, 1)]
+
+        def found(query: str = "") -> list[tuple[int, int, int]]:
+            return [(s["step"], s["group"], s["index"]) for s in walk(api, f"samples{query}", 2)]
+
+        assert found() == ordered
+        assert found("?step=10") == ordered[:3]
+        assert found("?step=10&group=80") == ordered[1:3]
+        assert found("?min_reward=0.5") == [(10, 80, 3), (9, 72, 0)]
+        assert found("?max_reward=-1") == [(10, 79, 5)]
+        assert found("?finish_reason=stop") == [(10, 80, 0), (9, 72, 0)]
+        for bad in ("min_reward=nan", "max_reward=inf", "step=-1", "group=x", "after=bm8", "after=MTox", "rewards=1"):
+            assert api.get(f"/v1/samples?{bad}").status_code == 422, bad
+        assert api.get("/v1/samples", headers={"Authorization": "Bearer nobody's"}).status_code == 401
+    finally:
+        cluster.etcd.txn([], [Op.delete_prefix(keys.samples_prefix())])
+
+
 def test_dry_run_of_each_change_changes_nothing(cluster: ApiCluster, api: httpx.Client,
                                                                          pool: str,
                                                                           engine: str) -> None:

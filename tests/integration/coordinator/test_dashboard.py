@@ -24,11 +24,13 @@ from elastic_rl.etcd.records import (
     PoolSpec,
     PoolStatus,
     RestartRequest,
+    SampleRecord,
     Severity,
     Silence,
     StepMetrics,
 )
 from elastic_rl.host import processes
+from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: bash ops/setup.sh")
 pytestmark = needs_chromium
@@ -260,10 +262,145 @@ def test_text_of_records_is_never_markup(show: Open, cluster: ApiCluster) -> Non
     assert page.locator("#events img, #events b").count() == 0
 
 
+HOSTILE = ("<script>window.owned = 1</script><img src=x onerror='window.owned = 2'> \x1b[2J \x00 "
+           "\u202eright to left\u202c \u0634\u0643\u0631\u0627 \x9b31m ")
+
+
+def put_samples(cluster: ApiCluster) -> None:
+    """Three samples of steps 38 to 40, the last one hostile and long."""
+    samples = [SampleRecord(step=38 + n, group=8 * n, index=n, prompt=f"2 + {n} =", response=str(2 + n), reward=n / 2,
+                            advantage=n - 1.0, reward_parts={"answer": 1.0}, finish_reason="stop", versions=[39],
+                            at=time.time()) for n in range(3)]
+    samples[2] = samples[2].replace(response=HOSTILE + "x" * 2000, finish_reason="<b>length</b>", cut=True,
+                                    reward_parts={"<i>answer</i>": 1.0})
+    cluster.bulk([(cluster.keys.sample(n), sample) for n, sample in enumerate(samples)])
+
+
+def test_samples_are_read_on_demand_and_filtered(show: Open, cluster: ApiCluster) -> None:
+    put_samples(cluster)
+    page = show(role="viewer")
+    asked: list[str] = []
+    page.on("request", lambda r: asked.append(r.url) if "/v1/samples" in r.url else None)
+    expect(page.locator("#samples li.sample")).to_have_count(0)
+    assert asked == []  # nobody looks at them
+    page.get_by_role("button", name="Show samples").click()
+    expect(page.locator("#samples li.sample")).to_have_count(3)
+    expect(page.locator("#samples li.sample").first).to_contain_text("Step 40, group 16, sample 2")
+    page.get_by_label("Largest reward").fill("0")
+    expect(page.locator("#samples li.sample")).to_have_count(1)
+    expect(page.locator("#samples li.sample pre").first).to_have_text("2 + 0 =")
+    page.get_by_label("Step", exact=True).fill("40")
+    expect(page.locator("#samples")).to_contain_text("No sample matches")
+    page.get_by_role("button", name="Hide samples").click()
+    expect(page.locator("#samples-panel")).to_be_hidden()
+
+
+def test_hostile_sample_is_shown_as_text(show: Open, cluster: ApiCluster) -> None:
+    put_samples(cluster)
+    page = show(width=360)
+    page.get_by_role("button", name="Show samples").click()
+    first = page.locator("#samples li.sample").first
+    response = first.get_by_role("group", name="Response")
+    expect(response).to_contain_text("<script>window.owned = 1</script><img src=x")
+    expect(response).to_contain_text("\u241b[2J \u2400 \u27e8U+202E\u27e9right to left\u27e8U+202C\u27e9")
+    expect(response).to_contain_text("\u27e8U+009B\u27e931m")
+    expect(first).to_contain_text("<b>length</b>")
+    expect(first).to_contain_text("<i>answer</i> 1")
+    assert page.locator("#samples :is(script, img, b, i)").count() == 0
+    assert page.evaluate("window.owned") is None
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert response.evaluate("node => node.clientHeight") < 400
+
+
+def test_page_says_what_the_run_waits_for(show: Open, cluster: ApiCluster) -> None:
+    page, key = show(), cluster.keys.job_status()
+    status = read(cluster, key, JobStatus)
+    waits = status.replace(stage="generate", waiting_for="an engine that serves <b>v42</b>", waiting_kind="engines",
+                           waiting_since=time.time() - 30)
+    try:
+        cluster.etcd.put(key, waits.encode())
+        expect(page.locator("#reasons")).to_contain_text("s for an engine that serves <b>v42</b>")
+        expect(page.locator("#tile-step")).to_contain_text("rl: generate")
+        cluster.etcd.put(key, waits.replace(waiting_since=time.time() - 200).encode())
+        expect(page.locator("#reasons")).to_contain_text("Waiting for 3 min 2")
+        expect(page.locator("#verdict")).to_contain_text(re.compile("The run waits|Something is broken"))
+        assert page.locator("#reasons b").count() == 0
+    finally:
+        cluster.etcd.put(key, status.encode())
+    expect(page.locator("#reasons")).not_to_contain_text("Waiting for")
+
+
+def test_idle_time_is_stacked_by_stage_and_lengths_are_charted(show: Open, cluster: ApiCluster) -> None:
+    page = show()
+    idle = page.locator("#metric-idle")
+    expect(page.locator("#metric-reward")).to_be_visible()
+    expect(idle).to_be_hidden()  # no step of this run has one
+    waits = {"generate": 0.5, "train": 0.25, **{f"stage {n}": 0.01 * (n + 1) for n in range(6)}}
+    point = StepMetrics(step=42, at=time.time(), reward=0.5, samples=32, idle_s=waits, truncated=0.25,
+                        response_tokens={"mean": 12.5, "max": 32.0})
+    cluster.etcd.put(cluster.keys.step_metrics(42), point.encode())
+    try:
+        expect(idle.locator(".value")).to_have_text("0.96 s")
+        expect(idle.locator(".legend li")).to_have_count(6)
+        expect(idle.locator(".legend")).to_contain_text("generate 0.50")
+        expect(idle.locator(".legend")).to_contain_text("others 0.06")
+        expect(idle.locator("polygon.area")).to_have_count(6)
+        expect(page.locator("#metric-response-length")).to_contain_text("12.5 tokens")
+        expect(page.locator("#metric-response-length")).to_contain_text("max 32")
+        expect(page.locator("#metric-truncated .value")).to_have_text("25.0 %")
+        idle.get_by_text("as a table").click()
+        expect(idle.locator("tbody tr").first).to_contain_text("0.96, generate 0.50, train 0.25")
+    finally:
+        cluster.etcd.delete(cluster.keys.step_metrics(42))
+
+
+def test_updates_throughput_and_parts_of_the_reward_are_charted(show: Open, cluster: ApiCluster) -> None:
+    page = show()
+    expect(page.get_by_role("heading", name="Throughput")).to_be_visible()
+    expect(page.get_by_role("heading", name="Policy update")).to_be_hidden()  # no step of this run has one
+    point = StepMetrics(step=42, at=time.time(), reward=0.5, samples=32, seconds={"total": 2.0, "publish_stall": 0.5},
+                        reward_parts={"answer": -0.25, "format": 1.0},
+                        update={"kl": 0.00123, "entropy": 1.5, "clip_fraction": 0.025, "advantage_std": 0.75,
+                                "advantage_min": -2.5, "lr": 1e-5, "<b>own</b>": 7.0},
+                        throughput={"train_tokens_per_s": 27_812.5, "mfu": 0.4125, "peak_memory_bytes": 3.0 * 2**30})
+    cluster.etcd.put(cluster.keys.step_metrics(42), point.encode())
+    try:
+        for chart, value in {"kl": "0.0012 nats", "entropy": "1.50 nats", "clip-fraction": "2.50 %", "lr": "1.0e-5",
+                             "train-rate": "27.8k tokens/s", "mfu": "41.3 %", "memory": "3 GiB",
+                             "step-time": "2.00 s"}.items():
+            expect(page.locator(f"#metric-{chart} .value")).to_have_text(value)
+        for chart, legend in {"reward-parts": "answer -0.250", "advantage-std": "min -2.50",
+                              "step-time": "publish stall 0.50"}.items():
+            expect(page.locator(f"#metric-{chart} .legend")).to_contain_text(legend)
+        expect(page.locator("#metric-reward-parts polyline.partLine")).to_have_count(2)
+        own = page.locator("#metric-own-0")
+        expect(own.locator(".name")).to_have_text("<b>own</b>")
+        expect(own.locator(".value")).to_have_text("7")
+        for unknown in ("kl-reference", "generate-rate", "gate-mean"):
+            expect(page.locator(f"#metric-{unknown}")).to_be_hidden()
+        page.locator("#metric-reward-parts").get_by_text("as a table").click()
+        expect(page.locator("#metric-reward-parts tbody tr").first).to_contain_text("format 1.000, answer -0.250")
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    finally:
+        cluster.etcd.delete(cluster.keys.step_metrics(42))
+
+
+def test_charts_are_of_metrics_that_a_step_reports() -> None:
+    script = Path(dashboard.__file__).with_name("step_metrics.js").read_text()
+    charted = set(re.findall(r'(?:update|rate)\("(\w+)"', script)) | set(re.findall(r'\w+: "(\w+_\w+)"', script))
+    assert charted - {"eval_accuracy"} <= UPDATE.keys() | THROUGHPUT.keys()
+    shown = set(re.findall(r'"(\w+)"', re.search(r"SHOWN = new Set\(\[(.*?)\]", script, re.DOTALL)[1]))
+    assert UPDATE.keys() <= charted | shown and THROUGHPUT.keys() <= charted, "each has a chart"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_phone_does_not_scroll_sideways_and_colours_follow_the_system(show: Open, scheme: str) -> None:
     page = show(width=360, color_scheme=scheme)
     expect(page.locator("#engines tbody tr").first).to_be_visible()
+    expect(page.locator("#metric-reward svg polyline").first).to_be_visible()
+    expect(page.locator("#metric-step-time")).to_be_hidden()  # engines are below, and would be far below
+    page.get_by_role("heading", name="Throughput").click()
+    expect(page.locator("#metric-step-time svg polygon").first).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.get_by_role("button", name="Scale pool rollout").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -272,9 +409,12 @@ def test_phone_does_not_scroll_sideways_and_colours_follow_the_system(show: Open
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_accessibility_violation(show: Open, scheme: str) -> None:
+def test_axe_finds_no_accessibility_violation(show: Open, cluster: ApiCluster, scheme: str) -> None:
     page = show(color_scheme=scheme)
     expect(page.locator("#engines tbody tr").first).to_be_visible()
+    put_samples(cluster)
+    page.get_by_role("button", name="Show samples").click()
+    expect(page.locator("#samples li.sample")).to_have_count(3)
     for step in ("the page", "a dialog"):
         if step == "a dialog":
             page.get_by_role("button", name="Scale pool rollout").click()

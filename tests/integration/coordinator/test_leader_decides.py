@@ -42,11 +42,13 @@ POOL = "rollout"
 
 @pytest.fixture
 def cfg(keys: Keys) -> Config:
-    return parse({"job": "x", "coordinator": {"lease_ttl_s": 2, "reconcile_interval_s": 0.1, "hang_min_s": 1.0,
-                                              "hang_max_s": 2.0, "hang_factor": 2.0},
-                  "trainer": {"tensor_parallel": 1},
-                  "failure_policy": {"max_faults": 1, "fault_merge_s": 0.1, "backoff_initial_s": 0.1,
-                                     "max_global_restarts": 2}})
+    cfg = parse({"job": "x", "coordinator": {"lease_ttl_s": 2, "reconcile_interval_s": 0.1, "host_lost_s": 0.2},
+                 "trainer": {"tensor_parallel": 1, "data_parallel": 1},
+                 "failure_policy": {"max_faults": 1, "fault_merge_s": 0.1, "backoff_initial_s": 0.1,
+                                    "max_global_restarts": 2}})
+    # Not validated: nothing works here, so no wait of the work bounds these from below.
+    return cfg.model_copy(update={"coordinator": cfg.coordinator.model_copy(
+        update={"hang_min_s": 1.0, "hang_max_s": 2.0, "hang_factor": 2.0})})
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ class Plane:
     def member(self, role: str, member_id: str, phase: str = "rl", epoch: int = 0) -> Membership:
         member = Membership(self.etcd, self.keys, role, member_id, ttl_s=2, epoch=epoch).start()
         self.members.append(member)
-        member.progress(1, phase)
+        member.progress(1, phase, ready=True)
         return member
 
     def close(self) -> None:
@@ -335,6 +337,32 @@ def test_repeated_deaths_lead_to_a_global_restart_and_then_to_the_end_of_the_run
     assert len(events_of(etcd, keys, "run.crash_loop")) == 1
     assert len(events_of(etcd, keys, "run.global_restart")) == 1, "the second one would not have helped"
     assert FaultLog.decode(etcd.get(keys.fault("job")).value).pending is RecoveryAction.NONE
+
+
+def test_agent_that_ends_before_its_ranks_have_registered_uses_up_the_trainers_budget(
+        lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys) -> None:
+    """Budget 1. No member dies: the driver's reports are all that the leader sees."""
+    leader = lead("a")
+    etcd.put(keys.job_status(), JobStatus(phase="rl", step=7).encode())
+    fencing.raise_epoch(etcd, keys, "driver-1")
+
+    def agent_ends() -> None:
+        revision = log_revision()
+        events.emit(etcd, keys, "trainer.agent_ended", "trainer", "the trainer agent ended (exit code 2)")
+        wait_until(lambda: log_revision() > revision, timeout_s=20, what="the fault in the log")
+
+    def log_revision() -> int:
+        found = etcd.get(keys.fault("trainer"))
+        return found.mod_revision if found else 0
+
+    agent_ends()
+    seen = time.monotonic()
+    wait_until(lambda: time.monotonic() > seen + 0.5, timeout_s=5, what="further passes, and the faults to be apart")
+    assert not open_requests(etcd, keys), "one report counts once, in however many passes"
+    agent_ends()
+    request = wait_until(lambda: open_requests(etcd, keys).get("job"), timeout_s=20, what="the global restart")
+    assert "2 faults of trainer" in request.reason
+    leader.close()
 
 
 @pytest.mark.parametrize("skew_s", [3600.0, -3600.0])

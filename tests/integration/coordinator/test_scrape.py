@@ -17,7 +17,7 @@ from support.monitoring import expressions, metrics_of, promtool
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.membership import LEASE_HEARTBEATS, Membership
 from elastic_rl.etcd.records import (
     DcsNode,
     Engine,
@@ -75,7 +75,8 @@ def a_job(etcd: EtcdClient, keys: Keys) -> None:
         keys.pool_status("rollout"): PoolStatus(name="rollout", ready=1, starting=1, draining=0),
         keys.engine("e1"): engine, keys.stream_head("policy"): version, keys.version("policy", 4): version,
         keys.job_status(): JobStatus(phase="rl", step=3, steps=9, started_at=now - 100, productive_s=50.0, reward=0.5),
-        keys.step_metrics(3): StepMetrics(step=3, at=now, reward=0.5, seconds={"total": 1.0, "train": 0.5}),
+        keys.step_metrics(3): StepMetrics(step=3, at=now, reward=0.5, seconds={"total": 1.0, "train": 0.5},
+                                         update={"kl": 0.01}, throughput={"mfu": 0.4}),
         keys.dcs_node("n0"): DcsNode(id="n0", host="h", port=1, pid=1, arena_path="", arena_bytes=100, used_bytes=60,
                                      disk_bytes=1000, disk_used_bytes=10),
     }.items():
@@ -107,7 +108,7 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_exported(
         assert found["engine_version_lag", (("engine", "e1"),)] == 1
         assert found["dcs_arena_used_bytes", (("node", "n0"),)] == 60
         assert 0 <= found["member_heartbeat_age_seconds", (("role", "rollout"),)] < 5
-        assert 0 <= found["member_lease_left_seconds", (("role", "rollout"),)] <= 5
+        assert 0 <= found["member_lease_left_seconds", (("role", "rollout"),)] <= 5 * LEASE_HEARTBEATS
         assert 0 <= found["leader_lease_left_seconds", ()] <= 2
         assert found["etcd_member_up", (("endpoint", replicas.etcd_servers[0]),)] == 1
         assert found["etcd_db_bytes", (("endpoint", replicas.etcd_servers[0]),)] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from support.etcd_server import EtcdServers
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, StepMetrics
-from elastic_rl.roles.run_log import JobStatusWriter
+from elastic_rl.pipeline.run_log import JobStatusWriter
 from elastic_rl.runtime import wait_until
 
 
@@ -21,8 +24,9 @@ def point(step: int, total_s: float = 2.0) -> StepMetrics:
     return StepMetrics(step=step, at=step, reward=step / 10, policy_version=step + 1, seconds={"total": total_s})
 
 
-def writer(etcd: EtcdClient, keys: Keys) -> JobStatusWriter:
-    return JobStatusWriter(etcd, keys, epoch=fencing.current_epoch(etcd, keys), steps=100, seed=0)
+def writer(etcd: EtcdClient, keys: Keys, clock: Callable[[], float] = time.time) -> JobStatusWriter:
+    return JobStatusWriter(etcd, keys, FencedWriter.of_epoch(etcd, keys, fencing.current_epoch(etcd, keys)), steps=100,
+                           seed=0, clock=clock)
 
 
 def points(etcd: EtcdClient, keys: Keys) -> list[StepMetrics]:
@@ -83,3 +87,67 @@ def test_leader_downsamples_step_metrics(etcd_servers: EtcdServers, etcd: EtcdCl
         assert kept[0] == 1 and kept[-50:] == list(range(251, 301)) and 75 <= len(kept) <= 100
     finally:
         replicas.close()
+
+
+def status_of(etcd: EtcdClient, keys: Keys) -> JobStatus:
+    return JobStatus.decode(etcd.get(keys.job_status()).value)
+
+
+def test_status_says_what_the_run_waits_for_until_it_goes_on(etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    now = [1000.0]
+    status = writer(etcd, keys, lambda: now[0])
+    status.activity("generate", "engines", "an engine that serves version 2")
+    assert etcd.get(keys.job_status()) is None  # it may be over in a moment
+    now[0] += 2.0
+    status.activity("generate", "engines", "an engine that serves version 2")
+    found = status_of(etcd, keys)
+    assert (found.stage, found.waiting_kind, found.waiting_since) == ("generate", "engines", 1000.0)
+    status.write("rl", metrics=point(1), step=1)  # it still waits
+    assert status_of(etcd, keys).waiting_for == "an engine that serves version 2"
+    status.activity("train")
+    found = status_of(etcd, keys)
+    assert (found.stage, found.waiting_for, found.waiting_kind, found.waiting_since) == ("train", "", "", 0.0)
+
+
+def test_next_actor_does_not_repeat_the_wait_of_the_last_one(etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    etcd.put(keys.job_status(), JobStatus(phase="rl", step=3, stage="generate", waiting_kind="engines",
+                                          waiting_for="an engine", waiting_since=5.0).encode())
+    writer(etcd, keys).activity("source")
+    found = status_of(etcd, keys)
+    assert (found.step, found.stage, found.waiting_kind, found.waiting_since) == (3, "source", "", 0.0)
+
+
+def test_finished_run_waits_for_nothing(etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    now = [1000.0]
+    status = writer(etcd, keys, lambda: now[0])
+    status.activity("train", "trainer", "the trainer group")
+    now[0] += 5.0
+    status.activity("train", "trainer", "the trainer group")
+    status.write("failed", message="ended by its operator")
+    assert (status_of(etcd, keys).stage, status_of(etcd, keys).waiting_kind) == ("", "")
+
+
+def test_activity_of_an_older_epoch_is_refused(etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "first")
+    old = writer(etcd, keys)
+    fencing.raise_epoch(etcd, keys, "second")
+    with pytest.raises(Fenced):
+        old.activity("train")
+
+
+def test_dropped_groups_are_summed_by_reason_without_undone_steps(etcd: EtcdClient, keys: Keys) -> None:
+    fencing.raise_epoch(etcd, keys, "test")
+    status = writer(etcd, keys)
+    for step in range(1, 5):
+        status.write("rl", step=step, metrics=point(step).replace(
+            dropped_groups=step, dropped_by_reason={"equal rewards": step - 1}))
+    assert status_of(etcd, keys).dropped_groups == {"equal rewards": 6, "other": 4}
+    status.resume("rl", 2)
+    assert status_of(etcd, keys).dropped_groups == {"equal rewards": 1, "other": 2}
+    status.write("rl", step=3, metrics=point(3).replace(
+        dropped_groups=100, dropped_by_reason={f"reason {n}": 1 for n in range(100)}))
+    found = status_of(etcd, keys).dropped_groups
+    assert len(found) <= 17 and sum(found.values()) == 103

@@ -20,9 +20,9 @@ from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.errors import TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.trainer.async_publish import AsyncPublisher, InFlightPublish
-from elastic_rl.trainer.owned_tensors import OwnedTensorWriter
-from elastic_rl.trainer.parallel import ParallelDims
+from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
+from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
+from elastic_rl.trainer.megatron.parallel import ParallelDims
 
 TENSORS = 6
 STREAMS = ("policy", "trainer_state")

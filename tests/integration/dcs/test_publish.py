@@ -30,9 +30,9 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
 from elastic_rl.runtime import free_port, wait_until
-from elastic_rl.trainer.async_publish import AsyncPublisher, InFlightPublish
-from elastic_rl.trainer.owned_tensors import OwnedTensorWriter
-from elastic_rl.trainer.parallel import ParallelDims
+from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
+from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
+from elastic_rl.trainer.megatron.parallel import ParallelDims
 
 ALONE = ParallelDims(0, 1, 1, 0, 1, 0, torch.device("cpu"))
 

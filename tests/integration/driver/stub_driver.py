@@ -1,15 +1,18 @@
 """``stub_driver.py BEHAVIOUR --context FILE --id NAME``: begins an epoch as a driver does, and then does nothing.
 
 BEHAVIOUR: ``works`` ends when its epoch is over, as the driver does, or when the job has finished; ``hangs`` ends only
-by a signal; ``crashes`` ends by itself before it begins an epoch, ``crashes-later`` after it.
+by a signal; ``hangs-until-finished`` ends when the job has finished; etcd may be away meanwhile; ``crashes`` ends by
+itself before it begins an epoch, ``crashes-later`` after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 
+from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
@@ -32,6 +35,11 @@ if __name__ == "__main__":
         if args.behaviour == "crashes-later":
             sys.exit(1)
         while True:
+            if args.behaviour == "hangs-until-finished":
+                with contextlib.suppress(EtcdUnavailable):
+                    found = etcd.get(ctx.keys.job_status())
+                    if found is not None and JobStatus.decode(found.value).phase == "finished":
+                        sys.exit(0)
             if args.behaviour == "works":
                 found = etcd.get(ctx.keys.job_status())
                 if found is not None and JobStatus.decode(found.value).phase == "finished":

@@ -153,11 +153,24 @@ def test_request_from_before_the_first_start_is_carried_out_by_it(job: Supervise
 
 
 @pytest.mark.parametrize("behaviour", ["crashes", "crashes-later"])
-def test_driver_that_crashes_without_progress_is_restarted_three_times(job: SupervisedJob, behaviour: str) -> None:
+def test_run_whose_driver_crashes_without_progress_ends_by_the_rule_for_crash_loops(job: SupervisedJob, behaviour: str
+                                                                                    ) -> None:
+    job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=7, steps=20).encode())
     job.start(behaviour)
     assert job.end() == 1
-    assert len(job.starts()) == 4
+    assert len(job.starts()) == job.ctx.config.failure_policy.max_global_restarts == 4
     assert [m.rpartition(" ")[2] for m in job.events()] == ["1", "2", "3", "4"]
+    status = JobStatus.decode(job.etcd.get(job.keys.job_status()).value)
+    assert (status.phase, status.step, status.steps) == ("failed", 7, 20) and "crash loop" in status.message
+    assert [e.kind for e in events.recent(job.etcd, job.keys)][-1] == "run.crash_loop"
+
+
+def test_driver_that_crashes_and_makes_progress_in_between_is_restarted_without_end(job: SupervisedJob) -> None:
+    job.start("crashes-later")
+    for step in range(1, 8):
+        wait_until(lambda step=step: len(job.starts()) >= step, timeout_s=60, what=f"driver {step}")
+        job.etcd.put(job.keys.job_status(), JobStatus(phase="rl", step=step).encode())
+    assert job.code is None
 
 
 def test_end_of_a_driver_that_another_one_fenced_off_is_not_reported(job: SupervisedJob) -> None:

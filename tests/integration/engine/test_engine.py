@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_testbed import PROMPT, EngineTestbed, await_gone, sglang_files
+from support.engine_testbed import EngineTestbed, await_gone, sglang_files
 from support.otlp_collector import Collector, Span, collecting
 
 from elastic_rl.dcs.fetch.puller import Puller
@@ -31,12 +31,15 @@ def test_engine_serves_the_published_version_and_follows_the_next_one_in_place(t
     assert testbed.workers()[engine.url]
     testbed.assert_serves()
 
-    # Log-probs are those of the distribution that was sampled from.
-    for sample in testbed.ask(n=8, temperature=1.0):
-        ids = torch.tensor([PROMPT + sample.token_ids])
-        logprobs = testbed.model(ids).logits[0, len(PROMPT) - 1:-1].log_softmax(-1)
-        picked = logprobs.gather(1, ids[0, len(PROMPT):, None])[:, 0]
-        assert torch.allclose(picked, torch.tensor(sample.logprobs), atol=1e-4)
+    # One sequence alone, and a batch of many that differ in length, which takes another way through attention.
+    testbed.assert_logprobs(testbed.ask(n=1, temperature=1.0))
+    testbed.assert_logprobs(testbed.ask(n=64, temperature=1.0, tokens=40))
+
+    # The same seed samples the same, and each sample of a request differs from the others.
+    drawn = testbed.ask(n=8, temperature=1.0, seed=5)
+    assert [s.response_ids for s in testbed.ask(n=8, temperature=1.0, seed=5)] == [s.response_ids for s in drawn]
+    assert len({s.response_ids for s in drawn}) > 1
+    assert [s.response_ids for s in testbed.ask(n=8, temperature=1.0, seed=6)] != [s.response_ids for s in drawn]
 
     testbed.publish(seed=2)
     updated = testbed.wait_ready(engine_id)
@@ -115,7 +118,7 @@ def test_request_in_flight_survives_an_update_and_names_both_versions(testbed: E
         testbed.wait_ready(engine_id)
         thread.join(60)
         assert_complete(answers)
-        if any(a.versions == [before, after] for a in answers):
+        if any(a.versions == (before, after) for a in answers):
             return
     pytest.fail("no request was in flight when the weights changed")
 

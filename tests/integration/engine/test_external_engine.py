@@ -12,6 +12,9 @@ import ray
 from support.engine_testbed import EngineTestbed, ForeignServer
 
 from elastic_rl.driver.external_engines import ExternalEngines
+from elastic_rl.driver.placement import stop_all
+from elastic_rl.engine.router import RouterClient
+from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.processes import stop
@@ -37,14 +40,25 @@ def drivers(testbed: EngineTestbed, foreign: ForeignServer) -> Iterator[Callable
     made: list[ExternalEngines] = []
 
     def make(ctx: RunContext) -> ExternalEngines:
-        made.append(ExternalEngines(ctx, testbed.etcd, lambda phase: None, POOL))
+        made.append(ExternalEngines(ctx, testbed.etcd, POOL, unroute=unroute))
         return made[-1]
+
+    def unroute(url: str) -> None:
+        """As the driver's supervisor of the router does it, in its own time."""
+        router = RouterClient(testbed.ctx.router_url)
+        router.request_remove(router.worker_ids().get(url, []))
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     yield make
     for each in made:
-        each.close()
+        detach(each)
     ray.shutdown()
+
+
+def detach(driver: ExternalEngines) -> None:
+    """As the end of the driver does it."""
+    stop_all(driver.placed, timeout_s=10.0)
+    driver.forget()
 
 
 def version(server: ForeignServer) -> str:
@@ -106,9 +120,10 @@ def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
 
     # Its runner is killed: the server is unrouted, and the driver does not serve it again.
     incarnation = testbed.record("x0").incarnation
-    ray.kill(driver._served["x0"].placed.actor)
+    driver._served["x0"].placed.kill()
     assert await_end(testbed, driver, foreign.url)
-    assert foreign.url not in testbed.workers() and testbed.record("x0") is None
+    testbed.await_unrouted(foreign.url)
+    assert testbed.record("x0") is None
     assert kinds(testbed, "x0")[-2:] == ["engine.dead", "engine.removed"]
     assert testbed.events("x0")[-2].data["incarnation"] == incarnation
     assert version(foreign) == str(testbed.published)
@@ -116,7 +131,7 @@ def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
     # Registered again. The next driver serves it under its own epoch; then it is deregistered, and drained.
     register(testbed, "x1", foreign.url)
     await_ready(testbed, driver, "x1")
-    driver.close()
+    detach(driver)
     assert foreign.url not in testbed.workers() and version(foreign) == str(testbed.published)
     epoch = testbed.raise_epoch()
     driver = drivers(testbed.ctx)
@@ -141,18 +156,22 @@ def test_external_engine_serves_over_two_drivers_and_its_server_outlives_it(
 def test_runner_of_an_older_epoch_touches_nothing_of_its_successor(testbed: EngineTestbed,
                                                                    foreign: ForeignServer) -> None:
     """An external engine keeps its id and its server over drivers, so two runners of it can meet."""
+    def await_ready_event(runner: EngineRunner) -> None:
+        wait_until(lambda: runner._member.incarnation in {
+            e.data["incarnation"] for e in testbed.events("x3") if e.kind == "engine.ready"}, timeout_s=60,
+            what="the runner's event engine.ready, which follows its record")
+
     stale = testbed.start_engine("x3", external_url=foreign.url)
     thread = testbed.threads["x3"]
     testbed.wait_ready("x3")
+    await_ready_event(stale)  # before the epoch that would fence it
     testbed.raise_epoch()
     successor = testbed.start_engine("x3", external_url=foreign.url)
     testbed.publish(seed=5)
     wait_until(lambda: testbed.record("x3").incarnation == successor._member.incarnation, timeout_s=60,
                what="the successor's record")
     testbed.wait_ready("x3")
-    wait_until(lambda: successor._member.incarnation in {
-        e.data["incarnation"] for e in testbed.events("x3") if e.kind == "engine.ready"}, timeout_s=60,
-        what="the successor's event")
+    await_ready_event(successor)
     before = len(testbed.events("x3"))
     stale.stop()
     thread.join(60)

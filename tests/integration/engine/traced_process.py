@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from elastic_rl.data.samples import Prompt
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
 from elastic_rl.telemetry import traces
@@ -32,10 +35,10 @@ def ask(ctx: RunContext) -> None:
     role = RolloutRole(ctx)
     try:
         version = reads.head(role.etcd, ctx.keys, "policy").number
-        request = GenerationRequest([[5, 6, 3, 4, 7]] * 4, samples_per_prompt=2, temperature=1.0, max_new_tokens=4,
-                                    stop_token_ids=[], min_version=version)
+        request = GenerationRequest(tuple(PromptRequest(i, Prompt((5, 6, 3, 4, 7)), Sampling(4), 2)
+                                          for i in range(4)), version)
         groups = asyncio.run(role.generate(request))
-        assert all(sample.version == version for group in groups for sample in group)
+        assert all(sample.versions == (version,) for group in groups for sample in group)
     finally:
         role.close()
 

@@ -9,13 +9,14 @@ import pytest
 from support.etcd_server import EtcdServers
 from support.tcp_link import Links
 
-from elastic_rl.data.ledger import Ledger
 from elastic_rl.errors import Compacted
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, Op, Page
+from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import LedgerEntry
+from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.etcd.transaction import batches
+from elastic_rl.pipeline.run_log import JobStatusWriter
 
 RECORDS, RECORD_BYTES = 1200, 10_000
 
@@ -121,19 +122,20 @@ def test_pages_shrink_until_one_arrives_in_time(etcd_servers: EtcdServers, etcd:
     assert len(kvs) == 4 and all(len(kv.value) == 300_000 for kv in kvs)
 
 
-def test_rewind_of_a_large_ledger_reads_only_what_it_deletes(etcd_servers: EtcdServers, etcd: EtcdClient,
-                                                             keys: Keys) -> None:
-    """As after months of steps: the ledger is far larger than what a recovery has the time to read."""
+def test_rewind_of_a_long_run_reads_only_the_metrics_that_it_deletes(etcd_servers: EtcdServers, etcd: EtcdClient,
+                                                                     keys: Keys) -> None:
+    """As after months of steps: there are far more metrics than a recovery has the time to read."""
     epoch = fencing.raise_epoch(etcd, keys, "test").number
-    steps = [LedgerEntry(step=n, epoch=epoch, groups=list(range(n * 1000, n * 1000 + 1000)), samples=8000)
+    steps = [StepMetrics(step=n, at=0.0, reward=0.5, seconds={f"phase {i} of a step": 1.5 for i in range(300)})
              for n in range(1, 1201)]
-    for batch in batches([Op.put(keys.ledger(e.step), e.encode()) for e in steps]):
+    for batch in batches([Op.put(keys.step_metrics(m.step), m.encode()) for m in steps]):
         etcd.txn([], batch)
     with Links() as links:
         link = links.add(int(etcd_servers.endpoints[0].rpartition(":")[2]), 1e6)
         with EtcdClient([f"127.0.0.1:{link.port}"], call_timeout_s=0.5, retry_budget_s=5.0) as far:
-            assert Ledger(far, keys).rewind(1190, epoch=epoch) == list(range(1191, 1201))
-    assert [e.step for e in Ledger(etcd, keys).entries()] == list(range(1, 1191))
+            JobStatusWriter(far, keys, FencedWriter.of_epoch(far, keys, epoch), steps=2000, seed=0).resume("rl", 1190)
+    left = [StepMetrics.decode(kv.value).step for kv in etcd.range(keys.steps_prefix())[0]]
+    assert left == list(range(1, 1191))
 
 
 def test_page_has_all_the_keys_that_were_requested_also_over_a_slow_link(etcd_servers: EtcdServers, etcd: EtcdClient,

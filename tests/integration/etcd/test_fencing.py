@@ -12,14 +12,17 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
 from elastic_rl.etcd.transaction import Compare, Relation
-from elastic_rl.roles.run_log import JobStatusWriter
+from elastic_rl.pipeline.run_log import JobStatusWriter
 from elastic_rl.runtime import wait_until
 
 
 def test_job_status_of_an_old_epoch_is_refused(etcd: EtcdClient, keys: Keys) -> None:
-    old = JobStatusWriter(etcd, keys, epoch=fencing.raise_epoch(etcd, keys, "first").number, steps=9, seed=0)
+    def writer(holder: str) -> fencing.FencedWriter:
+        return fencing.FencedWriter.of_epoch(etcd, keys, fencing.raise_epoch(etcd, keys, holder).number)
+
+    old = JobStatusWriter(etcd, keys, writer("first"), steps=9, seed=0)
     old.write("rl", step=3)
-    new = JobStatusWriter(etcd, keys, epoch=fencing.raise_epoch(etcd, keys, "second").number, steps=9, seed=0)
+    new = JobStatusWriter(etcd, keys, writer("second"), steps=9, seed=0)
     new.write("rl", step=2)
     with pytest.raises(Fenced):
         old.write("rl", step=4)
@@ -54,10 +57,11 @@ def test_event_of_a_superseded_leader_is_refused(etcd: EtcdClient, keys: Keys) -
     try:
         wait_until(lambda: election.is_leader, timeout_s=10, what="the leader")
         assert election.writer.emit("pool.scaled", "rollout", "m") is not None
+        held = election.guard
         etcd.delete(keys.leader("a"))  # its lease ended by etcd's clock, and not yet by its own
-        assert election.is_leader
+        unaware = FencedWriter(etcd, keys, lambda: held, "the term of replica a")
         with pytest.raises(Fenced, match="the term of replica a is over"):
-            election.writer.emit("pool.scaled", "rollout", "m")
+            unaware.emit("pool.scaled", "rollout", "m")
         assert len(events.recent(etcd, keys)) == 1
     finally:
         election.stop()

@@ -17,7 +17,8 @@ from support.etcd_server import EtcdServers
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
-from elastic_rl.etcd.records import Member
+from elastic_rl.etcd.records import Evidence, Finding, Member
+from elastic_rl.etcd.transaction import Op
 from elastic_rl.host.processes import spawn
 from elastic_rl.runtime import wait_until
 
@@ -75,6 +76,19 @@ def test_member_registers_again_after_losing_its_lease(etcd: EtcdClient, keys: K
         again = etcd.get(keys.member("dcs", "node-1"))
         assert again is not None and again.lease != first.lease
         assert Member.decode(again.value).incarnation == member.incarnation
+
+
+def test_member_whose_entry_a_witness_has_ended_registers_again_without_the_evidence(etcd: EtcdClient, keys: Keys
+                                                                                    ) -> None:
+    with Membership(etcd, keys, "actor", "a", ttl_s=TTL_S).start() as member:
+        assert etcd.count(f"{keys.root}processes/") == 1
+        evidence = Evidence(role="actor", id="a", incarnation=member.incarnation, finding=Finding.STOPPED, at=1.0,
+                            by="w")
+        etcd.txn([], [Op.delete(keys.member("actor", "a")), Op.put(keys.evidence("actor", "a"), evidence.encode())])
+        wait_until(lambda: members(etcd, keys, "actor"), timeout_s=TTL_S + 15, what="the second registration")
+        assert members(etcd, keys, "actor")[0].incarnation == member.incarnation
+        assert etcd.count(keys.evidence_prefix()) == 0
+    assert etcd.count(f"{keys.root}processes/") == 0
 
 
 def test_younger_of_two_members_with_one_name_stays(etcd: EtcdClient, keys: Keys) -> None:

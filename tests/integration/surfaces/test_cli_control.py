@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +25,24 @@ from support.etcd_server import EtcdServers
 
 from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
+from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, Operation, PoolSpec, RestartRequest
+from elastic_rl.etcd.records import (
+    Engine,
+    EngineState,
+    ExternalEngine,
+    Operation,
+    PoolSpec,
+    RestartRequest,
+    SampleRecord,
+)
 from elastic_rl.runtime import wait_until
 
 POOL = "rollout"
-_LIMIT_S = 30.0
+_LIMIT_S = 120.0
 
 
 @dataclass
@@ -397,11 +407,48 @@ def test_status_shows_leader_pools_and_members(control: Control, run: Run) -> No
         assert any(line.split()[:1] == ["leader"] and "http://" in line for line in stdout.splitlines())
         assert any(line.split()[:2] == [POOL, "1"] for line in stdout.splitlines())
         assert "advantages-0" in run("members", "--role", "advantages")[1]
+        quiet = LastSeen(role="advantages", id="advantages-1", incarnation="i", first_seen=1.0, suspected_at=2.0,
+                         suspected_leader_s=1e9)  # the leader clock never comes so far that it is dead
+        control.etcd.put(control.keys.registry_entry("advantages", "advantages-1"), quiet.encode())
+        for command in (["status"], ["members", "--role", "advantages"]):
+            (row,) = [line for line in run(*command)[1].splitlines() if "advantages-1" in line]
+            assert row.split()[-1] == "suspected"
         found = json.loads(run("status", "-o", "json")[1])
         assert found["job"]["job"] == control.keys.job and len(found["pools"]) == 1
         assert _completed(control, "elastic-rl restart roles/") == ["roles/advantages"]
     finally:
         member.close()
+
+
+_HOSTILE = "<script>alert(1)</script> \x1b[2J\x1b]0;owned\x07 \u202eright\u202c \x00 \x9b31m [red]markup[/red] "
+
+
+def _samples(control: Control) -> None:
+    for slot, (step, reward) in enumerate([(1, 0.0), (2, 1.0)]):
+        record = SampleRecord(
+            step=step, group=step, index=0, prompt=f"prompt of {step}", response=_HOSTILE + "x" * 2000, reward=reward,
+            reward_parts={"answer": reward, "\x1b[5m": 1.0}, finish_reason="stop\x1b[31m", versions=[3, 4])
+        control.etcd.put(control.keys.sample(slot), record.encode())
+
+
+@pytest.mark.parametrize("output", [(), ("-o", "wide"), ("--full",), ("-o", "json")], ids=" ".join)
+def test_samples_cannot_steer_the_terminal(control: Control, run: Run, output: Sequence[str]) -> None:
+    _samples(control)
+    code, stdout, stderr = run("samples", "--min-reward", "0.5", *output)
+    assert code == Exit.OK, stderr
+    assert "prompt of 1" not in stdout
+    assert "<script>alert(1)</script>" in stdout and "[red]markup[/red]" in stdout  # as text, nothing is swallowed
+    assert not {c for c in stdout if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs")}
+    if output == ("-o", "json"):
+        assert json.loads(stdout)[0]["response"].startswith(_HOSTILE)
+
+
+def test_samples_show_whole_texts_on_demand(control: Control, run: Run) -> None:
+    _samples(control)
+    assert run("samples")[1].count("x" * 200) == 0
+    whole = run("samples", "--full", "--step", "2")[1]
+    assert "x" * 2000 in whole and "prompt of 2" in whole and "prompt of 1" not in whole
+    assert run("samples", "--step", "77")[1].strip() == "none"
 
 
 def _completed(control: Control, line: str) -> list[str]:

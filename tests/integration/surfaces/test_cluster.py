@@ -20,18 +20,19 @@ from elastic_rl import runtime
 from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.config import Config, parse
+from elastic_rl.config.fixed_settings import fixed_settings
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import TOKEN_FILE, Security
-from elastic_rl.errors import EtcdUnavailable, PreflightFailed
+from elastic_rl.errors import DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import PoolSpec
-from elastic_rl.host import etcd_server, processes
+from elastic_rl.etcd.records import JobSpec, JobStatus, PoolSpec
+from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, local_cluster, processes
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 
 ARENA_BYTES = 32 << 20
@@ -113,6 +114,7 @@ def test_up_starts_and_repairs_a_cluster_and_down_leaves_nothing(make: Make) -> 
     assert second["coordinator-0"] != first["coordinator-0"], "only the killed one is restarted"
     assert {k: v for k, v in second.items() if k != "coordinator-0"} == {
         k: v for k, v in first.items() if k != "coordinator-0"}
+    assert repaired == info, "clients find it at the address that it had"
     assert all(httpx.get(f"{url}/healthz", timeout=5).status_code == 200 for url in repaired.coordinators)
 
     for name in first:
@@ -276,6 +278,38 @@ def test_cluster_on_an_external_etcd_needs_no_settings_again(
     assert chunk.exists(), "the external etcd still lists it"
     code, said = _run(capsys, "up", *job)
     assert code == Exit.USAGE and "lists the versions" in said
+
+
+def test_train_that_is_refused_leaves_the_cluster_that_was_there(make: Make, tmp_path: Path,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """Taking it down would delete everything that the job has."""
+    cluster = make(coordinator={"replicas": 1})
+    info, keys = cluster.up(), Keys(cluster.cfg.job)
+    pids = _pids(cluster)
+    with EtcdClient(info.etcd_endpoints) as etcd:
+        etcd.put(keys.job_spec(), JobSpec(settings=fixed_settings(cluster.cfg)).encode())
+        etcd.put(keys.job_status(), JobStatus(phase="rl", step=3, steps=150).encode())
+    job = [f"--job={cluster.cfg.job}", f"--run_dir={tmp_path}"]
+    code, said = _run(capsys, "train", "--with-cluster", "--seed=1", *job)
+    assert code == Exit.USAGE and "seed was 0 and is now 1" in said and "--from-job" in said
+    assert cluster_settings.stored(cluster.dir)["seed"] == 0, "the next start would be refused too"
+    assert _pids(cluster) == pids, "the cluster was taken down"
+
+
+def test_another_command_is_waited_for_and_down_goes_on_without_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    cluster = make(coordinator={"replicas": 1})
+    cluster._say = said.append
+    cluster._make_folder()
+    monkeypatch.setattr(local_cluster, "_LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(local_cluster, "_DOWN_LOCK_TIMEOUT_S", 0.2)
+    with cluster_lock.held(cluster.dir, timeout_s=0.0):
+        with pytest.raises(DeadlineExceeded, match="another command is starting or stopping the services"):
+            cluster.up()
+        assert not _pids(cluster) and not (cluster.dir / "config.yaml").exists()
+        assert cluster.down() == [] and "another command" in said[0]
+    with cluster_lock.held(cluster.dir, timeout_s=0.0):
+        pass
 
 
 def test_taken_port_is_reported_with_its_setting(make: Make) -> None:

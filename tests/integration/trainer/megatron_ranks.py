@@ -13,38 +13,78 @@ import os
 import signal
 import sys
 import traceback
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from elastic_rl.config import Config
-from elastic_rl.data.tasks import Addition
+from elastic_rl.algorithms.registry import ALGOS, AlgorithmSpec, algorithm_of
+from elastic_rl.config import AlgorithmConfig, Config
+from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.samples import Prompt, Sample, Segment
+from elastic_rl.data.sources import make_source
+from elastic_rl.dcs.publish.part_writer import _view_of
+from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.runtime import die_with_parent
-from elastic_rl.trainer import megatron_cpu, parallel
-from elastic_rl.trainer.batch import TrainBatch
-from elastic_rl.trainer.model import ModelArch, Policy
-from elastic_rl.trainer.optimizer import Adam
-from elastic_rl.trainer.pipeline import run
-from elastic_rl.trainer.snapshot import extras, owned_tensors, restore, weights
+from elastic_rl.trainer.checkpoint.snapshot import StateLoader, extras, owned_tensors, reference, weights
+from elastic_rl.trainer.megatron import megatron_cpu, parallel
+from elastic_rl.trainer.megatron.optimizer import Adam
+from elastic_rl.trainer.megatron.pipeline import run
+from elastic_rl.trainer.megatron.policy import ModelArch, Policy
+from elastic_rl.trainer.micro_batches import ModelInput
+from elastic_rl.trainer.progress import Progress
+from elastic_rl.trainer.reference import Reference
 from elastic_rl.trainer.step import TrainStep
+from elastic_rl.trainer.throughput import Throughput
 
 BUCKET = 1 << 16
+_ADDITIONS = {"entropy_coef": 0.3, "kl_coef": 0.5, "tis_cap": 1.1}
+ALL = "gspo with all"
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name, "constant_length_tokens": 9} for name, spec in ALGOS.items() if spec.advantages},
+    **{f"grpo, {aggregate} aggregate": {"aggregate": aggregate, "constant_length_tokens": 7}
+       for aggregate in ("token", "sequence", "constant")},
+    **{f"grpo with {setting}": {setting: value} for setting, value in _ADDITIONS.items()},
+    ALL: {"name": "gspo", **_ADDITIONS, "kl_estimator": "k2"}}
+"""Settings of the algorithm whose gradients are compared, by a name for them."""
+CUTS: dict[str, dict[str, Any]] = {
+    "small micro-batches": {"micro_batch_size": 7}, "budget": {"micro_batch_tokens": 40},
+    "packed": {"micro_batch_tokens": 40, "packing": True},
+    "packed again": {"micro_batch_tokens": 40, "packing": True},
+    "packed, one sequence each": {"micro_batch_tokens": 1, "packing": True}}
+"""Settings of the trainer under which gradients are the same, by a name for them."""
 
 
-def synthetic(cfg: Config, samples: int) -> TrainBatch:
-    """Right and wrong answers of several lengths, with advantages of both signs; the same on every rank."""
-    problems = (Addition(cfg.data, 0).train * 2)[:samples]
-    prompt, width = len(problems[0].prompt_ids), len(problems[0].answer_ids)
-    tokens = torch.tensor([p.prompt_ids + p.answer_ids for p in problems])
+def synthetic(cfg: Config, samples: int) -> Batch:
+    """Right and wrong answers of several lengths, with advantages of both signs; the same on every rank. Some have a
+    segment in between that is not trained on."""
+    prompts = (list(make_source(cfg).train) * 2)[:samples]
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, width + 1, (samples,), generator=generator)
-    tokens[torch.arange(tokens.shape[1])[None] >= (prompt + lengths)[:, None]] = 0
-    mask = torch.arange(width)[None] < lengths[:, None]
-    return TrainBatch(tokens=tokens, prompt_len=torch.full((samples,), prompt), response_len=lengths,
-                      engine_logprobs=torch.randn(samples, width, generator=generator).mul(0.1).sub(2.7) * mask,
-                      advantages=torch.randn(samples, generator=generator), groups=torch.arange(8),
-                      policy_versions=torch.ones(samples, dtype=torch.int64))
+    rows: list[tuple[Prompt, Sample]] = []
+    for i, prompt in enumerate(prompts):
+        answer = prompt.answer_ids or ()
+        n = int(torch.randint(1, len(answer) + 1, (), generator=generator))
+        logprobs = torch.randn(n, generator=generator).mul(0.1).sub(2.7).tolist()
+        segments = [Segment(answer[:n], tuple(logprobs), version=1)]
+        if i % 3 == 0:
+            segments = [Segment(answer[:1], tuple(logprobs[:1]), version=1), Segment((5, 6), loss=False),
+                        Segment(answer[1:n], tuple(logprobs[1:]), version=2)]
+        rows.append((prompt, Sample(tuple(segments))))
+    return collate(rows, torch.randn(samples, generator=generator).tolist())
+
+
+def with_reference(cfg: Config, vocab: int) -> Batch:
+    """Of tokens below ``vocab``, with log-probs of a made-up reference policy."""
+    batch = synthetic(cfg, 64)
+    generator = torch.Generator().manual_seed(1)
+    reference = batch["old_logprobs"] + torch.randn(batch["old_logprobs"].shape, generator=generator) * 0.2
+    return Batch({**batch.tensors, "ref_logprobs": reference, "tokens": batch["tokens"].clamp(max=vocab - 1)})
 
 
 def logits(policy: Policy, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -60,47 +100,338 @@ def logits(policy: Policy, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         return part.new_zeros(())
 
     with torch.no_grad():
-        run(policy, [tokens], finish, train=False)
+        run(policy, [ModelInput(tokens)], finish, train=False)
     return out
 
 
-def state(policy: Policy, adam: Adam) -> dict[str, torch.Tensor]:
-    """The tensors of a trainer_state that this rank owns."""
-    return {name: t.clone() for _, name, t in (*weights(policy, BUCKET), *extras(policy, adam, BUCKET))}
+def state(policy: Policy, adam: Adam, kept: Reference | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a trainer_state that this rank owns. A publish would store each, though some are in one memory one
+    after the other."""
+    out: dict[str, torch.Tensor] = {}
+    views: dict[Any, torch.Tensor] = {}  # keeps the tensors, so that no other gets their memory
+    for _, name, t in chain(weights(policy, BUCKET), chain.from_iterable(extras(policy, adam, BUCKET))):
+        assert _view_of(t) not in views, name
+        out[name], views[_view_of(t)] = t.clone(), t
+    if kept is None:
+        return out
+    with kept.in_place():
+        return out | {name: t.clone() for _, name, t in reference(policy, BUCKET)}
 
 
-def perform(scenario: str, model: Path, state_file: str, folder: Path, cfg: Config, par: parallel.ParallelDims
-            ) -> dict[str, torch.Tensor]:
+def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path, cfg: Config,
+            par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
     """Performs a scenario on a new model; returns the tensors of its result that this rank owns."""
     policy = Policy(ModelArch.read(model), cfg, par)
     adam = Adam(policy, cfg)
     train_step = TrainStep(policy, adam, cfg, par)
-    if scenario == "restore":
-        restore(policy, adam, load_file(state_file), updates=2)
-        return state(policy, adam)
+    kept = Reference(policy, None, BUCKET)
+    if scenario in ("restore", "resume"):
+        restore(policy, adam, kept, state_file, updates=2 * cfg.train.updates_per_step)
+        return state(policy, adam, kept) if scenario == "restore" else steps(train_step, range(3, 5))
+    if scenario == "go back":
+        return go_back(train_step, kept, state_file)
+    if scenario == "refused":
+        try:
+            restore(policy, adam, kept, state_file, updates=1)
+        except ConfigError as e:
+            return {f"refused {par.rank}": torch.frombuffer(bytearray(str(e).encode()), dtype=torch.uint8)}
     policy.load_folder(model)
     if scenario == "logits":
         tokens = load_file(folder.parent / "tokens.safetensors")["tokens"].clamp(max=policy.arch.vocab - 1)
         return logits(policy, tokens) | {name: t for _, name, t in weights(policy, BUCKET)}
     if scenario == "gradients":
-        from megatron.core.distributed import finalize_model_grads
-        metrics = train_step.gradients(synthetic(cfg, 64))
-        finalize_model_grads([policy.ddp])
-        grads = owned_tensors(policy, {n: p.main_grad for n, p in policy.parameters()}, BUCKET)
-        loss = {"loss": torch.tensor([metrics["loss"]])} if par.rank == 0 else {}
-        return loss | {name: t for _, name, t in grads}
-    if scenario == "train":
-        batch = synthetic(cfg, 64)
-        metrics_of_steps = [train_step.train(batch, step) for step in (1, 2)]
-        (folder / f"metrics-{par.rank}.json").write_text(json.dumps(metrics_of_steps))
+        return gradients(train_step, algorithm_of(cfg), synthetic(cfg, 64))
+    if scenario == "one sample":
+        return one_sample(train_step)
+    if scenario in ("algorithms", "padded"):
+        chosen = VARIANTS if scenario == "algorithms" else {ALL: VARIANTS[ALL]}
+        return {f"{variant}/{name}": t for variant, found in of_variants(chosen, policy, adam, cfg, par)
+                for name, t in found.items()}
+    if scenario == "packed":
+        packed = with_trainer(cfg, micro_batch_tokens=37, packing=True, recompute="full")
+        return gradients(loaded(model, packed, par), algorithm_of(cfg), synthetic(cfg, 64))
+    if scenario == "cuts":
+        return cuts(model, cfg, par)
+    if scenario == "recompute":
+        return recompute(model, cfg, par)
+    if scenario == "failing":
+        return failing(policy, adam, cfg, par)
+    if scenario == "corrected":
+        corrected = with_algorithm(cfg, tis_cap=1.1)
+        metrics_of_step = TrainStep(policy, adam, corrected, par).train(
+            synthetic(cfg, 64).shares(par.dp)[par.dp_rank], "rl", 1)
+        return {k: torch.tensor([v]) for k, v in metrics_of_step.items() if k != "train_s"} if par.rank == 0 else {}
+    if scenario == "load":
         return state(policy, adam)
+    if scenario == "undisturbed":
+        return steps(train_step, range(1, 5))
+    if scenario == "recorded":
+        return recorded(train_step)
+    if scenario == "throughput":
+        return throughput(train_step)
+    if scenario == "reference":
+        return frozen(policy, adam, cfg, par)
+    if scenario.startswith("drift "):
+        return drift(float(scenario.removeprefix("drift ")), policy, adam, cfg, par)
+    if scenario == "train":
+        kept.renew(Progress("rl"))
+        batch = synthetic(cfg, 64).shares(par.dp)[par.dp_rank]
+        metrics_of_steps = [train_step.train(batch, "rl", step) for step in (1, 2)]
+        (folder / f"metrics-{name}-{par.rank}.json").write_text(json.dumps(metrics_of_steps))
+        return state(policy, adam, kept)
     raise ValueError(scenario)
+
+
+def throughput(train_step: TrainStep) -> dict[str, torch.Tensor]:
+    """What torch counts in a forward and a backward pass over samples of one length and over some of several lengths,
+    and what the rank reports of one second of that."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    policy, par, cfg = train_step.policy, train_step.par, train_step.cfg
+    measure = Throughput(policy.arch, cfg.device, par, torch.float32)
+    batch = synthetic(cfg, 64)
+    equal = Batch({**batch.tensors, "lengths": torch.full_like(batch["lengths"], batch["tokens"].shape[1])})
+    out: dict[str, float] = {}
+    for name, whole in (("equal", equal), ("uneven", batch)):
+        share = share_of(whole, train_step)
+        with FlopCounterMode(display=False) as counter:
+            train_step.gradients(share, algorithm_of(cfg))
+        out[f"{name}/counted"] = float(counter.get_total_flops())
+        out |= {f"{name}/{metric}": value for metric, value in measure.of_step(share, 2, 1.0).items()}
+        out[f"{name}/tokens"] = float(whole["lengths"].sum())
+    return {f"{par.rank}/{name}": torch.tensor([value], dtype=torch.float64) for name, value in out.items()}
+
+
+def with_algorithm(cfg: Config, **algorithm: Any) -> Config:
+    return cfg.model_copy(update={"algorithm": AlgorithmConfig(**algorithm)})
+
+
+def with_trainer(cfg: Config, **trainer: Any) -> Config:
+    return cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update=trainer)})
+
+
+def share_of(batch: Batch, train_step: TrainStep) -> Batch:
+    """As the actor sends it."""
+    par, cfg = train_step.par, train_step.cfg
+    return batch.shares(par.dp, by_tokens=cfg.trainer.micro_batch_tokens is not None)[par.dp_rank]
+
+
+def restore(policy: Policy, adam: Adam, kept: Reference, state_file: str, updates: int) -> None:
+    """Of a state that another group saved."""
+    loader = StateLoader(policy, adam, kept)
+    with safe_open(state_file, framework="pt") as opened:
+        for name in filter(loader.select, opened.keys()):
+            loader.load(name, opened.get_tensor(name))
+    loader.apply(updates, has_reference=True)
+
+
+def go_back(train_step: TrainStep, kept: Reference, state_file: str) -> dict[str, torch.Tensor]:
+    """The state after a step from a restored one, and a restore in the same process; and as "held <rank>" how many of
+    the moments of that step were in memory when those of the restore were allocated."""
+    policy, adam, cfg = train_step.policy, train_step.adam, train_step.cfg
+    updates = 2 * cfg.train.updates_per_step
+    restore(policy, adam, kept, state_file, updates)
+    train_step.train(share_of(synthetic(cfg, 64), train_step), "rl", 3)
+    held = [weakref.ref(tensor) for of_kind in adam.moments().values() for tensor in of_kind.values()]
+    alive, allocate = [sum(found() is not None for found in held)], adam.allocate_moments
+
+    def counted() -> Any:
+        alive.append(sum(found() is not None for found in held))
+        return allocate()
+
+    adam.allocate_moments = counted  # type: ignore[method-assign]
+    restore(policy, adam, kept, state_file, updates)
+    return state(policy, adam, kept) | {f"held {train_step.par.rank}": torch.tensor([*alive, len(held)])}
+
+
+def one_sample(train_step: TrainStep) -> dict[str, torch.Tensor]:
+    """The gradients of a batch of one sample, of which all replicas but one have none, its log-probs, and the weights
+    after a step with it as "trained <name>"."""
+    policy, cfg, par = train_step.policy, train_step.cfg, train_step.par
+    batch = synthetic(cfg, 1)
+    share = Batch.from_bytes(share_of(batch, train_step).to_bytes())
+    out = gradients(train_step, algorithm_of(cfg), batch)
+    logprobs = train_step.forward_logprobs(share)["logprobs"]
+    if share.samples and par.is_share_leader:
+        out["logprobs"] = logprobs
+    metrics = train_step.train(share, "rl", 1)
+    Throughput(policy.arch, cfg.device, par, torch.float32).of_step(share, 1, metrics["train_s"])
+    return out | {f"trained {name}": t.clone() for _, name, t in weights(policy, BUCKET)}
+
+
+def steps(train_step: TrainStep, numbers: range) -> dict[str, torch.Tensor]:
+    """The state after these steps."""
+    share = share_of(synthetic(train_step.cfg, 64), train_step)
+    for number in numbers:
+        train_step.train(share, "rl", number)
+    return state(train_step.policy, train_step.adam)
+
+
+def recorded(train_step: TrainStep) -> dict[str, torch.Tensor]:
+    """The state before and after each of three updates, and its gradients, unclipped; by ``<number>/``. For one rank:
+    gradients are reduced twice."""
+    policy, adam = train_step.policy, train_step.adam
+    out: dict[str, torch.Tensor] = {f"0/{name}": t for name, t in state(policy, adam).items()}
+    for number in range(1, 4):
+        found = gradients(train_step, algorithm_of(train_step.cfg), synthetic(train_step.cfg, 64))
+        out |= {f"{number}/grad.{name}": t for name, t in found.items() if "." in name}
+        adam.reduce_and_step(train_step.cfg.train.lr)
+        out |= {f"{number}/{name}": t for name, t in state(policy, adam).items()}
+    return out
+
+
+def gradients(train_step: TrainStep, algorithm: AlgorithmSpec, batch: Batch) -> dict[str, torch.Tensor]:
+    """The gradients that this rank owns, unclipped, and on rank 0 the metrics. ``batch``: of all replicas."""
+    from megatron.core.distributed import finalize_model_grads
+
+    par, policy = train_step.par, train_step.policy
+    metrics = train_step.gradients(share_of(batch, train_step), algorithm)
+    finalize_model_grads([policy.ddp])
+    grads = owned_tensors(policy, {n: p.main_grad for n, p in policy.parameters()}, BUCKET)
+    numbers = {name: torch.tensor([value]) for name, value in metrics.items()} if par.rank == 0 else {}
+    return numbers | {name: t.clone() for _, name, t in grads}
+
+
+def of_variants(variants: dict[str, dict[str, Any]], policy: Policy, adam: Adam, cfg: Config,
+                par: parallel.ParallelDims) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Gradients and metrics of each variant."""
+    batch = with_reference(cfg, policy.arch.vocab)
+    for variant, settings in variants.items():
+        of_variant = with_algorithm(cfg, **settings)
+        yield variant, gradients(TrainStep(policy, adam, of_variant, par), algorithm_of(of_variant), batch)
+
+
+def loaded(model: Path, cfg: Config, par: parallel.ParallelDims) -> TrainStep:
+    policy = Policy(ModelArch.read(model), cfg, par)
+    policy.load_folder(model)
+    return TrainStep(policy, Adam(policy, cfg), cfg, par)
+
+
+def cuts(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """Of each cut into micro-batches the gradients and metrics, and the log-probs of the replica's samples as
+    "logprobs <row in the batch>"."""
+    cfg, out = with_algorithm(cfg, **VARIANTS[ALL]), {}
+    for cut, settings in CUTS.items():
+        train_step = loaded(model, with_trainer(cfg, **settings), par)
+        batch = with_reference(cfg, train_step.policy.arch.vocab)
+        found = gradients(train_step, algorithm_of(cfg), batch)
+        outputs = train_step.forward_logprobs(share_of(batch, train_step))
+        if par.is_share_leader:
+            rows = batch.share_rows(par.dp, by_tokens="micro_batch_tokens" in settings)[par.dp_rank].tolist()
+            found |= {f"logprobs {row}": outputs["logprobs"][i, :batch["lengths"][row]] for i, row in enumerate(rows)}
+        out |= {f"{cut}/{name}": tensor for name, tensor in found.items()}
+    return out
+
+
+def recompute(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """Gradients and log-probs with each way to recompute, of padded and of packed rows, and the bytes of activations
+    that the rank keeps between the passes of a micro-batch, as "saved <rank>"."""
+    out: dict[str, torch.Tensor] = {}
+    for packing in (False, True):
+        for mode in ("none", "selective", "full"):
+            settings = {"recompute": mode, "packing": packing, "micro_batch_tokens": 1 << 20}
+            train_step = loaded(model, with_trainer(cfg, **settings), par)
+            kept = Kept({p.untyped_storage().data_ptr() for _, p in train_step.policy.parameters()})
+            with torch.autograd.graph.saved_tensors_hooks(kept.keep, kept.use):
+                found = gradients(train_step, algorithm_of(cfg), synthetic(cfg, 64))
+            name = f"{mode}{', packed' if packing else ''}"
+            out |= {f"{name}/{key}": tensor for key, tensor in found.items()}
+            out[f"{name}/saved {par.rank}"] = torch.tensor([float(sum(kept.sizes.values()))])
+            outputs = train_step.forward_logprobs(share_of(synthetic(cfg, 64), train_step))
+            if par.is_share_leader:
+                out[f"{name}/logprobs {par.dp_rank}"] = outputs["logprobs"]
+    return out
+
+
+class Kept:
+    """Sizes of what autograd keeps until it first uses any of it. ``not_counted``: addresses of the weights."""
+
+    def __init__(self, not_counted: set[int]) -> None:
+        self._not_counted, self._open = not_counted, True
+        self.sizes: dict[int, int] = {}
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if self._open and storage.data_ptr() not in self._not_counted:
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._open = False
+        return tensor
+
+
+def failing(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """A loss that fails on one rank only, forward or in its backward pass: what each rank raises, as text; then the
+    gradients of a loss that does not."""
+    spec, batch = ALGOS["grpo"], synthetic(cfg, 64)
+    train_step = TrainStep(policy, adam, cfg, par)
+
+    def raises(*args: Any) -> Any:
+        if par.rank == par.world - 1:
+            raise SystemExit("the loss of the test")
+        return spec.token_loss(*args)
+
+    def no_gradient(*args: Any) -> Any:
+        loss, stats = spec.token_loss(*args)
+        return loss.detach() if par.rank == par.world - 1 else loss, stats
+
+    def not_finite(logp: torch.Tensor, *args: Any) -> Any:
+        loss, stats = spec.token_loss(logp, *args)
+        # A finite value with an infinite slope.
+        return loss + (logp - logp.detach()).abs().sqrt() if par.rank == par.world - 1 else loss, stats
+
+    out: dict[str, torch.Tensor] = {}
+    for loss in (raises, no_gradient, not_finite):
+        try:
+            train_step.gradients(batch.shares(par.dp)[par.dp_rank], replace(spec, token_loss=loss))
+        except PluginFailed as e:
+            out[f"{loss.__name__} {par.rank}"] = torch.frombuffer(bytearray(str(e).encode()), dtype=torch.uint8)
+    return out | gradients(train_step, spec, batch)
+
+
+def frozen(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """Two steps of one update with the divergence from the policy before them, in buckets that cut its tensors. Of each
+    rank, whether the reference's log-probs and then the policy's weights were the same bits as before; on rank 0 the
+    metrics of each step."""
+    cfg = with_algorithm(cfg, kl_coef=0.5)
+    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"updates_per_step": 1})})
+    kept, train_step = Reference(policy, None, 100), TrainStep(policy, adam, cfg, par)
+    share = with_reference(cfg, policy.arch.vocab).shares(par.dp)[par.dp_rank]
+    kept.renew(Progress("rl"))
+    began_with = train_step.forward_logprobs(share)["logprobs"]
+    out: dict[str, torch.Tensor] = {}
+    same = []
+    for step in (1, 2):
+        own = [p.detach().clone() for _, p in policy.parameters()]
+        with kept.in_place():
+            logprobs = train_step.forward_logprobs(share, greedy=False)["logprobs"]
+        same += [torch.equal(logprobs, began_with),
+                 all(torch.equal(a, b) for a, (_, b) in zip(own, policy.parameters(), strict=True))]
+        metrics = train_step.train(Batch({**share.tensors, "ref_logprobs": logprobs}), "rl", step)
+        if par.rank == 0:
+            out |= {f"{name} {step}": torch.tensor([v]) for name, v in metrics.items() if name != "train_s"}
+    return out | {f"same bits {par.rank}": torch.tensor(same)}
+
+
+def drift(kl_coef: float, policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims
+          ) -> dict[str, torch.Tensor]:
+    """On rank 0 the divergence from the policy before ten steps on the same batch."""
+    cfg = with_algorithm(cfg, kl_coef=kl_coef, report_kl=True)
+    kept, train_step = Reference(policy, None, BUCKET), TrainStep(policy, adam, cfg, par)
+    share, metrics = synthetic(cfg, 64).shares(par.dp)[par.dp_rank], dict[str, float]()
+    kept.renew(Progress("rl"))
+    for step in range(1, 11):
+        with kept.in_place():
+            logprobs = train_step.forward_logprobs(share, greedy=False)["logprobs"]
+        metrics = train_step.train(Batch({**share.tensors, "ref_logprobs": logprobs}), "rl", step)
+    return {"kl_reference": torch.tensor([metrics["kl_reference"]])} if par.rank == 0 else {}
 
 
 def run_rank(folder: Path, cfg: Config, scenarios: list[list[str]]) -> None:
     par = parallel.init(cfg)
     for name, scenario, model, state_file in scenarios:
-        out = perform(scenario, Path(model), state_file, folder, cfg, par)
+        out = perform(name, scenario, Path(model), state_file, folder, cfg, par)
         save_file({k: v.contiguous() for k, v in out.items()}, folder / f"{name}-{par.rank}.safetensors")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from megatron_ranks import VARIANTS, with_reference
+from safetensors.torch import save_file
+from support.rank_processes import RankProcesses, Scenario, Tensors, assert_reference_is
 from transformers import Qwen3ForCausalLM
 
 from elastic_rl import config
+from elastic_rl.algorithms.kl import kl_estimate
+from elastic_rl.algorithms.registry import ALGOS
 from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import make_model_dir
-from elastic_rl.host.processes import stop
-from elastic_rl.runtime import free_port
 
 pytestmark = pytest.mark.timeout(1800)  # the first test waits for all groups
 
@@ -28,58 +28,18 @@ SAVED: list[Sizes] = [(2, 1, 1), (2, 2, 1)]
 """Groups whose state the groups of RESTORED restore."""
 RESTORED: list[Sizes] = [(1, 1, 1), (1, 2, 2)]
 GROUPS: list[Sizes] = [*SAVED, *RESTORED, (1, 1, 2)]
-Tensors = dict[str, torch.Tensor]
+RECOMPUTED: list[Sizes] = [(2, 2, 1), (1, 1, 1)]
+"""Groups that compare the ways to recompute activations."""
+
+
+FREE, HELD = "drift 0", "drift 20"
+"""Scenarios of steps without and with a large coefficient of the divergence from the reference policy."""
 
 
 def make_config(sizes: Sizes, **trainer: int) -> Config:
     tp, pp, dp = sizes
     return config.parse({"seed": 3, "device": {"type": "cpu"}, "train": {"max_grad_norm": 0.05}, "trainer": {
         "tensor_parallel": tp, "pipeline_parallel": pp, "data_parallel": dp, **trainer}})
-
-
-@dataclass(frozen=True)
-class Scenario:
-    name: str
-    kind: str
-    model: Path
-    state_file: str = ""
-
-
-class RankProcesses:
-    """The process that groups of ranks are forked from."""
-
-    def __init__(self, folder: Path) -> None:
-        self._log = (folder / "ranks.log").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("megatron_ranks.py"))], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-    def run(self, folder: Path, cfg: Config, scenarios: list[Scenario]) -> dict[str, Tensors]:
-        """Runs all ranks of a group to their end; the results of all ranks together, by the scenario's name."""
-        folder.mkdir()
-        plan = {"config": cfg.model_dump(mode="json"), "port": free_port(),
-                "scenarios": [(s.name, s.kind, str(s.model), s.state_file) for s in scenarios]}
-        (folder / "plan.json").write_text(json.dumps(plan))
-        print(folder, file=self._process.stdin, flush=True)
-        codes = self._process.stdout.readline().split()
-        for rank, code in enumerate(codes):
-            assert int(code) <= 0, (folder / f"rank{rank}.log").read_text()[-3000:]
-        assert set(codes) <= {"0"}, f"exit codes {codes}; see {folder}"
-        assert len(codes) == cfg.trainer.ranks, Path(self._log.name).read_text()[-3000:]
-        return {s.name: joined([load_file(folder / f"{s.name}-{rank}.safetensors") for rank in range(len(codes))])
-                for s in scenarios}
-
-    def close(self) -> None:
-        stop(self._process.pid, grace_s=0.5)
-        self._process.wait(10)
-        self._log.close()
-
-
-def joined(of_ranks: list[Tensors]) -> Tensors:
-    """The tensors of all ranks. Each tensor has one owner."""
-    out = {name: t for owned in of_ranks for name, t in owned.items()}
-    assert len(out) == sum(map(len, of_ranks))
-    return out
 
 
 def make_reference(folder: Path, source: Path, vocab: int) -> torch.nn.Module:
@@ -117,7 +77,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     try:
         for sizes in GROUPS:
             scenarios = [Scenario("hf16", "logits", hf16), Scenario("hf13", "logits", hf13),
-                         Scenario("gradients", "gradients", hf16), Scenario("train", "train", hf16)]
+                         Scenario("gradients", "gradients", hf16), Scenario("train", "train", hf16),
+                         Scenario("algorithms", "algorithms", hf16), Scenario("padded", "padded", hf13),
+                         Scenario("failing", "failing", hf16), Scenario("corrected", "corrected", hf16),
+                         Scenario("cuts", "cuts", hf16), Scenario("reference", "reference", hf16),
+                         *(Scenario(kind, kind, hf16) for kind in (FREE, HELD))]
+            if sizes in RECOMPUTED:
+                scenarios.append(Scenario("recompute", "recompute", hf16))
             if sizes in RESTORED:
                 scenarios += [Scenario(f"restore {saved}", "restore", hf16, str(folder / f"{saved}.safetensors"))
                               for saved in SAVED]
@@ -152,15 +118,132 @@ def test_loss_and_gradients_do_not_depend_on_the_parallel_sizes(runs: Runs) -> N
     assert all(float(g.abs().max()) > 0 for g in alone.values()), "a parameter got no gradient"
 
 
+def assert_equal(runs: Runs, scenario: str, tensors: Tensors, sizes: Sizes) -> None:
+    """Of a group of these sizes, up to rounding."""
+    for name, expected in tensors.items():
+        torch.testing.assert_close(runs.results[sizes][scenario][name], expected, rtol=2e-4, atol=2e-6,
+                                   msg=lambda m, n=name: f"{n} at TP, PP, DP = {sizes}: {m}")
+
+
+def variants(runs: Runs) -> set[str]:
+    return {name.partition("/")[0] for name in runs.results[1, 1, 1]["algorithms"]}
+
+
+@pytest.mark.parametrize("scenario", ["algorithms", "padded"])
+def test_gradients_and_metrics_of_every_algorithm_do_not_depend_on_the_parallel_sizes(runs: Runs, scenario: str
+                                                                                      ) -> None:
+    """With 13 tokens the vocabulary is padded at TP=2."""
+    alone = runs.results[1, 1, 1][scenario]
+    if scenario == "algorithms":
+        assert variants(runs) >= {name for name, spec in ALGOS.items() if spec.advantages is not None}
+    for sizes in GROUPS:
+        assert_equal(runs, scenario, alone, sizes)
+
+
+def test_gradients_of_every_algorithm_differ_from_those_of_grpo(runs: Runs) -> None:
+    alone = runs.results[1, 1, 1]["algorithms"]
+    weight = "lm_head.weight"
+    same = {variant for variant in variants(runs) if torch.equal(alone[f"{variant}/{weight}"], alone[f"grpo/{weight}"])}
+    # These differ from it in their advantages only.
+    assert same == {"grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "grpo, token aggregate"}
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_gradients_and_logprobs_do_not_depend_on_the_micro_batches_and_packing(runs: Runs, sizes: Sizes) -> None:
+    """Up to rounding: sums are taken in another order, and the attention of packed rows is another kernel."""
+    alone, cuts = runs.results[1, 1, 1], runs.results[sizes]["cuts"]
+    names = {name.partition("/")[0] for name in cuts}
+    assert len(names) == 5
+    for full_name, tensor in cuts.items():
+        cut, _, name = full_name.partition("/")
+        expected = (alone["cuts"][f"small micro-batches/{name}"] if name.startswith("logprobs")
+                    else alone["algorithms"][f"gspo with all/{name}"])
+        torch.testing.assert_close(tensor, expected, rtol=2e-4, atol=2e-6,
+                                   msg=lambda m, n=full_name: f"{n} at TP, PP, DP = {sizes}: {m}")
+    found = [{name.removeprefix(f"{cut}/") for name in cuts if name.startswith(f"{cut}/")} for cut in names]
+    assert all(of_cut == found[0] for of_cut in found)
+    assert len([name for name in found[0] if name.startswith("logprobs ")]) == 64
+    for name in found[0]:
+        assert torch.equal(cuts[f"packed again/{name}"], cuts[f"packed/{name}"]), f"{name} is not reproducible"
+
+
+@pytest.mark.parametrize("sizes", RECOMPUTED)
+@pytest.mark.parametrize("packed", ["", ", packed"])
+def test_recomputed_activations_are_not_kept_and_give_the_same_gradients_bit_for_bit(runs: Runs, sizes: Sizes,
+                                                                                     packed: str) -> None:
+    found = runs.results[sizes]["recompute"]
+    modes = {mode: {name.removeprefix(f"{mode}{packed}/"): t for name, t in found.items()
+                    if name.startswith(f"{mode}{packed}/")} for mode in ("none", "selective", "full")}
+    for name, expected in modes["none"].items():
+        if not name.startswith("saved"):
+            assert all(torch.equal(of_mode[name], expected) for of_mode in modes.values()), name
+    for rank in range(sizes[0] * sizes[1] * sizes[2]):
+        kept = {mode: float(of_mode[f"saved {rank}"]) for mode, of_mode in modes.items()}
+        assert kept["full"] < kept["selective"] < kept["none"]
+        assert kept["full"] < kept["none"] / 4
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_loss_that_fails_on_one_rank_fails_the_update_on_every_rank(runs: Runs, sizes: Sizes) -> None:
+    found, ranks = runs.results[sizes]["failing"], range(sizes[0] * sizes[1] * sizes[2])
+    for loss, named in (("raises", "SystemExit: the loss of the test"), ("no_gradient", "does not require grad"),
+                        ("not_finite", "not finite")):
+        texts = {bytes(found[f"{loss} {rank}"].tolist()).decode() for rank in ranks}
+        assert len(texts) == 1 and named in texts.pop()
+    assert_equal(runs, "failing", runs.results[1, 1, 1]["gradients"], sizes)
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_gradient_of_the_divergence_equals_that_of_transformers_in_float64(runs: Runs, sizes: Sizes) -> None:
+    batch, model = with_reference(make_config(sizes), 16), copy.deepcopy(runs.references[16]).double()
+    mask, tokens = batch["loss_mask"][:, 1:], batch["tokens"]
+    logprobs = model(tokens[:, :-1]).logits.log_softmax(dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)[mask]
+    coefficient = VARIANTS["grpo with kl_coef"]["kl_coef"]
+    (coefficient * kl_estimate(logprobs, batch["ref_logprobs"][:, 1:][mask].double(), "k3").mean()).backward()
+    found = runs.results[sizes]["algorithms"]
+    for name, parameter in model.named_parameters():
+        difference = found[f"grpo with kl_coef/{name}"].double() - found[f"grpo/{name}"].double()
+        torch.testing.assert_close(difference, parameter.grad, rtol=1e-3, atol=2e-6,
+                                   msg=lambda m, n=name: f"{n}: {m}")
+    assert float(found["grpo with kl_coef/kl_reference"]) > 0.01
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_pass_of_the_reference_has_its_bits_whatever_was_trained_and_changes_no_weight(runs: Runs, sizes: Sizes
+                                                                                       ) -> None:
+    found = runs.results[sizes]["reference"]
+    for rank in range(sizes[0] * sizes[1] * sizes[2]):
+        assert found[f"same bits {rank}"].all()
+    assert abs(float(found["kl_reference 1"])) < 1e-9, "the policy is the reference"
+    assert float(found["kl_reference 2"]) > 1e-9
+    assert_equal(runs, "reference", {name: runs.results[1, 1, 1]["reference"][name] for name in (
+        "loss 1", "grad_norm 1", "loss 2", "ratio_mean 2")}, sizes)
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_large_coefficient_holds_the_policy_near_its_reference(runs: Runs, sizes: Sizes) -> None:
+    free, held = (float(runs.results[sizes][kind]["kl_reference"]) for kind in (FREE, HELD))
+    assert 0 < held < 0.2 * free
+
+
+def test_corrected_step_does_not_depend_on_the_parallel_sizes(runs: Runs) -> None:
+    alone = runs.results[1, 1, 1]["corrected"]
+    for sizes in GROUPS:
+        assert_equal(runs, "corrected", alone, sizes)  # metrics only: Adam amplifies the rounding of small gradients
+    assert 0 < float(alone["tis_capped_fraction"]) < 1
+    assert float(alone["ratio_mean"]) != 1, "the second update is off-policy"
+
+
 @pytest.mark.parametrize("saved", SAVED)
 def test_state_saved_by_one_group_is_restored_bit_for_bit_at_other_sizes(runs: Runs, saved: Sizes) -> None:
     state = runs.results[saved]["train"]
     world = saved[0] * saved[1] * saved[2]
-    metrics = [json.loads((runs.folder / str(saved) / f"metrics-{r}.json").read_text()) for r in range(world)]
+    metrics = [json.loads((runs.folder / str(saved) / f"metrics-train-{r}.json").read_text()) for r in range(world)]
     assert len({m[0]["loss"] for m in metrics}) == 1, "the ranks disagree"
     assert metrics[0][0]["loss"] != metrics[0][1]["loss"], "the weights did not change"
     names = [n for n in state if not n.startswith("rng.")]
-    assert len(names) == 3 * len([n for n in state if n.startswith("exp_avg.")])
+    assert len(names) == 4 * len([n for n in state if n.startswith("exp_avg.")])
+    assert_reference_is(runs.folder / "hf16", state)
     assert len([n for n in state if n.startswith("rng.") and n.endswith(".torch")]) == saved[0] * saved[1]
     assert all(float(state[n].abs().max()) > 0 for n in names if n.startswith("exp_avg_sq."))
     for sizes in RESTORED:

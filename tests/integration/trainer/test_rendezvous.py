@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+from support.etcd_server import EtcdServers
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -14,7 +15,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.runtime import free_port
-from elastic_rl.trainer.rendezvous import BACKEND, Etcd3Backend, Etcd3Store
+from elastic_rl.trainer.group.rendezvous import BACKEND, Etcd3Backend, Etcd3Store
 
 
 @pytest.fixture
@@ -97,3 +98,19 @@ def test_unreachable_etcd_is_a_rendezvous_connection_error() -> None:
     with EtcdClient([f"127.0.0.1:{free_port()}"], call_timeout_s=0.2, retry_budget_s=0.5) as away, \
             pytest.raises(RendezvousConnectionError):
         Etcd3Backend(away, "/k").get_state()
+
+
+def test_agent_that_has_joined_reads_what_it_knows_while_etcd_is_away(etcd_servers: EtcdServers, keys: Keys) -> None:
+    """Torch elastic reads the state again and again while the ranks work, and ends its agent when that fails."""
+    with EtcdClient(etcd_servers.endpoints, call_timeout_s=0.3, retry_budget_s=0.5) as etcd:
+        backend = Etcd3Backend(etcd, keys.rendezvous_prefix() + "state")
+        assert backend.get_state() is None
+        written = backend.set_state(b"joined")
+        assert written is not None and backend.get_state() == (b"joined", written[1])
+        etcd_servers.stop(0)
+        try:
+            assert backend.get_state() == (b"joined", written[1])
+            with pytest.raises(RendezvousConnectionError):
+                backend.set_state(b"changed", written[1])
+        finally:
+            etcd_servers.cont(0)

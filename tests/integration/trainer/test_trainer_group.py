@@ -20,26 +20,35 @@ import torch
 from safetensors import safe_open
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
+from support.failing_algorithm import FAILS, FAILS_AFTER_AN_UPDATE
 from support.otlp_collector import Collector, Span, collecting
 
 from elastic_rl import config
-from elastic_rl.data.tasks import Addition
+from elastic_rl.config import Stream
+from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import Consumption
+from elastic_rl.data.samples import Sample, Segment, demonstration
+from elastic_rl.data.sources import make_source
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.errors import ConfigError, TrainerFailed
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, TrainerFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
+from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import wait_until
-from elastic_rl.trainer.batch import TrainBatch
-from elastic_rl.trainer.client import TrainerClient
-from elastic_rl.trainer.parallel import FENCED_EXIT
+from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
+from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 
 START_S = 400.0
+TOKEN = "token of the test"
+TESTS = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass
@@ -53,8 +62,18 @@ class Group:
     spans: Collector
 
     def start_agent(self) -> None:
-        self.agent = spawn(python("elastic_rl.trainer.agent", "--context", str(self.folder / "context.json")),
-                           log=self.folder / "trainer.log", env={"OMP_NUM_THREADS": "7"})  # as Ray sets it
+        self.agent = spawn(python("elastic_rl.trainer.group.agent", "--context", str(self.folder / "context.json")),
+                           log=self.folder / "trainer.log",
+                           env={"OMP_NUM_THREADS": "7",  # as Ray sets it
+                                "PYTHONPATH": os.pathsep.join((TESTS, os.environ.get("PYTHONPATH", "")))})
+
+    def ready(self, *, after: str = "") -> TrainerStatus:
+        """The status of a group, other than ``after``, that is ready."""
+        def another() -> TrainerStatus | None:
+            status = self.client.wait_ready()
+            return status if status.group != after else None
+
+        return wait_until(another, timeout_s=START_S, what="another trainer group")
 
     def ranks(self) -> list[psutil.Process]:
         alive = {m.pid for m in members(self.etcd, self.keys, "trainer")}
@@ -74,7 +93,10 @@ def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
         "sft": {"max_steps": 20, "eval_every_steps": 10, "eval_every_steps_near_target": 10,
                 "target_eval_accuracy": 1.0},
         "train": {"state_every_steps": 2, "prompts_per_step": 8},
-        "trainer": {"tensor_parallel": 1, "pipeline_parallel": 2}})
+        "algorithm": {"name": "support.failing_algorithm:spec", "kl_coef": 0.1, "reference_every_steps": 2},
+        # A rank that is lost must be noticed long before a collective times out.
+        "trainer": {"tensor_parallel": 1, "pipeline_parallel": 2, "data_parallel": 1, "collective_timeout_s": 250.0,
+                    "start_timeout_s": 260.0}})
     keys = Keys(job)
     with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0) as etcd, collecting() as collector:
         telemetry = cfg.telemetry.model_copy(update={"otlp_endpoint": collector.endpoint})
@@ -83,11 +105,14 @@ def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
         ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=job, epoch=epoch,
                          model_dir=str(make_model_dir(folder / "model", cfg)))
         ctx.save(folder / "context.json")
+        cfg.cluster_dir.mkdir(parents=True)
+        (cfg.cluster_dir / TOKEN_FILE).write_text(TOKEN)
         node = spawn_node(etcd_servers.endpoints, keys, "node-0", folder, arena_bytes=cfg.dcs.arena_bytes)
         group = None
         try:
             await_node(etcd, keys, node)
-            client = TrainerClient(etcd, keys, step_timeout_s=60, start_timeout_s=START_S)
+            term = fencing.begin_term(etcd, keys, epoch, "test")
+            client = TrainerClient(etcd, keys, Security(TOKEN), epoch=epoch, term=term)
             group = Group(ctx, etcd, keys, client, node, folder, collector)
             group.start_agent()
             yield group
@@ -97,14 +122,21 @@ def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
             stop(node.pid)
 
 
-def batch_for(group: Group) -> TrainBatch:
+def batch_for(group: Group) -> Batch:
     """Right answers, half of them with a positive and half with a negative advantage."""
-    problems = Addition(group.ctx.config.data, group.ctx.config.seed).train[:64]
-    n, prompt, width = len(problems), len(problems[0].prompt_ids), len(problems[0].answer_ids)
-    return TrainBatch(tokens=torch.tensor([p.prompt_ids + p.answer_ids for p in problems]),
-                      prompt_len=torch.full((n,), prompt), response_len=torch.full((n,), width),
-                      engine_logprobs=torch.full((n, width), -2.0), advantages=torch.tensor([1.0, -1.0] * (n // 2)),
-                      policy_versions=torch.ones(n, dtype=torch.int64), groups=torch.arange(8))
+    rows = [(p, Sample((Segment(p.answer_ids, (-2.0,) * len(p.answer_ids), version=1),)))
+            for p in make_source(group.ctx.config).train[:64]]
+    return collate(rows, [1.0, -1.0] * (len(rows) // 2))
+
+
+def groups_of(step: int) -> Consumption:
+    """The groups of an RL step: eight a step."""
+    return Consumption(IntervalSet(((8 * (step - 1), 8 * step),)))
+
+
+def train(group: Group, step: int, batch: Batch | None = None) -> dict[str, Any]:
+    return group.client.update("rl", step, batch or batch_for(group), consumption=groups_of(step),
+                               cursor={"next": step})
 
 
 def assert_traced(group: Group, version: int) -> None:
@@ -128,23 +160,39 @@ def assert_traced(group: Group, version: int) -> None:
 def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group) -> None:
     first = group.client.wait_ready()
     assert (first.phase, first.step, first.restarts) == ("sft", 0, 0)
-    seen: list[dict[str, Any]] = []
-    result = group.client.sft(seen.append)
-    assert [s["step"] for s in seen] == [10, 20]
-    assert result["steps"] == 20 and result["loss"] < 3
+    demonstrations = collate((p, demonstration(p)) for p in make_source(group.ctx.config).train[:64])
+    losses = [group.client.update("sft", step, demonstrations)["loss"] for step in range(1, 21)]
+    assert losses[-1] < losses[0]
+    assert group.client.save("sft", 20, begin_rl=True, cursor={"sft": 20})["committed"]
     start = group.client.wait_ready()
-    assert (start.phase, start.step) == ("rl", 0) and start.policy_version and start.state_version
+    assert (start.phase, start.step, start.cursor) == ("rl", 0, {"sft": 20})
+    assert start.policy_version and start.state_version and not start.consumed.groups
     assert_traced(group, start.policy_version)
 
     batch = batch_for(group)
-    metrics = [group.client.train(step, batch, cursor={"next": step}) for step in (1, 2, 3)]
+    before = group.client.forward_logprobs(batch)
+    assert before["logprobs"].shape == batch["tokens"].shape and (before["logprobs"][batch["loss_mask"]] < 0).all()
+    assert not before["logprobs"][~batch["loss_mask"]].any() and before["greedy"][~batch["loss_mask"]].sum() == 0
+    assert torch.equal(group.client.reference_logprobs(batch, 1), before["logprobs"]), "the policy with which RL began"
+    metrics = [train(group, step) for step in (1, 2)]
+    assert torch.equal(group.client.reference_logprobs(batch, 3), group.client.forward_logprobs(batch)["logprobs"])
+    metrics.append(train(group, 3))
+    assert [m["reference_step"] for m in metrics] == [0, 0, 2]
+    assert metrics[1]["kl_reference"] > metrics[0]["kl_reference"] > 0, "measured at the last update of a step"
+    reference = group.client.reference_logprobs(batch, 4)
+    with pytest.raises(Conflict, match="does not follow"):
+        group.client.reference_logprobs(batch, 3)
+    assert metrics[0]["logprob_diff_max"] == pytest.approx(
+        float((before["logprobs"] - batch["old_logprobs"]).abs()[batch["loss_mask"]].max()), abs=1e-5)
     assert [m["policy_version"] for m in metrics] == [start.policy_version + s for s in (1, 2, 3)]
     assert [bool(m["state_version"]) for m in metrics] == [False, True, False]
-    assert all(m["tokens"] == int(batch.response_len.sum()) and m["grad_norm"] > 0 for m in metrics)
+    assert all(m["tokens"] == batch.loss_tokens and m["grad_norm"] > 0 for m in metrics)
 
-    with (Puller(group.etcd, group.keys, "test", io_timeout_s=10) as puller,
-          puller.pull("policy", start.policy_version + 3) as pulled):
-        published = [(t.name, t.shape) for t in pulled.manifest.tensors]
+    with Puller(group.etcd, group.keys, "test", io_timeout_s=10, security=Security(TOKEN)) as puller:
+        # The step is done once its policy is being published.
+        wait_until(lambda: puller.head("policy").number == start.policy_version + 3, timeout_s=60, what="its commit")
+        with puller.pull("policy", start.policy_version + 3) as pulled:
+            published = [(t.name, t.shape) for t in pulled.manifest.tensors]
     with safe_open(Path(group.ctx.model_dir) / "model.safetensors", framework="pt") as file:
         assert sorted(published) == [(n, tuple(file.get_slice(n).get_shape())) for n in sorted(file.keys())]
 
@@ -152,34 +200,140 @@ def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group)
     killed_at = time.monotonic()
     victim.send_signal(signal.SIGKILL)
     await_end([victim])
-    again = group.client.wait_ready(not_incarnation=first.incarnation)
+    again = group.ready(after=first.group)
     took = time.monotonic() - killed_at
     steps, stalls = ([round(m[key] * 1e3) for m in metrics] for key in ("train_s", "publish_stall_s"))
     print(f"\nrestart took {took:.1f} s; steps {steps} ms, publish stalls {stalls} ms")
-    assert again.incarnation != first.incarnation and again.restarts == 1
+    assert again.group != first.group and again.restarts == 1
     assert (again.phase, again.step, again.cursor) == ("rl", 2, {"next": 2}), "not the last saved state"
     assert again.policy_version > metrics[-1]["policy_version"], "the resumed step was not published again"
     assert any(e.kind == "trainer.restarted" for e in events.recent(group.etcd, group.keys))
 
-    repeated = group.client.train(3, batch)
+    assert again.consumed.groups == IntervalSet(((0, 16),)), "the groups of the steps that the weights have"
+    assert torch.equal(group.client.reference_logprobs(batch, 3), reference), "another reference than before"
+    repeated = train(group, 3)
     assert repeated["policy_version"] > again.policy_version
-    for key in ("loss", "grad_norm", "logprob_diff_max"):
+    for key in ("loss", "grad_norm", "logprob_diff_max", "kl_reference", "reference_step"):
         assert repeated[key] == metrics[2][key], "the repeated step differs from the lost one"
 
 
-def test_bad_batch_and_wrong_step_are_refused_and_change_nothing(group: Group) -> None:
+def test_ranks_fall_back_together_when_the_newest_state_is_missing(group: Group) -> None:
+    """Its chunks are on no node; each rank finds that out by itself."""
     before = group.client.wait_ready()
-    batch = batch_for(group)
-    with pytest.raises(ConfigError, match="prompt_len"):
-        group.client.train(before.step + 1, TrainBatch(**{**batch.__dict__, "prompt_len": batch.prompt_len[:3]}))
-    with pytest.raises(TrainerFailed, match="does not follow"):
-        group.client.train(before.step + 7, batch)
+    known = reads.get_version(group.etcd, group.keys, Stream.TRAINER_STATE, before.state_version)
+    lost = known.replace(number=known.number + 1, manifest="f" * len(known.manifest))
+    assert int(group.etcd.get(group.keys.stream_next(lost.stream)).value) == known.number
+    group.etcd.put(group.keys.version(lost.stream, lost.number), lost.encode())
+    group.etcd.put(group.keys.stream_next(lost.stream), str(lost.number).encode())
+    os.kill(group.rank(1), signal.SIGKILL)
+    after = group.ready(after=before.group)
+    assert (after.phase, after.step, after.state_version) == ("rl", 2, known.number)
+    [event] = [e for e in events.recent(group.etcd, group.keys) if e.kind == "trainer.state_lost"]
+    assert f"version {known.number}" in event.message
+
+
+def test_stopped_rank_is_replaced_before_its_collective_times_out(group: Group) -> None:
+    before = group.client.wait_ready()
+    stopped = psutil.Process(group.rank(1))
+    stopped.send_signal(signal.SIGSTOP)
+    after = group.ready(after=before.group)
+    assert (after.phase, after.step) == ("rl", 2)
+    assert has_ended(stopped)
+
+
+def test_rank_that_does_not_react_is_killed_when_another_one_has_died(group: Group) -> None:
+    before = group.client.wait_ready()
+    os.kill(group.rank(1), signal.SIGSTOP)
+    os.kill(group.rank(0), signal.SIGKILL)
+    assert group.ready(after=before.group).step == 2
+    # torch elastic says this when it has waited for its own, much longer, grace period.
+    assert "Unable to shutdown process" not in (group.folder / "trainer.log").read_text()
+
+
+def test_command_that_does_not_fit_is_refused_and_changes_nothing(group: Group) -> None:
+    before = group.client.wait_ready()
+    step = before.step + 1
+    with pytest.raises(Conflict, match="does not follow"):
+        train(group, before.step + 7)
+    with pytest.raises(Conflict, match="does not follow"):
+        group.client.update("sft", step, batch_for(group))
+    with pytest.raises(Conflict, match="consumed already"):
+        group.client.update("rl", step, batch_for(group), consumption=groups_of(1))
+    with pytest.raises(TrainerFailed, match="no valid token"):
+        impostor = TrainerClient(group.etcd, group.keys, Security("another"), epoch=group.ctx.epoch, term=1 << 30)
+        impostor._url, impostor._group, impostor._shares = before.share_urls[0], before.group, before.share_urls
+        impostor.update("rl", step, batch_for(group))
     assert group.client.wait_ready() == before
 
 
+def test_batch_without_what_the_algorithm_needs_is_refused_before_any_rank_has_it(group: Group) -> None:
+    before = group.client.wait_ready()
+    batch = batch_for(group)
+    tensors = {name: t for name, t in batch.tensors.items() if name != "advantages"}
+    with pytest.raises(ConfigError, match="no tensor 'advantages'"):
+        group.client.update("rl", before.step + 1, Batch(tensors))
+    assert group.client.wait_ready() == before
+
+
+def with_advantage(batch: Batch, value: float) -> Batch:
+    """One sample, whose loss is computed by the last stage only, has this advantage."""
+    advantages = batch["advantages"].clone()
+    advantages[-1] = value
+    return Batch({**batch.tensors, "advantages": advantages})
+
+
+def test_loss_that_fails_is_refused_and_ends_no_rank(group: Group) -> None:
+    before = group.client.wait_ready()
+    ranks = group.ranks()
+    for _ in range(2):
+        with pytest.raises(PluginFailed, match=r"algorithm.name=support.failing_algorithm:spec.*the loss of the test"):
+            train(group, before.step + 1, with_advantage(batch_for(group), FAILS))
+    assert group.client.wait_ready() == before and group.ranks() == ranks
+
+
+def test_group_goes_back_to_its_state_and_makes_no_step_when_the_loss_fails_after_an_update(group: Group) -> None:
+    first, batch = group.client.wait_ready().step + 1, batch_for(group)
+    for step in range(first, first + 2 + (first + 1) % 2):  # the state of the last is saved while the next one fails
+        train(group, step)
+    before, ranks = group.client.wait_ready(), group.ranks()
+    assert before.step == step
+    logprobs = group.client.forward_logprobs(batch)["logprobs"]
+    with pytest.raises(PluginFailed, match=rf"after an update.*is back at step {before.step} and makes no step"):
+        train(group, before.step + 1, with_advantage(batch, FAILS_AFTER_AN_UPDATE))
+    after = group.client.wait_ready()
+    assert (after.group, after.step, after.consumed) == (before.group, before.step, before.consumed)
+    assert group.ranks() == ranks
+    assert torch.equal(group.client.forward_logprobs(batch)["logprobs"], logprobs), "an update was kept"
+    with pytest.raises(PluginFailed, match="after an update"):  # nothing is trained again before somebody has looked
+        train(group, before.step + 1)
+    [event] = [e for e in events.recent(group.etcd, group.keys) if e.kind == "trainer.rewound"]
+    assert "after an update" in event.message and event.severity is Severity.ERROR
+    term = fencing.begin_term(group.etcd, group.keys, group.ctx.epoch, "a restarted actor")
+    group.client.close()
+    group.client = TrainerClient(group.etcd, group.keys, Security(TOKEN), epoch=group.ctx.epoch, term=term)
+    assert train(group, before.step + 1)["policy_version"] > before.policy_version
+
+
+def test_actor_that_was_replaced_can_change_nothing_any_more(group: Group) -> None:
+    before = group.client.wait_ready()
+    old = group.client
+    term = fencing.begin_term(group.etcd, group.keys, group.ctx.epoch, "another replica")
+    with pytest.raises(Fenced):  # although the new one has not spoken to the trainer yet
+        train(group, before.step + 1)
+    group.client = TrainerClient(group.etcd, group.keys, Security(TOKEN), epoch=group.ctx.epoch, term=term)
+    assert group.client.wait_ready().step == before.step
+    old.close()
+
+
+def has_ended(rank: psutil.Process) -> bool:
+    try:
+        return not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def await_end(ranks: list[psutil.Process]) -> None:
-    wait_until(lambda: not any(r.is_running() and r.status() != psutil.STATUS_ZOMBIE for r in ranks), timeout_s=20,
-               what="the end of the ranks")
+    wait_until(lambda: all(map(has_ended, ranks)), timeout_s=20, what="the end of the ranks")
 
 
 def test_ranks_have_the_configured_number_of_threads(group: Group) -> None:
@@ -195,9 +349,53 @@ def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> 
     group.agent.wait(timeout=5)
     await_end(ranks)
     group.start_agent()
-    after = group.client.wait_ready(not_incarnation=before.incarnation)
+    after = group.ready(after=before.group)
     assert (after.phase, after.step, after.restarts) == ("rl", 2, 0)
     assert after.policy_version > before.policy_version
+
+
+def test_reference_policy_is_stored_once_for_all_states_that_have_it(group: Group) -> None:
+    before = group.client.wait_ready()
+    assert before.step == 2
+    train(group, 3)
+    assert group.client.save("rl", 3)["committed"]
+    numbers = before.state_version, group.client.wait_ready().state_version
+    with Puller(group.etcd, group.keys, "test", io_timeout_s=10, security=Security(TOKEN)) as puller:
+        stored = []
+        for number in numbers:
+            with puller.pull("trainer_state", number) as pulled:
+                stored.append({t.name: t.slices for t in pulled.manifest.tensors})
+    names = [name for name in stored[0] if name.startswith("reference.")]
+    assert len(names) > 10
+    for name in names:
+        assert stored[0][name] == stored[1][name]
+        weight = name.removeprefix("reference.")
+        assert stored[0][weight] != stored[1][weight], "the policy was trained in between"
+
+
+def restart_with(group: Group, **algorithm: Any) -> TrainerStatus:
+    """The status of a group with other settings of the algorithm."""
+    before, ranks = group.client.wait_ready(), group.ranks()
+    stop(group.agent.pid)
+    await_end(ranks)
+    cfg = group.ctx.config
+    changed = cfg.model_copy(update={"algorithm": cfg.algorithm.model_copy(update=algorithm)})
+    group.ctx.model_copy(update={"config": changed}).save(group.folder / "context.json")
+    group.start_agent()
+    return group.ready(after=before.group)
+
+
+def test_state_without_a_reference_policy_is_not_trained_on_with_another_one(group: Group) -> None:
+    """Neither a start with such settings nor a release that does not compare them may make the reference another."""
+    without = restart_with(group, kl_coef=0.0)
+    assert group.client.save("rl", without.step)["committed"]
+    again = restart_with(group)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="has no reference policy"):
+            train(group, again.step + 1)
+    with pytest.raises(ConfigError, match="has no reference policy"):
+        group.client.reference_logprobs(batch_for(group), again.step + 1)
+    assert group.client.wait_ready() == again
 
 
 def test_agent_of_an_older_epoch_ends_with_its_ranks(group: Group) -> None:

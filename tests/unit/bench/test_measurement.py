@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 
 import pytest
 from pydantic import ValidationError
-from support.synthetic_run import records
 
-from elastic_rl.bench.loop import ROWS, rows
-from elastic_rl.bench.measurement import Row, result
+from elastic_rl.bench import measurement
+from elastic_rl.bench.measurement import Row, commit, markdown, result
 
 FORM = {"id", "name", "value", "unit", "goal", "op", "met", "alternatives", "unmeasured_alternatives", "limit",
         "samples", "low", "high"}
@@ -46,9 +47,27 @@ def test_result_has_the_documented_form() -> None:
     assert shown["versions"]["python"]
 
 
-def test_loop_rows_come_from_the_records_of_a_run() -> None:
-    measured = {r.id: r for r in rows(records(20, faults=False))}
-    assert tuple(measured) == ROWS
-    assert measured["samples-per-s"].value == pytest.approx(512 / 1.5, rel=0.2)
-    assert measured["step-s"].samples == 18
-    assert all(r.value is not None for r in measured.values())
+def test_section_names_the_commit_where_git_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"([0-9a-f]{12,}(\+changes)?)?", commit.__wrapped__())
+    monkeypatch.setattr(measurement, "commit", lambda: "abc+changes")
+    assert "; commit abc+changes\n" in markdown("loop", "elastic-rl bench loop", [], "now")
+    monkeypatch.setattr(measurement, "commit", lambda: "")
+    assert "commit" not in markdown("loop", "elastic-rl bench loop", [], "now")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.CalledProcessError(128, "git"),
+                                   subprocess.TimeoutExpired("git", 20)])
+def test_machine_without_git_is_measured_too(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    assert commit.__wrapped__() == ""
+
+
+def test_tree_with_changes_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, found in ((" M elastic_rl/x.py\n", "abc+changes"), ("", "abc")):
+        answers = {"ls-files": "", "rev-parse": "abc\n", "status": changes}
+        monkeypatch.setattr(subprocess, "run", lambda args, answers=answers, **_: subprocess.CompletedProcess(
+            args, 0, answers[args[3]]))
+        assert commit.__wrapped__() == found

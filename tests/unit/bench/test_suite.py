@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_rl.bench import BENCHES, control, dcs, loop
+from elastic_rl.bench.loop import job
 from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import DEFAULT_BYTES, QUICK_BYTES, Options, Unmeasurable, parse_size
 from elastic_rl.bench.recorder import Emit, MarkdownFile, Printer, Recorder
@@ -41,10 +42,12 @@ def test_sizes_are_parsed_with_binary_units(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "1 GiB of them"])
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "0", "1 GiB of them", "9" * 400, "9" * 6000,
+                                  "99999T", "0.5"])
 def test_invalid_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a size"):
+    with pytest.raises(ConfigError, match="not a size") as e:
         parse_size(text)
+    assert len(str(e.value)) < 300
 
 
 def test_quick_run_moves_fewer_bytes_unless_a_size_is_given() -> None:
@@ -86,7 +89,7 @@ def run(suite: Suite, recorder: Recorder, *ids: str) -> list[str]:
 
 
 def test_every_listed_row_can_be_selected_by_its_id() -> None:
-    for bench in (control.SUITE, dcs.SUITE):
+    for bench in (control.SUITE, dcs.SUITE, loop.SUITE):
         for module, ids in bench.rows.items():
             for row in ids:
                 assert module in bench.modules([row])
@@ -144,6 +147,62 @@ def test_module_ends_when_a_row_cannot_be_emitted(suite: Callable[..., Suite]) -
     assert done == ["start first", "end first"]
 
 
+class Failing:
+    """A sink that fails at its first rows."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.got: list[str] = []
+
+    def row(self, row: Row, earlier: Row | None) -> None:
+        if self.times:
+            self.times -= 1
+            raise OSError(28, "No space left on device")
+        self.got.append(row.id)
+
+
+def test_sink_that_fails_is_reported_once_and_costs_no_row(suite: Callable[..., Suite],
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    lines: list[str] = []
+    failing = Failing(times=3)
+    recorder = Recorder(failing, Printer(lines.append))
+    run(suite(first=FIRST, second=FIRST.replace("first", "second")), recorder)
+    assert [(row.id, row.value) for row in recorder.rows] == [
+        ("first-a", 1.0), ("first-b", 2.0), ("second-a", 1.0), ("second-b", 2.0)]
+    assert len(lines) == 4 and failing.got == ["second-b"]
+    assert [r.getMessage() for r in caplog.records if "passed on" in r.getMessage()] == [
+        "row first-a is not passed on to Failing: [Errno 28] No space left on device"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("folder", "is not a file"), ("binary", "not a text file"),
+                                            ("nowhere/RESULTS.md", "No such file or directory"),
+                                            ("binary/RESULTS.md", "Not a directory")])
+def test_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+        name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        ) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.setitem(BENCHES, "dcs", lambda options, emit: pytest.fail("it was measured"))
+    assert command("bench", "dcs", "--write", str(tmp_path / name)) == Exit.USAGE
+    err = " ".join(capsys.readouterr().err.split())
+    assert said in err and "name a Markdown file" in err
+
+
+def test_file_that_is_gone_at_the_end_fails_the_command_in_one_line(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def bench(options: Options, emit: Emit) -> None:
+        folder.rmdir()
+        emit(Row(id="P1", name="pull", value=1.0))
+
+    monkeypatch.setitem(BENCHES, "dcs", bench)
+    assert command("bench", "dcs", "--write", str(folder / "RESULTS.md")) == Exit.FAILED
+    captured = capsys.readouterr()
+    assert "P1" in captured.out and "cannot be written" in captured.err and "Traceback" not in captured.err
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 def command(*args: str) -> int:
     with pytest.raises(SystemExit) as e:
@@ -196,14 +255,32 @@ def test_completed_command_leaves_complete_sections(tmp_path: Path, monkeypatch:
 
 
 def test_loop_takes_settings_and_other_benches_refuse_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    cfg = loop.configure(tmp_path, Options(quick=True, settings=("--engine.max_running_requests=3",)))
+    cfg = job.configure(tmp_path, Options(quick=True, settings=("--engine.max_running_requests=3",)))
     assert (cfg.engine.max_running_requests, cfg.train.steps, cfg.run_dir) == (3, 12, tmp_path)
-    assert loop.configure(tmp_path, Options(settings=("--train.steps=5",))).train.steps == 5
+    assert job.configure(tmp_path, Options(settings=("--train.steps=5",))).train.steps == 5
+    outages = job.configure_outages(tmp_path, Options(settings=("--train.steps=5", "--rollout.engines=3")), 40)
+    assert (outages.train.steps, outages.rollout.engines) == (40, 3)
     with pytest.raises(ConfigError, match="did you mean"):
-        loop.configure(tmp_path, Options(settings=("--train.stepz=5",)))
+        job.configure(tmp_path, Options(settings=("--train.stepz=5",)))
     for bench in ("control", "dcs"):
         assert command("bench", bench, "--train.steps=5") == Exit.USAGE
         assert "takes no settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["--job=mine", "job=mine", "--run_dir=runs"])
+def test_loop_refuses_another_job_and_folder(setting: str, tmp_path: Path) -> None:
+    options = Options(settings=("--train.steps=5", setting))
+    for configure in (job.configure, lambda f, o: job.configure_outages(f, o, 40)):
+        with pytest.raises(ConfigError, match=r"takes no --(job|run_dir): .*takes its cluster down"):
+            configure(tmp_path, options)
+
+
+def test_model_folder_is_absolute_and_without_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for given in ("~/model", "model"):
+        cfg = job.configure(tmp_path, Options(settings=(f"--model.path={given}",)))
+        assert job.model_folder(cfg) == tmp_path / "model"
 
 
 def test_settings_of_the_command_line_reach_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from elastic_rl.etcd.records import (
     EngineState,
     Event,
     JobStatus,
+    Member,
     PoolSpec,
     PoolStatus,
     Severity,
@@ -74,6 +75,21 @@ def test_reports_of_one_engine_by_runner_driver_and_leader_have_one_key() -> Non
     ("version.committed", Severity.INFO, False)])
 def test_event_opens_an_alert(kind: str, severity: Severity, opens: bool) -> None:
     assert (rules.report(event(kind, severity=severity), 3, "j") is not None) is opens
+
+
+@pytest.mark.parametrize("kind", ["etcd.restarted", "dcs.restarted", "coordinator.restarted"])
+def test_restart_of_a_local_service_is_a_one_time_alert(kind: str) -> None:
+    condition = rules.report(event(kind, severity=Severity.WARNING), 3, "j")
+    assert condition is not None and not condition.notify_resolved
+
+
+@pytest.mark.parametrize(("part", "subject"), [("dcs", "node-0"), ("coordinator", "coordinator-1")])
+def test_restart_of_a_service_whose_death_has_an_alert_opens_no_second_one(part: str, subject: str) -> None:
+    restarted = rules.report(event(f"{part}.restarted", subject, Severity.WARNING), 3, "j")
+    assert restarted is not None
+    dead = advance_once(1.0, reports=[Condition(f"{part}.dead", subject, "m", revision=2)]).put
+    assert rules.merge_by_fault([restarted], dead) == []
+    assert rules.merge_by_fault([restarted], []) == [restarted]
 
 
 def test_leaders_own_death_event_opens_no_second_alert() -> None:
@@ -259,6 +275,59 @@ def test_staleness_beyond_its_bound_is_an_alert() -> None:
     assert found(2) == ["staleness.exceeded/j"] and not found(1) and not found(2, "finished")
 
 
+def actor_member() -> Member:
+    return Member(role="actor", id="actor-1", pid=1, host="h")
+
+
+def waiting_run(kind: str = "engines", **changes) -> JobStatus:
+    return JobStatus(phase="rl", step=7, stage="generate", waiting_kind=kind, waiting_for="an engine at version 8",
+                     waiting_since=100.0, updated_at=100.0).replace(**changes)
+
+
+def waits(now: float, status: JobStatus, members: Sequence[Member] = (actor_member(),), **parts) -> list[Condition]:
+    found = conditions(empty_snapshot(status=status, members=members, **parts), now, Thresholds(run_waiting_s=60.0))
+    return [c for c in found.values() if c.kind == "run.waiting"]
+
+
+def test_run_that_waits_too_long_is_an_alert_until_it_goes_on() -> None:
+    assert not waits(159.0, waiting_run())
+    [found] = waits(161.0, waiting_run())
+    assert (found.key, found.severity) == ("run.waiting/engines", Severity.WARNING)
+    assert "has waited in generate for more than 60 s for an engine at version 8" in found.message
+    assert not waits(161.0, waiting_run(kind="", waiting_since=0.0))
+    assert not waits(161.0, waiting_run(phase="finished")) and not waits(161.0, waiting_run(phase="failed"))
+    assert [c.key for c in waits(161.0, waiting_run(kind="of a newer release"))] == ["run.waiting/of a newer release"]
+
+
+def test_run_without_an_actor_is_an_alert_also_where_its_last_status_named_a_wait() -> None:
+    for status in (waiting_run(), waiting_run(kind="", waiting_since=0.0, waiting_for="")):
+        for now in (101.0, 1e6):  # however old the status is: an actor that is about to start gets its time
+            assert [(c.key, c.hold_s) for c in waits(now, status, members=())] == [("run.waiting/actor", 60.0)]
+            assert not waits(now, status.replace(phase="finished"), members=())
+
+
+def test_wait_for_a_dead_role_is_part_of_the_alert_about_that_role() -> None:
+    dead = [LastSeen(role=role, id=f"{role}-1", incarnation="i", first_seen=1.0, dead_at=110.0)
+            for role in ("actor", "reward")]
+    assert not waits(161.0, waiting_run(), members=(), registry=dead)
+    assert not waits(161.0, waiting_run("reward"), registry=dead)
+    assert waits(161.0, waiting_run("reward"), registry=dead[:1])
+
+
+@pytest.mark.parametrize(("kind", "subject", "of"), [
+    ("trainer.dead", "trainer", "trainer"), ("driver.dead", "d", "actor"), ("run.global_restart", "j", "actor")])
+def test_wait_that_follows_from_a_fault_is_part_of_its_alert(kind: str, subject: str, of: str) -> None:
+    opened = advance_once(0.0, reports=[Condition(kind, subject, "", revision=3)]).put
+    wait = Condition("run.waiting", of, "", Severity.WARNING)
+    assert [c.key for c in rules.merge_by_fault([wait], opened)] == [f"{kind}/{subject}"]
+    # It was noticed before the fault was.
+    pending = advance_once(0.0, holding={wait.key: replace(wait, hold_s=60.0)}).put
+    assert [c.key for c in rules.merge_by_fault([wait], pending)] == ["run.waiting/" + of]
+    assert [c.key for c in rules.merge_by_fault([wait], [*pending, *opened])] == [f"{kind}/{subject}"]
+    other = Condition("run.waiting", "engines", "", Severity.WARNING)
+    assert [c.key for c in rules.merge_by_fault([other], opened)] == ["run.waiting/engines"]
+
+
 def test_silent_etcd_member_is_an_error_when_no_other_may_fail() -> None:
     def found(*errors: str, read_s: float = 0.0) -> list[tuple[str, Severity]]:
         health = Health([MemberStatus(f"m{i}", error=e) for i, e in enumerate(errors)], read_s)
@@ -292,3 +361,26 @@ def test_leader_gap_is_reported_unless_the_service_was_stopped() -> None:
     assert leader_gap.gap_s(None, 6, 160.0, 15.0, stopped=True) == 0.0
     gap = rules.report(event("leader.absent", "leader", Severity.WARNING, seconds=60), 5, "j")
     assert gap and not gap.notify_resolved
+
+
+def _driver(epoch: int = 1, **info: object) -> Member:
+    return Member(role="driver", id="d", pid=1, host="h", epoch=epoch, phase="rl", info=info)
+
+
+@pytest.mark.parametrize(("driver", "expected"), [
+    (_driver(faults={"router": "it ended"}), {"compute.failing/router"}),
+    (_driver(waiting={"trainer": "no room"}), {"compute.waiting/trainer"}),
+    (_driver(waiting={"pools/rollout": "no room"}), set()),  # pool.short says it
+    (_driver(epoch=0, faults={"router": "of an older driver"}), set()),
+    (_driver(faults="garbage", waiting=[1]), set()),
+])
+def test_what_the_driver_reports_of_its_parts_is_an_alert(driver: Member, expected: set[str]) -> None:
+    found = conditions(ClusterSnapshot(job="j", epoch=1, members=[driver]), now=0.0)
+    assert {key for key in found if key.startswith("compute.")} == expected
+
+
+def test_pool_that_is_short_says_what_it_waits_for() -> None:
+    status = PoolStatus(name="rollout", ready=1, starting=0, draining=0, pending=1, message="no room in the cluster")
+    snapshot = ClusterSnapshot(job="j", specs={"rollout": PoolSpec(name="rollout", desired=2)},
+                               statuses={"rollout": status})
+    assert "no room in the cluster" in conditions(snapshot, now=0.0)["pool.short/rollout"].message

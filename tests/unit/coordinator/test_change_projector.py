@@ -140,7 +140,8 @@ def test_trimming_of_logs_and_other_keys_are_no_changes() -> None:
     assert project(projector, etcd.delete(KEYS.event("1-a"))) is None
     step = project(projector, etcd.put(KEYS.step_metrics(7), b'{"step":7}'))
     assert step is not None and (step.kind, step.id) == ("step", "7")
-    for key in (KEYS.ledger(1), KEYS.registry_entry("a", "b"), KEYS.stream_head("policy"), KEYS.pin("policy", 1, "h")):
+    for key in (KEYS.group_lease("actor"), KEYS.registry_entry("a", "b"), KEYS.stream_head("policy"),
+                KEYS.pin("policy", 1, "h")):
         assert project(projector, etcd.put(key, b"{}")) is None
 
 

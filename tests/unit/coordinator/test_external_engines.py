@@ -6,8 +6,8 @@ import pytest
 
 from elastic_rl.coordinator.operations.external_engines import normalized_url, server_of
 from elastic_rl.coordinator.problems import Problem
-from elastic_rl.engine.external_server import incompatibility, is_local_address
-from elastic_rl.engine.loader import LOADER
+from elastic_rl.engine.server.external_server import incompatibility, is_local_address
+from elastic_rl.engine.sglang.loader import LOADER
 
 QWEN = ["Qwen2ForCausalLM"]
 MODEL, SERVER = {"architectures": QWEN}, {"custom_weight_loader": [LOADER], "tp_size": 2, "dp_size": 1, "nnodes": 1}

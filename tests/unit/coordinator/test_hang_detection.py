@@ -75,6 +75,13 @@ def test_one_slow_step_fades() -> None:
     assert limit_s(learner.intervals["trainer"], "train", LIMITS) == pytest.approx(10.0)
 
 
+def test_limit_is_stretched_by_the_load_of_the_machine_up_to_a_bound() -> None:
+    intervals = watched([1.0] * 3).intervals  # 10 s
+    for load, limit in ((0.0, 10.0), (0.5, 10.0), (2.5, 25.0), (100.0, 40.0)):
+        assert not is_hung(at(0.0, limit), intervals, LIMITS, load)
+        assert is_hung(at(0.0, limit + 0.1), intervals, LIMITS, load)
+
+
 @given(gaps=st.lists(st.floats(0.01, 50.0), min_size=3, max_size=60))
 def test_progress_within_the_factor_is_never_a_hang(gaps: list[float]) -> None:
     """Each interval is at most the factor times the shortest one seen, so none of them may be a hang."""

@@ -96,3 +96,47 @@ def test_recovery_times_are_a_histogram_by_part() -> None:
     assert found["fault_recovery_seconds_bucket{part=engine,le=+Inf}"] == 1
     assert found["fault_recovery_seconds_sum{part=engine}"] == 15.0
     assert found["fault_detection_seconds_bucket{part=engine,le=0.25}"] == 1
+
+
+def test_wait_of_the_run_has_a_kind_and_an_age() -> None:
+    status = JobStatus(phase="rl", waiting_kind="engines", waiting_for="an engine", waiting_since=70.0)
+    found = samples(ClusterSnapshot(job="j", now=100.0, status=status))
+    assert found["run_waiting{kind=engines}"] == 1 and found["run_waiting_seconds{kind=engines}"] == 30.0
+    for over in (status.replace(waiting_kind="", waiting_since=0.0), status.replace(phase="failed"), None):
+        assert not [k for k in samples(ClusterSnapshot(job="j", now=100.0, status=over)) if k.startswith("run_waiting")]
+
+
+def test_last_step_shows_idle_time_reward_parts_and_lengths() -> None:
+    step = StepMetrics(step=3, at=1.0, reward=0.5, idle_s={"generate": 0.5},
+                       reward_parts={"answer": -1.0, "format": 0.25}, truncated=0.25, dropped_groups=2,
+                       response_tokens={"mean": 12.5, "max": 32.0, "p99": 30.0})
+    status = JobStatus(phase="rl", dropped_groups={"equal rewards": 7})
+    found = samples(ClusterSnapshot(job="j", now=1.0, status=status), last_step=step)
+    assert found["step_idle_seconds{stage=generate}"] == 0.5 and found["step_reward_part{part=answer}"] == -1.0
+    assert found["step_response_tokens{statistic=mean}"] == 12.5 and found["step_response_tokens{statistic=max}"] == 32
+    assert found["step_truncated_ratio"] == 0.25 and found["step_dropped_groups"] == 2
+    assert found["groups_dropped{reason=equal rewards}"] == 7
+    assert "step_truncated_ratio" not in samples(ClusterSnapshot(job="j"), last_step=StepMetrics(
+        step=3, at=1.0, reward=0.5)), "a step of an older release, or one whose lengths are not known"
+
+
+def test_last_step_shows_its_updates_and_throughput() -> None:
+    step = StepMetrics(step=3, at=1.0, reward=0.5, update={"kl": 0.01, "my_stat": -2.0},
+                       throughput={"train_tokens_per_s": 9000.0, "tflops_per_rank": 1.5, "peak_memory_bytes": 4096.0})
+    found = samples(ClusterSnapshot(job="j", now=1.0), last_step=step)
+    assert found["step_update{metric=kl}"] == 0.01 and found["step_update{metric=my_stat}"] == -2.0
+    assert found["step_tokens_per_second{stage=train}"] == 9000 and found["step_rank_flops_per_second"] == 1.5e12
+    assert found["trainer_peak_memory_bytes"] == 4096
+    for unknown in ("step_tokens_per_second{stage=generate}", "step_mfu_ratio"):
+        assert unknown not in found, "not known is not 0"
+
+
+def test_number_of_series_is_bounded_whatever_a_reward_names() -> None:
+    names = {f"part {n:04d} {'x' * 100}": float(n) for n in range(1000)}
+    status = JobStatus(phase="rl", waiting_kind="k" * 1000, waiting_since=1.0, dropped_groups=dict.fromkeys(names, 1))
+    found = samples(ClusterSnapshot(job="j", now=9.0, status=status), last_step=StepMetrics(
+        step=1, at=1.0, reward=0.0, reward_parts=names, idle_s=names, response_tokens=names, update=names))
+    assert len([k for k in found if k.startswith("step_update{")]) == 64
+    for family in ("step_reward_part", "step_idle_seconds", "groups_dropped"):
+        assert len([k for k in found if k.startswith(family + "{")]) == 16
+    assert max(map(len, found)) < 120

@@ -2,45 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.coordinator.membership import registry
+from elastic_rl.coordinator.membership.hang_detection import MAX_STRETCH
 from elastic_rl.coordinator.membership.registry import Change, Heartbeat, LiveMember
+from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.records import LastSeen
+from elastic_rl.etcd.records import Evidence, Finding, Witness
 
 Incarnation = tuple[str, str, str]
+LIMITS = Suspicion(suspicion_s=30.0, host_lost_s=3.0)
+MACHINE = "m1"
+
+
+def witness(pid: int = 99, load: float = 0.0, machine: str = MACHINE) -> Witness:
+    return Witness(name=f"w{pid}", machine=machine, host="h", pid=pid, load_per_core=load)
 
 
 class Leader:
     """Applies the changes as the leader does, on a store whose revision grows with each registration.
 
-    ``registered``: incarnation → the revision at which its key was created.
+    ``registered``: incarnation → the revision at which its key was created. Witnesses say of each member that is not
+    registered that it is gone, but for those that ``update`` is told are slow.
     """
 
     def __init__(self, *, sees_heartbeats: bool = True) -> None:
-        self.now, self.revision = 0.0, 0
+        self.now, self.revision, self.leader_s = 1_000.0, 0, 1_000.0  # in a record 0 means never
+        self.witnesses = [witness()]
         self.registry: dict[tuple[str, str], LastSeen] = {}
         self.registered: dict[Incarnation, int] = {}
         self.heartbeats: dict[Incarnation, Heartbeat] = {}
         self.reported: list[tuple[Change, str]] = []
         self.sees_heartbeats = sees_heartbeats
 
-    def member(self, role: str, member_id: str, incarnation: str = "1", epoch: int = 0) -> LiveMember:
+    def member(self, role: str, member_id: str, incarnation: str = "1", epoch: int = 0,
+               machine: str = MACHINE) -> LiveMember:
         who = (role, member_id, incarnation)
         self.revision += 1
         self.registered.setdefault(who, self.revision)
         return LiveMember(role, member_id, incarnation, epoch, 1, "h", f"members/{role}/{member_id}",
-                          self.registered[who])
+                          self.registered[who], machine=machine)
 
-    def update(self, *live: LiveMember, epoch: int = 0, run_over: bool = False, ended_epoch: int = 0) -> list[Change]:
-        self.now += 1.0
+    def update(self, *live: LiveMember, epoch: int = 0, run_over: bool = False, ended_epoch: int = 0,
+               slow: Collection[str] = (), after_s: float = 1.0, finding: Finding = Finding.GONE) -> list[Change]:
+        self.now += after_s
+        self.leader_s += after_s
         self.revision += 1
         if self.sees_heartbeats:
             self.heartbeats |= {(m.role, m.id, m.incarnation): Heartbeat(self.now, self.revision) for m in live}
+        evidence = {name: Evidence(role=e.role, id=e.id, incarnation=e.incarnation, finding=finding, at=0.0, by="w")
+                    for name, e in self.registry.items() if e.id not in slow and name not in {m.name for m in live}}
         changes = registry.compare(
             self.registry, {m.name: m for m in live}, now=self.now, revision=self.revision,
-            last_heartbeats=self.heartbeats, epoch=epoch, run_over=run_over, coordinators=2, ended_epoch=ended_epoch)
+            last_heartbeats=self.heartbeats, epoch=epoch, run_over=run_over, coordinators=2, ended_epoch=ended_epoch,
+            reports=WitnessReports(self.leader_s, self.witnesses, evidence), suspicion=LIMITS)
+        self.why = {c.entry.id: c.why for c in changes}
         for c in changes:
             if c.change in (Change.FORGOTTEN, Change.REPLACED):
                 del self.registry[c.entry.name]
@@ -152,14 +172,115 @@ def test_lease_lost_and_regained_by_the_same_process_is_a_return() -> None:
     assert leader.update(leader.member("coordinator", "a")) == [Change.RETURNED]
 
 
-@given(st.lists(st.dictionaries(st.sampled_from(["rank-0", "rank-1"]), st.integers(1, 3), max_size=2), max_size=30))
-def test_deaths_and_returns_of_a_member_alternate(story: list[dict[str, int]]) -> None:
+# -- slow is not dead -----------------------------------------------------------------------------------------------
+def test_silent_member_is_suspected_and_returns_without_a_death() -> None:
     leader = Leader()
-    for live in story:
-        leader.update(*(leader.member("trainer", i, str(n)) for i, n in live.items()))
+    actor = leader.member("actor", "a")
+    leader.update(actor)
+    assert leader.update(slow=["a"]) == [Change.SUSPECTED]
+    assert leader.update(slow=["a"], after_s=20.0) == [] and not leader.dead
+    assert leader.update(actor) == [Change.ALIVE]
+    assert leader.update(actor) == [] and not leader.registry["actor", "a"].suspected
+    assert leader.update(slow=["a"]) == [Change.SUSPECTED], "the next silence is counted from its own beginning"
+    assert leader.update(slow=["a"], after_s=20.0) == []
+
+
+@given(st.sampled_from(list(Finding)))
+def test_suspected_member_has_died_once_there_is_evidence(finding: Finding) -> None:
+    leader = Leader()
+    leader.update(leader.member("actor", "a"))
+    leader.update(slow=["a"])
+    assert leader.update(finding=finding) == [Change.DIED]
+    assert finding in leader.why["a"]
+
+
+def test_evidence_about_another_incarnation_says_nothing() -> None:
+    entry = LastSeen(role="actor", id="a", incarnation="2", machine=MACHINE, pid=1, first_seen=1.0)
+    old = Evidence(role="actor", id="a", incarnation="1", finding=Finding.GONE, at=0.0, by="w")
+    assert not LIMITS.why_dead(entry, WitnessReports(9.0, [witness()], {entry.name: old}))
+
+
+def test_member_whose_process_exists_and_stays_silent_has_died_in_the_end() -> None:
+    leader = Leader()
+    leader.update(leader.member("actor", "a"))
+    leader.update(slow=["a"])
+    assert leader.update(slow=["a"], after_s=29.0) == []
+    assert leader.update(slow=["a"], after_s=1.0) == [Change.DIED]
+    assert "30 s" in leader.why["a"]
+
+
+def test_overloaded_machine_has_more_time_but_not_for_ever() -> None:
+    leader = Leader()
+    leader.witnesses = [witness(load=0.2), witness(98, load=14.5)]
+    leader.update(leader.member("actor", "a"))
+    leader.update(slow=["a"])
+    assert leader.update(slow=["a"], after_s=30.0 * MAX_STRETCH - 1.0) == []
+    assert leader.update(slow=["a"], after_s=1.0) == [Change.DIED]
+
+
+def test_members_of_a_machine_that_is_not_heard_have_died_soon() -> None:
+    for witnesses in ([], [witness(machine="m2")], [witness(pid=1)]):  # 1: the member itself is no witness of its own
+        leader = Leader()
+        leader.update(leader.member("actor", "a"))
+        leader.witnesses = witnesses
+        assert leader.update(slow=["a"]) == [Change.SUSPECTED]
+        assert leader.update(slow=["a"], after_s=2.0) == []
+        assert leader.update(slow=["a"]) == [Change.DIED]
+
+
+def test_next_leader_goes_on_with_the_suspicion_of_the_last_one() -> None:
+    leader, successor = Leader(), Leader(sees_heartbeats=False)
+    leader.update(leader.member("actor", "a"))
+    leader.update(slow=["a"])
+    leader.update(slow=["a"], after_s=20.0)
+    successor.registry, successor.leader_s = leader.registry, leader.leader_s - 3.0  # the clock was written 3 s ago
+    successor.now = -1e6
+    assert successor.update(slow=["a"], after_s=12.0) == []
+    assert successor.update(slow=["a"], after_s=1.0) == [Change.DIED]
+
+
+def test_replacement_that_registers_during_the_suspicion_replaces_the_dead() -> None:
+    leader = Leader(sees_heartbeats=False)
+    leader.update(leader.member("rollout", "r1"))
+    leader.update(slow=["r1"])
+    new = leader.member("rollout", "r2")
+    leader.update(new, slow=["r1"])
+    assert leader.update(new) == [Change.DIED]
+    assert leader.update(new) == [Change.REPLACED]
+
+
+def test_end_of_the_run_is_no_death_of_a_suspected_member() -> None:
+    leader = Leader()
+    leader.update(leader.member("actor", "a"))
+    leader.update(slow=["a"])
+    assert leader.update(run_over=True) == [Change.FORGOTTEN]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 29.0)), max_size=40))
+def test_process_that_exists_is_never_dead_while_each_silence_is_short(story: list[tuple[bool, float]]) -> None:
+    leader = Leader()
+    actor = leader.member("actor", "a")
+    leader.update(actor)
+    silent_s = 0.0
+    for registered, after_s in story:
+        silent_s = 0.0 if registered else silent_s + after_s
+        if silent_s < LIMITS.suspicion_s:
+            changes = leader.update(*([actor] if registered else []), slow=["a"], after_s=after_s)
+            assert Change.DIED not in changes and not leader.dead
+
+
+NEXT = {Change.SEEN: {Change.DIED, Change.SUSPECTED}, Change.SUSPECTED: {Change.DIED, Change.ALIVE},
+        Change.ALIVE: {Change.DIED, Change.SUSPECTED}, Change.DIED: {Change.RETURNED, Change.REPLACED},
+        Change.RETURNED: {Change.DIED, Change.SUSPECTED}, Change.REPLACED: {Change.SEEN}}
+
+
+@given(st.lists(st.tuples(st.dictionaries(st.sampled_from(["rank-0", "rank-1"]), st.integers(1, 3), max_size=2),
+                          st.sets(st.sampled_from(["rank-0", "rank-1"])), st.floats(0.0, 40.0)), max_size=30))
+def test_changes_of_a_member_follow_from_one_another(story: list[tuple[dict[str, int], set[str], float]]) -> None:
+    leader = Leader()
+    for live, slow, after_s in story:
+        leader.update(*(leader.member("trainer", i, str(n)) for i, n in live.items()), slow=slow, after_s=after_s)
     for member in ("rank-0", "rank-1"):
         reported = [c for c, i in leader.reported if i == member]
         for before, after in zip(reported, reported[1:], strict=False):
-            assert (before, after) in {
-                (Change.SEEN, Change.DIED), (Change.DIED, Change.RETURNED), (Change.RETURNED, Change.DIED),
-                (Change.DIED, Change.REPLACED), (Change.REPLACED, Change.SEEN)}
+            assert after in NEXT[before], (before, after)

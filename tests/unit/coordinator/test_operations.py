@@ -138,8 +138,8 @@ def test_drain_fails_when_its_engine_dies() -> None:
 
 
 def test_restart_waits_until_the_part_works_again() -> None:
-    old = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="old", phase="rl")
-    new = old.replace(incarnation="new", phase="")
+    old = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="old", info={"ready": True})
+    new = old.replace(incarnation="new", info={})
     request = RestartRequest(target="trainer", generation=1)
     op = restart("trainer", before=["old"])
 
@@ -150,11 +150,11 @@ def test_restart_waits_until_the_part_works_again() -> None:
     done = request.replace(observed_generation=1)
     assert at(12.0, done, old).phase == "starting"
     assert at(13.0, done, new).phase == "starting", "it still takes up its state"
-    assert at(14.0, done, new.replace(phase="rl")).state is OperationState.SUCCEEDED
+    assert at(14.0, done, new.replace(info={"ready": True})).state is OperationState.SUCCEEDED
 
 
 def test_global_restart_waits_for_a_later_epoch_the_loop_and_the_trainer() -> None:
-    rank = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="new", phase="rl")
+    rank = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="new", info={"ready": True})
     op = restart("job", before=["old"], ended=2)
     done = {"job": RestartRequest(target="job", generation=1, observed_generation=1)}
     job = JobStatus(phase="rl")

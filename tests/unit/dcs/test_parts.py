@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic_rl.dcs.manifest import Manifest, Packer
 from elastic_rl.dcs.publish.parts import Part, merge
 from elastic_rl.errors import ConfigError
-from elastic_rl.trainer.ownership import assign, bucketed
+from elastic_rl.trainer.checkpoint.ownership import assign, bucketed
 
 Item = tuple[int, tuple[int, ...]]
 """Owner, shape."""

@@ -11,7 +11,7 @@ from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.records import EngineState
 
 EVENTS = st.one_of(
-    st.just(("up",)), st.just(("drain",)), st.just(("torn", "half")), st.just(("died", "killed")),
+    st.just(("up",)), st.just(("drain",)), st.just(("routed",)), st.just(("torn", "half")), st.just(("died", "killed")),
     st.tuples(st.just("begin"), st.integers(0, 6)), st.tuples(st.just("verified"), st.integers(0, 6)))
 
 
@@ -33,7 +33,7 @@ def test_engine_is_routable_only_with_a_version_that_was_begun_and_verified(hist
         if lifecycle.state is EngineState.READY:
             assert seen and lifecycle.version == seen[-1] > 0
         if lifecycle.state is EngineState.READY is not before.state:
-            assert name == "verified"
+            assert name == "routed" and not lifecycle.applying
     assert seen == sorted(set(seen)), "a version was rolled back or applied twice"
 
 
@@ -47,8 +47,15 @@ def test_quarantined_or_dead_engine_accepts_no_event(history, end):
 
 
 def test_drain_during_an_update_survives_its_verification():
-    lifecycle = EngineLifecycle().up().begin(1).verified(1).begin(2).drain().verified(2)
+    lifecycle = EngineLifecycle().up().begin(1).verified(1).routed().begin(2).drain().verified(2)
     assert lifecycle.state is EngineState.DRAINING and lifecycle.version == 2
+
+
+def test_engine_that_no_router_takes_follows_the_head_and_is_not_ready():
+    lifecycle = EngineLifecycle().up().begin(1).verified(1).begin(2).verified(2)
+    assert lifecycle.state is EngineState.SYNCING and lifecycle.routed().state is EngineState.READY
+    with pytest.raises(IllegalTransition, match="routed"):
+        lifecycle.begin(3).routed()
 
 
 def test_dead_engine_keeps_the_version_that_was_being_applied():

@@ -6,8 +6,9 @@ import httpx
 import pytest
 
 from elastic_rl import http_client
+from elastic_rl.engine import router as router_module
 from elastic_rl.engine.router import RouterClient
-from elastic_rl.errors import DeadlineExceeded
+from elastic_rl.errors import DeadlineExceeded, RouterUnavailable
 
 ENGINE = "http://127.0.0.1:7"
 
@@ -17,10 +18,14 @@ class ForgetfulRouter:
 
     def __init__(self, forgets: int) -> None:
         self.forgets = forgets
+        self.failures: list[httpx.HTTPError] = []
+        """Of the next calls."""
         self.asked: list[str] = []
         self.workers = {"w1": ENGINE, "w2": "http://127.0.0.1:8"}
 
     def request(self, method: str, url: str, **_: object) -> httpx.Response:
+        if self.failures:
+            raise self.failures.pop()
         path = httpx.URL(url).path
         if method == "DELETE":
             self.asked.append(path)
@@ -35,6 +40,7 @@ class ForgetfulRouter:
 def router(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ForgetfulRouter:
     router = ForgetfulRouter(request.param)
     monkeypatch.setattr(http_client, "request", router.request)
+    monkeypatch.setattr(router_module, "_TRY_AGAIN_S", 0.001)
     return router
 
 
@@ -51,3 +57,20 @@ def test_worker_that_stays_in_the_list_is_an_error_in_the_end(router: ForgetfulR
     with pytest.raises(DeadlineExceeded, match=ENGINE):
         RouterClient("http://router").remove(ENGINE, timeout_s=0.1)
     assert len(router.asked) == 1, "not more often than once a second"
+
+
+@pytest.mark.parametrize("router", [0], indirect=True)
+def test_call_that_does_not_reach_the_router_is_tried_again_a_few_times(router: ForgetfulRouter) -> None:
+    router.failures = [httpx.ConnectError("away"), httpx.ReadTimeout("slow")]
+    assert RouterClient("http://router").workers()[ENGINE]
+    router.failures = [httpx.ConnectError("away") for _ in range(10)]
+    with pytest.raises(RouterUnavailable, match="ConnectError"):
+        RouterClient("http://router").workers()
+    assert len(router.failures) == 7, "bounded"
+
+
+@pytest.mark.parametrize("reply", [httpx.Response(503, text="busy"), httpx.Response(200, text="<html>")])
+def test_router_that_refuses_or_is_none_is_unavailable(monkeypatch: pytest.MonkeyPatch, reply: httpx.Response) -> None:
+    monkeypatch.setattr(http_client, "request", lambda *_, **__: reply)
+    with pytest.raises(RouterUnavailable):
+        RouterClient("http://router").add(ENGINE, timeout_s=1.0)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from elastic_rl.engine import sglang_cpu
+from elastic_rl.engine.sglang import sglang_cpu
 from elastic_rl.errors import PreflightFailed
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_rl.engine import stager
+from elastic_rl.engine.sglang import stager
 from elastic_rl.errors import ChunkCorrupt, StagingFailed
 
 

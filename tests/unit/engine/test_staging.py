@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic_rl.dcs.codecs.tensors import checksum
-from elastic_rl.engine.staging import Staging, poison, require_covered
+from elastic_rl.engine.sglang.staging import Staging, poison, require_covered
 from elastic_rl.errors import EngineFailed
 
 

@@ -246,6 +246,25 @@ def test_job_without_a_run_or_a_leader_says_so() -> None:
     assert facts["phase"] == "no run has begun" and "election" in facts["leader"]
 
 
+def test_status_shows_the_metrics_of_the_last_step() -> None:
+    last = {"step": 3, "update": {"kl": 0.00123, "grad_norm": 0.5, "my_stat": 1.0},
+            "throughput": {"train_tokens_per_s": 27_800.0, "mfu": 0.4125}}
+    assert listings.step_facts([last]) == {"update": "KL 0.00123, gradient norm 0.5",
+                                           "throughput": "27,800 tokens/s trained, MFU 41.2 %"}
+    assert listings.step_facts([]) == listings.step_facts([{"step": 3}]) == {}, "of an older release"
+
+
+def test_status_says_what_a_run_waits_for_and_since_when() -> None:
+    run = {"phase": "rl", "stage": "generate", "waiting_for": "an engine at version 7", "waiting_kind": "engines",
+           "waiting_since": 1.76e9}
+    job = {"job": "j", "status": run, "leader": None, "epoch": 0, "replica": "a"}
+    clock = time.strftime("%H:%M:%S", time.localtime(1.76e9))
+    assert listings.job_facts(job)["waiting for"] == f"an engine at version 7 (engines, since {clock})"
+    assert listings.job_facts(job)["stage"] == "generate"
+    assert listings.eval_sets({"eval_sets": {f"s{n}": n / 10 for n in range(3)}}, 2) == "s0 0.000, s1 0.100 and 1 more"
+    assert not listings.job_facts({**job, "status": {"phase": "rl"}})["waiting for"]
+
+
 def test_decoder_builds_frames_and_skips_comments() -> None:
     decoder = Decoder()
     lines = ["retry: 1000", "", ": still here", "", "id: 7", "event: x", "data: {", "data: }", "", "data:y", ""]
@@ -339,3 +358,28 @@ def test_error_has_no_terminal_escapes(capsys: pytest.CaptureFixture[str]) -> No
     assert run("config", "show", "-c", "\x1b]0;owned\x07\u202e.yaml") == 2
     said = capsys.readouterr().err
     assert not set(said) & set("\x1b\x07\u202e")
+
+
+def test_status_lists_what_the_driver_reports_of_its_parts() -> None:
+    from elastic_rl.cli.listings import waiting_rows
+    driver = {"role": "driver", "info": {"faults": {"router": "it ended"}, "waiting": {"trainer": "no room"}}}
+    others = [{"role": "driver", "info": {}}, {"role": "engine", "info": {"waiting": {"x": "y"}}}]
+    assert waiting_rows([driver, *others]) == [
+        {"part": "router", "state": "failing", "message": "it ended"},
+        {"part": "trainer", "state": "waiting", "message": "no room"}]
+
+
+@pytest.mark.parametrize("text", ["9" * 5000 + "s", "99999999999999d", "36501d", "0" * 5000 + "s"])
+def test_absurd_duration_is_refused_in_few_words(text: str) -> None:
+    for read in (durations.seconds, lambda t: durations.moment(t, 1e9)):
+        with pytest.raises(ConfigError) as e:
+            read(text)
+        assert len(str(e.value)) < 300
+
+
+def test_down_below_a_file_says_what_is_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert run("down", f"--run_dir={file}", "--job=nobody") == 2
+    assert f"{file} is not a folder" in capsys.readouterr().err.replace("\n", "")
+    assert run("down", f"--run_dir={tmp_path / 'nowhere'}", "--job=nobody") == 0

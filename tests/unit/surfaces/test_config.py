@@ -52,6 +52,13 @@ def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("trainer.pipeline_parallel=7", "multiple of trainer.pipeline_parallel=7"),
     ("dcs.host=0.0.0.0", "set dcs.advertise_host"), ("coordinator.ports=[1]", "1 ports for 2"),
     ("train.steps.deeper=1", "train.steps"), ("train.steps=[", "not YAML"),
+    ("seed=9223372036854775808", "seed"), ("train.lr=0", "train.lr"), ("sft.lr=-1e-3", "sft.lr"),
+    ("train.weight_decay=-1", "train.weight_decay"), ("train.max_grad_norm=0", "train.max_grad_norm"),
+    ("train.logprob_tolerance=-1", "train.logprob_tolerance"), ("model.rope_theta=0", "model.rope_theta"),
+    ("model.rms_norm_eps=0", "model.rms_norm_eps"), ("model.head_dim=15", "model.head_dim=15 is odd"),
+    ("rollout.temperature=1e-300", "rollout.temperature"), ("dcs.arena_bytes=99999999999999999999", "dcs.arena_bytes"),
+    ("device={type: cpu, dist_backend: nccl}", "nccl connects GPUs"),
+    ("trainer={packing: true}", "trainer.packing=true without trainer.micro_batch_tokens"),
     ("coordinator.hang_min_s=601", "hang_max_s=600"), ("failure_policy.backoff_initial_s=301", "backoff_max_s=300"),
 ])
 def test_invalid_value_is_reported_with_its_key(override: str, said: str) -> None:
@@ -96,9 +103,6 @@ def test_every_setting_has_a_description_that_stands_alone() -> None:
            if not text or not text[0].isupper() or text.rstrip()[-1] not in "." or "..." in text
            or text.startswith(("And ", "But ", "The same", "Also "))]
     assert bad == []
-@pytest.mark.parametrize(("accuracy", "steps"), [(None, 2), (0.0, 20), (0.09, 20), (0.1, 2), (0.39, 2), (0.7, 2)])
-def test_sft_evaluates_often_only_near_its_target(accuracy: float | None, steps: int) -> None:
-    assert config.parse({"sft": {"target_eval_accuracy": 0.4}}).sft.steps_to_next_eval(accuracy) == steps
 
 
 def test_gpus_are_hidden_from_a_run_on_the_cpu_and_from_no_other() -> None:
@@ -107,6 +111,13 @@ def test_gpus_are_hidden_from_a_run_on_the_cpu_and_from_no_other() -> None:
 
     assert environment("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
     assert environment("auto") == environment("cuda") == {}
+
+
+@pytest.mark.parametrize(("overrides", "tolerance"), [
+    ([], 1e-4), (["device.dtype=bfloat16"], 0.5), (["device.dtype=bfloat16", "train.logprob_tolerance=0.01"], 0.01),
+    (["train.logprob_tolerance=0"], 0)])
+def test_logprob_tolerance_follows_the_dtype_unless_it_is_set(overrides: list[str], tolerance: float) -> None:
+    assert config.load(overrides=overrides).logprob_tolerance == tolerance
 
 
 def test_misspelt_durable_stream_is_refused() -> None:
@@ -168,3 +179,44 @@ def test_shown_settings_hold_no_secrets() -> None:
     assert "secret" in str(values), "the settings themselves are unchanged"
     plain = config.parse({"dcs": {"durable_url": "file:///mnt/checkpoints"}}).model_dump(mode="json")
     assert secrets.redacted(plain) == plain
+
+
+def test_head_dim_is_ignored_beside_a_model_of_its_own() -> None:
+    assert config.parse({"model": {"path": "/m", "head_dim": 15}}).model.path == "/m"
+
+
+# -- values that YAML reads and nothing else does ----------------------------------------------------------------------
+@pytest.mark.parametrize("value", ["[" * 600, "!!bool perhaps", "!!timestamp soon", "!!int ''"])
+def test_value_that_breaks_the_yaml_reader_is_a_config_error(value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data\.options is not YAML") as e:
+        config.load(None, [f"--data.options={value}"])
+    assert len(str(e.value)) < 600
+    file = tmp_path / "odd.yaml"
+    file.write_text(f"data: {value}")
+    with pytest.raises(ConfigError, match=r"odd\.yaml is not YAML"):
+        config.load(file)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ("{a: !!binary /w==}", "a bytes"), ("{a: &x [*x]}", "contains itself"), ("{a: &x {b: *x}}", "contains itself"),
+    ("{a: 2024-01-01}", "a date"), ("{a: {1: 2}}", "a key of a mapping is a int"), ("{a: .nan}", "a number is nan"),
+    ("{a: [.inf]}", "a number is inf"), ("{a: !!set {x}}", "a set"), ('{a: "\\ud800"}', "surrogate"),
+    ("{a: " + "[" * 60 + "]" * 60 + "}", "nested more than"), (f"{{a: 0x{'f' * 5000}}}", "bits"),
+    ("{a: &a [1,1,1,1,1,1,1,1,1,1], " + ", ".join(f"{x}: &{x} [{','.join(['*' + y] * 10)}]" for x, y in zip(
+        "bcdefg", "abcdef", strict=True)) + "}", "more than")])
+def test_options_that_json_does_not_have_are_refused(options: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.options: ") as e:
+        config.load(None, [f"--data.options={options}"])
+    assert said in str(e.value)
+
+
+def test_options_that_json_has_are_kept() -> None:
+    options = {"a": [1, 2.5, True, None, "é", {"b": [[]]}]}
+    shared = ["x"]
+    assert config.parse({"data": {"options": options}}).data.options == options
+    assert config.parse({"data": {"options": {"a": shared, "b": shared}}}).data.options["b"] == shared
+
+
+def test_number_of_thousands_of_digits_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"seed: .*thousands of digits"):
+        config.load(None, [f"--seed=0x{'f' * 5000}"])

@@ -12,10 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.synthetic_run import records
 
-from elastic_rl.data.ledger import Audit
-from elastic_rl.report import build, charts, html
+from elastic_rl.cli.live_view import _of_output
+from elastic_rl.data.ledger import Audit, ConsumedGroups
+from elastic_rl.pipeline.eval_summary import summarise_rows
+from elastic_rl.pipeline.keeping import kept_summary
+from elastic_rl.report import build, charts, curves, html
+from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 
-CLEAN = Audit([], [])
+CLEAN = Audit()
 KEYS = {"job", "seed", "steps", "reward_first", "reward_last", "eval_accuracy_first", "eval_accuracy_last",
         "versions_committed",
         "staleness_max", "logprob_diff_max", "samples_trained", "groups_lost", "groups_duplicated", "tokens_per_s",
@@ -47,7 +51,7 @@ def test_faults_have_their_times() -> None:
 
 
 def test_report_counts_lost_and_duplicated_groups() -> None:
-    report = build.build([], job="j", seed=0, versions=[], audit=Audit([4, 5], [6]))
+    report = build.build([], job="j", seed=0, versions=[], audit=Audit(lost=2, duplicated=1))
     assert (report["groups_lost"], report["groups_duplicated"]) == (2, 1)
 
 
@@ -56,6 +60,39 @@ def test_empty_run_has_a_report_and_a_page() -> None:
     assert report["steps"] == 0
     assert report["reward_last"] is None
     assert "</html>" in html.render(report, [])
+
+
+def test_report_of_a_supervised_job_shows_its_own_numbers() -> None:
+    rows = [r for r in records() if r["kind"] == "sft"]
+    report = _report([*rows, {**rows[-1], "loss": 0.5}])  # repeated after a restart
+    assert report["sft"] == {"steps": 175, "loss_first": pytest.approx(2.3 - 25 / 110), "loss_last": 0.5,
+                             "eval_accuracy_first": pytest.approx(0.41 / 7), "eval_accuracy_last": 0.41}
+    page = html.render(report, rows)
+    assert "SFT step" in page and "RL step" not in page and "Version lag" not in page
+    assert "Version lag" in html.render(_report(records()), records())
+
+
+def test_report_of_a_job_that_trains_nothing_shows_its_result() -> None:
+    rows = [{"set": name, "index": i, "reward": r, "reward_parts": {}, "finish_reason": "stop", "response_tokens": 2}
+            for name, i, r in (("<b>math", 0, 1.0), ("<b>math", 0, 0.0), ("code", 0, 1.0), ("code", 0, 1.0))]
+    sets = summarise_rows(rows, samples=2, pass_reward=1.0, main="<b>math", parts=())
+    result = {"job": "j", "main": "<b>math", "sets": sets}
+    report = _report([{"kind": "output", "at": 1.0, "step": 1, "result": result}])
+    page = html.render(report, [])
+    assert "pass@2" in page and "&lt;b&gt;math" in page and "<b>math" not in page and "Learning" not in page
+    text = [line for name, line in _of_output(report["output"]) if name == "code"]
+    assert text == ["1.000 over 1 prompts, pass@1 1.000, pass@2 1.000"]
+    kept = kept_summary({"samples": 4, "kept": 1, "reward": 2.0, "kept_reward": 1.0}, ConsumedGroups(), file="k.jsonl")
+    report = _report([{"kind": "output", "at": 1.0, "step": 1, "result": kept}])
+    assert "kept_reward_mean" in html.render(report, []) and dict(_of_output(kept))["kept"] == "1, reward 1.000"
+
+
+def test_report_has_the_further_evaluation_sets() -> None:
+    rows = [{"kind": "eval", "at": float(s), "step": s, "eval_accuracy": 0.5, "eval_sets": {"math": s / 10}}
+            for s in (0, 5)]
+    report = _report(rows)
+    assert report["eval_sets"] == {"math": {"first": 0.0, "last": 0.5}}
+    assert "<td>math</td><td>0.000</td><td>0.500</td>" in html.render(report, rows)
 
 
 def test_engine_lag_is_relative_to_the_head_at_the_start_of_its_step() -> None:
@@ -77,8 +114,48 @@ def test_page_is_self_contained_and_beside_its_numbers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 200
     assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://""", text)
     _Balanced().check(text)
-    assert text.count("<svg") == 4
+    assert text.count("<svg") == 4 + text.count("<figure>")
     assert "prefers-color-scheme: dark" in text
+
+
+def test_training_metrics_have_a_curve_each_and_median_numbers() -> None:
+    rows = records()
+    report, page = _report(rows), html.render(_report(rows), rows)
+    shown = re.findall(r"<figcaption>(.*?) <b>(.*?)</b>", page)
+    assert len({title for title, _ in shown}) == len(shown) > 15
+    assert {"Entropy", "KL to sampler", "Clip fraction", "Gradient norm", "Generated", "my_stat", "Reward: answer",
+            "Response length, max", "Memory, peak"} <= {title for title, _ in shown}
+    assert dict(shown)["Clip fraction"] == "1 %" and dict(shown)["Memory, peak"] == "0.419 GiB"
+    assert "MFU" not in dict(shown), "no step has one"
+    assert report["tflops_per_rank_p50"] == 0.05 and report["mfu_p50"] is None
+    assert report["peak_memory_bytes"] == 4.5e8 and report["generate_tokens_per_s_p50"] > 1000
+
+
+def test_every_documented_metric_of_an_update_has_a_curve() -> None:
+    step = {"step": 1, "algorithm": dict.fromkeys(UPDATE, 0.5), "throughput": dict.fromkeys(THROUGHPUT, 0.5)}
+    drawn = curves.curves([step]).count("<figure>")
+    left_out = {"advantage_mean", "advantage_min", "advantage_max", "reference_step"}
+    assert drawn == len(UPDATE.keys() | THROUGHPUT.keys()) - len(left_out)
+
+
+@given(st.lists(st.floats(-1e9, 1e9), max_size=900), st.integers(1, 300))
+def test_downsampled_curve_keeps_the_order_the_ends_and_the_mean(values: list[float], limit: int) -> None:
+    points = [(float(n), value) for n, value in enumerate(values)]
+    found = curves.downsample(points, limit)
+    assert len(found) == min(len(points), limit)
+    assert [x for x, _ in found] == sorted(x for x, _ in found)
+    if points and not len(points) % limit:
+        assert sum(y for _, y in found) / len(found) == pytest.approx(sum(values) / len(values), abs=1e-3)
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+@example([5e-324])
+@example([1e308, -1e308])
+def test_curves_draw_whatever_an_algorithm_reports(values: list[float]) -> None:
+    page = curves.curves([{"step": n, "algorithm": {"<b>": value}} for n, value in enumerate(values)])
+    _Balanced().check(page)
+    assert "nan" not in page and "inf" not in page
+    assert ("<figcaption>&lt;b&gt; <b>" in page) == any(abs(value) < 1e30 for value in values)
 
 
 def test_names_from_a_run_cannot_become_markup() -> None:

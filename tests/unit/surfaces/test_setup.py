@@ -120,7 +120,7 @@ def test_what_uv_installed_is_compiled_by_importing_it(tmp_path: Path) -> None:
     imports = checkout.compiled.read_text().splitlines()
     assert len(imports) == 2 and all(line.startswith(" import ") for line in imports), "with the variable unset"
     modules = [m for line in imports for m in line.removeprefix(" import ").split(",")]
-    assert "sglang.srt.managers.scheduler" in modules and "elastic_rl.trainer.preload" in modules
+    assert "sglang.srt.managers.scheduler" in modules and "elastic_rl.trainer.group.preload" in modules
     for name in modules:
         if name.startswith("elastic_rl."):
             assert importlib.util.find_spec(name), name
@@ -136,7 +136,7 @@ def test_what_uv_installed_is_compiled_by_importing_it(tmp_path: Path) -> None:
 
 def test_setup_for_tests_has_a_stamp_of_its_own(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "repo", uv_works=True)
-    for name in ("promtool", "chromium"):
+    for name in ("promtool", "bwrap", "chromium"):
         checkout.program(checkout.bin / name, "true")
     checkout.setup()
     checkout.take_calls()

@@ -1,6 +1,8 @@
-"""The conversion between Megatron's layout and HF's, and the wire format of a batch."""
+"""The conversion between Megatron's layout and HF's."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,113 +11,184 @@ from hypothesis import strategies as st
 from support.budget import seeds
 
 from elastic_rl.errors import ConfigError
-from elastic_rl.trainer import hf_layout
-from elastic_rl.trainer.batch import TrainBatch, meta_of
-from elastic_rl.trainer.hf_layout import AttentionDims
+from elastic_rl.models.arch import ModelArch, MoeArch, whole_model_name
+from elastic_rl.models.families import FAMILIES
+from elastic_rl.models.layout import AttentionDims, Rule, ShardLayout
+from elastic_rl.trainer.checkpoint.ownership import owners_of
+from elastic_rl.trainer.megatron import hf_layout
+from elastic_rl.trainer.megatron.hf_layout import ShardRange
+from elastic_rl.trainer.megatron.parallel import ParallelDims
 
-LAYER = ["input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight",
-         "self_attention.q_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight",
-         "mlp.linear_fc2.weight"]
-NAMES = ["embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight",
-         *(f"decoder.layers.1.{n}" for n in LAYER)]
+HIDDEN = 5
 
 
-def hf_tensors(dims: AttentionDims, hidden: int, ffn: int) -> dict[str, torch.Tensor]:
+def make_arch(family: str, *, kv: int, per_group: int, head_dim: int, vocab: int, ffn: int, tied: bool = False,
+              experts: int = 2) -> ModelArch:
+    moe = MoeArch(experts, 2, ffn + 4, norm_top_k=True) if FAMILIES[family].experts else None
+    return ModelArch(FAMILIES[family], 2, HIDDEN, ffn, kv * per_group, kv, head_dim, vocab, 8, 1e4, 1e-6, tied, moe=moe)
+
+
+def megatron_names(arch: ModelArch) -> list[str]:
+    """The parameters of the local layers, without those that Transformer Engine names otherwise, and copies."""
+    names = [n for n in ("embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight")
+             if not arch.rule_of(n).replica]
+    for layer in range(arch.layers):
+        for parameter in arch.family.layer:
+            if not parameter.endswith("layer_norm_weight"):
+                names += [f"decoder.layers.{layer}.{parameter.format(expert)}"
+                          for expert in range(arch.moe.experts if arch.moe and "{}" in parameter else 1)]
+    return names
+
+
+def hf_tensors(arch: ModelArch) -> dict[str, torch.Tensor]:
     """Every element differs, so that any misplaced row shows."""
-    q, kv, b = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, "model.layers.1."
-    shapes = {"model.embed_tokens.weight": (dims.vocab, hidden), "lm_head.weight": (dims.vocab, hidden),
-              "model.norm.weight": (hidden,), b + "input_layernorm.weight": (hidden,),
-              b + "post_attention_layernorm.weight": (hidden,), b + "self_attn.q_proj.weight": (q, hidden),
-              b + "self_attn.k_proj.weight": (kv, hidden), b + "self_attn.v_proj.weight": (kv, hidden),
-              b + "self_attn.o_proj.weight": (hidden, q), b + "self_attn.q_norm.weight": (dims.head_dim,),
-              b + "mlp.gate_proj.weight": (ffn, hidden), b + "mlp.up_proj.weight": (ffn, hidden),
-              b + "mlp.down_proj.weight": (hidden, ffn)}
+    q, kv, head = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, arch.head_dim
+    ffn = arch.moe.ffn if arch.moe else arch.ffn
+    shapes = {"embed_tokens.weight": (arch.vocab, HIDDEN), "lm_head.weight": (arch.vocab, HIDDEN),
+              "q_proj.weight": (q, HIDDEN), "k_proj.weight": (kv, HIDDEN), "v_proj.weight": (kv, HIDDEN),
+              "q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.weight": (HIDDEN, q),
+              "q_norm.weight": (head,), "k_norm.weight": (head,), "gate_proj.weight": (ffn, HIDDEN),
+              "up_proj.weight": (ffn, HIDDEN), "down_proj.weight": (HIDDEN, ffn)}
+    if arch.moe:
+        shapes["mlp.gate.weight"] = (arch.moe.experts, HIDDEN)
     out, start = {}, 0
-    for name, shape in shapes.items():
+    for name in arch.hf_names():
+        shape = next((s for end, s in shapes.items() if name.endswith(end)), (HIDDEN,))
         size = torch.Size(shape).numel()
         out[name] = torch.arange(start, start + size, dtype=torch.float64).view(shape)
         start += size
     return out
 
 
-@settings(deadline=None, max_examples=seeds(60))
-@given(tp=st.sampled_from([1, 2, 4]), kv_per_rank=st.integers(1, 2), per_group=st.integers(1, 3),
-       head_dim=st.sampled_from([2, 6]), vocab=st.integers(1, 19), ffn_per_rank=st.integers(1, 4))
-def test_merge_inverts_split_for_every_hf_tensor(tp: int, kv_per_rank: int, per_group: int, head_dim: int,
-                                                          vocab: int, ffn_per_rank: int) -> None:
-    kv = kv_per_rank * tp
-    dims = AttentionDims(kv * per_group, kv, head_dim, vocab, hf_layout.padded_vocab(vocab, tp))
-    full = hf_tensors(dims, hidden=5, ffn=ffn_per_rank * tp)
+def shape_of(rule: Rule, hf: dict[str, torch.Tensor], dims: AttentionDims, tp: int) -> list[int]:
+    """Of the shard of one rank."""
+    rows = sum(len(hf[name]) for name in rule.hf)
+    shape = list(hf[rule.hf[0]].shape)
+    match rule.layout:
+        case ShardLayout.COLUMNS:
+            shape[1] //= tp
+        case ShardLayout.VOCAB:
+            shape[0] = dims.padded_vocab // tp
+        case ShardLayout.QKV | ShardLayout.GATE_UP:
+            shape[0] = rows // tp
+    return shape
+
+
+def fill(rule: Rule, target: ShardRange, hf: dict[str, torch.Tensor], dims: AttentionDims, *, tp: int, tp_rank: int
+         ) -> None:
+    """From full HF tensors, which come in any order."""
+    for piece in reversed(hf_layout.pieces(rule, target, dims, tp=tp, tp_rank=tp_rank)):
+        assert piece.shape == tuple(hf[piece.hf].shape)
+        piece.fill(hf[piece.hf].narrow(piece.dim, piece.start, piece.stop - piece.start))
+
+
+def split(rule: Rule, hf: dict[str, torch.Tensor], dims: AttentionDims, *, tp: int, tp_rank: int) -> torch.Tensor:
+    """The shard of one rank."""
+    shard = torch.full(shape_of(rule, hf, dims, tp), -1, dtype=torch.float64)
+    fill(rule, ShardRange.whole(shard), hf, dims, tp=tp, tp_rank=tp_rank)
+    return shard
+
+
+@settings(deadline=None, max_examples=seeds(100))
+@given(family=st.sampled_from(sorted(FAMILIES)), tied=st.booleans(), tp=st.sampled_from([1, 2, 4]),
+       kv_per_rank=st.integers(1, 2), per_group=st.integers(1, 3), head_dim=st.sampled_from([2, 6]),
+       vocab=st.integers(1, 19), ffn_per_rank=st.integers(1, 4), experts=st.integers(2, 5))
+def test_merge_inverts_the_pieces_of_every_hf_tensor_of_every_family(
+        family: str, tied: bool, tp: int, kv_per_rank: int, per_group: int, head_dim: int, vocab: int,
+        ffn_per_rank: int, experts: int) -> None:
+    arch = make_arch(family, kv=kv_per_rank * tp, per_group=per_group, head_dim=head_dim, vocab=vocab,
+                     ffn=ffn_per_rank * 4, tied=tied, experts=experts)
+    dims, full = arch.attention_dims(tp), hf_tensors(arch)
     merged: dict[str, torch.Tensor] = {}
-    for name in NAMES:
-        rule = hf_layout.rule_of(name)
-        merged |= hf_layout.merge(rule, [hf_layout.split(rule, full, dims, tp=tp, tp_rank=r) for r in range(tp)], dims)
+    for name in megatron_names(arch):
+        rule = arch.rule_of(name)
+        part = hf_layout.merge(rule, [split(rule, full, dims, tp=tp, tp_rank=r) for r in range(tp)], dims)
+        assert not merged.keys() & part.keys(), "a tensor has one parameter"
+        merged |= part
     assert set(merged) == set(full)
     assert all(torch.equal(merged[n], full[n]) and merged[n].is_contiguous() for n in full)
+
+
+@settings(deadline=None, max_examples=seeds(100))
+@given(family=st.sampled_from(sorted(FAMILIES)), tp=st.sampled_from([1, 2]), kv_per_rank=st.integers(1, 2),
+       per_group=st.integers(1, 2), vocab=st.integers(1, 9), data=st.data())
+def test_ranges_of_a_shard_take_what_the_shard_has_there_and_read_no_other_tensor(
+        family: str, tp: int, kv_per_rank: int, per_group: int, vocab: int, data: st.DataObject) -> None:
+    """Ranges that split the shard among replicas at any elements, as the distributed optimizer's buckets do."""
+    arch = make_arch(family, kv=kv_per_rank * tp, per_group=per_group, head_dim=2, vocab=vocab, ffn=4)
+    dims, full = arch.attention_dims(tp), hf_tensors(arch)
+    rule = arch.rule_of(data.draw(st.sampled_from(megatron_names(arch))))
+    tp_rank = data.draw(st.integers(0, tp - 1))
+    shard = split(rule, full, dims, tp=tp, tp_rank=tp_rank)
+    cuts = data.draw(st.lists(st.integers(0, shard.numel()), max_size=3).map(sorted))
+    for start, stop in pairwise([0, *cuts, shard.numel()]):
+        expected = shard.view(-1)[start:stop]
+        target = ShardRange(tuple(shard.shape), start, torch.full_like(expected, -1))
+        fill(rule, target, full, dims, tp=tp, tp_rank=tp_rank)
+        assert torch.equal(target.values, expected)
+        read = {piece.hf for piece in hf_layout.pieces(rule, target, dims, tp=tp, tp_rank=tp_rank)}
+        needed = {name for name in rule.hf if torch.isin(full[name], expected).any()}
+        assert needed <= read and (read == needed or rule.layout is ShardLayout.VOCAB), "padding comes with its tensor"
+
+
+@settings(deadline=None, max_examples=seeds(60))
+@given(layers_per_stage=st.integers(1, 3), pp=st.integers(1, 4), experts_per_rank=st.integers(1, 3),
+       ep=st.integers(1, 4))
+def test_parameters_of_all_stages_and_expert_ranks_are_those_of_the_whole_model(
+        layers_per_stage: int, pp: int, experts_per_rank: int, ep: int) -> None:
+    local = [f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+             for layer in range(layers_per_stage) for expert in range(experts_per_rank)]
+    found = [whole_model_name(name, stage * layers_per_stage, rank * experts_per_rank)
+             for stage in range(pp) for rank in range(ep) for name in local]
+    assert sorted(found) == sorted(f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+                                   for layer in range(pp * layers_per_stage) for expert in range(ep * experts_per_rank))
+    assert whole_model_name("decoder.final_layernorm.weight", 3, 2) == "decoder.final_layernorm.weight"
+
+
+def test_output_layer_of_tied_embeddings_is_a_copy_that_is_not_saved() -> None:
+    shape: dict[str, int] = {"kv": 1, "per_group": 1, "head_dim": 2, "vocab": 3, "ffn": 4}
+    tied, untied = (make_arch("qwen2", tied=t, **shape) for t in (True, False))
+    assert tied.rule_of("output_layer.weight") == Rule(("model.embed_tokens.weight",), ShardLayout.VOCAB, replica=True)
+    assert untied.rule_of("output_layer.weight") == Rule(("lm_head.weight",), ShardLayout.VOCAB)
+    assert "lm_head.weight" not in tied.hf_names() and "lm_head.weight" in untied.hf_names()
 
 
 def test_qkv_shard_has_queries_then_key_then_value_of_each_group() -> None:
     dims = AttentionDims(heads=4, kv_heads=2, head_dim=1, vocab=4, padded_vocab=4)
     column = lambda *values: torch.tensor(values, dtype=torch.float32)[:, None]  # noqa: E731
     full = {"q": column(0, 1, 2, 3), "k": column(10, 11), "v": column(20, 21)}
-    rule = hf_layout.Rule(("q", "k", "v"), hf_layout.ShardLayout.QKV)
-    assert hf_layout.split(rule, full, dims, tp=2, tp_rank=1).flatten().tolist() == [2, 3, 11, 21]
+    rule = Rule(("q", "k", "v"), ShardLayout.QKV)
+    assert split(rule, full, dims, tp=2, tp_rank=1).flatten().tolist() == [2, 3, 11, 21]
 
 
 def test_padded_vocabulary_rows_are_zero_and_are_dropped_by_merge() -> None:
     dims = AttentionDims(1, 1, 1, vocab=3, padded_vocab=4)
-    rule = hf_layout.rule_of("output_layer.weight")
-    shards = [hf_layout.split(rule, {"lm_head.weight": torch.ones(3, 2)}, dims, tp=2, tp_rank=r) for r in range(2)]
+    rule = Rule(("lm_head.weight",), ShardLayout.VOCAB)
+    shards = [split(rule, {"lm_head.weight": torch.ones(3, 2)}, dims, tp=2, tp_rank=r) for r in range(2)]
     assert shards[1].tolist() == [[1, 1], [0, 0]]
     assert hf_layout.merge(rule, shards, dims)["lm_head.weight"].shape == (3, 2)
 
 
-def test_unknown_parameter_and_missing_tensor_are_named() -> None:
-    with pytest.raises(ConfigError, match="linear_qkv.bias"):
-        hf_layout.rule_of("decoder.layers.0.self_attention.linear_qkv.bias")
-    with pytest.raises(ConfigError, match="lm_head.weight"):
-        hf_layout.split(hf_layout.rule_of("output_layer.weight"), {}, AttentionDims(1, 1, 1, 2, 2), tp=1, tp_rank=0)
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> TrainBatch:
-    n, prompt, response = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    ints = lambda low, high: torch.tensor(draw(st.lists(st.integers(low, high), min_size=n, max_size=n)))  # noqa: E731
-    lengths = ints(0, response)
-    lengths[0] = 1
-    return TrainBatch(tokens=torch.randint(0, 16, (n, prompt + response)), prompt_len=ints(1, prompt),
-                      response_len=lengths, engine_logprobs=torch.randn(n, response), advantages=torch.randn(n),
-                      policy_versions=ints(0, 1 << 40), groups=torch.arange(draw(st.integers(0, 3))))
-
-
-@settings(deadline=None, max_examples=seeds(40))
-@given(batches())
-def test_batch_round_trips_through_its_wire_format(batch: TrainBatch) -> None:
-    raw = batch.to_bytes(step=7, cursor={"next": [1, 2]})
-    again = TrainBatch.from_bytes(raw)
-    assert all(torch.equal(getattr(batch, name), getattr(again, name)) for name in batch.__dict__)
-    assert meta_of(raw) == {"step": 7, "cursor": {"next": [1, 2]}}
+def test_parameter_that_a_family_lacks_is_named_with_the_families() -> None:
+    arch = make_arch("llama", kv=1, per_group=1, head_dim=2, vocab=3, ffn=4)
+    for name in ("self_attention.linear_qkv.bias", "self_attention.q_layernorm.weight", "mlp.router.weight"):
+        with pytest.raises(ConfigError, match=name) as e:
+            arch.rule_of(f"decoder.layers.0.{name}")
+        assert "llama, qwen2, qwen3, qwen3_moe" in e.value.hint
 
 
 @settings(deadline=None, max_examples=seeds(60))
-@given(st.binary(max_size=64))
-def test_bytes_that_are_not_a_batch_raise_config_error(raw: bytes) -> None:
-    with pytest.raises(ConfigError):
-        TrainBatch.from_bytes(raw)
-    with pytest.raises(ConfigError):
-        meta_of(raw)
-
-
-@pytest.mark.parametrize(("change", "named"), [
-    ({"prompt_len": torch.tensor([0, 1])}, "at least one token"),
-    ({"response_len": torch.tensor([4, 1])}, "longer than its row"),
-    ({"response_len": torch.tensor([0, 0])}, "no response token"),
-    ({"advantages": torch.zeros(3)}, "advantages"),
-    ({"tokens": torch.zeros(2, 4)}, "int64")])
-def test_inconsistent_batch_raises_config_error(change: dict[str, torch.Tensor], named: str) -> None:
-    good = {"tokens": torch.zeros(2, 4, dtype=torch.int64), "prompt_len": torch.tensor([2, 2]),
-            "response_len": torch.tensor([2, 1]), "engine_logprobs": torch.zeros(2, 2), "advantages": torch.zeros(2),
-            "policy_versions": torch.tensor([1, 1]), "groups": torch.tensor([0])}
-    TrainBatch(**good).check()
-    with pytest.raises(ConfigError, match=named):
-        TrainBatch(**{**good, **change}).check()
+@given(sizes=st.lists(st.tuples(st.integers(1, 99), st.booleans()), max_size=12), tp=st.integers(1, 2),
+       copies=st.integers(1, 2), ep=st.integers(1, 3), pp_rank=st.integers(0, 1))
+def test_each_tensor_has_one_owner_that_holds_it(sizes: list[tuple[int, bool]], tp: int, copies: int, ep: int,
+                                                 pp_rank: int) -> None:
+    dp = ep * copies
+    stage = [ParallelDims(pp_rank * tp * dp + r, 2 * tp * dp, tp, r % tp, dp, r // tp, torch.device("cpu"), 2, pp_rank,
+                          ep) for r in range(tp * dp)]
+    owners = [owners_of([n for n, _ in sizes], par, [expert for _, expert in sizes]) for par in stage]
+    for i, (_, expert) in enumerate(sizes):
+        for par, found in zip(stage, owners, strict=True):
+            others = [o[i] for p, o in zip(stage, owners, strict=True) if not expert or p.ep_rank == par.ep_rank]
+            assert set(others) == {found[i]}, "the ranks that hold it agree"
+            owner = next(p for p in stage if p.rank == found[i])
+            assert not expert or owner.ep_rank == par.ep_rank

@@ -1,0 +1,76 @@
+"""Real runs for the bench: their settings, and one run on a cluster of its own from its start to its end."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic_rl import config, train
+from elastic_rl.bench.options import Options
+from elastic_rl.config import Config, Stream, reading
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.errors import ConfigError, ElasticRLError
+from elastic_rl.faults.injector import FaultPlan
+from elastic_rl.host import inherited_model
+from elastic_rl.host.local_cluster import Cluster
+
+WARM_STEPS = 2
+"""First steps that do not count: caches fill and lazy imports happen in them."""
+_SHORT_STEPS = ("--sft.max_steps=0", "--train.prompts_per_step=16", "--train.group_size=4",
+                "--train.updates_per_step=1")
+_SHARD_BYTES = 5 << 30
+
+
+def configure(folder: Path, options: Options) -> Config:
+    """The default job, cut short (the loop takes as long with a model that hardly learned), and the settings of the
+    options. Raises ConfigError."""
+    steps = 12 if options.quick else 60
+    return config.load(None, [*place(folder, options), "--sft.max_steps=25", f"--train.steps={steps}",
+                              f"--train.eval_every_steps={steps}", *options.settings])
+
+
+def configure_outages(folder: Path, options: Options, steps: int) -> Config:
+    """A job of so many short steps, with the settings of the options, which do not change that number. Raises
+    ConfigError."""
+    return config.load(None, [*place(folder, options), *_SHORT_STEPS, *options.settings, f"--train.steps={steps}",
+                              f"--train.eval_every_steps={steps}"])
+
+
+def place(folder: Path, options: Options) -> list[str]:
+    """Settings of a bench's own job and folder. Raises ConfigError for options that name others."""
+    for key in ("job", "run_dir"):
+        if key in reading.values(None, options.settings):
+            raise ConfigError(f"`bench loop` takes no --{key}: it trains a job of its own in a folder of its own, "
+                              "injures its parts, and takes its cluster down at the end", hint=f"leave --{key} out")
+    return [f"--job=bench-{secrets.token_hex(3)}", f"--run_dir={folder}"]
+
+
+def run(cfg: Config, *, plan: FaultPlan | None = None,
+        then: Callable[[Config, ClusterInfo], None] = lambda cfg, info: None) -> None:
+    """Trains to the end, with the faults of ``plan``, and calls ``then`` while the cluster is still up. Raises
+    ElasticRLError when the run failed."""
+    cluster = Cluster(cfg)
+    try:
+        info = cluster.up()
+        code = (train.run(cluster.cfg, info) if plan is None else
+                train.run(cluster.cfg, info, faults=True, fault_plan=plan))
+        if code:
+            raise ElasticRLError(f"the measured run ended with exit code {code}")
+        then(cluster.cfg, info)
+    finally:
+        cluster.down()
+
+
+def model_folder(cfg: Config) -> Path:
+    """The model that a run of these settings starts from, as an absolute path."""
+    return Path(cfg.model.path).expanduser().resolve() if cfg.model.path else inherited_model.folder(cfg)
+
+
+def export_policy(cfg: Config, info: ClusterInfo, target: Path) -> None:
+    """Writes the newest policy of a job as a model folder. Raises ElasticRLError."""
+    from elastic_rl.dcs.versions.service import VersionService  # it imports torch
+    with VersionService(cfg, cfg.job, info.etcd_endpoints, cfg.cluster_dir) as service:
+        newest = service.resolve(Stream.POLICY)
+        service.export(f"{newest.stream}/{newest.number}", target, like=model_folder(cfg), shard_bytes=_SHARD_BYTES,
+                       force=True)

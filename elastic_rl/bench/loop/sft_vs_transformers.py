@@ -1,0 +1,62 @@
+"""sft-vs-transformers: ``mode: sft`` beside the Trainer of transformers, with the same model, batches and updates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from elastic_rl.bench.loop import job, long_responses, sft_program
+from elastic_rl.bench.loop.testbed import Testbed
+from elastic_rl.bench.loop.vs_trl import interpreter, run_program
+from elastic_rl.bench.measurement import Row
+from elastic_rl.config import Config
+from elastic_rl.data.order import order_of
+from elastic_rl.data.sources import make_source
+from elastic_rl.data.tokenizer import PAD_ID
+from elastic_rl.pipeline.sampling import sft_ordinals
+from elastic_rl.report.build import Record, read_records
+
+GOAL = 1.0
+
+
+def measure(testbed: Testbed) -> Iterator[Row]:
+    python = interpreter(testbed.folder)
+    rounds, every = (3, 2) if testbed.options.quick else (6, 4)
+    folder = testbed.folder / "sft"
+    cfg = long_responses.configure_sft(folder, testbed.options, rounds * every, every)
+    job.run(cfg)
+    what = spec(cfg, job.model_folder(cfg))
+    other = run_program(python, Path(sft_program.__file__), what, folder, who="the Trainer of transformers")
+    tokens = [sum(len(row["prompt"]) + len(row["answer"]) for row in what["rows"][i:i + cfg.sft.batch_size])
+              for i in range(0, len(what["rows"]), cfg.sft.batch_size)]
+    yield from rows(read_records(cfg.job_dir / "steps.jsonl"), tokens, other["seconds"], other["versions"])
+
+
+def spec(cfg: Config, model: Path) -> dict[str, Any]:
+    """What the program is to do: the batches of the run, in order."""
+    source = make_source(cfg)
+    order = order_of(source, cfg.seed)
+    prompts = [source.train[order.problem(ordinal)[0]] for step in range(1, cfg.sft.max_steps + 1)
+               for ordinal in sft_ordinals(cfg, step)]
+    return {"model": str(model), "rows": [{"prompt": list(p.token_ids), "answer": list(p.answer_ids or ())}
+                                          for p in prompts],
+            "batch_size": cfg.sft.batch_size, "pad_id": PAD_ID, "lr": cfg.sft.lr, "seed": cfg.seed,
+            "threads": len(os.sched_getaffinity(0))}
+
+
+def rows(records: Sequence[Record], tokens: Sequence[int], seconds: Sequence[float], versions: str) -> list[Row]:
+    """From the records of the run, the tokens of each step without padding, and the Trainer's seconds for each. What
+    comes before the first record of the run is not counted, on both sides. Pure."""
+    found = [r for r in records if r["kind"] == "sft"]
+    spans = [(before["step"], after["step"], after["at"] - before["at"])
+             for before, after in zip(found, found[1:], strict=False)]
+    ours = [sum(tokens[first:last]) / took for first, last, took in spans]
+    theirs = [sum(tokens[first:last]) / sum(seconds[first:last]) for first, last, _ in spans]
+    ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
+    return [Row.of("sft-vs-transformers", "tokens a second of mode=sft over the Trainer's of transformers, at the same "
+                   "batches", ratios, "×", op=">=", goal=GOAL),
+            Row.of("sft-tokens-per-s", "tokens a second of mode=sft, prompts included, padding not", ours, "1/s",
+                   op=">=", alternatives={f"Trainer ({versions})": median(theirs)} if theirs else {})]

@@ -1,0 +1,40 @@
+"""trainer-vs-megatron: the trainer as the run uses it, through its service, beside the same Megatron ranks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from elastic_rl.bench.loop.bare_engines import WARM_ROUNDS
+from elastic_rl.bench.loop.steps import WARM_STEPS, timed_steps
+from elastic_rl.bench.loop.testbed import Testbed
+from elastic_rl.bench.measurement import Row
+from elastic_rl.report.build import Record
+
+GOAL = 0.9
+
+
+def measure(testbed: Testbed) -> Iterator[Row]:
+    records = testbed.long_run().records
+    shares = testbed.long_engines().shares[WARM_ROUNDS:]
+    yield from rows(records, [loss_tokens(paths) for paths in shares], testbed.long_trainer())
+
+
+def rows(records: Sequence[Record], tokens: Sequence[int], seconds: Sequence[float]) -> list[Row]:
+    """From the records of the run, and the trained tokens and seconds of each step of the bare ranks. Pure."""
+    steps = [s for s in timed_steps(records)[WARM_STEPS:] if s.get("tokens") and s.get("train_s")]
+    service = [s["tokens"] / s["seconds"]["train"] for s in steps]
+    bare = median(n / s for n, s in zip(tokens, seconds, strict=True))
+    others = {"the same ranks alone": bare} | (
+        {"the ranks' own step, in the run": median(s["tokens"] / s["train_s"] for s in steps)} if steps else {})
+    return [Row.of("trainer-vs-megatron", "tokens trained a second, over those of the same ranks alone; limit: those",
+                   [rate / bare for rate in service], "×", op=">=", goal=GOAL, limit=1.0),
+            Row.of("trainer-tokens-per-s", "tokens of responses trained a second, by all updates of a step", service,
+                   "1/s", op=">=", limit=bare, alternatives=others)]
+
+
+def loss_tokens(shares: Sequence[Path]) -> int:
+    """Tokens of a batch that are trained on. ``shares``: the files of the data-parallel ranks."""
+    from elastic_rl.data.batch import Batch  # it imports torch
+    return sum(Batch.from_bytes(path.read_bytes()).loss_tokens for path in shares)

@@ -1,0 +1,58 @@
+"""vs-trl-long: the same as ``vs_trl`` with a model of 22 million parameters and responses of widely different lengths;
+and the trainer of that run beside its ranks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from elastic_rl.bench.loop.job import WARM_STEPS
+from elastic_rl.bench.loop.overhead import tokens_row
+from elastic_rl.bench.loop.steps import intervals
+from elastic_rl.bench.loop.testbed import Testbed
+from elastic_rl.bench.loop.vs_trl import interpreter, run_trl, spec
+from elastic_rl.bench.measurement import Row
+from elastic_rl.report.build import Record
+
+GOAL = 1.5
+_PHASES = ("sync", "generate", "train", "between")
+
+
+@dataclass(frozen=True)
+class Bare:
+    """The parts alone."""
+
+    engines: Sequence[float]
+    """Seconds of each round."""
+    trainer: Sequence[float]
+    """Seconds of each step."""
+
+
+def measure(testbed: Testbed) -> Iterator[Row]:
+    python = interpreter(testbed.folder)
+    run = testbed.long_run()
+    trl = run_trl(python, spec(run.cfg, run.policy, testbed.long_rounds + WARM_STEPS, "even_tokens"), testbed.folder)
+    yield tokens_row(run.records, mean(trl["tokens"][WARM_STEPS:]), "vs-trl-long-tokens", "TRL")
+    bare = Bare(testbed.long_engines().seconds, testbed.long_trainer())
+    yield from rows(run.records, trl["seconds"][WARM_STEPS:], trl["generate_s"][WARM_STEPS:], bare, trl["versions"])
+
+
+def rows(records: Sequence[Record], trl: Sequence[float], generate: Sequence[float], bare: Bare, versions: str
+         ) -> list[Row]:
+    """From the records of the run, seconds of each step of TRL and of its generation, and the parts alone.
+    ``versions``: what TRL ran on. Pure."""
+    steps = [seconds for _, seconds in intervals(records)]
+    alone = {"bare engines": median(bare.engines), "bare trainer": median(bare.trainer)}
+    return [Row.of("vs-trl-long", "samples a second over TRL's, 22 million parameters, responses of up to 256 tokens; "
+                   "limit: of bare engines and a bare trainer, one after the other",
+                   [median(trl) / s for s in steps], "×", op=">=", goal=GOAL, limit=median(trl) / sum(alone.values())),
+            Row.of("vs-trl-long-s", "a step of it", steps, "s", limit=sum(alone.values()),
+                   alternatives={**{f"its {phase}": seconds for phase, seconds in phases(records).items()}, **alone,
+                                 f"TRL ({versions})": median(trl), "TRL's generation": median(generate)})]
+
+
+def phases(records: Sequence[Record]) -> Mapping[str, float]:
+    """Median seconds of the phases of a step, as far as they were measured. Pure."""
+    parts = [{**step["seconds"], "between": took - step["seconds"]["total"]} for step, took in intervals(records)]
+    return {phase: median(values) for phase in _PHASES if (values := [p[phase] for p in parts if phase in p])}

@@ -1,0 +1,22 @@
+"""``mode: eval``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from elastic_rl.config.section import Positive, Section
+
+
+class EvalConfig(Section):
+    samples: Positive = 1
+    """With ``mode: eval``, number of samples of each prompt. With more than one, pass@k is reported besides the mean
+    reward, for k = 1, 2, 4, … up to this number."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """With ``mode: eval``, sampling temperature. 0: greedy, so that all samples of a prompt are the same."""
+    pass_reward: float = 1.0
+    """With ``mode: eval``, reward from which on a sample counts as right in pass@k."""
+    prompts_per_step: Positive = 256
+    """With ``mode: eval``, number of prompts whose samples are written to disk together; a crash repeats at most so
+    many."""

@@ -1,0 +1,39 @@
+"""Options of what a setting names: a source, a reward. Each has its own model of them; they are read in one way."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from elastic_rl.errors import ConfigError
+
+
+class Options(BaseModel):
+    """Base of the options."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_options(model: type[M], options: Mapping[str, Any], *, of: str, setting: str) -> M:
+    """The options ``of`` something, in words, which are given in ``setting``. Raises ConfigError with every fault in
+    them; no value is shown, it may be secret."""
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as e:
+        faults = "; ".join(f"{'.'.join((setting, *map(str, f['loc'])))}: {_explain(f, model)}" for f in e.errors())
+        has = ", ".join(model.model_fields)
+        raise ConfigError(f"the options of {of} are invalid: {faults}",
+                          hint=f"it has {has}" if has else "it has none") from e
+
+
+def _explain(fault: Mapping[str, Any], model: type[BaseModel]) -> str:
+    if fault["type"] != "extra_forbidden":
+        return str(fault["msg"])
+    near = difflib.get_close_matches(str(fault["loc"][-1]), model.model_fields, n=1)
+    return "there is no such option" + (f"; did you mean {near[0]!r}?" if near and len(fault["loc"]) == 1 else "")

@@ -1,0 +1,193 @@
+"""Samples as tensors, and their wire format (safetensors: nothing is pickled).
+
+A batch is named tensors, each of which the schema describes: the trainer asks for those that its algorithm needs, and
+a new one needs a line in ``SCHEMA`` and nothing else. N is the number of samples, T the width of the batch. Tensors
+[N, T] are aligned with the tokens: what they hold at t is about the token at t, which is predicted from those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from elastic_rl.data import shares
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Dtype and dimensions of a tensor. ``dims``: names of its dimensions; those of one name have one size."""
+
+    dtype: torch.dtype
+    dims: tuple[str, ...]
+
+
+SCHEMA: dict[str, TensorSpec] = {
+    "tokens": TensorSpec(torch.int64, ("N", "T")),          # right-padded with 0
+    "lengths": TensorSpec(torch.int64, ("N",)),             # tokens without padding
+    "loss_mask": TensorSpec(torch.bool, ("N", "T")),        # tokens that the policy is trained on
+    "old_logprobs": TensorSpec(torch.float32, ("N", "T")),  # log-probs they were sampled with; 0 elsewhere
+    "trainer_logprobs": TensorSpec(torch.float32, ("N", "T")),  # the trainer's own, before a step's first update
+    "ref_logprobs": TensorSpec(torch.float32, ("N", "T")),  # of the reference policy; 0 elsewhere
+    "advantages": TensorSpec(torch.float32, ("N",)),
+    "token_advantages": TensorSpec(torch.float32, ("N", "T")),  # instead of ``advantages``: one per token
+    "versions": TensorSpec(torch.int64, ("N",)),            # oldest policy version that generated the sample
+}
+_REQUIRED = ("tokens", "lengths", "loss_mask")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N samples as named tensors, checked against the schema."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an unknown or missing tensor and for inconsistent shapes, dtypes or lengths."""
+        sizes: dict[str, int] = {}
+        for name in _REQUIRED:
+            if name not in self.tensors:
+                raise ConfigError(f"a batch needs the tensor {name!r}; it has {sorted(self.tensors)}")
+        for name, tensor in self.tensors.items():
+            spec = SCHEMA.get(name)
+            if spec is None:
+                raise ConfigError(f"a batch has no tensor {name!r}; the schema has {sorted(SCHEMA)}")
+            if tensor.dtype != spec.dtype or tensor.ndim != len(spec.dims):
+                raise ConfigError(f"{name} must be {spec.dtype} {list(spec.dims)}, not {tensor.dtype} "
+                                  f"{list(tensor.shape)}")
+            for dim, size in zip(spec.dims, tensor.shape, strict=True):
+                if sizes.setdefault(dim, size) != size:
+                    raise ConfigError(f"{name} is {list(tensor.shape)}, but {dim} is {sizes[dim]} in other tensors")
+        lengths, mask = self["lengths"], self["loss_mask"]
+        if not self.samples:
+            return
+        if int(lengths.min()) < 1 or int(lengths.max()) > sizes["T"]:
+            raise ConfigError(f"lengths must be 1 to {sizes['T']}, not {int(lengths.min())} to {int(lengths.max())}")
+        if bool((mask & (torch.arange(sizes["T"])[None] >= lengths[:, None])).any()):
+            raise ConfigError("the loss mask includes padding")
+        for name in ("old_logprobs", "ref_logprobs", "advantages", "token_advantages"):
+            if name in self.tensors and not bool(torch.isfinite(self[name]).all()):
+                raise ConfigError(f"{name} has a value that is not finite")
+        if bool(mask[:, 0].any()):
+            raise ConfigError("the loss mask includes a first token, which nothing predicts")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Raises ConfigError, which says what the batch has."""
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise ConfigError(f"the batch has no tensor {name!r}, only {sorted(self.tensors)}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    @property
+    def samples(self) -> int:
+        return int(self["tokens"].shape[0])
+
+    @property
+    def width(self) -> int:
+        """T: positions of each row, padding included."""
+        return int(self["tokens"].shape[1])
+
+    def require_tokens_below(self, vocab: int) -> None:
+        """Raises ConfigError for a token id that a model with this vocabulary does not have."""
+        tokens = self["tokens"]
+        if self.samples and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab):
+            raise ConfigError(f"the batch has token ids from {int(tokens.min())} to {int(tokens.max())}; the model has "
+                              f"{vocab} tokens", hint="the data must be tokenized with the model's own tokenizer")
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of tokens that are trained on."""
+        return int(self["loss_mask"].sum())
+
+    def rows(self, part: slice | torch.Tensor, width: int | None = None) -> Batch:
+        """The samples of a slice, or with these numbers; of rows of ``width`` positions, which none of them exceeds."""
+        return Batch({name: (tensor[:, :width] if SCHEMA[name].dims == ("N", "T") else tensor)[part]
+                      for name, tensor in self.tensors.items()})
+
+    def share_rows(self, count: int, *, by_tokens: bool = False) -> list[torch.Tensor]:
+        """For each of ``count`` data-parallel replicas the numbers of its samples, ascending: in order, shares then
+        differ by one sample at most, or ``by_tokens``, as ``shares.balanced`` does."""
+        parts = (shares.balanced(self["lengths"].tolist(), count) if by_tokens
+                 else shares.in_order(self.samples, count))
+        return [torch.tensor(list(rows), dtype=torch.int64) for rows in parts]
+
+    def shares(self, count: int, *, by_tokens: bool = False) -> list[Batch]:
+        """Splits the samples over data-parallel replicas, as ``share_rows``. Each share is as wide as its own longest
+        sample: one long response does not pad the shares of all replicas."""
+        parts = self.share_rows(count, by_tokens=by_tokens)
+        return [self.rows(rows, width=self._longest(rows)) for rows in parts]
+
+    def joined(self, values: Sequence[torch.Tensor], *, by_tokens: bool = False) -> torch.Tensor:
+        """[N, T] of this batch from values [n, t] of each of its ``shares``, in their order; padding is 0 or False.
+
+        Raises ConfigError for values that are not those of the shares.
+        """
+        out = values[0].new_zeros(self["tokens"].shape)
+        for rows, own in zip(self.share_rows(len(values), by_tokens=by_tokens), values, strict=True):
+            expected = [len(rows), self._longest(rows)]
+            if list(own.shape) != expected:
+                raise ConfigError(f"the values of a share must be {expected}, not {list(own.shape)}")
+            out[rows, :expected[1]] = own
+        return out
+
+    def _longest(self, rows: torch.Tensor) -> int:
+        """Tokens of the longest of these samples; 0 without any."""
+        return max(self["lengths"][rows].tolist(), default=0)
+
+    def to_bytes(self) -> bytes:
+        """As safetensors."""
+        return save({name: tensor.contiguous() for name, tensor in self.tensors.items()})
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Batch:
+        """Raises ConfigError when the bytes are not a batch."""
+        try:
+            return cls(load(raw))
+        except (SafetensorError, ValueError, KeyError) as e:
+            raise ConfigError(f"the body is not a batch in safetensors: {e}") from e
+
+
+def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] | None = None) -> Batch:
+    """Right-pads samples to the longest of them. ``advantages``: one per sample, or None for a batch without.
+
+    Raises ConfigError for a sample without a prompt token, and for a trained token without a log-prob if others have
+    them.
+    """
+    pairs = list(rows)
+    width = max((len(p.token_ids) + len(s.response_ids) for p, s in pairs), default=0)
+    n = len(pairs)
+    # Filled by numpy: a tensor for each sample would take ten times as long.
+    tokens, mask = np.zeros((n, width), np.int64), np.zeros((n, width), np.bool_)
+    logprobs = np.zeros((n, width), np.float32)
+    lengths, sampled = [], False
+    for i, (prompt, sample) in enumerate(pairs):
+        at = len(prompt.token_ids)
+        tokens[i, :at] = prompt.token_ids
+        for segment in sample.segments:
+            end = at + len(segment.token_ids)
+            tokens[i, at:end] = segment.token_ids
+            mask[i, at:end] = segment.loss
+            if segment.logprobs:
+                sampled = True
+                logprobs[i, at:end] = segment.logprobs
+            elif segment.token_ids and segment.loss and segment.version:
+                raise ConfigError("a segment that a policy generated, and that is trained on, has no log-probs")
+            at = end
+        lengths.append(at)
+    tensors = {"tokens": torch.from_numpy(tokens), "lengths": torch.tensor(lengths, dtype=torch.int64),
+               "loss_mask": torch.from_numpy(mask),
+               "versions": torch.tensor([s.oldest_version for _, s in pairs], dtype=torch.int64)}
+    if sampled:
+        tensors["old_logprobs"] = torch.from_numpy(logprobs)
+    if advantages is not None:
+        tensors["advantages"] = torch.tensor(list(advantages), dtype=torch.float32)
+    return Batch(tensors)

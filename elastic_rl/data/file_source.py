@@ -1,0 +1,199 @@
+"""The sources ``jsonl`` and ``parquet``: prompts from the rows of files, tokenized when they are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_rl.config.options import read_options
+from elastic_rl.data import scan
+from elastic_rl.data.parquet import ParquetRows
+from elastic_rl.data.permutation import Permutation
+from elastic_rl.data.prompts import LazyPrompts, PromptMaker, hashes
+from elastic_rl.data.rows import FilesRows, JsonlRows, Rows, files_of, plain_json, text_value, value_at
+from elastic_rl.data.samples import Prompt
+from elastic_rl.data.templates import Template
+from elastic_rl.data.text_options import FileOptions
+from elastic_rl.data.tokenizer import Tokenizer
+from elastic_rl.errors import ConfigError
+from elastic_rl.runtime import batches
+
+log = logging.getLogger(__name__)
+
+_TRIED = 4
+"""First rows of each file that are made into prompts before a job begins."""
+_MEASURED = 1024
+"""Prompts that are measured together."""
+OpenFile = Callable[[Path, Sequence[str], Path], Rows]
+"""From a file, the columns that are used, and a folder for what is derived from it, to its rows."""
+
+
+class FileSource:
+    """Prompts from files of rows. Wrong settings, files and columns are found when it is made, in the first rows of
+    each file; a row further on when it is looked at: by the scan of all rows, if the options want one, else when it is
+    trained on."""
+
+    def __init__(self, kind: str, open_file: OpenFile, options: Mapping[str, Any], *, seed: int, eval_fraction: float,
+                 tokenizer: Tokenizer, folder: Path) -> None:
+        """``folder``: for what is derived from the files and kept. Raises ConfigError, and SourceFailed for a row."""
+        self._options = read_options(FileOptions, options, of=f"the data source {kind!r}", setting="data.options")
+        self._identity = [kind, self._options.model_dump(mode="json"), seed, eval_fraction]
+        self._seed, self._folder, self._open = seed, folder, open_file
+        self.tokenizer = tokenizer
+        self._maker = PromptMaker(self._options, tokenizer)
+        template = self._options.template or (
+            self._options.prompt_key and "{" + self._options.prompt_key + "}")
+        self._template = Template.parse(template, "data.options." + (
+            "template" if self._options.template else "prompt_key")) if template else None
+        self.stop_token_ids = tokenizer.eos_ids
+        self.max_prompt_tokens = self._options.max_prompt_tokens
+        self.max_response_tokens = self._options.max_response_tokens
+
+        self._rows = self._opened(self._options.paths, "data.options.paths")
+        sets = {name: self._opened(paths, f"data.options.{'eval_paths' if name == 'eval' else f'evals.{name}'}")
+                for name, paths in self._options.eval_sets.items()}
+        self._split: Permutation | None = None
+        self._cut = 0
+        """Of the shuffled training rows so many are held out instead."""
+        if sets:
+            self.evals = {name: self._chosen(name, rows) for name, rows in sets.items()}
+        else:
+            self.evals = {"eval": self._cut_off(eval_fraction)}
+        self.eval: Sequence[Prompt] = next(iter(self.evals.values()))
+        self._held_out: np.ndarray | None = None
+        self._excluded = np.zeros(0, np.uint64)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+    def _opened(self, paths: str | list[str], setting: str) -> FilesRows:
+        options = self._options
+        columns = [*(self._template.fields if self._template else [options.messages_key]),
+                   *([options.answer_key] if options.answer_key else []), *options.metadata_keys]
+        files = [self._open(path, columns, self._folder) for path in files_of(paths, setting)]
+        for file in files:
+            for number in range(min(_TRIED, len(file))):
+                row, where = file.row(number), file.where(number)
+                self._made(self._text(row, where), row, where, measure=options.long_prompts == "error")
+        return FilesRows(files)
+
+    def _text(self, row: Mapping[str, Any], where: str) -> str:
+        if self._template:
+            return self._maker.text(self._template.render(row, where), where)
+        return self._maker.conversation(value_at(row, self._options.messages_key, where), where)
+
+    def _made(self, text: str, row: Mapping[str, Any], where: str, *, measure: bool = True) -> Prompt | None:
+        """The prompt of a row; with ``measure`` off everything of it but its tokens is looked at."""
+        options, metadata, answer = self._options, dict[str, Any](), None
+        if options.answer_key:
+            answer = text_value(value_at(row, options.answer_key, where), f"{where}: the column {options.answer_key!r}")
+            metadata["answer"] = answer
+        for key in options.metadata_keys:
+            metadata[key] = plain_json(value_at(row, key, where), f"{where}: the column {key!r}")
+        return self._maker.prompt(text, where, answer=answer, metadata=metadata) if measure else None
+
+    def _prompt(self, rows: FilesRows, number: int) -> Prompt:
+        row, where = rows.row(number), rows.where(number)
+        made = self._made(self._text(row, where), row, where)
+        assert made is not None
+        return made
+
+    # -- evaluation sets ----------------------------------------------------------------------------------------------
+    def _chosen(self, name: str, rows: FilesRows) -> LazyPrompts:
+        """The prompts of an evaluation set with files of its own."""
+        order = Permutation(len(rows), f"eval-{name}-{self._seed}")
+        return self._evaluated(name, rows, [order[i] for i in range(min(len(rows), self._options.max_eval_prompts))])
+
+    def _evaluated(self, name: str, rows: FilesRows, numbers: list[int]) -> LazyPrompts:
+        """The prompts of these rows, without those that are to be left out. Raises ConfigError when none is left."""
+        options = self._options
+        if options.long_prompts == "drop":
+            limit, all_of_them = options.max_prompt_tokens, len(numbers)
+            numbers = [number for part in batches(numbers, _MEASURED) for number, tokens in zip(
+                part, self._maker.lengths([self._text(rows.row(n), rows.where(n)) for n in part]), strict=True)
+                if tokens <= limit]
+            if not numbers:
+                raise ConfigError(f"all {all_of_them} prompts of the evaluation set {name!r} have more than {limit} "
+                                  "tokens", hint="raise data.options.max_prompt_tokens")
+        return LazyPrompts(len(numbers), lambda i: self._prompt(rows, numbers[i]))
+
+    def _cut_off(self, fraction: float) -> LazyPrompts:
+        """The prompts that are held out of the training files."""
+        count = len(self._rows)
+        if count < 2:
+            raise ConfigError("data.options.paths has one row, which cannot be trained on and evaluated",
+                              hint="add rows, or name files to evaluate in data.options.eval_paths")
+        split = self._split = Permutation(count, f"split-{self._seed}")
+        self._cut = min(max(1, round(count * fraction)), self._options.max_eval_prompts, count - 1)
+        return self._evaluated("eval", self._rows, [split[i] for i in range(self._cut)])
+
+    @property
+    def held_out(self) -> np.ndarray:
+        """Sorted hashes of the texts that are evaluated. Reads them all when it is first used."""
+        if self._held_out is None:
+            self._held_out = np.unique(np.concatenate([
+                hashes([prompt.text for prompt in prompts]) for prompts in self.evals.values()]))
+        return self._held_out
+
+    def exclude(self, held_out: np.ndarray) -> None:
+        """Has prompts that others evaluate looked for too. ``held_out``: sorted hashes of texts. Call it before
+        ``train`` is read."""
+        self._excluded = held_out
+
+    # -- training -----------------------------------------------------------------------------------------------------
+    @cached_property
+    def train(self) -> Sequence[Prompt]:
+        """What is trained on. The scan, if one is needed, is done when this is first read."""
+        options = self._options
+        rules = scan.Rules(options.max_prompt_tokens if options.long_prompts == "drop" else None,
+                           options.duplicates == "drop", options.overlap)
+        kept = self._scanned(rules) if rules.need_a_scan else None
+        if kept is not None:
+            if not len(kept):
+                raise ConfigError("data.options leaves no row to train on",
+                                  hint="check long_prompts, max_prompt_tokens and overlap")
+            return LazyPrompts(len(kept), lambda i: self._prompt(self._rows, int(kept[i])))
+        split, cut = self._split, self._cut
+        return LazyPrompts(len(self._rows) - cut, lambda i: self._prompt(
+            self._rows, split[cut + i] if split is not None else i))
+
+    def _scanned(self, rules: scan.Rules) -> np.ndarray | None:
+        held_out = np.unique(np.concatenate([self.held_out, self._excluded])) if rules.overlap != "unchecked" else (
+            np.zeros(0, np.uint64))
+        files = [(str(f.path), f.path.stat().st_size, f.path.stat().st_mtime_ns) for f in self._rows.files]
+        found = scan.remembered(self._folder, [*self._identity, files, self.tokenizer.identity], held_out,
+                                lambda: scan.scan(self._texts(), self._is_train, self._maker.lengths, held_out, rules,
+                                                  self._rows.where))
+        if found.dropped.total:
+            log.info("of %d rows %d are not trained on: %d too long, %d duplicates, %d that are evaluated",
+                     len(self._rows), found.dropped.total, found.dropped.long, found.dropped.duplicate,
+                     found.dropped.overlap)
+        return found.rows
+
+    def _is_train(self, number: int) -> bool:
+        return self._split is None or self._split.position(number) >= self._cut
+
+    def _texts(self) -> Iterator[str]:
+        """The texts of all rows. What else is wrong with a row is found here too, but for its tokens."""
+        for number, row in enumerate(self._rows.scan()):
+            where = self._rows.where(number)
+            text = self._text(row, where)
+            self._made(text, row, where, measure=False)
+            yield text
+
+
+def jsonl(options: Mapping[str, Any], *, seed: int, eval_fraction: float, tokenizer: Tokenizer, folder: Path
+          ) -> FileSource:
+    """Prompts from files of one JSON object a line."""
+    return FileSource("jsonl", lambda path, columns, derived: JsonlRows(path), options, seed=seed,
+                      eval_fraction=eval_fraction, tokenizer=tokenizer, folder=folder)
+
+
+def parquet(options: Mapping[str, Any], *, seed: int, eval_fraction: float, tokenizer: Tokenizer, folder: Path
+            ) -> FileSource:
+    """Prompts from Parquet files."""
+    return FileSource("parquet", ParquetRows, options, seed=seed, eval_fraction=eval_fraction, tokenizer=tokenizer,
+                      folder=folder)

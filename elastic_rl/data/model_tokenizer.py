@@ -1,0 +1,93 @@
+"""The tokenizer of a Hugging Face model folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from elastic_rl.errors import ConfigError
+from elastic_rl.plugins import describe
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+          "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
+"""What of a folder the tokenizer and its end tokens are read from."""
+
+
+class ModelTokenizer:
+    """The ``Tokenizer`` of a model folder. Files are read when it is first used: importing transformers takes seconds,
+    which a source that does not tokenize shall not cost. Reads nothing but the folder, and runs none of its code."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self._folder = Path(folder).expanduser()
+
+    @cached_property
+    def _loaded(self) -> Any:
+        if not self._folder.is_dir():
+            raise ConfigError(f"there is no folder {self._folder}", hint="model.path names a folder: download the "
+                              "model first")
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self._folder), local_files_only=True, trust_remote_code=False)
+        except Exception as e:  # the library raises whatever its readers of the files do
+            raise ConfigError(f"the tokenizer in {self._folder} cannot be loaded: {describe(e)}",
+                              hint="model.path needs tokenizer.json and tokenizer_config.json: download them again; "
+                              "a tokenizer with code of its own is not supported") from e
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """See ``Tokenizer``. The tokenizer's own end token comes first, then those of generation_config.json."""
+        own = self._loaded.eos_token_id
+        path = self._folder / "generation_config.json"
+        try:
+            found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
+        except (OSError, ValueError, AttributeError) as e:
+            raise ConfigError(f"{path} cannot be read: {describe(e)}", hint="download the model again") from e
+        ids = [i for i in (own, *(found if isinstance(found, list) else [found])) if type(i) is int]
+        if not ids:
+            raise ConfigError(f"neither the tokenizer in {self._folder} nor {path.name} names a token that ends a "
+                              "response", hint='add "eos_token" to tokenizer_config.json, or "eos_token_id" to '
+                              "generation_config.json")
+        return tuple(dict.fromkeys(ids))
+
+    @cached_property
+    def identity(self) -> str:
+        """See ``Tokenizer``: a digest of the folder's files."""
+        digest = hashlib.sha256()
+        for name in _FILES:
+            path = self._folder / name
+            if path.is_file():
+                digest.update(f"{name}/{hashlib.sha256(path.read_bytes()).hexdigest()}/".encode())
+        return digest.hexdigest()
+
+    def encode_batch(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
+        """See ``Tokenizer``."""
+        if not texts:
+            return []
+        tokenizer = self._loaded
+        try:
+            return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]]
+        except Exception as e:  # the library raises TypeError for half of a surrogate pair, and whatever its parts do
+            raise ConfigError(f"the tokenizer in {self._folder} cannot encode the text: {describe(e)}") from e
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """See ``Tokenizer``."""
+        return str(self._loaded.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """See ``Tokenizer``."""
+        if not self._loaded.chat_template:
+            raise ConfigError(f"the tokenizer in {self._folder} has no chat template",
+                              hint="set data.options.apply_chat_template to false and write the whole prompt into "
+                              "data.options.template, or use the model's chat variant")
+        try:
+            return str(self._loaded.apply_chat_template([dict(m) for m in messages], tokenize=False,
+                                                        add_generation_prompt=True, **options))
+        except Exception as e:  # whatever the template raises; it is a program
+            raise ConfigError(f"the chat template in {self._folder} refuses the messages: {describe(e)}",
+                              hint="check roles and their order, data.options.system_prompt and "
+                              "data.options.chat_template_options") from e

@@ -1,0 +1,124 @@
+"""Rows of Parquet files. Parquet is compressed in parts of up to millions of rows, so single rows are read from an
+uncompressed copy in Arrow's file format, which is mapped into memory: it may be larger than memory, and what the kernel
+keeps of it is shared by all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_rl.errors import ConfigError, SourceFailed
+from elastic_rl.plugins import describe
+
+_BATCH = 512
+"""Rows of one record batch of a copy; what is decoded for one row is one row of it."""
+
+
+class ParquetRows:
+    """A Parquet file, of which some columns are used."""
+
+    def __init__(self, path: Path, columns: Sequence[str], folder: Path) -> None:
+        """``columns``: names, or ``a.b`` for the field ``b`` of the column ``a``. ``folder``: for the copy, which stays
+        there for the next start of the job, and is made again when the file has changed. Raises ConfigError for a file
+        that is missing, empty, damaged or without one of the columns, and for a folder without room."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        try:
+            with pq.ParquetFile(path, memory_map=True) as file:
+                self._require(columns, file.schema_arrow.names)
+                self._count = int(file.metadata.num_rows)
+                if not self._count:
+                    raise ConfigError(f"{path} is empty", hint="check data.options.paths")
+                used = list(dict.fromkeys(name if name in file.schema_arrow.names else name.split(".")[0]
+                                          for name in columns))
+                copy = self._copy(file, used, folder)
+            self._map = pa.memory_map(str(copy), "r")
+            self._reader = pa.ipc.open_file(self._map)
+        except (OSError, pa.ArrowException) as e:
+            raise ConfigError(f"{path} cannot be read: {describe(e)}",
+                              hint="check that it is a Parquet file, and that the job's folder has room for its "
+                              "uncompressed columns") from e
+
+    def _require(self, columns: Sequence[str], there: Sequence[str]) -> None:
+        for name in columns:
+            if name in there or name.split(".")[0] in there:
+                continue
+            near = difflib.get_close_matches(name, there, n=1)
+            raise ConfigError(f"{self.path} has no column {name!r}, only {', '.join(there)}"
+                              + (f"; did you mean {near[0]!r}?" if near else ""))
+
+    def _copy(self, file: Any, columns: Sequence[str], folder: Path) -> Path:
+        """The copy of these columns; made unless it is there. It appears complete or not at all."""
+        import pyarrow as pa
+
+        found = self.path.stat()
+        known = json.dumps([str(self.path), found.st_size, found.st_mtime_ns, sorted(columns)])
+        target = folder / f"{self.path.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.arrow"
+        if target.exists():
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_partial(folder)
+        partial = partial_name(target)
+        try:
+            schema = pa.schema([file.schema_arrow.field(name) for name in columns])
+            with pa.OSFile(str(partial), "wb") as out, pa.ipc.new_file(out, schema) as writer:
+                for batch in file.iter_batches(batch_size=_BATCH, columns=list(columns)):
+                    if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
+                        raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
+                    writer.write_batch(batch.select(schema.names))
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return target
+
+    def __len__(self) -> int:
+        return self._count
+
+    def where(self, number: int) -> str:
+        """See ``Rows``."""
+        return f"{self.path}: row {number}"
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """See ``Rows``."""
+        if not 0 <= number < self._count:
+            raise IndexError(f"row {number} of {self._count}")
+        batch, at = divmod(number, _BATCH)
+        return self._decoded(batch, number, slice_from=at, length=1)[0]
+
+    def scan(self) -> Iterator[Mapping[str, Any]]:
+        """See ``Rows``."""
+        for batch in range(self._reader.num_record_batches):
+            yield from self._decoded(batch, batch * _BATCH, slice_from=0, length=_BATCH)
+
+    def _decoded(self, batch: int, number: int, *, slice_from: int, length: int) -> list[dict[str, Any]]:
+        import pyarrow as pa
+
+        try:
+            rows: list[dict[str, Any]] = self._reader.get_batch(batch).slice(slice_from, length).to_pylist()
+        except (OSError, pa.ArrowException, ValueError) as e:
+            raise SourceFailed(f"{self.where(number)} cannot be read: {describe(e)}") from e
+        return rows
+
+
+def partial_name(target: Path) -> Path:
+    """Where this process writes a file that is to appear complete or not at all."""
+    return target.with_name(f".{target.name}.{os.getpid()}.partial")
+
+
+def remove_partial(folder: Path) -> None:
+    """Removes what processes of this machine that were killed have left behind."""
+    for path in folder.glob(".*.partial"):
+        pid = path.name.split(".")[-2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,136 @@
+"""From texts and conversations to prompts: chat template, tokens, limits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from elastic_rl.data.rows import text_value
+from elastic_rl.data.samples import Prompt
+from elastic_rl.data.text_options import PromptOptions
+from elastic_rl.data.tokenizer import Tokenizer
+from elastic_rl.errors import ConfigError, SourceFailed
+
+_CACHED_TOKENS = 1 << 20
+"""Tokens of the prompts that a list keeps, about 40 MB."""
+
+
+class PromptMaker:
+    """Makes the prompts of one source."""
+
+    def __init__(self, options: PromptOptions, tokenizer: Tokenizer) -> None:
+        self._options, self._tokenizer = options, tokenizer
+
+    def text(self, content: str, where: str) -> str:
+        """The prompt that asks for an answer to ``content``. Raises SourceFailed, which begins with ``where``, for what
+        the chat template refuses."""
+        if not self._options.apply_chat_template:
+            return content
+        return self._templated([{"role": "user", "content": content}], where)
+
+    def conversation(self, messages: Any, where: str) -> str:
+        """The prompt that asks for the answer to messages ``[{"role": …, "content": …}, …]``. Raises as ``text``, and
+        SourceFailed for anything else."""
+        return self._templated(_messages(messages, where), where)
+
+    def _templated(self, messages: list[dict[str, Any]], where: str) -> str:
+        options = self._options
+        system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
+        try:
+            return self._tokenizer.apply_chat_template([*system, *messages], options.chat_template_options)
+        except ConfigError as e:
+            raise SourceFailed(f"{where}: {e.message}", hint=e.hint) from e
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text."""
+        return [len(ids) for ids in self._encoded(texts)]
+
+    def prompt(self, text: str, where: str, *, answer: str | None, metadata: Mapping[str, Any]) -> Prompt:
+        """Raises SourceFailed for a prompt without a token or longer than the limit. ``answer``: what is imitated."""
+        try:
+            [ids] = self._encoded([text])
+            answer_ids = None if answer is None else (
+                *self._tokenizer.encode_batch([answer], special_tokens=False)[0], self._tokenizer.eos_ids[0])
+        except ConfigError as e:
+            raise SourceFailed(f"{where}: {e.message}", hint=e.hint) from e
+        if not ids:
+            raise SourceFailed(f"{where}: the prompt has no token", hint="check data.options.template, and the row")
+        if len(ids) > self._options.max_prompt_tokens:
+            raise SourceFailed(f"{where}: the prompt has {len(ids)} tokens, and data.options.max_prompt_tokens is "
+                               f"{self._options.max_prompt_tokens}",
+                               hint="raise it, or set data.options.long_prompts to drop")
+        return Prompt(tuple(ids), text, answer_ids, metadata)
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        # A chat template writes the tokens that the model wants around a conversation itself.
+        own = self._options.special_tokens
+        return self._tokenizer.encode_batch(
+            texts, special_tokens=not self._options.apply_chat_template if own is None else own)
+
+
+def _messages(content: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(content, list | tuple) or not content:
+        raise SourceFailed(f"{where}: the messages are no list of one or more",
+                           hint='a conversation is [{"role": "user", "content": "…"}]; for text use prompt_key')
+    messages = []
+    for number, message in enumerate(content):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise SourceFailed(f"{where}: message {number} is no object with a role",
+                               hint='a message is {"role": "user", "content": "…"}')
+        text = text_value(message.get("content"), f"{where}: the content of message {number}")
+        messages.append({"role": message["role"], "content": text})
+    return messages
+
+
+class LazyPrompts(Sequence[Prompt]):
+    """Prompts that are made when they are read; the latest are kept, up to a number of tokens."""
+
+    def __init__(self, count: int, make: Callable[[int], Prompt], *,
+                 fingerprint_indices: Sequence[int] | None = None) -> None:
+        self._count, self._make = count, make
+        self._kept: OrderedDict[int, Prompt] = OrderedDict()
+        self._tokens = 0
+        self.fingerprint_indices = fingerprint_indices
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(f"prompt {index} of {self._count}")
+        if (found := self._kept.pop(index, None)) is None:
+            found = self._make(index)
+            self._tokens += _size(found)
+        self._kept[index] = found
+        while self._tokens > _CACHED_TOKENS and len(self._kept) > 1:
+            self._tokens -= _size(self._kept.popitem(last=False)[1])
+        return found
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[i] for i in range(self._count))
+
+
+def _size(prompt: Prompt) -> int:
+    return len(prompt.token_ids) + len(prompt.answer_ids or ()) + len(prompt.text) // 4
+
+
+def text_hash(text: str) -> int:
+    """64 bits; equal for equal texts. Of a billion pairs of other texts one in 2**34 has equal ones."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def hashes(texts: Sequence[str]) -> np.ndarray:
+    """The hashes of texts, uint64 [texts]."""
+    return np.array([text_hash(t) for t in texts], np.uint64)
+
+
+def contains(held_out: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Which hashes are among ``held_out``, which is sorted: bool of the shape of ``found``."""
+    if not len(held_out):
+        return np.zeros(found.shape, np.bool_)
+    at = np.minimum(np.searchsorted(held_out, found), len(held_out) - 1)
+    return np.asarray(held_out[at] == found)

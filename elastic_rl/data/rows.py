@@ -1,0 +1,226 @@
+"""Rows of data files by their number, read when they are asked for: the seam ``Rows``, and JSON Lines."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import itertools
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from elastic_rl.errors import ConfigError, SourceFailed
+
+_STRIDE = 64
+"""Of so many lines the place of one is kept: 12 MB of memory for 100 million lines."""
+_BLOCK = 1 << 22
+_MAX_ROW = 1 << 24
+"""Longest line, in bytes."""
+_NAMED = 12
+"""Columns and files that an error names."""
+
+
+class Rows(Protocol):
+    """Rows of one file."""
+
+    path: Path
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """Raises SourceFailed, which says where the row is, for one that cannot be read."""
+
+    def scan(self) -> Iterator[Mapping[str, Any]]:
+        """All rows, in order, without all of them in memory. Raises as ``row``."""
+
+    def where(self, number: int) -> str:
+        """File and place of a row, for people."""
+
+
+class JsonlRows:
+    """A file of one JSON object a line (https://jsonlines.org). The file stays as it is while the run lasts."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the file through once, to find its lines. Raises ConfigError for a file that is missing, empty, or has
+        a line of more than 16 MiB."""
+        self.path = path
+        try:
+            with path.open("rb", buffering=0) as file:
+                self._count, self._places = self._find_lines(file)
+        except OSError as e:
+            raise ConfigError(f"{path} cannot be read: {e.strerror}", hint="check data.options.paths") from e
+        if not self._count:
+            raise ConfigError(f"{path} is empty", hint="check data.options.paths")
+
+    def _find_lines(self, file: IO[bytes]) -> tuple[int, np.ndarray]:
+        """Number of lines, and where every ``_STRIDE``-th begins. A line ends with a newline or with the file."""
+        kept, count, at, begun = [np.zeros(1, np.int64)], 0, 0, 0
+        while block := file.read(_BLOCK):
+            starts = np.flatnonzero(np.frombuffer(block, np.uint8) == 0x0A).astype(np.int64) + at + 1
+            if (longest := int(np.diff(starts, prepend=begun).max(initial=0))) > _MAX_ROW or (
+                    at + len(block) - (int(starts[-1]) if len(starts) else begun)) > _MAX_ROW:
+                raise ConfigError(f"{self.path} has a line of more than {_MAX_ROW >> 20} MiB after line {count + 1}"
+                                  + (f": {longest} bytes" if longest > _MAX_ROW else ""),
+                                  hint="write one JSON object a line")
+            kept.append(starts[-(count + 1) % _STRIDE::_STRIDE])
+            count += len(starts)
+            begun = int(starts[-1]) if len(starts) else begun
+            at += len(block)
+        return count + (begun < at), np.concatenate(kept)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def where(self, number: int) -> str:
+        """See ``Rows``."""
+        return f"{self.path}:{number + 1}"
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """See ``Rows``."""
+        if not 0 <= number < self._count:
+            raise IndexError(f"row {number} of {self._count}")
+        try:
+            with self.path.open("rb") as file:
+                file.seek(int(self._places[number // _STRIDE]))
+                for _ in range(number % _STRIDE):
+                    file.readline(2 * _MAX_ROW)
+                line = file.readline(2 * _MAX_ROW)
+        except OSError as e:
+            raise SourceFailed(f"{self.where(number)} cannot be read: {e.strerror}") from e
+        return self._parsed(line, number)
+
+    def scan(self) -> Iterator[Mapping[str, Any]]:
+        """See ``Rows``."""
+        number = 0
+        try:
+            with self.path.open("rb") as file:
+                for number in range(self._count):
+                    yield self._parsed(file.readline(2 * _MAX_ROW), number)
+        except OSError as e:
+            raise SourceFailed(f"{self.where(number)} cannot be read: {e.strerror}") from e
+
+    def _parsed(self, line: bytes, number: int) -> Mapping[str, Any]:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            what = "is empty" if not line.strip() else f"is not JSON: {e}"
+            raise SourceFailed(f"{self.where(number)} {what}", hint="write one JSON object a line") from e
+        if not isinstance(row, dict):
+            raise SourceFailed(f"{self.where(number)} is {_kind(row)}, not an object with columns",
+                               hint="write one JSON object a line")
+        return row
+
+
+class FilesRows:
+    """The rows of several files, one file after the other."""
+
+    def __init__(self, files: Sequence[Rows]) -> None:
+        self.files = tuple(files)
+        self._ends = list(itertools.accumulate(map(len, files)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _place(self, number: int) -> tuple[Rows, int]:
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        at = bisect_right(self._ends, number)
+        return self.files[at], number - (self._ends[at] - len(self.files[at]))
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """See ``Rows``."""
+        file, own = self._place(number)
+        return file.row(own)
+
+    def where(self, number: int) -> str:
+        """See ``Rows``."""
+        file, own = self._place(number)
+        return file.where(own)
+
+    def scan(self) -> Iterator[Mapping[str, Any]]:
+        """See ``Rows``."""
+        for file in self.files:
+            yield from file.scan()
+
+
+def files_of(paths: str | Sequence[str], setting: str) -> list[Path]:
+    """The files that paths and patterns (``*``, ``?``, ``[...]``, ``**``) name, each once: in the order of the paths,
+    those of one pattern by name. Raises ConfigError, which names the setting, for a path without a file."""
+    found: dict[Path, None] = {}
+    for text in [paths] if isinstance(paths, str) else paths:
+        plain = Path(text).expanduser()
+        matches = [plain] if plain.is_file() else sorted(
+            p for p in map(Path, glob.glob(str(plain), recursive=True)) if p.is_file())
+        if not matches:
+            raise ConfigError(f"{setting}: there is no file {text}{_near(plain)}",
+                              hint="paths are relative to the folder in which the job was started")
+        found |= dict.fromkeys(p.resolve() for p in matches)
+    if not found:
+        raise ConfigError(f"{setting} names no file")
+    return list(found)
+
+
+def _near(path: Path) -> str:
+    """Which file of the folder was perhaps meant."""
+    try:
+        with os.scandir(path.parent) as entries:
+            names = [entry.name for entry in itertools.islice(entries, 1000)]
+    except OSError:
+        return f", nor a folder {path.parent}" if not path.parent.is_dir() else ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def value_at(row: Mapping[str, Any], key: str, where: str) -> Any:
+    """The value of a column, or for ``a.b`` of the field ``b`` of the column ``a``. Raises SourceFailed, which names
+    the columns that there are and the nearest."""
+    if key in row:
+        return row[key]
+    found: Any = row
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            names = [str(n) for n in found] if isinstance(found, Mapping) else []
+            near = difflib.get_close_matches(part, names, n=1)
+            raise SourceFailed(f"{where} has no column {key!r}, only {', '.join(names[:_NAMED]) or 'none'}"
+                               + (f"; did you mean {near[0]!r}?" if near else ""))
+        found = found[part]
+    return found
+
+
+def plain_json(value: Any, what: str) -> Any:
+    """A value of a row as JSON has it: dates as ISO 8601 text, tuples as lists, sets sorted. Raises SourceFailed for
+    what has no such form."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain_json(v, what) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(v, what) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain_json(v, what) for v in value), key=repr)
+    if hasattr(value, "isoformat"):
+        return str(value.isoformat())
+    if isinstance(value, np.generic | np.ndarray):
+        return plain_json(value.tolist(), what)
+    raise SourceFailed(f"{what} is {_kind(value)}, which JSON does not have")
+
+
+def text_value(value: Any, what: str) -> str:
+    """A value that is to be written into a prompt or an answer. Raises SourceFailed for what is neither text nor a
+    number."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise SourceFailed(f"{what} is {_kind(value)}, not text")
+
+
+def _kind(value: Any) -> str:
+    return {type(None): "null", dict: "an object", list: "a list", bool: "true or false", str: "text",
+            int: "a number", float: "a number"}.get(type(value), f"of type {type(value).__name__}")
+

@@ -1,0 +1,110 @@
+"""Prompts and samples: what a data source gives, what engines generate, and what is trained on. Pure.
+
+A sample's tokens are its prompt and then its segments. Nothing assumes one contiguous response: a multi-turn or
+tool-using sample alternates segments that the policy generated, which have log-probs and a loss, with segments that
+the environment wrote, which have neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+MAX_TOKEN_IDS = 1 << 31
+"""Every token id is below: what tensors and engines hold."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem of a data source. It is JSON-able, but for nothing else: ``metadata`` holds plain values."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    """For people."""
+    answer_ids: tuple[int, ...] | None = None
+    """A right response, including its end-of-sequence token: what supervised fine-tuning imitates and a reward may
+    compare with. None where the source has none."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward needs besides: passed on unchanged."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a sample that have one origin."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    """Natural log of the probability with which each token was sampled, under the distribution that it was sampled
+    from; empty where no policy sampled them."""
+    loss: bool = True
+    """Whether the policy is trained on these tokens."""
+    version: int = 0
+    """Policy version that generated them; 0 where none did."""
+
+    def __post_init__(self) -> None:
+        if self.logprobs and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"a segment of {len(self.token_ids)} tokens has {len(self.logprobs)} log-probs")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer to a prompt."""
+
+    segments: tuple[Segment, ...]
+    finish_reason: str = "stop"
+    """stop, length or abort."""
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is made of, by name; for people."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    """The response without special tokens, for the reward; "" before it is rewarded, and where the data source has no
+    tokenizer."""
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """The tokens of all segments."""
+        return tuple(t for s in self.segments for t in s.token_ids)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions that generated it, ascending."""
+        return tuple(sorted({s.version for s in self.segments if s.version}))
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest of ``versions``; 0 when a loss segment has none: its engine had no version yet."""
+        trained = [s.version for s in self.segments if s.loss]
+        return min(trained, default=0)
+
+    def rewarded(self, reward: float, parts: Mapping[str, float]) -> Sample:
+        """The sample with its reward."""
+        return replace(self, reward=reward, reward_parts=dict(parts))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt, which are compared with one another. ``ordinal``: identifies it for the whole run."""
+
+    ordinal: int
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    failed: str = ""
+    """Why the reward failed for it or, when it has no samples, the user's function to generate them; "" when it has
+    rewards. Such a group is never trained on."""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [s.reward for s in self.samples]
+
+    @property
+    def oldest_version(self) -> int:
+        return min((s.oldest_version for s in self.samples), default=0)
+
+
+def demonstration(prompt: Prompt) -> Sample:
+    """The sample that supervised fine-tuning imitates. Raises ValueError for a prompt without an answer."""
+    if prompt.answer_ids is None:
+        raise ValueError("the prompt has no answer to imitate")
+    return Sample((Segment(prompt.answer_ids),))

@@ -1,0 +1,238 @@
+"""Where prompts come from: the ``DataSource`` seam, and the sources that the project has."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic_rl.config import Config
+from elastic_rl.data.addition import Addition
+from elastic_rl.data.file_source import jsonl, parquet
+from elastic_rl.data.generated_tasks import ReasoningGym
+from elastic_rl.data.mix import Mix
+from elastic_rl.data.mixing import Concatenated
+from elastic_rl.data.model_tokenizer import ModelTokenizer
+from elastic_rl.data.order import Order, PromptOrder
+from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt
+from elastic_rl.data.tokenizer import CharacterTokenizer, Tokenizer
+from elastic_rl.errors import ConfigError, SourceFailed
+from elastic_rl.plugins import describe, plain, resolve, text_of
+
+
+class DataSource(Protocol):
+    """Prompts by index, tokenized. The same options, seed and files give the same prompts in every process: a prompt
+    group is known by the position of its prompt alone, over every restart.
+
+    A source may have, besides: ``evals``, its evaluation sets by name, where ``eval`` is not the only one;
+    ``order(seed)``, an ``Order`` of its own over the indices of ``train``; and ``tokenizer``, a ``Tokenizer``, with
+    which rewards get texts."""
+
+    @property
+    def train(self) -> Sequence[Prompt]:
+        """What is trained on; indexed, and not iterated, so it may be lazy."""
+
+    @property
+    def eval(self) -> Sequence[Prompt]:
+        """What is held out: never trained on."""
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that end a response."""
+
+    @property
+    def max_prompt_tokens(self) -> int: ...
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Longest response that is generated."""
+
+
+SOURCES: dict[str, Callable[..., DataSource]] = {
+    "addition": Addition, "jsonl": jsonl, "parquet": parquet, "reasoning_gym": ReasoningGym, "mix": Mix}
+"""Factories by name: ``factory(options, …)`` with those keywords of ``OFFERED`` that it takes."""
+OFFERED = ("seed", "eval_fraction", "tokenizer", "folder", "make_part")
+"""Keywords for factories: the job's seed, ``data.eval_fraction``, the ``Tokenizer`` of the job's model, the folder for
+what is derived from the data and kept, and ``make_part(source, options, seed)``, which makes another source."""
+
+
+class _Counted(Sequence[Prompt]):
+    """The prompts of a source, whose number is read once: it may be lazy, and ordinals of groups stand for prompts by
+    their number."""
+
+    def __init__(self, prompts: Any) -> None:
+        self._prompts, self._count = prompts, len(prompts)
+        self.fingerprint_indices = getattr(prompts, "fingerprint_indices", None)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self._prompts[i] for i in range(self._count))
+
+
+@dataclass(frozen=True)
+class CheckedSource:
+    """A source as it was when it was made: nothing but reading a prompt calls the user's code again."""
+
+    train: Sequence[Prompt]
+    eval: Sequence[Prompt]
+    stop_token_ids: tuple[int, ...]
+    max_prompt_tokens: int
+    max_response_tokens: int
+    evals: Mapping[str, Sequence[Prompt]]
+    """Evaluation sets by name; ``eval`` is one of them."""
+    eval_name: str
+    """Name of ``eval`` among them."""
+    eval_parts: tuple[str, ...]
+    """Names of the sets that ``eval`` consists of, one after the other; empty where it has prompts of its own."""
+    tokenizer: Tokenizer | None
+    """None for a source of the user's without one."""
+    order: Callable[[int], Order]
+    """From the seed to the order of ``train``."""
+
+
+def make_source(cfg: Config) -> CheckedSource:
+    """The source that ``data`` describes. Raises ConfigError, also for a source whose first prompts or limits are not
+    what they must be."""
+    named = cfg.data.source
+    tokenizer = ModelTokenizer(cfg.model.path) if cfg.model.path else CharacterTokenizer()
+    try:
+        source = _check(_made(named, cfg.data.options, cfg.seed, cfg, tokenizer))
+        first = [(part, prompts[0]) for part, prompts in (("train", source.train), ("eval", source.eval)) if prompts]
+        fault = _fault_of_limits(source) or next(
+            (f"gives {part}[0] {reason}" for part, prompt in first if (reason := prompt_fault(prompt))), "")
+        if source.train:
+            read_order(source.order(cfg.seed), [0], len(source.train), named=named)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # whatever a user's source raises: also SystemExit
+        if isinstance(e, ConfigError | SourceFailed) and named in SOURCES:
+            raise ConfigError(e.message, hint=e.hint) from e
+        if isinstance(e, ConfigError):
+            raise ConfigError(text_of(e)) from e
+        raise ConfigError(f"data.source={named!r} cannot be made: {describe(e)}",
+                          hint=f"it is called as factory(options) with those of the keywords {', '.join(OFFERED)} that "
+                          "it takes, and returns a DataSource") from e
+    if fault:
+        raise ConfigError(f"data.source={named!r} {fault}", hint="DataSource in elastic_rl/data/sources.py says what "
+                          "a source has")
+    for part, what in ((source.eval, "evaluate"), (source.train, "train")):
+        if not part:
+            raise ConfigError(f"the data source {named!r} has no prompt to {what} on",
+                              hint="check data.options and data.eval_fraction")
+    if cfg.imitates_answers and any(prompt.answer_ids is None for _, prompt in first):
+        raise ConfigError(f"the data source {named!r} has no answers to imitate",
+                          hint="set sft.max_steps to 0, or give the source's prompts answer_ids")
+    return source
+
+
+def _made(named: str, options: Mapping[str, Any], seed: int, cfg: Config, tokenizer: Tokenizer) -> Any:
+    """What the factory of this name returns. Raises ConfigError for a name or keywords that do not fit, and whatever
+    the factory raises."""
+    factory = resolve(named, SOURCES, setting="data.source")
+    # A copy of the options: a factory that takes some out of the dict would change the settings of the run.
+    given = {"seed": seed, "eval_fraction": cfg.data.eval_fraction, "tokenizer": tokenizer,
+             "folder": cfg.job_dir / "data", "make_part": lambda part, own, part_seed: _made(
+                 part, own, part_seed, cfg, tokenizer)}
+    return factory(copy.deepcopy(dict(options)), **{name: given[name] for name in _taken(named, factory)})
+
+
+def _taken(named: str, factory: Callable[..., Any]) -> list[str]:
+    """The keywords that a factory takes. Raises ConfigError for one that needs others."""
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # it does not say
+        return ["seed", "eval_fraction"]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(OFFERED)
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    options = positional[0].name if positional else ""
+    unknown = [p.name for p in by_name if p.name != options and p.name not in OFFERED and p.default is p.empty]
+    if unknown:
+        raise ConfigError(f"data.source={named!r} wants the arguments {', '.join(unknown)}, which there are not",
+                          hint=f"its first argument is the options, and it may take {', '.join(OFFERED)} besides: "
+                          "rename or remove the others, or give them defaults")
+    return [p.name for p in by_name if p.name != options and p.name in OFFERED]
+
+
+def _check(made: Any) -> CheckedSource:
+    """Raises whatever the attributes of a user's source raise."""
+    main = made.eval
+    held_out, sets = _Counted(main), {str(k): v for k, v in dict(getattr(made, "evals", None) or {}).items()}
+    eval_name = next((name for name, prompts in sets.items() if prompts is main), "eval")
+    evals = {eval_name: held_out, **{k: _Counted(v) for k, v in sets.items() if k != eval_name}}
+    named = {id(prompts): name for name, prompts in sets.items()}
+    parts = [named.get(id(part), "") for part in main.parts] if isinstance(main, Concatenated) else []
+    own = getattr(made, "order", None)
+    train = _Counted(made.train)
+    return CheckedSource(train, held_out, tuple(made.stop_token_ids), made.max_prompt_tokens, made.max_response_tokens,
+                    evals, eval_name, tuple(parts) if all(parts) else (), getattr(made, "tokenizer", None),
+                    own if own is not None else lambda seed: PromptOrder(len(train), seed))
+
+
+def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str) -> list[int]:
+    """Indices of the prompts of ordinals, in a source of ``count``. Raises SourceFailed for whatever the source's own
+    order raises, and for what is no index."""
+    indices = []
+    for ordinal in ordinals:
+        try:
+            index, data_pass = order.problem(ordinal)
+        except BaseException as e:  # whatever a user's order raises: also SystemExit
+            raise SourceFailed(f"data.source={named} failed for the order of ordinal {ordinal}: {describe(e)}") from e
+        if type(index) is not int or not 0 <= index < count or type(data_pass) is not int or data_pass < 0:
+            raise SourceFailed(f"data.source={named} orders no prompt and pass for ordinal {ordinal}, but "
+                               f"{plain(repr((index, data_pass)), 100)}")
+        indices.append(index)
+    return indices
+
+
+def read_prompts(prompts: Sequence[Prompt], indices: Sequence[int], *, named: str, answers: bool) -> list[Prompt]:
+    """These prompts of the source ``named``. ``answers``: each must have one. Raises SourceFailed, with the index, for
+    whatever the source raises and for what is no prompt. Call it in no main thread: there KeyboardInterrupt is not the
+    source's."""
+    read = []
+    for i in indices:
+        try:
+            prompt = prompts[i]
+            fault = prompt_fault(prompt, answers=answers)
+        except BaseException as e:  # whatever a user's source raises: also SystemExit
+            raise SourceFailed(f"data.source={named} failed for prompt {i}: {describe(e)}") from e
+        if fault:
+            raise SourceFailed(f"data.source={named} gives prompt {i} {fault}")
+        read.append(prompt)
+    return read
+
+
+def prompt_fault(prompt: object, *, answers: bool = False) -> str:
+    """What is wrong with a source's prompt; "" for nothing. ``answers``: it must have an answer."""
+    if not isinstance(prompt, Prompt):
+        return f"as {plain(type(prompt).__name__, 100)}, not as Prompt"
+    if not _are_token_ids(prompt.token_ids) or not prompt.token_ids:
+        return "without token_ids, a tuple of one int >= 0 or more"
+    if prompt.answer_ids is None:
+        return "without answer_ids, which supervised steps imitate" if answers else ""
+    if not _are_token_ids(prompt.answer_ids) or not prompt.answer_ids:
+        return "with answer_ids that are no tuple of one int >= 0 or more"
+    return ""
+
+
+def _are_token_ids(ids: object) -> bool:
+    return isinstance(ids, tuple) and all(type(t) is int and 0 <= t < MAX_TOKEN_IDS for t in ids)
+
+
+def _fault_of_limits(source: CheckedSource) -> str:
+    """What is wrong with what a source says of its prompts and responses; "" for nothing."""
+    if not _are_token_ids(source.stop_token_ids):
+        return "has stop_token_ids that are no ints >= 0"
+    for name in ("max_prompt_tokens", "max_response_tokens"):
+        limit = getattr(source, name)
+        if type(limit) is not int or limit < 1:
+            return f"has a {name} that is no int >= 1, but {plain(repr(limit), 100)}"
+    return ""

@@ -1,0 +1,120 @@
+"""Keeps the roles deployed on Ray Serve, each as an application of its own, so that one can be replaced alone.
+
+Serve's calls block while its controller starts or is slow, so they are made in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterable, Mapping
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus
+
+from elastic_rl.driver.plan import StartBudget
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.base import RoleSpec
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 5.0
+"""Pause before a role is deployed again at the earliest: Serve lists one a moment after it was deployed."""
+_INTERVAL_S = 1.0
+_QUIET_INTERVAL_S = 10.0
+"""While every role runs: Serve's answer has all of its state, and is not cheap."""
+_JOIN_TIMEOUT_S = 5.0
+_FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.NOT_STARTED)
+"""Serve has given up on it. Everything else it retries by itself."""
+
+
+class RoleDeployments:
+    """Level-triggered: a role whose application is absent, or which Serve has given up on, is deployed again, with
+    backoff and without end."""
+
+    def __init__(self, ctx: RunContext, specs: Mapping[str, RoleSpec]) -> None:
+        self._ctx, self._specs = ctx, specs
+        self._budgets = {name: StartBudget(base_s=_AGAIN_S) for name in specs}
+        self._faults: dict[str, str] = {}
+        self._waiting: dict[str, str] = {name: "it is to be deployed" for name in specs}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="role-deployments", daemon=True)
+
+    def start(self) -> None:
+        """Returns at once."""
+        self._thread.start()
+
+    @property
+    def fault(self) -> str:
+        """Why roles cannot be deployed; empty when none has failed."""
+        with self._lock:
+            return "; ".join(f"{name}: {fault}" for name, fault in sorted(self._faults.items()))
+
+    @property
+    def waiting(self) -> str:
+        """What the roles wait for; empty when all of them run."""
+        with self._lock:
+            return "; ".join(f"{name}: {state}" for name, state in sorted(self._waiting.items()))
+
+    def close(self) -> None:
+        """Ends the roles. An unfinished call of Serve's is left to end with the process."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
+        if ray.is_initialized():
+            serve.shutdown()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._pass()
+            except Exception as e:  # Serve raises what its controller's failure happens to be
+                log.warning("roles could not be deployed: %s", e, exc_info=e)
+                self._set(dict.fromkeys(self._specs, f"{type(e).__name__}: {e}"[:200]), {})
+            self._stopping.wait(_INTERVAL_S if self.waiting or self.fault else _QUIET_INTERVAL_S)
+
+    def _pass(self) -> None:
+        found = serve.status().applications
+        states = {name: found[name].status if name in found else None for name in self._specs}
+        faults = {name: f"Serve could not deploy it: {found[name].message}"[:200]
+                  for name, state in states.items() if state in _FAILED}
+        self._set(faults, {name: str(state.value) if state else "it is to be deployed" for name, state in states.items()
+                           if state is not ApplicationStatus.RUNNING and name not in faults})
+        now = time.monotonic()
+        due = [name for name, state in states.items()
+               if (state is None or state in _FAILED) and self._budgets[name].open(now)]
+        if due:
+            self._deploy(due)
+            for name in due:
+                self._budgets[name] = self._budgets[name].after_failure(now, jitter=random.random())
+
+    def _deploy(self, names: Iterable[str]) -> None:
+        """Starts Serve too if it does not run. All of them at once: Serve knows them before the first replica starts,
+        so a role may look up the others."""
+        serve.start(proxy_location="Disabled")  # roles are called through handles; nothing listens for HTTP
+        targets = [serve.RunTarget(self._application(self._specs[name]), name=name, route_prefix=None)
+                   for name in names]
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def _application(self, spec: RoleSpec) -> serve.Application:
+        return serve.deployment(spec.cls).options(
+            name=spec.name, num_replicas=spec.replicas, max_ongoing_requests=spec.max_ongoing_requests,
+            health_check_period_s=1.0, health_check_timeout_s=10.0,
+            graceful_shutdown_timeout_s=5.0, ray_actor_options={"num_cpus": spec.num_cpus}).bind(self._ctx)
+
+    def _set(self, faults: dict[str, str], waiting: dict[str, str]) -> None:
+        with self._lock:
+            self._faults, self._waiting = faults, waiting
+
+
+def kill_replicas(name: str) -> None:
+    """Kills every replica of a role; Serve starts new ones, and handles that others hold stay valid."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(f"SERVE_REPLICA::{name}#"):
+            with contextlib.suppress(ValueError):  # the replica has ended meanwhile
+                ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))

@@ -1,0 +1,59 @@
+"""Which workers a router lacks and which it has too many of, compared with the engines in etcd. Pure.
+
+An engine adds itself to the router before its record says READY, and removes itself after its record says that it
+leaves, so record and list differ for a moment in normal work. What one comparison shows is therefore only suspected;
+what two in a row show is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+from elastic_rl.etcd.records import Engine, EngineState
+
+_OWN = (EngineState.STARTING, EngineState.SYNCING, EngineState.READY, EngineState.DRAINING)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What the records of one reading say. ``owned`` holds every URL of ``routable``."""
+
+    routable: frozenset[str] = frozenset()
+    """URLs of engines that are READY: they take requests."""
+    owned: frozenset[str] = frozenset()
+    """URLs of engines that add or remove themselves."""
+
+    @classmethod
+    def from_engines(cls, engines: Iterable[Engine], epoch: int) -> Routes:
+        """Of the engines of an epoch; those of an older one are gone, whatever their records say."""
+        mine = [e for e in engines if e.epoch == epoch and e.url]
+        return cls(frozenset(e.url for e in mine if e.state is EngineState.READY),
+                   frozenset(e.url for e in mine if e.state in _OWN))
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Differences that one comparison has shown."""
+
+    missing: frozenset[str] = frozenset()
+    surplus: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class WorkerChanges:
+    add: frozenset[str] = frozenset()
+    remove: frozenset[str] = frozenset()
+
+
+def compare(routes: Routes, listed: Set[str], before: Suspects, *, is_new: bool = False) -> tuple[WorkerChanges,
+                                                                                                Suspects]:
+    """What to change in a router whose workers are ``listed``, and what to look at again next time.
+
+    ``before``: what the previous comparison suspected. ``is_new``: the router has just started, so nothing has removed
+    anything from it, and what is missing is added at once. What is changed is not suspected any longer: if the router
+    forgets the change, it takes two comparisons again until it is asked once more.
+    """
+    missing, surplus = routes.routable - listed, frozenset(listed) - routes.owned
+    changes = WorkerChanges(missing if is_new else missing & before.missing, surplus & before.surplus)
+    return changes, Suspects(missing - changes.add, surplus - changes.remove)

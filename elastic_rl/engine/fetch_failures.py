@@ -1,0 +1,82 @@
+"""An engine that cannot fetch: is it the engine, or the checkpoint service? Pure, but for ``read_evidence``.
+
+An engine that serves old weights for ever is of no use, and one that is replaced because the checkpoint service is away
+is a loss. The evidence is what the *other* engines of the pool have: if most of them are ahead of this one for the
+whole of the limit, the service works, and this engine (its host, its server, its network) does not. Otherwise everybody
+waits, and nobody is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Engine, EngineState
+
+_MAX_PEERS = 32
+"""Engines that are asked about: the next ones in the order of the random ids. A pool of 10,000 in which all fail must
+not read itself 10,000 times."""
+
+
+@dataclass(frozen=True)
+class FetchEvidence:
+    """What an engine knows about others. ``ahead`` of ``peers`` serving engines have a newer version than it;
+    ``nodes``: whether a checkpoint node is registered."""
+
+    peers: int
+    ahead: int
+    nodes: bool
+
+    @property
+    def blames_engine(self) -> bool:
+        """Whether the engine is at fault, and not the checkpoint service."""
+        return self.nodes and self.ahead > 0 and 2 * self.ahead >= self.peers
+
+
+class FetchFailures:
+    """Counts the failures of one engine to fetch or load a version, one after the other. The time is passed in."""
+
+    def __init__(self, limit_s: float, *, min_failures: int) -> None:
+        """Overdue is an engine that failed at least ``min_failures`` times over ``limit_s`` seconds or more."""
+        self._limit_s, self._min_failures = limit_s, min_failures
+        self._since: float | None = None
+        self.count = 0
+
+    def failed(self, now: float) -> None:
+        self.count += 1
+        if self._since is None:
+            self._since = now
+
+    def excused(self) -> None:
+        """A failure that says nothing about the engine, such as of etcd: the time that counts starts again."""
+        self._since = None
+
+    def succeeded(self) -> None:
+        self.count, self._since = 0, None
+
+    def lasted_s(self, now: float) -> float:
+        """Seconds since the first of the failures that count; 0 without one."""
+        return 0.0 if self._since is None else now - self._since
+
+    def overdue(self, now: float) -> bool:
+        """Whether the limit is reached; then the evidence decides."""
+        return self.count >= self._min_failures and self.lasted_s(now) >= self._limit_s
+
+
+def evidence(own: Engine, others: Sequence[Engine], *, nodes: bool) -> FetchEvidence:
+    """``others``: engines of any pool and state, ``own`` included or not."""
+    peers = [e for e in others if e.id != own.id and e.pool == own.pool and e.state is EngineState.READY]
+    return FetchEvidence(len(peers), sum(e.version > own.version for e in peers), nodes)
+
+
+def read_evidence(etcd: EtcdClient, keys: Keys, own: Engine) -> FetchEvidence:
+    """Reads a bounded number of records. Raises EtcdUnavailable and Compacted."""
+    prefix, key = keys.engines_prefix(), keys.engine(own.id)
+    found = etcd.page(prefix, after=key, limit=_MAX_PEERS).kvs
+    if len(found) < _MAX_PEERS:
+        found = [*found, *etcd.page(prefix, before=key, limit=_MAX_PEERS - len(found)).kvs]
+    nodes = bool(etcd.page(keys.dcs_nodes_prefix(), limit=1).kvs)
+    return evidence(own, [engine for engine, _ in readable(found, Engine)], nodes=nodes)

@@ -1,0 +1,98 @@
+"""The ``GenerateFn`` seam: from a prompt to samples, by one or many calls of the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Protocol
+
+from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt, Sample, Segment
+from elastic_rl.engine.client import GenerateClient, Sampling
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """One prompt group to generate."""
+
+    ordinal: int
+    prompt: Prompt
+    sampling: Sampling
+    samples: int
+
+
+class GenerateFn(Protocol):
+    """Generates the samples of one prompt. It may call the engines many times (turns, tools, environments): every
+    segment of a sample has the log-probs and the version of the call that made it."""
+
+    async def __call__(self, request: PromptRequest, engines: GenerateClient) -> Sequence[Sample]:
+        """As many samples as requested. Raises EngineFailed; whatever else it raises is a failure of this group: it is
+        tried again, and then the group is dropped."""
+
+
+@dataclass(frozen=True)
+class GenerateFault:
+    """Why the ``GenerateFn`` failed for a group."""
+
+    why: str
+    shared: bool = False
+    """Whether its process ended, so that groups which were generated at the same time failed with it, and which of them
+    is to blame is not known."""
+
+
+Generated = list[Sample] | GenerateFault
+"""What becomes of one prompt group."""
+
+
+_MAX_LOGPROB = 1e30
+"""What fp32 holds, with room for sums."""
+_VERSIONS = 1 << 63
+
+
+def fault_of(samples: object, request: PromptRequest, vocabulary: int = MAX_TOKEN_IDS) -> str:
+    """What is wrong with what a ``GenerateFn`` returned; "" for nothing. ``vocabulary``: number of the model's tokens.
+    Raises whatever the objects of a user's own classes raise."""
+    if not isinstance(samples, Sequence) or len(samples) != request.samples:
+        return f"must give {request.samples} samples"
+    for sample in samples:
+        if not isinstance(sample, Sample):
+            return "gave something else than samples"
+        if not isinstance(sample.segments, tuple | list) or not isinstance(sample.finish_reason, str):
+            return "gave a sample whose segments are no tuple, or whose finish_reason is no text"
+        for segment in sample.segments:
+            if fault := _fault_of_segment(segment, vocabulary):
+                return fault
+        if not any(segment.loss for segment in sample.segments):
+            return "gave a sample without a segment that is trained on"
+        if (size := sum(len(segment.token_ids) for segment in sample.segments)) > request.sampling.max_new_tokens:
+            return (f"gave a response of {size} tokens, and the data source allows {request.sampling.max_new_tokens} "
+                    "with all its segments")
+    return ""
+
+
+def _fault_of_segment(segment: object, vocabulary: int) -> str:
+    if not isinstance(segment, Segment):
+        return "gave something else than segments in a sample"
+    if not isinstance(segment.token_ids, tuple | list) or not isinstance(segment.logprobs, tuple | list):
+        return "gave a segment whose token_ids or logprobs are no tuple"
+    if type(segment.loss) is not bool:
+        return "gave a segment whose loss is neither True nor False"
+    if type(segment.version) is not int or not 0 <= segment.version < _VERSIONS:
+        return "gave a segment whose version is no int from 0 to 2**63 - 1"
+    if not all(type(t) is int and 0 <= t < vocabulary for t in segment.token_ids):
+        return f"gave a token id that is no int from 0 to {vocabulary - 1}"
+    if segment.logprobs and len(segment.logprobs) != len(segment.token_ids):
+        return f"gave a segment of {len(segment.token_ids)} tokens with {len(segment.logprobs)} log-probs"
+    if segment.loss and segment.token_ids and not segment.logprobs:
+        return "gave a segment that is trained on, without log-probs"
+    if not all(isinstance(p, Real) and abs(p) < _MAX_LOGPROB for p in segment.logprobs):
+        return "gave a log-prob that is not finite, or no number"
+    return ""
+
+
+async def single_turn(request: PromptRequest, engines: GenerateClient) -> list[Sample]:
+    """One response to the prompt."""
+    return await engines.generate(request.prompt.token_ids, request.sampling, request.samples)
+
+
+GENERATE_FNS: dict[str, GenerateFn] = {"single_turn": single_turn}

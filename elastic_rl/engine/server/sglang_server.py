@@ -1,0 +1,396 @@
+"""One SGLang server: its processes, weights and health. Knows nothing of etcd or of the pool."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+import pickle
+import secrets
+import subprocess
+import threading
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+
+from elastic_rl import http_client
+from elastic_rl.config import DeviceConfig, EngineConfig
+from elastic_rl.engine.client import to_version
+from elastic_rl.engine.server.arguments import tensor_parallel
+from elastic_rl.engine.server.health import Effort
+from elastic_rl.engine.server.probe import Load, ServerProbe, parse_load
+from elastic_rl.engine.sglang import stager
+from elastic_rl.engine.sglang.loader import LIMIT_ENV, LOADER, REQUEST
+from elastic_rl.errors import DeadlineExceeded, EngineFailed
+from elastic_rl.host.leftovers import TAG_ENV, remove_files
+from elastic_rl.host.process_activity import ActivityMeter, of_tree
+from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.runtime import ProgressLimit, free_port, wait_until
+
+_START_STEPS = {"cpu_s": 0.5, "starved_s": 0.5, "read_bytes": 1 << 16}
+"""What counts as progress of a start: a tree of processes that all wait still wakes up now and then."""
+_START_LOOK_S = 1.0
+_ANSWER_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class StagedUpdate:
+    """A version that ``Server.apply`` can bring into the engine. ``checksums``: of the weights, by rank; empty when
+    they could not be staged and are loaded in the pause."""
+
+    request: dict[str, Any]
+    checksums: list[str]
+
+
+class StagingSession:
+    """Brings one version into an engine's staged weights, part by part, while the live weights serve.
+
+    Every call raises ChunkCorrupt, NodeUnavailable and StagingFailed.
+    """
+
+    def __init__(self, stagers: stager.StagingClient) -> None:
+        self._stagers = stagers
+
+    def add(self, reference: dict[str, Any]) -> None:
+        """Stages some tensors of the version, as ``Puller.pull`` passes them."""
+        self._stagers.add(reference)
+
+    def finish(self, reference: dict[str, Any]) -> StagedUpdate:
+        """Seals the version after all its tensors were added; ``reference`` names all of them."""
+        if not self._stagers.available:
+            return StagedUpdate({"reference": reference}, [])
+        ticket = secrets.token_hex(8)
+        return StagedUpdate({"ticket": ticket}, self._stagers.finish(ticket))
+
+
+class Server(ABC):
+    """An SGLang server as its engine sees it: one that the engine starts, or an external one."""
+
+    def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str) -> None:
+        """``secret``: of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found."""
+        self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
+        self._http = http_client.client(timeout=cfg.apply_timeout_s)
+        self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg))
+        self._meter = ActivityMeter(())
+        self._condemned = ""
+
+    @property
+    @abstractmethod
+    def url(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Of the main process; 0 for an external server, and before the start."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> str:
+        """What determines the layout of the weights in memory: engines of one layout and version hold equal bytes."""
+
+    @property
+    @abstractmethod
+    def tensor_parallel(self) -> int:
+        """Schedulers that share the weights."""
+
+    @abstractmethod
+    def start(self, wait_while: Callable[[], bool] = lambda: True) -> None:
+        """Returns when the server answers. Raises EngineFailed, also when ``wait_while`` turns false."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether the server runs and still has the weights that were applied to it."""
+
+    @property
+    def failure(self) -> str:
+        """Why ``alive`` is false."""
+        return self._condemned or "a process of the SGLang server ended"
+
+    # -- health: called in the monitor's thread -------------------------------------------------------------------
+    @property
+    def probe_interval_s(self) -> float:
+        """Seconds between two calls of ``probe``."""
+        return self._cfg.probe_interval_s
+
+    def probe(self) -> bool | None:
+        """Whether the server shows a sign of life; None when it was not asked. Bounded; raises nothing. Not while its
+        weights change."""
+        return self._probe.sign_of_life()
+
+    def effort(self) -> Effort:
+        """What the busiest of its processes did since the last call."""
+        since = self._meter.since()
+        # One that sleeps on a disk works, as far as can be seen: it is limited like one that uses a CPU. One that is
+        # ready to run now has waited for a CPU in the time in which it did not run.
+        return Effort(math.inf if since.on_disk else since.cpu_s, math.inf if since.ready else since.starved_s)
+
+    def condemn(self, reason: str) -> None:
+        """Makes ``alive`` false, and kills the processes of a server that is not external: calls that wait for it fail
+        at once, and the router sees it go."""
+        self._condemned = reason
+
+    @property
+    def load(self) -> Load | None:
+        """As of the last probe."""
+        return self._probe.load
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the server, unless it is external."""
+
+    def model_version(self) -> int:
+        """Version that the engine puts on its answers; 0 before the first update. Raises EngineFailed."""
+        return to_version(self._call("GET", "/model_info").get("weight_version"))
+
+    def in_flight(self) -> int:
+        """Requests that run or wait in the engine. Raises EngineFailed."""
+        return parse_load(self._call("GET", "/v1/loads")).in_flight
+
+    # -- weights --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def stage(self) -> Iterator[StagingSession]:
+        """Stages a version beside the weights that serve. The live weights do not change."""
+        with stager.StagingClient(self._secret, self.tensor_parallel, timeout_s=self._cfg.apply_timeout_s) as stagers:
+            yield StagingSession(stagers)
+
+    def apply(self, update: StagedUpdate, version: int) -> None:
+        """Replaces the weights, verified in the loader, and sets ``version``.
+
+        With ``engine.pause_mode=retract`` requests in flight return to the queue: the tokens that they have stay with
+        the old version, their KV cache is computed again under the new one, and the answer says where the version
+        changed. Raises EngineFailed; the weights may then be torn, and the engine must not serve again.
+        """
+        self._call("POST", "/pause_generation", {"mode": self._cfg.pause_mode})
+        self._call("POST", "/begin_weight_update", {})
+        # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
+        # the prefix cache, which holds KV of the old weights (and cannot be dropped under requests that use it).
+        self._call("POST", "/update_weights_from_tensor", {
+            "serialized_named_tensors": [pack(update.request)] * self.tensor_parallel, "load_format": LOADER,
+            "weight_version": str(version), "flush_cache": self._cfg.pause_mode == "retract"})
+        self._call("POST", "/end_weight_update", {})
+        self._call("POST", "/continue_generation", {})
+        # Checked after the pause, to keep it short; until then the record says `applying`.
+        seen = self.model_version()
+        if seen != version or not self.alive():
+            raise EngineFailed(f"the engine reports version {seen} after version {version} was applied")
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            reply = self._http.request(method, self.url + path, json=body)
+        except httpx.HTTPError as e:
+            raise EngineFailed(f"engine {self.url} failed at {path}: {type(e).__name__}",
+                               hint=self._log_hint) from e
+        if not reply.is_success:
+            raise EngineFailed(f"engine {self.url} refused {path}: {reply.status_code} {reply.text[:300]}")
+        try:
+            answer = reply.json()
+        except json.JSONDecodeError:
+            answer = {}
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineFailed(f"engine {self.url} failed {path}: {answer.get('message', '')}")
+        return answer if isinstance(answer, dict) else {"items": answer}
+
+    def close(self) -> None:
+        """Stops the server, unless it is external, and closes the connections to it."""
+        self.stop()
+        self._http.close()
+
+
+class SGLangServer(Server):
+    """A server with its scheduler and detokenizer processes, all of which end with this process.
+
+    ``model_dir``: HF folder; its weights belong to no version. ``seed`` seeds the sampler: engines of a pool need
+    different ones, or they would produce the same samples. ``log``: file for stdout and stderr. ``tag``: put into the
+    names of the server's files in /dev/shm and the temp folder; ``stop`` removes the files of this tag.
+    """
+
+    def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int, tag: str,
+                 host: str = "127.0.0.1", deterministic: bool = False) -> None:
+        """``deterministic``: what a sample gets depends on nothing but the weights, its prompt and its seed."""
+        super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}")
+        self._model_dir, self._device, self._log, self._seed = model_dir, device, log, seed
+        self._host, self._tag, self._deterministic = host, tag, deterministic
+        self._port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[psutil.Process] = []
+        self._ending = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the main process; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the main process and its children; empty until the server answered."""
+        return [p.pid for p in self._processes]
+
+    def start(self, wait_while: Callable[[], bool] = lambda: True) -> None:
+        """Returns when the server answers. Raises EngineFailed, also when ``wait_while`` turns false."""
+        self._port = free_port(self._host)
+        cuda = self.uses_cuda()
+        env = {"HF_HUB_OFFLINE": "1", TAG_ENV: self._tag, stager.ENV: self._secret,
+               LIMIT_ENV: str(self._cfg.staging_limit_bytes)}
+        if not cuda:
+            # Two threads per engine make 2 cores slower, not faster, and the allocator's arenas cost memory.
+            env |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "MALLOC_ARENA_MAX": "2",
+                    **_cores_of_ranks(self.tensor_parallel)}
+        env["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(probe_timeout_s(self._cfg)))
+        self._process = spawn(python("elastic_rl.engine.sglang.launch", *self.arguments(cuda)), log=self._log, env=env)
+        limit = ProgressLimit(self._cfg.start_timeout_s, steps=_START_STEPS)
+        look_at = 0.0
+
+        def goes_on() -> bool:
+            nonlocal look_at
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + _START_LOOK_S
+                limit.update(self._start_evidence())
+            return self._main_alive() and wait_while() and not limit.expired
+
+        try:
+            wait_until(self._answers, timeout_s=self._cfg.start_ceiling_s, what=f"the SGLang server (log: {self._log})",
+                       poll_s=0.1, alive=goes_on)
+        except DeadlineExceeded as e:
+            self.stop()
+            if limit.expired:
+                raise EngineFailed(f"the start of the SGLang server made no progress for {limit.stalled_s:.0f} s",
+                                   hint=self._log_hint) from e
+            raise EngineFailed(e.message, hint=e.hint) from e
+        main = psutil.Process(self._process.pid)
+        self._processes = [main, *main.children(recursive=True)]
+        self._meter = ActivityMeter(self.pids)
+
+    def _start_evidence(self) -> dict[str, float]:
+        activity = of_tree(self.pid)
+        try:
+            log_bytes = self._log.stat().st_size
+        except OSError:
+            log_bytes = 0
+        return {"cpu_s": activity.cpu_s, "starved_s": activity.starved_s, "read_bytes": activity.read_bytes,
+                "log_bytes": log_bytes}
+
+    def uses_cuda(self) -> bool:
+        return self._device.uses_cuda(torch.cuda.is_available)
+
+    def arguments(self, cuda: bool) -> list[str]:
+        """Command line of sglang.launch_server."""
+        # On a CPU the last bits of a product depend on the number of its rows, so nothing is batched.
+        alone = self._deterministic and not cuda
+        args = ["--model-path", self._model_dir, "--host", self._host, "--port", str(self._port),
+                "--dtype", self._device.dtype, "--random-seed", str(self._seed),
+                "--max-total-tokens", str(self._cfg.max_total_tokens),
+                "--max-running-requests", str(self._cfg.max_running_requests),
+                "--custom-weight-loader", LOADER, "--log-level", "warning",
+                "--skip-tokenizer-init",   # token ids in, token ids out
+                "--skip-server-warmup", "--sleep-on-idle"]  # without the latter an idle scheduler spins a core
+        if not cuda:
+            args += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
+                     "--disable-cuda-graph", "--disable-radix-cache"]  # the tree costs more than short prompts' prefill
+        seeded = self._cfg.seeded_sampling
+        if self._deterministic or seeded == "on" or (seeded == "auto" and not cuda):
+            args.append("--enable-deterministic-inference")
+        # The last one of an option counts.
+        return [*args, *self._cfg.extra_args, *(("--max-running-requests", "1") if alone else ())]
+
+    @property
+    def layout(self) -> str:
+        extra = zlib.crc32(json.dumps(self._cfg.extra_args).encode())
+        return f"{self._device.dtype}/tp{self.tensor_parallel}/{extra:08x}"
+
+    # -- health ---------------------------------------------------------------------------------------------------
+    def alive(self) -> bool:
+        """Whether the main process and every child that it had when it first answered still run."""
+        return not self._condemned and self._main_alive() and all(_runs(p) for p in self._processes[1:])
+
+    def condemn(self, reason: str) -> None:
+        super().condemn(reason)
+        with self._ending:
+            for process in self._processes:  # SIGTERM would hang
+                if _runs(process):
+                    process.kill()
+
+    def _main_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _answers(self) -> bool:
+        try:
+            return self._http.get(f"{self.url}/model_info", timeout=_ANSWER_TIMEOUT_S).is_success
+        except httpx.HTTPError:
+            return False
+
+    @property
+    def tensor_parallel(self) -> int:
+        return tensor_parallel(self._cfg.extra_args)
+
+    # -- end ------------------------------------------------------------------------------------------------------
+    def stop(self, *, grace_s: float = 0.0) -> None:
+        """Ends every process of the server and removes its files; without grace at once, since SGLang's own shutdown
+        can take a minute."""
+        with self._ending:
+            if self._process is None:
+                return
+            for process in self._processes[1:] if not grace_s else ():
+                if _runs(process):
+                    process.kill()
+            stop(self._process.pid, grace_s=grace_s)
+            self._process.wait(timeout=10.0)
+            for process in self._processes[1:]:  # those that had left the tree when the main process ended
+                if _runs(process):
+                    process.kill()
+            self._process = None
+        remove_files(self._tag)
+
+
+def probe_timeout_s(cfg: EngineConfig) -> float:
+    """Of the generation of one token: several fit into the time after which a silent engine counts as frozen."""
+    return max(1.5, min(10.0, cfg.frozen_after_s / 3))
+
+
+def _cores_of_ranks(ranks: int) -> dict[str, str]:
+    """SGLang needs a NUMA node for each rank on the CPU, unless the environment assigns cores to ranks."""
+    name = "SGLANG_CPU_OMP_THREADS_BIND"
+    if ranks == 1 or name in os.environ:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {name: "|".join(",".join(map(str, cores[rank::ranks] or cores)) for rank in range(ranks))}
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class _InBand:
+    """Makes pickle write a uint8 tensor as its bytes. torch's default passes a shared-memory handle instead, which
+    needs a helper process in the sender and ends the engine when the handle cannot be opened."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return torch.ByteTensor, (bytearray(self._raw),)
+
+
+def pack(request: dict[str, Any]) -> str:
+    """The request in the form that SGLang's endpoint takes: base64 of a pickle, which *its* restricted unpickler
+    reads. This project only writes one, over loopback, and never reads a pickle."""
+    buffer = io.BytesIO()
+    pickle.dump([(REQUEST, _InBand(json.dumps(request).encode()))], buffer, protocol=4)
+    return base64.b64encode(buffer.getvalue()).decode()

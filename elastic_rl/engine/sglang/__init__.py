@@ -1,0 +1,1 @@
+"""What runs inside the processes of SGLang: launch, weight loader, staging, and stand-ins on a CPU."""

@@ -1,0 +1,111 @@
+"""The program that an engine runs: ``python -m elastic_rl.engine.sglang.launch <arguments of sglang.launch_server>``.
+
+SGLang spawns its scheduler and detokenizer, and a spawned child imports the parent's main module again under another
+name. So the CPU stand-ins are installed at import, and only the start of the server is behind the ``__main__`` guard.
+
+On a CPU the children are forked instead: importing SGLang takes 8 s of a core in each of the three processes, and a
+forked child has it done and shares its pages. CUDA does not survive a fork, so there the children are spawned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_rl.engine.sglang import seeds
+from elastic_rl.host.leftovers import TAG_ENV
+from elastic_rl.runtime import die_with_parent
+
+ON_CPU = not torch.cuda.is_available()
+
+if __name__ == "__mp_main__":
+    die_with_parent()  # a scheduler must not outlive a server that was killed: it would keep the memory
+
+if ON_CPU:
+    from elastic_rl.engine.sglang import cpu_attention, sglang_cpu
+
+    # Read when sglang is imported, and inherited by the children.
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    sglang_cpu.install()
+
+
+def tag_files(tag: str) -> None:
+    """Puts ``tag`` into the names of what SGLang makes in /dev/shm and the temp folder (see ``host.leftovers``).
+
+    Call it before the schedulers are imported: they bind ``make_shm_name`` at import.
+    """
+    from sglang.srt.server_args import PortArgs
+    from sglang.srt.utils import stale_shm_cleanup
+
+    def make_shm_name(kind: str) -> str:
+        return f"sgl_shm_{kind}_{tag}_{os.getpid()}_{secrets.token_hex(4)}"
+
+    init_new = PortArgs.init_new
+
+    def tagged_ports(*args: Any, **kwargs: Any) -> PortArgs:
+        ports = init_new(*args, **kwargs)
+        ports.instance_id = f"{tag}{ports.instance_id}"  # names the segment of the load snapshots
+        for field in dataclasses.fields(ports):
+            address = getattr(ports, field.name)
+            if isinstance(address, str) and address.startswith("ipc://"):
+                reserved = Path(address.removeprefix("ipc://"))
+                reserved.unlink(missing_ok=True)  # an empty file so far; ZeroMQ makes the socket
+                setattr(ports, field.name, f"ipc://{reserved.with_name(tag + reserved.name)}")
+        return ports
+
+    stale_shm_cleanup.make_shm_name = make_shm_name
+    PortArgs.init_new = staticmethod(tagged_ports)
+
+
+if __name__ in ("__main__", "__mp_main__") and (_tag := os.environ.get(TAG_ENV)):
+    tag_files(_tag)
+
+
+def fork_children() -> None:
+    """Makes fork the only start method from here on, and imports what the children would import."""
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    cpu_attention.install()
+    set_start_method = multiprocessing.set_start_method
+
+    def only_fork(method: str | None, force: bool = False) -> None:
+        set_start_method("fork", force=True)
+
+    multiprocessing.set_start_method = only_fork  # type: ignore[assignment]
+    os.register_at_fork(after_in_child=die_with_parent)
+
+
+def allow_seeds_on_cpu() -> None:
+    """SGLang samples by seeds only with ``--enable-deterministic-inference``, and does not know the CPU there."""
+    from sglang.srt.layers import sampler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import add_deterministic_attention_backend_choices
+
+    # It attends to each sequence by itself, so what a sample gets does not depend on the others of a batch.
+    add_deterministic_attention_backend_choices(["torch_native"])
+    # Replaces operators by Triton's. On a CPU the operators stay: their last bits may depend on the size of a batch.
+    runner: Any = ModelRunner
+    runner.maybe_enable_batch_invariant_mode = lambda self: None
+    sampler.murmur_hash32 = seeds.hashes
+
+
+def main() -> None:
+    """Serves until SIGTERM."""
+    import runpy
+
+    if ON_CPU:
+        fork_children()
+        allow_seeds_on_cpu()
+    seeds.install()
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
+
+
+if __name__ == "__main__":
+    main()

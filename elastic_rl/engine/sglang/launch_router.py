@@ -1,0 +1,26 @@
+"""The program of the router: ``python -m elastic_rl.engine.sglang.launch_router``, with the arguments of
+``sglang_router.launch_router``.
+
+It starts the same router as ``sglang_router.launch_router``, which also imports a debugging balancer, and with it all
+of SGLang and torch: 12 s of a core before the router listens.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
+
+
+def main() -> None:
+    """Serves until SIGTERM."""
+    parser = argparse.ArgumentParser(prog="elastic_rl.engine.sglang.launch_router")
+    RouterArgs.add_cli_args(parser)
+    args = RouterArgs.from_cli_args(parser.parse_args())
+    args._validate_router_args()
+    Router.from_args(args).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Records of what a job does: its status, the metrics of its steps, its samples, the prompt groups in progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_rl.etcd.record import FiniteByName, FiniteOrNone, Record
+
+WORKING_PHASES = ("sft", "rl", "eval", "rejection_sampling")
+"""Phases of a job that works, or waits for what it needs to."""
+
+
+class JobStatus(Record):
+    """Progress of the run; written by the actor role. Times are unix seconds."""
+
+    phase: str
+    """starting, one of ``WORKING_PHASES``, finished or failed."""
+    step: int = 0
+    steps: int = 0
+    seed: int = 0
+    started_at: float = 0.0
+    updated_at: float = 0.0
+    eval_accuracy: float | None = None
+    """Last eval accuracy, 0 to 1."""
+    eval_sets: FiniteByName = {}
+    """The same of the further evaluation sets, by name; of many, the first 64."""
+    reward: float | None = None
+    """Mean reward of the last step."""
+    policy_version: int = 0
+    staleness: int = 0
+    """Number of versions by which the oldest sample of the last step was behind the trainer."""
+    productive_s: float = 0.0
+    """Wall seconds of the SFT phase, and of the steps of RL that were not undone by a recovery."""
+    message: str = ""
+    dropped_groups: dict[str, int] = {}
+    """Prompt groups that were dropped on the record instead of being trained on, by reason; those of steps that a
+    recovery has undone are not counted."""
+    stage: str = ""
+    """What the run works on: source, generate, reward, advantage, train, publish, evaluate, write and others."""
+    waiting_for: str = ""
+    """What it waits for, for people, such as "an engine that serves version 12: rollout-ab12 syncing v11"; empty while
+    it works."""
+    waiting_since: float = 0.0
+    """When this wait began; 0 while it works."""
+    waiting_kind: str = ""
+    """Which part of the system it waits for: engines, router, trainer, etcd, reward, rollout, advantages, dcs, source,
+    disk and others; empty while it works. Alerts and metrics go by it: one of a few short words."""
+
+
+class StepMetrics(Record):
+    """Metrics of one RL step. The actor writes them with the job's status; the leader downsamples old ones."""
+
+    step: int
+    at: float
+    reward: float
+    """Mean reward of the step's samples."""
+    eval_accuracy: float | None = None
+    """Eval accuracy, 0 to 1, if it was measured after this step."""
+    eval_sets: FiniteByName = {}
+    """The same of the further evaluation sets, by name; of many, the first 64."""
+    staleness: int = 0
+    policy_version: int = 0
+    samples: int = 0
+    tokens: int = 0
+    """Tokens trained on, prompts included."""
+    seconds: dict[str, float] = {}
+    """Wall time by phase of the step: total, sync, generate, reward, advantage, train, publish_stall."""
+    idle_s: FiniteByName = {}
+    """Seconds, by stage, in which it waited for something else; part of ``seconds``."""
+    reward_parts: FiniteByName = {}
+    """Mean of each named part of the reward, over the step's samples."""
+    response_tokens: FiniteByName = {}
+    """Tokens of a response: mean and max."""
+    truncated: float = 0.0
+    """Share of the samples, 0 to 1, that ended at the limit of their length."""
+    dropped_groups: int = 0
+    """Prompt groups that were dropped on the record instead of being trained on in this step."""
+    dropped_by_reason: dict[str, int] = {}
+    """The same by reason."""
+    update: FiniteByName = {}
+    """Of the updates of the step: loss, kl, clip_fraction, grad_norm and others, also the algorithm's own
+    (``telemetry.training_metrics``)."""
+    throughput: FiniteByName = {}
+    """Tokens a second, MFU, memory (the same)."""
+
+
+class SampleRecord(Record):
+    """A sample that was trained on, for people who want to see what the model writes. Nothing decides by it.
+
+    ``pipeline.sample_ring`` keeps the last few, and cuts texts that are too long.
+    """
+
+    step: int
+    group: int
+    """Ordinal of the prompt group."""
+    index: int
+    """Of the sample in its group."""
+    prompt: str = ""
+    response: str = ""
+    """Model output: hostile input for whoever shows it."""
+    reward: FiniteOrNone = None
+    """None: not a finite number."""
+    reward_parts: FiniteByName = {}
+    advantage: FiniteOrNone = None
+    finish_reason: str = ""
+    """stop, length, abort and others."""
+    versions: list[int] = []
+    """Policy versions that made its tokens, ascending."""
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    at: float = 0.0
+    """Unix seconds at which it was trained on."""
+    cut: bool = False
+    """The middle of a text was left out."""
+
+
+class OutputState(Record):
+    """What a job that trains nothing has written: the committed state of its output. The actor writes it in one
+    transaction under its term, after the piece that it names."""
+
+    step: int = 0
+    policy_version: int = 0
+    """The newest version that the job has published, of the weights that it samples with."""
+    consumed: dict[str, Any] = {}
+    """The prompt groups whose samples are in the output, or were dropped, as ``ConsumedGroups`` has them."""
+    cursor: dict[str, Any] = {}
+    """What the actor decided up to this step."""
+    pieces: list[tuple[int, int]] = []
+    """[first step, term], ascending: which term of the actor wrote the pieces from this step on. An entry for each term
+    that committed a step."""
+    complete: bool = False
+    """The output is one file; no piece is needed any more."""
+
+
+class GroupLease(Record):
+    """The prompt groups that a producer works on. It is void once a newer term of the actor has begun, or a newer
+    epoch."""
+
+    producer: str
+    epoch: int
+    term: int
+    groups: list[list[int]]
+    """Ordinals, as intervals [start, stop)."""
+    at: float = 0.0
+    """Unix seconds."""
+

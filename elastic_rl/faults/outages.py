@@ -1,0 +1,177 @@
+"""Outages: a part that the run cannot do without is away. The run pauses, says what it waits for, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.errors import ElasticRLError
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.membership import members
+from elastic_rl.etcd.records import EngineState
+from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
+from elastic_rl.host.processes import PidRecords
+from elastic_rl.runtime import wait_until
+from elastic_rl.trainer.service.client import TrainerClient
+
+_STEPS_AFTER = 2
+"""Steps that the run has to do after an outage before it counts as over: one may have been under way."""
+
+
+class _Outage:
+    """What the outages have in common. ``said``: what the run's status said that it waits for."""
+
+    name = ""
+
+    def __init__(self, context: FaultContext) -> None:
+        self.context, self.said, self.step = context, "", 0
+
+    def _begins(self) -> None:
+        self.step = self.context.step()
+
+    def detected(self) -> bool:
+        """The run says that it waits; or it went on so soon that there was nothing to say."""
+        status = self.context.status()
+        if status is not None and status.waiting_for:
+            self.said = f"{status.waiting_kind}: {status.waiting_for}"
+            return True
+        return self.healed()
+
+    def healed(self) -> bool:
+        return self.context.step() >= self.step + _STEPS_AFTER
+
+    def _service(self, name: str) -> int:
+        """Pid of a service of the local cluster."""
+        return next(r.pid for r in PidRecords(self.context.cfg.cluster_dir / "pids").alive() if r.name == name)
+
+
+class EtcdStopped(_Outage):
+    """SIGSTOP of etcd for a while: connections stay, and nothing answers."""
+
+    def __init__(self, context: FaultContext, seconds: float) -> None:
+        super().__init__(context)
+        self.seconds, self.name = seconds, "etcd_stopped"
+
+    def inject(self) -> tuple[str, str]:
+        self._begins()
+        etcd = psutil.Process(self._service("etcd-0"))
+        with _stopped([etcd]):
+            threading.Event().wait(self.seconds)
+        return "etcd-0", f"pid {etcd.pid} was stopped for {self.seconds:g} s"
+
+
+class ServiceKilled(_Outage):
+    """kill -9 of a service of the local cluster, whose owner restarts it on its data."""
+
+    def __init__(self, context: FaultContext, service: str) -> None:
+        super().__init__(context)
+        self.service, self.name = service, f"{service.partition('-')[0]}_killed"
+
+    def inject(self) -> tuple[str, str]:
+        self._begins()
+        return self.service, kill(self._service(self.service))
+
+
+class AllEnginesKilled(_Outage):
+    name = "all_engines_killed"
+
+    def inject(self) -> tuple[str, str]:
+        wait_until(lambda: len(self.context.ready()) >= self.context.cfg.rollout.engines, timeout_s=INJECT_TIMEOUT_S,
+                   what="a pool of ready engines")
+        self._begins()
+        victims = [e for e in self.context.engines() if e.state is EngineState.READY and not e.external]
+        return "every engine", "; ".join([kill(e.pid) for e in victims])
+
+
+class RouterKilled(_Outage):
+    name = "router_killed"
+
+    def inject(self) -> tuple[str, str]:
+        self._begins()
+        driver = psutil.Process(members(self.context.etcd, self.context.keys, "driver")[0].pid)
+        router = next(p for p in driver.children(recursive=True) if "router" in f"{p.name()} {' '.join(p.cmdline())}")
+        return "router", kill(router.pid)
+
+
+class ActorKilled(_Outage):
+    """kill -9 of the actor's replica while the trainer is at a step of it."""
+
+    name = "actor_killed"
+
+    def inject(self) -> tuple[str, str]:
+        wait_until(lambda: any(m.phase == "update" for m in self.context.trainer_ranks()), timeout_s=INJECT_TIMEOUT_S,
+                   what="a step that is being trained", poll_s=0.002)
+        self._begins()
+        return "actor", kill(members(self.context.etcd, self.context.keys, "actor")[0].pid)
+
+
+class SecondActor(_Outage):
+    """Another actor takes the job over beside the one that runs, and is gone after a while."""
+
+    name = "second_actor"
+
+    def __init__(self, context: FaultContext, seconds: float) -> None:
+        super().__init__(context)
+        self.seconds, self.term = seconds, 0
+
+    def inject(self) -> tuple[str, str]:
+        self._begins()
+        etcd, keys, cfg = self.context.etcd, self.context.keys, self.context.cfg
+        epoch = fencing.current_epoch(etcd, keys)
+        self.term = fencing.begin_term(etcd, keys, epoch, "second actor")
+        client = TrainerClient(etcd, keys, Security.from_config(cfg.dcs, cfg.cluster_dir / TOKEN_FILE), epoch=epoch,
+                               term=self.term)
+        try:
+            client.wait_ready()  # fences the first one off
+            threading.Event().wait(self.seconds)
+        except ElasticRLError:
+            pass  # the next replica has taken over already
+        finally:
+            client.close()
+        return "actor", f"term {self.term} was begun beside the actor, for {self.seconds:g} s"
+
+    def healed(self) -> bool:
+        newest = fencing.current_term(self.context.etcd, self.context.keys)
+        return newest > self.term and super().healed()
+
+
+class TrainerStopped(_Outage):
+    """SIGSTOP of the trainer's agent and of all its ranks: nobody in the group can notice."""
+
+    name = "trainer_stopped"
+
+    def inject(self) -> tuple[str, str]:
+        self._begins()
+        ranks = [psutil.Process(m.pid) for m in self.context.trainer_ranks()]
+        agent = next(p for p in ranks[0].parents() if "elastic_rl.trainer.group.agent" in " ".join(p.cmdline()))
+        for process in (agent, *ranks):
+            process.suspend()
+            wait_until(lambda p=process: p.status() == psutil.STATUS_STOPPED,  # type: ignore[misc]
+                       timeout_s=INJECT_TIMEOUT_S, what=f"the stop of pid {process.pid}")
+        return "trainer", f"agent {agent.pid} and {len(ranks)} ranks were stopped"
+
+
+@contextlib.contextmanager
+def _stopped(processes: Sequence[psutil.Process]):  # type: ignore[no-untyped-def]
+    """Inside, the processes are stopped; they go on at the end, whatever happens."""
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+
+def every_outage(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[_Outage]]]:
+    """One outage after the other, each a few steps after the recovery from the one before."""
+    make: list[Callable[[FaultContext], _Outage]] = [
+        lambda c: EtcdStopped(c, 60.0), AllEnginesKilled, RouterKilled, lambda c: ServiceKilled(c, "dcs-node-0"),
+        lambda c: ServiceKilled(c, "etcd-0"), ActorKilled, lambda c: SecondActor(c, 10.0), TrainerStopped]
+    return [(2 + 4 * i, [one(context)]) for i, one in enumerate(make)]

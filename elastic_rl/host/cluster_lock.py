@@ -1,0 +1,40 @@
+"""The lock of a local cluster: only its holder starts or stops services, so that none is started beside a living one.
+
+The kernel releases it however its holder ends. Services do not inherit it, so they never keep it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from elastic_rl import runtime
+from elastic_rl.errors import DeadlineExceeded
+
+FILE = "services.lock"
+
+
+@contextmanager
+def held(cluster_dir: Path, *, timeout_s: float) -> Iterator[None]:
+    """Holds the lock of the cluster in this folder. ``timeout_s``: how long to wait for it; 0: not at all.
+
+    Raises DeadlineExceeded while another command holds it, and FileNotFoundError where there is no such folder.
+    """
+    with (cluster_dir / FILE).open("w") as lock:
+        try:
+            runtime.wait_until(lambda: _taken(lock), timeout_s=timeout_s, what="the cluster's lock")
+        except DeadlineExceeded as e:
+            raise DeadlineExceeded(f"another command is starting or stopping the services in {cluster_dir}",
+                                   hint="wait for it to end, then try again") from e
+        yield
+
+
+def _taken(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""The model of a job that begins with another job's policy (``elastic-rl train --job=NEW --from-job=OLD``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_rl.config import Config, Stream
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.errors import ConfigError, EtcdUnavailable, VersionNotFound
+from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.records import JobSpec
+from elastic_rl.host import cluster_settings
+
+_SHARD_BYTES = 5 << 30
+
+
+def with_inherited_model(cfg: Config, from_job: str) -> Config:
+    """The settings of a job that begins with the model in its folder. RL has no SFT phase then: the policy that it
+    begins with has been through one."""
+    if not from_job:
+        return cfg
+    sft = cfg.sft.model_copy(update={"max_steps": 0}) if cfg.mode == "rl" else cfg.sft
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(folder(cfg))}), "sft": sft})
+
+
+def folder(cfg: Config) -> Path:
+    """Where the model of a job is that has none of its own."""
+    return cfg.job_dir / "model"
+
+
+def export_policy(cfg: Config, from_job: str) -> int:
+    """Writes the newest committed policy of ``from_job`` as the model folder of the job of ``cfg``; returns the
+    version's number.
+
+    The cluster of ``from_job`` must be up: the one under the same run_dir, else, with ``etcd.endpoints`` set, the one
+    in that etcd. Raises ConfigError, VersionNotFound, EtcdUnavailable, ChunkMissing and DiskFull.
+    """
+    from elastic_rl.dcs.versions.service import VersionService  # imports torch
+    if from_job == cfg.job:
+        raise ConfigError(f"job {cfg.job} cannot begin with its own policy",
+                          hint="name a new job with --job=NEW; without --from-job the job resumes")
+    source = cluster_settings.location({"job": from_job, "run_dir": str(cfg.run_dir)})
+    info = ClusterInfo.load(source.cluster_dir)
+    if info is not None:
+        source = cluster_settings.on_top(source.cluster_dir, {"job": from_job, "run_dir": str(cfg.run_dir)})
+        endpoints = info.etcd_endpoints
+    elif cfg.etcd.endpoints:
+        source, endpoints = cfg.model_copy(update={"job": from_job}), list(cfg.etcd.endpoints)
+    else:
+        raise ConfigError(f"no cluster of job {from_job} is up under {cfg.run_dir}", hint=(
+            f"`elastic-rl up --job={from_job}` starts it, unless `down` has deleted its versions"))
+    try:
+        with VersionService(source, from_job, endpoints, source.cluster_dir) as service:
+            version = service.resolve(Stream.POLICY)
+            spec = readable_one(service.etcd.get(service.keys.job_spec()), JobSpec)
+            path = str(spec.settings.get("model.path") or "") if spec is not None else ""
+            service.export(f"{version.stream}/{version.number}", folder(cfg), like=Path(path) if path else None,
+                           shard_bytes=_SHARD_BYTES, force=True)
+    except VersionNotFound as e:
+        raise VersionNotFound(f"job {from_job} has no committed policy: {e.message}",
+                              hint="it has one once its SFT phase is over") from e
+    except EtcdUnavailable as e:
+        e.hint = f"start the cluster of job {from_job} with `elastic-rl up --job={from_job}`"
+        raise
+    return version.number

@@ -1,0 +1,248 @@
+"""Whether a run can work with a Hugging Face model folder: read from its JSON files, without torch or transformers.
+
+What it refuses would otherwise end the trainer or an engine minutes after the start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_rl.config import Config
+from elastic_rl.errors import ConfigError
+from elastic_rl.models.arch import ModelArch, read_json
+
+DTYPES = ("float32", "bfloat16", "float16")
+_INDEX = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 256 << 20
+"""Of a tokenizer.json or an index; those of large models have some tens of MiB."""
+_SHOWN = 4
+"""Tensors of a wrong shape that are named."""
+_MAX_HEADER_BYTES = 100 << 20
+"""Of a safetensors file, as the format allows."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a run cannot work with the model, and what to do."""
+
+    message: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model folder says of its model."""
+
+    arch: ModelArch
+    dtype: str
+    """As in config.json; empty where it does not say."""
+    eos_ids: frozenset[int]
+
+
+def require(cfg: Config, longest_sequence: int) -> None:
+    """Raises ConfigError with every fault when the run cannot work with its model: the folder of ``model.path``, else
+    the built-in shape. ``longest_sequence``: tokens of the longest prompt and response of the data, together."""
+    _refuse(cfg, faults(cfg, longest_sequence))
+
+
+def require_positions(cfg: Config, facts: Facts | None, longest_sequence: int) -> None:
+    """The same for the length of sequences alone. ``facts``: what was read of the folder of ``model.path``."""
+    positions, name = (cfg.model.max_positions, "model.max_positions") if facts is None else (
+        facts.arch.max_positions, _positions_key(Path(cfg.model.path).expanduser()))
+    _refuse(cfg, list(_positions(longest_sequence, positions, name)))
+
+
+def _refuse(cfg: Config, found: list[Fault]) -> None:
+    if found:
+        where = f"model.path={cfg.model.path}" if cfg.model.path else "the built-in model"
+        raise ConfigError(f"{where} cannot be used:\n  " + "\n  ".join(f.message for f in found),
+                          hint="; ".join(dict.fromkeys(f.fix for f in found if f.fix)))
+
+
+def faults(cfg: Config, longest_sequence: int = 0) -> list[Fault]:
+    """What is wrong, most fundamental first; empty where nothing is. ``longest_sequence`` 0: not known."""
+    if not cfg.model.path:
+        return list(_positions(longest_sequence, cfg.model.max_positions, "model.max_positions"))
+    folder = Path(cfg.model.path).expanduser()
+    try:
+        facts = read(folder)
+    except ConfigError as e:
+        return [Fault(e.message, e.hint)]
+    checks: tuple[Callable[[], Iterable[Fault]], ...] = (
+        lambda: _parallel(cfg, facts.arch), lambda: _weights(folder, facts.arch), lambda: _tokenizer(folder, facts),
+        lambda: _positions(longest_sequence, facts.arch.max_positions, _positions_key(folder)))
+    return [fault for check in checks for fault in check()]
+
+
+def read(folder: Path) -> Facts:
+    """Raises ConfigError for a folder that holds no model that the trainer supports."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", hint="model.path names a folder: download the model first")
+    path = folder / "config.json"
+    raw = read_json(path)
+    arch = ModelArch.parse(raw, str(path))
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
+    if dtype and dtype not in DTYPES:
+        raise ConfigError(f"{path}: dtype {dtype!r} is not supported", hint=f"supported: {', '.join(DTYPES)}")
+    return Facts(arch, dtype, frozenset(_eos_ids(folder, raw)))
+
+
+def _eos_ids(folder: Path, config: dict[str, Any]) -> Iterator[int]:
+    """Token ids that end a response for the engines: those of generation_config.json, else of config.json."""
+    path = folder / "generation_config.json"
+    found = (read_json(path) if path.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
+    yield from (i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int))
+
+
+def _parallel(cfg: Config, arch: ModelArch) -> Iterator[Fault]:
+    trainer, moe = cfg.trainer, arch.moe
+    if arch.heads % arch.kv_heads:
+        yield Fault(f"{arch.heads} attention heads cannot share {arch.kv_heads} key-value heads evenly",
+                    "use another model")
+    if arch.head_dim % 2:
+        yield Fault(f"the model's head_dim={arch.head_dim} is odd: the rotary position embedding turns pairs of values",
+                    "use another model")
+    mlp = ("intermediate_size", arch.ffn) if moe is None else ("moe_intermediate_size", moe.ffn)
+    for key, size, name, ranks in (
+            ("num_attention_heads", arch.heads, "trainer.tensor_parallel", trainer.tensor_parallel),
+            ("num_key_value_heads", arch.kv_heads, "trainer.tensor_parallel", trainer.tensor_parallel),
+            (*mlp, "trainer.tensor_parallel", trainer.tensor_parallel),
+            ("num_hidden_layers", arch.layers, "trainer.pipeline_parallel", trainer.pipeline_parallel)):
+        if size % ranks:
+            yield Fault(f"the model's {key}={size} is not a multiple of {name}={ranks}",
+                        f"set a {name} that divides {size}")
+    try:
+        arch.require_expert_parallel(trainer.expert_parallel)
+    except ConfigError as e:
+        yield Fault(e.message, e.hint)
+
+
+def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
+    """Every tensor of the model must be in a file that is there, with the shape that the config gives it."""
+    index = folder / _INDEX
+    again = "download the model again"
+    try:
+        listed = read_json(index, _MAX_JSON_BYTES)["weight_map"] if index.exists() else {}
+        names = sorted(set(listed.values())) if index.exists() else sorted(p.name for p in folder.glob("*.safetensors"))
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (ConfigError, KeyError, AttributeError, TypeError):
+        yield Fault(f"{index} lists no weights", again)
+        return
+    if missing or not names:
+        yield Fault(f"{folder} has no {', '.join(missing[:3]) or 'safetensors files'}", again)
+        return
+    shapes: dict[str, list[int]] = {}
+    for name in names:
+        try:
+            shapes |= _shapes(folder / name)
+        except ConfigError as e:
+            yield Fault(e.message, again)
+            return
+    lacking = [name for name in arch.hf_names() if name not in shapes]
+    if lacking:
+        yield Fault(f"{folder} has no tensor {', '.join(lacking[:3])} ({len(lacking)} of the {arch.family.model_type} "
+                    "model's are missing)", again)
+    if surplus := sorted(name for name in shapes if _layer_of(name) >= arch.layers):
+        yield Fault(f"{folder} has {surplus[0]}, and config.json says num_hidden_layers={arch.layers}",
+                    "correct num_hidden_layers in config.json, or download the model again")
+    wrong = [(name, shape) for name in arch.hf_names()
+             if name in shapes and (shape := _shape_of(name, arch)) and shapes[name] != shape]
+    for name, shape in wrong[:_SHOWN]:
+        yield Fault(f"{name} has shape {shapes[name]} where config.json says {shape}",
+                    "correct config.json, which is not that of these weights, or download the model again")
+    if len(wrong) > _SHOWN:
+        yield Fault(f"{len(wrong) - _SHOWN} more tensors have other shapes than config.json says", "")
+
+
+def _layer_of(name: str) -> int:
+    """The layer of a tensor; -1 for one of none."""
+    part = name.removeprefix("model.layers.").partition(".")[0]
+    return int(part) if name.startswith("model.layers.") and part.isdecimal() else -1
+
+
+def _shape_of(name: str, arch: ModelArch) -> list[int]:
+    """The shape that a tensor of the model has by its config; [] where its name does not say."""
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    ffn = arch.moe.ffn if arch.moe is not None else arch.ffn
+    rows = {"embed_tokens": arch.vocab, "lm_head": arch.vocab, "q_proj": queries, "k_proj": keys, "v_proj": keys,
+            "o_proj": arch.hidden, "gate_proj": ffn, "up_proj": ffn, "down_proj": arch.hidden}
+    columns = {"o_proj": queries, "down_proj": ffn}
+    *_, module, kind = name.split(".")
+    if module not in rows:
+        return []
+    return [rows[module]] if kind == "bias" else [rows[module], columns.get(module, arch.hidden)]
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a safetensors file, from its header: its length (8 bytes, little-endian), and JSON.
+    Raises ConfigError for another file, or one that is cut off."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"its header would have {length} bytes")
+            header = json.loads(f.read(length))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        if size < 8 + length + end:
+            raise ValueError(f"it has {size} bytes of {8 + length + end}")
+        return {name: [int(n) for n in entry["shape"]] for name, entry in tensors.items()}
+    except OSError as e:
+        raise ConfigError(f"cannot read {file}: {e.strerror}") from e
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+        raise ConfigError(f"{file} is not a valid safetensors file: {e}") from e
+
+
+def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
+    """The tokenizer must make ids that the model has, and the engines must know which of them ends a response."""
+    path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    vocab = facts.arch.vocab
+    try:
+        ids = _token_ids(read_json(path, _MAX_JSON_BYTES))
+        eos = read_json(settings).get("eos_token") if settings.exists() else None
+    except ConfigError as e:
+        yield Fault(e.message, "download the model again, with its tokenizer.json")
+        return
+    if not ids:
+        yield Fault(f"{path} has no vocabulary", "download the model again, with its tokenizer.json")
+        return
+    if (largest := max(ids.values())) >= vocab:
+        yield Fault(f"the tokenizer has token id {largest}, and the model's vocab_size is {vocab}",
+                    "use the tokenizer that belongs to the model")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if not eos or eos not in ids:
+        yield Fault(f"{settings} names no eos_token that {path.name} has ({eos!r})",
+                    "use a tokenizer with an end-of-sequence token")
+    elif ids[eos] not in facts.eos_ids:
+        yield Fault(f"the tokenizer's eos_token {eos!r} (id {ids[eos]}) is not the model's eos_token_id "
+                    f"({', '.join(map(str, sorted(facts.eos_ids))) or 'none'}), so engines would not stop at it",
+                    "correct eos_token_id in generation_config.json")
+
+
+def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Tokens of a tokenizer.json with their ids, added ones included."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        ids = {str(token): i for token, i in vocab.items() if isinstance(i, int)}
+    else:  # Unigram: [token, score] in the order of the ids
+        ids = {str(entry[0]): i for i, entry in enumerate(vocab or []) if isinstance(entry, list) and entry}
+    for added in tokenizer.get("added_tokens") or []:
+        if isinstance(added, dict) and isinstance(added.get("id"), int):
+            ids[str(added.get("content"))] = added["id"]
+    return ids
+
+
+def _positions_key(folder: Path) -> str:
+    return f"{folder / 'config.json'}: max_position_embeddings"
+
+
+def _positions(needed: int, positions: int, name: str) -> Iterator[Fault]:
+    if positions < needed:
+        yield Fault(f"{name}={positions} is too small for the longest prompt and response, {needed} tokens",
+                    "use a model with more positions, or shorter prompts and responses")

@@ -1,0 +1,206 @@
+"""Everything that is wrong with a job, found before a cluster starts: plug-ins, model, data, and how they fit together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elastic_rl.config import Config
+from elastic_rl.data.samples import Prompt, demonstration
+from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
+from elastic_rl.engine.generation import GENERATE_FNS
+from elastic_rl.engine.own_generate import OwnGenerate
+from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
+from elastic_rl.host import model_folder
+from elastic_rl.pipeline.sampled_modes import rejection_groups
+from elastic_rl.pipeline.sampling import decoder
+from elastic_rl.plugin_process import CallLost
+from elastic_rl.plugins import describe, plain, resolve, text_of
+from elastic_rl.rewards.base import Decode, RewardFn, plain_rewards
+from elastic_rl.rewards.own import OwnFilter, named_filter
+from elastic_rl.rewards.registry import close_reward, make_reward
+
+_READ = 16
+"""Prompts of each set that are read, spread over it."""
+_REWARDED = 4
+_SHOWN = 200
+"""Characters of a prompt that are shown."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one part of a job. ``fault``: what is wrong; "" for nothing. ``hint``: what to do, or what to
+    look at where there is no fault."""
+
+    part: str
+    detail: str = ""
+    fault: str = ""
+    hint: str = ""
+
+
+def require(cfg: Config) -> None:
+    """Raises ConfigError with everything that is wrong with what the settings name. Reads the data's first prompts
+    only, and calls no reward: it is done at each start of a job."""
+    faults = [f for f in (*_plug_ins(cfg), *_model_and_data(cfg)) if f.fault]
+    if faults:
+        raise ConfigError("\n  ".join(f.fault for f in faults),
+                          hint="; ".join(dict.fromkeys(f.hint for f in faults if f.hint)))
+
+
+def check(cfg: Config) -> Iterator[Finding]:
+    """A finding for each part of the job, as it is examined. Prompts are read, and the reward is asked what the data's
+    own answers are worth."""
+    usable = True
+    for found in _plug_ins(cfg):
+        usable &= not (found.part == "reward" and found.fault)
+        yield found
+    made: list[CheckedSource] = []
+    yield from _model_and_data(cfg, made.append)
+    for source in made:
+        prompts = _of_prompts(cfg, source)
+        yield prompts
+        if cfg.uses_engines and usable and not prompts.fault:
+            yield _of_reward(cfg, source)
+
+
+def _plug_ins(cfg: Config) -> Iterator[Finding]:
+    from elastic_rl.algorithms.registry import algorithm_of  # it imports torch, which no other command needs
+    rollout = cfg.rollout
+
+    def algorithm() -> str:
+        algorithm_of(cfg)
+        return cfg.algorithm.name if cfg.mode == "rl" else "not used"
+
+    def filters() -> str:
+        names = []
+        for entry in rollout.filters:
+            name, drop_reason = named_filter(entry, rollout.reward_timeout_s)
+            if isinstance(drop_reason, OwnFilter):
+                drop_reason.close()
+            names.append(name)
+        return ", ".join(names) or "none"
+
+    def reward() -> str:
+        close_reward(make_reward(rollout.reward, rollout.reward_options))
+        return rollout.reward
+
+    def generate() -> str:
+        if ":" in rollout.generate:
+            OwnGenerate(rollout.generate, "", timeout_s=1.0, retries=1, vocabulary=1).close()
+        else:
+            resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
+        return rollout.generate
+
+    for part, examine in (("algorithm", algorithm), ("generate", generate), ("filters", filters), ("reward", reward)):
+        yield _finding(part, examine)
+
+
+def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambda source: None) -> Iterator[Finding]:
+    """``made``: gets the source, if the data and the model fit."""
+    facts: model_folder.Facts | None = None
+
+    def model() -> str:
+        nonlocal facts
+        model_folder.require(cfg, 0)
+        if not cfg.model.path:
+            return f"a small one of the family {cfg.model.family}, made from the seed"
+        facts = model_folder.read(Path(cfg.model.path).expanduser())
+        arch = facts.arch
+        return f"{cfg.model.path}: {arch.layers} layers, hidden size {arch.hidden}, {arch.vocab} tokens"
+
+    def data() -> str:
+        source = make_source(cfg)
+        if facts is not None or not cfg.model.path:
+            model_folder.require_positions(cfg, facts, source.max_prompt_tokens + source.max_response_tokens)
+        if cfg.mode == "rejection_sampling":
+            rejection_groups(cfg, source)
+        made(source)
+        sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in source.evals.items())
+        return (f"{cfg.data.source}: {len(source.train)} prompts to train on, to evaluate {sets}; prompts of up to "
+                f"{source.max_prompt_tokens} tokens, responses of up to {source.max_response_tokens}")
+
+    found = _finding("model", model)
+    yield found
+    if found.fault and cfg.data.source != "addition":
+        yield Finding("data", "not examined: it may need the model's tokenizer")
+    else:
+        yield _finding("data", data)
+
+
+def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:
+    def examine() -> str:
+        shown = ""
+        for name, prompts in (("train", source.train), *source.evals.items()):
+            count = min(_READ, len(prompts))
+            read = read_prompts(prompts, [i * len(prompts) // count for i in range(count)], named=cfg.data.source,
+                                answers=cfg.imitates_answers and name == "train")
+            if longer := next((p for p in read if len(p.token_ids) > source.max_prompt_tokens), None):
+                raise ConfigError(f"a prompt of {name} has {len(longer.token_ids)} tokens, but the source allows "
+                                  f"{source.max_prompt_tokens}", hint="correct max_prompt_tokens")
+            shown = shown or _as_text(source, read[0])
+        return f"the first one: {plain(shown, _SHOWN)!r}"
+
+    return _finding("prompts", examine)
+
+
+def _as_text(source: CheckedSource, prompt: Prompt) -> str:
+    if prompt.text or source.tokenizer is None:
+        return prompt.text or str(list(prompt.token_ids))
+    return source.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
+
+
+def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
+    """What the reward gives for the data's own answers. 0 for each may show a wrong column or reward, or only that a
+    response must have more than the answer; so it is no fault."""
+    unrewarded = False
+
+    def examine() -> str:
+        nonlocal unrewarded
+        prompts = [p for p in read_prompts(source.train, range(min(_REWARDED, len(source.train))),
+                                           named=cfg.data.source, answers=False) if p.answer_ids]
+        if not prompts:
+            return "not tried: the data have no answers"
+        decode = decoder(source)
+        reward = make_reward(cfg.rollout.reward, cfg.rollout.reward_options, decode=decode)
+        try:
+            values = asyncio.run(_rewards(cfg, reward, prompts, decode))
+        finally:
+            close_reward(reward)
+        unrewarded = max(values) <= 0
+        return f"the data's own answers get {', '.join(f'{value:g}' for value in values)}"
+
+    found = _finding("reward of the answers", examine)
+    return replace(found, hint="compare the data's answers with what rollout.reward expects of a response"
+                   ) if unrewarded else found
+
+
+async def _rewards(cfg: Config, reward: RewardFn, prompts: Sequence[Prompt], decode: Decode | None) -> list[float]:
+    values = []
+    for prompt in prompts:
+        sample = demonstration(prompt)
+        if decode is not None:
+            sample = replace(sample, text=decode(sample.response_ids))
+        try:
+            async with asyncio.timeout(cfg.rollout.reward_timeout_s):
+                [found] = plain_rewards(await reward(prompt, [sample]), 1)
+            values.append(found.value)
+        except KeyboardInterrupt:
+            raise
+        except (TimeoutError, CallLost) as e:
+            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} took longer than rollout.reward_timeout_s="
+                               f"{cfg.rollout.reward_timeout_s:g} for the data's own answer, or ended its process",
+                               hint="raise rollout.reward_timeout_s, or correct the reward") from e
+        except BaseException as e:  # whatever a user's function raises
+            text = text_of(e) if isinstance(e, PluginFailed) else describe(e)
+            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} failed for the data's own answer: {text}") from e
+    return values
+
+
+def _finding(part: str, examine: Callable[[], str]) -> Finding:
+    try:
+        return Finding(part, examine())
+    except ElasticRLError as e:
+        return Finding(part, fault=e.message, hint=e.hint or "")

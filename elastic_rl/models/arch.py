@@ -1,0 +1,207 @@
+"""The model as its config.json describes it. Pure but for ``ModelArch.read``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_rl.errors import ConfigError
+from elastic_rl.models.families import FAMILIES
+from elastic_rl.models.families.parameters import TOP
+from elastic_rl.models.family import Family
+from elastic_rl.models.layout import AttentionDims, Rule, padded_vocab
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
+_OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core's rotary embedding has built in; of llama3 scaling only the factor can be chosen."""
+
+
+@dataclass(frozen=True)
+class MoeArch:
+    """The experts of each layer."""
+
+    experts: int
+    top_k: int
+    """Experts that a token is sent to."""
+    ffn: int
+    """Width of the hidden layer of one expert."""
+    norm_top_k: bool
+    """Whether the weights of a token's experts sum to 1."""
+
+
+@dataclass(frozen=True)
+class ModelArch:
+    """The model as ``config.json`` describes it."""
+
+    family: Family
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool = False
+    """Whether the output layer is the word embedding."""
+    rope_factor: float | None = None
+    """Factor of llama3 rope scaling; None: not scaled."""
+    moe: MoeArch | None = None
+
+    @classmethod
+    def read(cls, model_dir: Path | str) -> ModelArch:
+        """Raises ConfigError when the folder has no model of a family that is supported."""
+        path = Path(model_dir) / "config.json"
+        return cls.parse(read_json(path), str(path))
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelArch:
+        """From the content of a config.json; ``where`` names it in errors. Raises ConfigError for a model that is not
+        supported, or an incomplete file."""
+        family = FAMILIES.get(str(raw.get("model_type")))
+        if family is None:
+            raise ConfigError(f"{where} describes a {raw.get('model_type')!r} model",
+                              hint=f"supported model types: {', '.join(FAMILIES)}")
+        for refusal in family.refusals:
+            if refusal.key in raw and raw[refusal.key] not in refusal.supported:
+                raise ConfigError(f"{where}: {refusal.what} ({refusal.key}) are not supported for {family.model_type}",
+                                  hint="use a model without them")
+        found = _Sizes(raw)
+        hidden, heads = found.size("hidden_size"), found.size("num_attention_heads")
+        head_dim = (hidden // heads if family.head_dim_from_width and raw.get("head_dim") is None and heads
+                    else found.size("head_dim"))
+        moe = None if not family.experts else MoeArch(
+            found.size("num_experts", "num_local_experts"), found.size("num_experts_per_tok"),
+            found.size("moe_intermediate_size"), raw.get("norm_topk_prob") is True)
+        theta, factor = _rope(raw, where)
+        arch = cls(family, found.size("num_hidden_layers"), hidden, found.size("intermediate_size"), heads,
+                   found.size("num_key_value_heads"), head_dim, found.size("vocab_size"),
+                   found.size("max_position_embeddings"), theta, found.positive("rms_norm_eps"),
+                   raw.get("tie_word_embeddings") is True, factor, moe)
+        if found.wrong:
+            raise ConfigError(f"{where} has no valid {', '.join(found.wrong)}", hint="download the model again")
+        if not family.own_head_dim and head_dim * heads != hidden:
+            raise ConfigError(f"{where}: head_dim={head_dim} of {heads} heads is not hidden_size={hidden}, as engines "
+                              f"demand for {family.model_type}", hint="use another model")
+        if moe is not None and not 1 < moe.top_k <= moe.experts:
+            raise ConfigError(f"{where}: num_experts_per_tok={moe.top_k} of {moe.experts} experts is not supported",
+                              hint="use a model that sends each token to two experts or more")
+        return arch
+
+    def attention_dims(self, tp: int) -> AttentionDims:
+        """Raises ConfigError when the heads do not fit."""
+        if self.kv_heads % tp:
+            raise ConfigError(f"{self.kv_heads} KV heads cannot be split over trainer.tensor_parallel={tp} ranks",
+                              hint="set trainer.tensor_parallel to a divisor of the model's KV heads")
+        return AttentionDims(self.heads, self.kv_heads, self.head_dim, self.vocab, padded_vocab(self.vocab, tp))
+
+    def require_expert_parallel(self, ranks: int) -> None:
+        """Raises ConfigError when the experts cannot be split over ``ranks``."""
+        if ranks > 1 and (self.moe is None or self.moe.experts % ranks):
+            what = f"has {self.moe.experts} experts" if self.moe is not None else "has no experts"
+            raise ConfigError(f"the {self.family.model_type} model {what}, and trainer.expert_parallel={ranks}",
+                              hint="set trainer.expert_parallel to a divisor of the number of experts, 1 without any")
+
+    def rule_of(self, megatron_name: str) -> Rule:
+        """The rule of a parameter by its name in the whole model. Raises ConfigError for one that has no HF counterpart
+        in the model's family."""
+        if megatron_name in TOP:
+            tied = self.tied and megatron_name == _OUTPUT
+            return Rule(*TOP[_EMBEDDING if tied else megatron_name], replica=tied)
+        layer = _LAYER.fullmatch(megatron_name)
+        expert = _EXPERT.fullmatch(layer[2]) if layer else None
+        key = f"{expert[1]}{{}}{expert[3]}" if expert else layer[2] if layer else ""
+        if layer is None or key not in self.family.layer:
+            raise ConfigError(f"the Megatron parameter {megatron_name!r} has no HF counterpart in the family "
+                              f"{self.family.model_type}", hint=f"supported model types: {', '.join(FAMILIES)}")
+        names, layout = self.family.layer[key]
+        return Rule(tuple(f"model.layers.{layer[1]}.{n.format(expert[2] if expert else '')}" for n in names), layout,
+                    expert=expert is not None)
+
+    def hf_names(self) -> Iterator[str]:
+        """The name of every HF tensor of the model, once each."""
+        yield from dict.fromkeys(name for parameter in TOP for name in self.rule_of(parameter).hf)
+        of_layer = dict.fromkeys(name for names, _ in self.family.layer.values() for name in names)
+        for layer in range(self.layers):
+            for name in of_layer:
+                for expert in range(self.moe.experts if self.moe and "{}" in name else 1):
+                    yield f"model.layers.{layer}.{name.format(expert)}"
+
+
+def whole_model_name(megatron_name: str, first_layer: int, first_expert: int) -> str:
+    """The name in the whole model of a parameter of a rank whose first layer and first expert are these."""
+    layer = _LAYER.fullmatch(megatron_name)
+    if layer is None:
+        return megatron_name
+    expert = _EXPERT.fullmatch(layer[2])
+    rest = f"{expert[1]}{int(expert[2]) + first_expert}{expert[3]}" if expert else layer[2]
+    return f"decoder.layers.{int(layer[1]) + first_layer}.{rest}"
+
+
+def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
+    """The JSON object in a file of at most ``max_bytes``. Raises ConfigError."""
+    try:
+        if path.stat().st_size > max_bytes:
+            raise ConfigError(f"{path} is larger than {max_bytes} bytes", hint="download the model again")
+        found = json.loads(path.read_text())
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}", hint="download the model again") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} is not JSON: {e}", hint="download the model again") from e
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is no JSON object", hint="download the model again")
+    return found
+
+
+class _Sizes:
+    """Positive numbers of a config.json; what is none is noted and read as 1."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._raw = raw
+        self.wrong: list[str] = []
+
+    def size(self, *keys: str) -> int:
+        """The value of the first key that is there."""
+        value = next((self._raw[key] for key in keys if key in self._raw), None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.wrong.append(keys[0])
+        return 1
+
+    def positive(self, key: str) -> float:
+        value = self._raw.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            return float(value)
+        self.wrong.append(key)
+        return 1.0
+
+
+def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, float | None]:
+    """Base of the rotary embedding, and the factor of its llama3 scaling. Raises ConfigError for another scaling."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{where}: rope scaling {rope!r} is not supported", hint="use a model without it")
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if kind not in ("default", "llama3") or partial != 1.0:
+        what = f"scaling {kind!r}" if partial == 1.0 else f"of a part of each head (partial_rotary_factor={partial})"
+        raise ConfigError(f"{where}: rope {what} is not supported", hint="supported: default and llama3")
+    if not isinstance(theta, int | float) or not theta > 0:
+        raise ConfigError(f"{where}: rope_theta={theta!r} is no positive number", hint="download the model again")
+    if kind == "default":
+        return float(theta), None
+    factor = rope.get("factor")
+    other = {key: rope.get(key) for key, value in _LLAMA3.items() if rope.get(key) != value}
+    if other or not isinstance(factor, int | float) or factor < 1:
+        raise ConfigError(f"{where}: llama3 rope scaling with {other or {'factor': factor}} is not supported",
+                          hint=f"supported: a factor of at least 1 with {_LLAMA3}, as in Llama 3.1 to 3.3")
+    return float(theta), float(factor)

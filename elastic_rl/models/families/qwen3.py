@@ -1,0 +1,17 @@
+"""Qwen3, dense."""
+
+from __future__ import annotations
+
+from elastic_rl.models.families.parameters import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    MLP,
+    OTHER_ACTIVATION,
+    QK_NORM,
+    QUANTIZED,
+    SLIDING_WINDOW,
+)
+from elastic_rl.models.family import Family
+
+QWEN3 = Family("qwen3", ATTENTION | QK_NORM | MLP, qk_norm=True,
+               refusals=(QUANTIZED, OTHER_ACTIVATION, ATTENTION_BIAS, SLIDING_WINDOW))

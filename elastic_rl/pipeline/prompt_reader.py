@@ -1,0 +1,67 @@
+"""Prompts of the data source for the loop, which waits for them: a source may be lazy, and what it reads away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_rl import plugins
+from elastic_rl.config import Config
+from elastic_rl.data.order import fingerprint
+from elastic_rl.data.samples import Prompt
+from elastic_rl.data.sources import CheckedSource, read_order, read_prompts
+from elastic_rl.errors import Fenced, SourceFailed
+from elastic_rl.pipeline.source_reads import SourceReads
+from elastic_rl.pipeline.waits import Waits
+
+PROMPTS = "prompts"
+"""In the cursor: which prompts the source has (``data.order.fingerprint``), since ordinals stand for prompts by it."""
+
+
+class PromptReader:
+    """Used by one thread."""
+
+    def __init__(self, cfg: Config, source: CheckedSource, waits: Waits, reads: SourceReads) -> None:
+        self._cfg, self._source, self._waits, self._reads = cfg, source, waits, reads
+        self._order = reads.read("be ordered", lambda: source.order(cfg.seed))
+
+    def indices(self, ordinals: Sequence[int]) -> list[int]:
+        """Of the training prompts of ordinals."""
+        return self._waits.retry("source", lambda: self._reads.read("give an order", lambda: read_order(
+            self._order, ordinals, len(self._source.train), named=self._cfg.data.source)))
+
+    def read(self, prompts: Sequence[Prompt], indices: Sequence[int], *, answers: bool = False) -> list[Prompt]:
+        """Prompts of the source, as soon as it gives them. ``answers``: those without one are a fault of the source
+        too."""
+        return self._waits.retry("source", lambda: self._reads.read(
+            f"give {len(indices)} prompts",
+            lambda: read_prompts(prompts, indices, named=self._cfg.data.source, answers=answers)))
+
+    def training(self, ordinals: Sequence[int]) -> list[tuple[int, Prompt]]:
+        """The training prompts of ordinals, each with its ordinal."""
+        return list(zip(ordinals, self.read(self._source.train, self.indices(ordinals)), strict=True))
+
+    def require_same(self, cursor: Mapping[str, Any], prompts: Sequence[Prompt]) -> str:
+        """The fingerprint of ``prompts``. Waits while they are others than the job began with, by its cursor (I13)."""
+        named = self._cfg.data.source
+
+        def check() -> str:
+            known, now = cursor.get(PROMPTS), self._fingerprint(prompts)
+            if known is not None and known != now:
+                raise SourceFailed(
+                    f"data.source={named} has other prompts ({now}) than this job began with ({known}): "
+                    "groups would stand for other prompts, and some be used twice",
+                    hint="restore the data and `elastic-rl restart roles/actor`; or begin a new job with `elastic-rl "
+                         f"train --from-job {self._cfg.job}`")
+            return now
+
+        return self._waits.retry("source", check)
+
+    def _fingerprint(self, prompts: Sequence[Prompt]) -> str:
+        """Raises SourceFailed."""
+        try:
+            return self._reads.read("give its first prompts", lambda: fingerprint(prompts))
+        except Fenced:
+            raise
+        except BaseException as e:  # whatever a user's source raises: this is no main thread
+            raise SourceFailed(f"data.source={self._cfg.data.source} failed: {plugins.describe(e)}") from e

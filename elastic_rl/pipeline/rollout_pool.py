@@ -1,0 +1,81 @@
+"""State of the engine pool as the actor reads it from etcd."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.mirror import Mirror
+from elastic_rl.etcd.records import Engine, EngineState
+
+ROLLOUT_POOL = "rollout"
+_NAMED = 8
+"""Engines that a text names."""
+_SILENT_S = 5.0
+"""Of etcd: what is known of the engines may be too old."""
+
+
+class PoolWatch:
+    """The engines of the pool, of which etcd sends those that change: with 10,000 engines a look that read all records
+    would take seconds. For one thread."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
+        self._records = Mirror(etcd, keys.engines_prefix(), lambda kv: readable_one(kv, Engine))
+
+    def engines(self, timeout_s: float) -> list[Engine]:
+        """As soon as one has changed since the last call, and after ``timeout_s`` at the latest. Raises EtcdUnavailable
+        while etcd is away."""
+        found = list(self._records.read(timeout_s).values())
+        if self._records.silent_s > _SILENT_S:
+            raise EtcdUnavailable(f"etcd has sent no change of the engines and no sign of life for "
+                                  f"{self._records.silent_s:.0f} s")
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._records.close()
+
+
+def engines(etcd: EtcdClient, keys: Keys) -> list[Engine]:
+    items, _ = etcd.range(keys.engines_prefix())
+    return [engine for engine, _ in readable(items, Engine)]
+
+
+def missing(etcd: EtcdClient, keys: Keys) -> str:
+    """Which engines are missing while none is routable, for people; else "". Reads no further than to the first page
+    with one that is."""
+    found: list[Engine] = []
+    for page in etcd.pages(keys.engines_prefix()):
+        found += [engine for engine, _ in readable(page.kvs, Engine)]
+        if any(e.state is EngineState.READY for e in found):
+            return ""
+    return describe(found, 1)
+
+
+def in_sync(found: list[Engine], version: int) -> bool:
+    """Whether there is a routable engine, and every routable engine serves ``version`` or newer.
+
+    An engine that is still starting does not count: it becomes routable only at the head.
+    """
+    ready = [e for e in found if e.state is EngineState.READY]
+    updating = [e for e in found if e.state is EngineState.SYNCING and e.version > 0]
+    return bool(ready) and not updating and all(e.version >= version and not e.applying for e in ready)
+
+
+def behind(found: list[Engine], version: int) -> list[Engine]:
+    """Engines that run and lack the version: they should be fetching it."""
+    return [e for e in found if e.state in (EngineState.READY, EngineState.SYNCING) and e.version < version]
+
+
+def describe(found: list[Engine], version: int) -> str:
+    """What a run that needs ``version`` waits for, for people: the engines that lack it, a few of them by name."""
+    lacking = [e for e in found if e.state is not EngineState.READY or e.version < version or e.applying]
+    named = ", ".join(f"{e.id} {e.state} v{e.version}" + (f" applying v{e.applying}" if e.applying else "")
+                      for e in lacking[:_NAMED])
+    more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+    return f"engines that serve version {version}: {named or 'there is none'}{more}"

@@ -1,0 +1,189 @@
+"""Records of the run: one JSON object per line in ``steps.jsonl``; the job's status and its step metrics in etcd."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from elastic_rl.errors import ElasticRLError, Fenced
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import JobStatus, StepMetrics
+from elastic_rl.etcd.transaction import batches
+from elastic_rl.pipeline.activity import Activity, ActivityThrottle
+from elastic_rl.plugins import plain
+from elastic_rl.telemetry.trackers import Trackers
+
+log = logging.getLogger(__name__)
+
+_MAX_REASONS = 16
+_OTHER = "other"
+_OVER = ("finished", "failed")
+_WAITING_FOR = 4000
+"""Longest text of a wait, in characters."""
+
+
+class RunLog:
+    """Appends each record as a line of its own, also after one that was cut off, by a full disk or a crash, so that a
+    failed write costs one record and no other. Passes each record to ``trackers``."""
+
+    def __init__(self, path: Path, trackers: Trackers | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._trackers = path, trackers
+
+    def write(self, kind: str, **fields: Any) -> None:
+        line = json.dumps({"kind": kind, "at": time.time(), **fields}) + "\n"
+        try:
+            _append(self.path, line.encode())
+        except OSError as e:  # a full disk must not end the run: etcd has what it needs
+            log.error("%s cannot be written, so the report will lack this %s: %s", self.path, kind, e)
+        if self._trackers is not None:
+            self._trackers.offer(kind, fields)
+
+    def close(self) -> None:
+        if self._trackers is not None:
+            self._trackers.close()
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Appends a line, with a newline before it where the last one has none. Raises OSError, also when only a part was
+    written."""
+    with path.open("a+b", buffering=0) as f:
+        end = f.seek(0, os.SEEK_END)
+        if end:
+            f.seek(end - 1)
+            if f.read(1) != b"\n":
+                line = b"\n" + line
+        # One write, since other processes append to the same file.
+        if f.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "only a part was written")
+
+
+class JobStatusWriter:
+    """Writes the job's status and step metrics. The record in etcd is the truth; memory has a copy for the next write.
+    Thread-safe.
+
+    One transaction under the actor's fencing token writes a step's status together with its metrics, and a recovery's
+    status together with the deletion of the metrics that it undoes.
+    """
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, writer: FencedWriter, *, steps: int, seed: int,
+                 clock: Callable[[], float] = time.time) -> None:
+        """``writer``: holds the fencing token of the actor. Raises EtcdUnavailable."""
+        self._etcd, self._keys, self._writer, self._clock = etcd, keys, writer, clock
+        found = etcd.get(keys.job_status())
+        self.latest = readable_one(found, JobStatus) or JobStatus(
+            phase="starting", steps=steps, seed=seed, started_at=clock(), updated_at=clock())
+        self._metrics: StepMetrics | None = None
+        self._lock = threading.RLock()
+        self._activity = ActivityThrottle()
+        # An earlier incarnation may have ended in a wait; what this one does is another one.
+        self._activity.written(Activity(self.latest.stage, self.latest.waiting_kind, self.latest.waiting_for,
+                                        self.latest.waiting_since))
+
+    def activity(self, stage: str, waiting_kind: str = "", waiting_for: str = "") -> None:
+        """Says what the run does now: it works on ``stage``, or it waits in it for a part of the system
+        (``waiting_kind``, as of ``JobStatus``), in words for people ``waiting_for``.
+
+        May be called as often as there is something to say, also at each poll of a wait: it writes rarely
+        (``pipeline.activity``), and every other write of the status says it too. Without etcd, or when etcd refuses
+        the text, it writes nothing, and the next call tries again; it may wait for ``etcd.retry_budget_s``. Raises
+        Fenced when the writer's token is over.
+        """
+        with self._lock:
+            now = self._clock()
+            self._activity.update(now, stage, waiting_kind, plain(waiting_for, _WAITING_FOR))
+            if not self._activity.due(now):
+                return
+            try:
+                self._write(self.latest.phase, {}, [])
+            except Fenced:
+                raise
+            except ElasticRLError as e:  # nothing of the run depends on this text
+                log.warning("what the run does is not written: %s", e)
+
+    def write(self, phase: str, *, metrics: StepMetrics | None = None, **changes: Any) -> None:
+        """``metrics``: of a step that was just completed. Raises Fenced when the writer's token is over, and
+        EtcdUnavailable: the same call can then be repeated."""
+        with self._lock:
+            if metrics is not None:
+                changes["productive_s"] = self.latest.productive_s + metrics.seconds.get("total", 0.0)
+                changes["dropped_groups"] = _add(self.latest.dropped_groups, _dropped(metrics), 1)
+            self._write(phase, changes, [self._put(metrics)] if metrics is not None else [])
+            self._metrics = metrics or self._metrics
+
+    def evaluated(self, phase: str, step: int, eval_accuracy: float,
+                  eval_sets: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Writes the eval accuracy after ``step``, and those of further sets by name, to the status and to the step's
+        metrics. Raises Fenced."""
+        with self._lock:
+            ops, found = [], {"eval_accuracy": eval_accuracy, "eval_sets": dict(eval_sets)}
+            if self._metrics is not None and self._metrics.step == step:
+                self._metrics = self._metrics.replace(**found)
+                ops.append(self._put(self._metrics))
+            self._write(phase, found, ops)
+
+    def resume(self, phase: str, step: int, **changes: Any) -> None:
+        """Records that the run resumes from ``step``: deletes the metrics of later steps, their productive time and
+        their dropped groups. Raises Fenced."""
+        with self._lock:
+            self._resume(phase, step, changes)
+
+    def _resume(self, phase: str, step: int, changes: dict[str, Any]) -> None:
+        self._metrics = None
+        # Read again: an attempt whose answer was lost may have been applied.
+        self.latest = readable_one(self._etcd.get(self._keys.job_status()), JobStatus) or self.latest
+        # Keys sort by step, so what the trainer's state covers, which is almost all of it, is not read.
+        pages = self._etcd.pages(self._keys.steps_prefix(), after=self._keys.step_metrics(step))
+        undone = [m for page in pages for m, _ in readable(page.kvs, StepMetrics)]
+        lost_s = sum(m.seconds.get("total", 0.0) for m in undone)
+        changes |= {"step": step, "productive_s": max(0.0, self.latest.productive_s - lost_s)}
+        dropped = self.latest.dropped_groups
+        for metrics in undone:
+            dropped = _add(dropped, _dropped(metrics), -1)
+        changes["dropped_groups"] = dropped
+        ops = [Op.delete(self._keys.step_metrics(m.step)) for m in reversed(undone)]
+        *rest, last = [*batches(ops)] or [[]]
+        for batch in rest:  # newest first, so that there is no gap when this is interrupted
+            self._writer.write(*batch)
+        self._write(phase, changes, last)
+
+    def _write(self, phase: str, changes: Mapping[str, Any], ops: Sequence[Op]) -> None:
+        now = self._clock()
+        if phase in _OVER:
+            self._activity.update(now, "")
+        shown = self._activity.visible(now)
+        new = self.latest.replace(**{"phase": phase, "updated_at": now, **asdict(shown), **changes})
+        self._writer.write(Op.put(self._keys.job_status(), new.encode()), *ops)
+        self.latest = new
+        self._activity.written(shown)
+
+    def _put(self, metrics: StepMetrics) -> Op:
+        return Op.put(self._keys.step_metrics(metrics.step), metrics.encode())
+
+
+def _dropped(metrics: StepMetrics) -> dict[str, int]:
+    """The step's dropped groups by reason; those without one as another."""
+    named = metrics.dropped_by_reason
+    rest = metrics.dropped_groups - sum(named.values())
+    return _add(named, {_OTHER: rest}, 1) if rest > 0 else dict(named)
+
+
+def _add(counts: Mapping[str, int], more: Mapping[str, int], sign: int) -> dict[str, int]:
+    """Sums by reason. A run has few reasons; one that names too many has the rest of them counted as one."""
+    sums = dict(counts)
+    for reason, count in more.items():
+        name = reason if reason in sums or len(sums) < _MAX_REASONS else _OTHER
+        sums[name] = sums.get(name, 0) + sign * count
+    return {reason: count for reason, count in sums.items() if count > 0}

@@ -1,0 +1,206 @@
+"""The stages generate and reward: from prompt groups to rewarded samples, streamed in requests of some groups each."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from elastic_rl.config import Config
+from elastic_rl.data.order import order_of
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment, demonstration
+from elastic_rl.data.sources import DataSource, read_prompts
+from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
+from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
+from elastic_rl.pipeline.reward_failures import RewardFailures
+from elastic_rl.pipeline.rewarding import Rewarder
+from elastic_rl.pipeline.waits import Waits
+from elastic_rl.retry import RetryBackoff
+from elastic_rl.rewards.base import Decode
+from elastic_rl.runtime import batches
+
+log = logging.getLogger(__name__)
+
+_REQUESTS = 64
+"""Requests in flight at once."""
+_SFT_ORDINALS = 1 << 40
+"""Supervised steps take prompts at random from so many ordinals of the order, and so by its weights."""
+_POLL_S = 0.5
+_RETRY_S = (0.2, 4.0)
+"""First and longest pause before a request that failed is sent again."""
+
+_UNPROVEN = 10
+"""So many times as many attempts has a group while the user's function has not generated any."""
+_TOO_MANY = ("more of the last groups failed than rollout.max_failed_rewards allows, so none is dropped: correct "
+             "rollout.generate")
+
+Generate = Callable[[Sequence[PromptRequest], int], Sequence[Generated]]
+"""One attempt: from prompt groups and the oldest version that is accepted to the samples of each, or why there are
+none."""
+OnFailed = Callable[[str, Sequence[int], str], None]
+"""Called with what failed (``reward``, ``generate``), the groups that are dropped for it, and why. Raises nothing but
+Fenced."""
+
+
+def sampling_seed(seed: int, data_pass: int) -> int:
+    """What engines derive the seeds of samples from; 31 bits."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{data_pass}".encode()).digest()[:4], "little") & 0x7FFFFFFF
+
+
+def sft_ordinals(cfg: Config, step: int) -> list[int]:
+    """Of the prompts whose answers a supervised step imitates, counted from 1. Chosen by the seed and the step only, so
+    that a resumed SFT phase has the same batches. Pure."""
+    drawn = random.Random(f"sft-{cfg.seed}-{step}")
+    return [drawn.randrange(_SFT_ORDINALS) for _ in range(cfg.sft.batch_size)]
+
+
+class Sampler:
+    """Generates and rewards groups. Used by one thread."""
+
+    def __init__(self, cfg: Config, source: DataSource, generate: Generate, waits: Waits,
+                 no_engine: Callable[[], str] = lambda: "",
+                 on_failed: OnFailed = lambda part, ordinals, why: None) -> None:
+        """``no_engine``: says which engines are missing while none serves; else "". Raises ConfigError for a setting
+        that names nothing."""
+        self._cfg, self._source, self._generate, self._waits = cfg, source, generate, waits
+        self._order = order_of(source, cfg.seed)
+        self._no_engine = no_engine
+        self._on_failed = on_failed
+        self._rewarder = Rewarder(cfg, waits, other=self._other, decode=decoder(source),
+                                  on_failed=lambda ordinals, why: on_failed("reward", ordinals, why))
+        self._failures = RewardFailures(
+            attempts=cfg.rollout.reward_attempts, max_share=cfg.rollout.max_failed_rewards,
+            window=max(cfg.train.prompts_per_step, cfg.rollout.groups_per_request))
+        self._generates = False
+        """Whether any group was generated."""
+        self._threads = ThreadPoolExecutor(_REQUESTS, "generate")
+        self.reward_s = 0.0
+        """Seconds spent on rewards since it was last set to 0; part of the time of ``groups``."""
+
+    def close(self) -> None:
+        self._rewarder.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def training_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int) -> list[tuple[Group, str]]:
+        """A group for each (ordinal, prompt), and the reason of the first filter that drops it, or "". One whose reward
+        failed says so itself, and no filter sees it."""
+        # A prompt returns once in each of its passes over the data, so pass and prompt stand for the group.
+        groups = self._groups([PromptRequest(
+            ordinal, prompt, self._sampling(self._cfg.rollout.temperature, sampling_seed(
+                self._cfg.seed, self._order.problem(ordinal)[1])), self._cfg.train.group_size)
+            for ordinal, prompt in prompts], min_version)
+        return [(group, "" if group.failed else self._rewarder.dropped_because(group)) for group in groups]
+
+    def evaluation_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int, *, samples: int = 1,
+                          temperature: float = 0.0) -> list[Group]:
+        """A group of samples for each (ordinal, prompt), rewarded; one whose reward failed has the reward 0. No filter
+        drops one."""
+        sampling = self._sampling(temperature, sampling_seed(self._cfg.seed, 0) if temperature else None)
+        return self._groups([PromptRequest(i, prompt, sampling, samples) for i, prompt in prompts], min_version)
+
+    def _other(self, number: int) -> tuple[Prompt, Sample]:
+        """A held-out prompt with its answer or, where it has none, with an empty response."""
+        held_out = self._source.eval
+        [prompt] = read_prompts(held_out, [number % len(held_out)], named=self._cfg.data.source, answers=False)
+        return prompt, demonstration(prompt) if prompt.answer_ids else Sample(
+            (Segment(tuple(self._source.stop_token_ids[:1]) or prompt.token_ids[:1]),))
+
+    def _sampling(self, temperature: float, seed: int | None) -> Sampling:
+        return Sampling(self._source.max_response_tokens, temperature, tuple(self._source.stop_token_ids), seed)
+
+    def _groups(self, requests: Sequence[PromptRequest], min_version: int) -> list[Group]:
+        """Every group, in order. A request that fails is sent again, after a pause that grows, without end; a group for
+        which the user's function fails is sent again alone, and is returned as failed in the end."""
+        parts = [list(part) for part in batches(requests, self._cfg.rollout.groups_per_request)]
+        retries = [RetryBackoff(*_RETRY_S) for _ in parts]
+        unsent = dict.fromkeys(range(len(parts)))  # in order
+        suspects: dict[int, None] = {}
+        """Parts of one group that may have ended the process of others: they are sent while nothing else runs."""
+        running: dict[Future[Sequence[Generated]], int] = {}
+        done: dict[int, Group] = {}
+        self._failures.begin()
+        alone = -1
+        """Number of the part that was last sent while nothing else ran."""
+        while unsent or running or suspects:
+            self._waits.pause(0.0)
+            now = time.monotonic()
+            queue, room = (unsent, _REQUESTS - len(running)) if unsent or running else (suspects, 1)
+            for number in [n for n in queue if retries[n].is_due(now)][:room]:
+                del queue[number]
+                alone = number if queue is suspects else -1
+                running[self._threads.submit(self._generate, parts[number], min_version)] = number
+            if not running:
+                self._waits.pause(min(retries[n].left_s(now) for n in queue))
+                continue
+            ended, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            if not ended and (missing := self._no_engine()):
+                self._waits.waits("engines", missing)  # the requests themselves may wait in the router
+            for future in ended:
+                number = running.pop(future)
+                try:
+                    answered = list(zip(parts[number], future.result(), strict=True))
+                except Fenced:
+                    raise
+                except ElasticRLError as e:
+                    retries[number].failed(time.monotonic())
+                    unsent[number] = None
+                    self._waits.waits(*_waited_for(e))
+                    continue
+                done |= self._rewarded([(r, found) for r, found in answered if not isinstance(found, GenerateFault)])
+                for request, fault in answered:
+                    if not isinstance(fault, GenerateFault):
+                        continue
+                    if self._is_dropped(request.ordinal, fault, number == alone):
+                        done[request.ordinal] = Group(request.ordinal, request.prompt, (), fault.why)
+                        continue
+                    again = number
+                    if len(answered) > 1:
+                        again = len(parts)
+                        parts.append([request])
+                        retries.append(RetryBackoff(*_RETRY_S))
+                    retries[again].failed(time.monotonic())
+                    (suspects if fault.shared else unsent)[again] = None
+                    too_many = f" ({_TOO_MANY})" if self._failures.is_exhausted([request.ordinal]) else ""
+                    self._waits.waits("plugin", fault.why + too_many)
+        return [done[request.ordinal] for request in requests]
+
+    def _is_dropped(self, ordinal: int, fault: GenerateFault, alone: bool) -> bool:
+        """Whether the group has failed for good."""
+        proven = self._generates or self._failures.failures(ordinal) >= _UNPROVEN * self._cfg.rollout.reward_attempts
+        if not self._failures.failed([ordinal], reward_works=proven and (alone or not fault.shared)):
+            return False
+        log.warning("group %d is dropped since it cannot be generated: %s", ordinal, fault.why)
+        self._on_failed("generate", [ordinal], fault.why)
+        return True
+
+    # -- rewards ------------------------------------------------------------------------------------------------------
+    def _rewarded(self, answered: Sequence[tuple[PromptRequest, list[Sample]]]) -> dict[int, Group]:
+        """The groups of one request by ordinal, whose rewards are computed at once."""
+        if not answered:
+            return {}
+        self._waits.works()
+        self._generates = True
+        self._failures.rewarded(len(answered))
+        began = time.perf_counter()
+        groups = self._rewarder.groups([request for request, _ in answered], [samples for _, samples in answered])
+        self.reward_s += time.perf_counter() - began
+        return {group.ordinal: group for group in groups}
+
+
+def decoder(source: DataSource) -> Decode | None:
+    """From token ids to text without special tokens, by the source's tokenizer; None where it has none."""
+    tokenizer = getattr(source, "tokenizer", None)
+    return None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _waited_for(error: ElasticRLError) -> tuple[str, str]:
+    """Kind and text of the wait for another attempt to generate."""
+    if isinstance(error, PluginFailed):
+        return "plugin", str(error)
+    if isinstance(error, RoleUnavailable):
+        return "rollout", str(error)
+    return "engines", f"the engines to generate: {error}"

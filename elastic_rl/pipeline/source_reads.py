@@ -1,0 +1,53 @@
+"""Reads of the data source, which may be a user's code: one that does not return is waited for, and is shown."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from elastic_rl.pipeline.waits import Waits
+
+T = TypeVar("T")
+_SLICE_S = 0.1
+"""The loop's thread looks this often whether it is to end."""
+SHOWN_AFTER_S = 10.0
+"""A read that takes longer is a wait."""
+
+
+class SourceReads:
+    """Reads, one at a time, each in a daemon thread. Used by one thread.
+
+    A read is not given up for another one: a source is asked by one thread only, and what it waits for is away for the
+    next read too. So no more than one thread is ever left behind.
+    """
+
+    def __init__(self, named: str, waits: Waits) -> None:
+        """``named``: the setting's value, for texts."""
+        self._named, self._waits = named, waits
+
+    def read(self, what: str, call: Callable[[], T]) -> T:
+        """What the call returns or raises, whenever that is. Raises Fenced when the loop is to end."""
+        done, found, errors = threading.Event(), list[T](), list[BaseException]()
+
+        def body() -> None:
+            try:
+                found.append(call())
+            except BaseException as e:  # whatever a user's source raises
+                errors.append(e)
+            finally:
+                done.set()
+
+        threading.Thread(target=body, name="source", daemon=True).start()
+        began = time.monotonic()
+        while not done.wait(_SLICE_S):
+            if time.monotonic() - began > SHOWN_AFTER_S:
+                self._waits.waits("source", f"data.source={self._named} to {what}, which has taken longer than "
+                                  f"{SHOWN_AFTER_S:g} s (if it never returns, correct it, and `elastic-rl restart "
+                                  "roles/actor`)")
+            else:
+                self._waits.pause(0.0)
+        if errors:
+            raise errors[0]
+        return found[0]

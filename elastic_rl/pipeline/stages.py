@@ -1,0 +1,458 @@
+"""Carries out what the schedule asks for, on the real parts: source → generate → reward → advantage → train → publish;
+or, where nothing is trained, source → generate → reward → write.
+
+Each stage waits for what it depends on, says so, and tries again without end; only Fenced ends it. What the trainer
+answers decides where the run is: a lost group, or a step that another actor has taken, sends the schedule back to the
+trainer's committed state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import singledispatchmethod
+from typing import Any, Protocol
+
+from elastic_rl.algorithms.registry import algorithm_of
+from elastic_rl.algorithms.reward_shaping import shaped_rewards
+from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.samples import Group, Prompt, demonstration
+from elastic_rl.data.sources import make_source
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.engine.generation import Generated, PromptRequest
+from elastic_rl.errors import Conflict, EtcdUnavailable, TrainerFailed
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient, Op
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.pipeline import divergence, schedule
+from elastic_rl.pipeline.base_policy import output_of
+from elastic_rl.pipeline.evaluation import bounded, evaluate_sets, further_sets
+from elastic_rl.pipeline.output import OutputStatus
+from elastic_rl.pipeline.pool_sync import PoolSync
+from elastic_rl.pipeline.prompt_reader import PROMPTS, PromptReader
+from elastic_rl.pipeline.reporting import SampleWriter, log_sampled, log_step, step_metrics, with_measured
+from elastic_rl.pipeline.run_events import PRODUCER, RunEvents
+from elastic_rl.pipeline.run_log import JobStatusWriter, RunLog
+from elastic_rl.pipeline.sample_ring import SampleRing
+from elastic_rl.pipeline.sampled_modes import sampled_mode
+from elastic_rl.pipeline.sampling import Sampler, sft_ordinals
+from elastic_rl.pipeline.schedule import Lost, Plan, State
+from elastic_rl.pipeline.source_reads import SourceReads
+from elastic_rl.pipeline.step_timer import StepTimer
+from elastic_rl.pipeline.waits import Waits
+from elastic_rl.retry import RetryBackoff
+from elastic_rl.telemetry import traces, training_metrics
+from elastic_rl.telemetry.trackers import Trackers
+from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
+
+log = logging.getLogger(__name__)
+
+_LOST_RETRY_S = (0.5, 10.0)
+"""Pauses after losses of the trainer with no step between them."""
+_SAVE_AGAIN_S = 1.0
+_FENCE_CHECK_S = 5.0
+_LAST_STEP = "last_step"
+"""In the cursor: what is known of a step before it is trained."""
+_PHASES = {"generate": "waiting for samples", "evaluate": "waiting for samples", "advantage": "waiting for advantages",
+           "reference": "waiting for the trainer's step", "train": "waiting for the trainer's step",
+           "sft": "waiting for the trainer's step", "publish": "waiting for the trainer's step",
+           "save": "waiting for the trainer's step"}
+"""Phases as a member: in these stages others work, and report their own progress."""
+
+
+class RoleCalls(Protocol):
+    """The stateless roles, one attempt a call. Both raise ElasticRLError when the attempt failed."""
+
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> Sequence[Generated]:
+        """The samples of each prompt, none of them older than ``min_version``, or why there are none."""
+
+    def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
+        """Advantages [groups, samples] of rewards of the same shape."""
+
+
+class Pipeline:
+    """Runs one job to its last step, as one term of the actor."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, member: Membership, roles: RoleCalls,
+                 stopping: threading.Event) -> None:
+        """``stopping`` ends the run with Fenced, wherever it waits."""
+        self.ctx, self.cfg, self.etcd, self.keys, self.member = ctx, ctx.config, etcd, ctx.keys, member
+        self.roles = roles
+        self.waits = Waits(self._show_wait, stopping)
+        self.events = RunEvents(etcd, ctx.keys, self._emit)
+        self.pool = PoolSync(etcd, self.keys, self.waits, self._publish_again,
+                             first_pull_s=self.cfg.engine.fetch_timeout_s)
+        self.run_log = RunLog(self.cfg.job_dir / "steps.jsonl", Trackers.from_names(
+            self.cfg.telemetry.trackers, self.cfg.job_dir, self.cfg.job, self._tracker_failed,
+            wandb_mode=self.cfg.telemetry.wandb_mode))
+        self.finished = False
+        self.status: JobStatusWriter | None = None
+        self.term = 0
+        self._phase, self._step, self._group = "starting", 0, ""
+        self._fence_read = 0.0
+        """When a wait last checked that this is still the actor; monotonic."""
+        self._trainer_lost = False
+        self._cursor: Mapping[str, Any] = {}
+        """As the trainer has it."""
+        self._reported: schedule.Resume | None = None
+        self._timer = StepTimer()
+        self._sft: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Returns when the job has finished. Raises Fenced when another term or epoch has begun."""
+        self.waits.stage("starting")
+        self.term = self.waits.retry("etcd", lambda: fencing.begin_term(
+            self.etcd, self.keys, self.ctx.epoch, self.member.incarnation))
+        self.writer = FencedWriter.of_term(self.etcd, self.keys, self.ctx.epoch, self.term)
+        self.status = self.waits.retry("etcd", lambda: JobStatusWriter(
+            self.etcd, self.keys, self.writer, steps=self.cfg.total_steps, seed=self.cfg.seed))
+        self.samples = SampleWriter(SampleRing(self.etcd, self.keys, self.writer), self.ctx.model_dir)
+        security = Security.from_config(self.cfg.dcs, self.cfg.cluster_dir / TOKEN_FILE)
+        self.trainer = TrainerClient(self.etcd, self.keys, security, epoch=self.ctx.epoch, term=self.term,
+                                     shares_by_tokens=self.cfg.trainer.micro_batch_tokens is not None,
+                                     on_wait=self._on_trainer_wait)
+        with contextlib.ExitStack() as closing:
+            closing.callback(self.run_log.close)
+            closing.callback(self.trainer.close)
+            self._make_parts(closing)
+            self.output = None if self.mode is None else output_of(
+                self.ctx, self.etcd, self.writer, security, self.waits, term=self.term, file=self.mode.file,
+                alive=self._alive)
+            self._drive()
+
+    def _make_parts(self, closing: contextlib.ExitStack) -> None:
+        """What the settings name: the source, and the user's functions. What these read may be away now, as it may be
+        later, so they are waited for; a job that is wrong is refused before it begins (``job_check``)."""
+        reads = SourceReads(self.cfg.data.source, self.waits)
+        self.waits.retry("plugin", lambda: algorithm_of(self.cfg))
+        self.source = self.waits.retry("source", lambda: reads.read("be made", lambda: make_source(self.cfg)))
+        self.prompts = self.waits.retry("source", lambda: PromptReader(self.cfg, self.source, self.waits, reads))
+        self.sampler = self.waits.retry("plugin", lambda: Sampler(
+            self.cfg, self.source, self.roles.generate, self.waits, self.pool.no_engine, self.events.groups_failed))
+        closing.callback(self.sampler.close)
+        self.mode = self.waits.retry("source", lambda: sampled_mode(
+            self.cfg, self.source, self.prompts, self.sampler, self.ctx.model_dir))
+        self.plan = Plan.of(self.cfg, self.mode.groups if self.mode is not None else 0)
+
+    def _drive(self) -> None:
+        steps = schedule.run(self.plan)
+        effect = next(steps)
+        lost = RetryBackoff(*_LOST_RETRY_S)
+        while True:
+            try:
+                outcome = self.waits.retry("trainer", lambda e=effect: self.execute(e),  # type: ignore[misc]
+                                           end_on=(TrainerFailed, Conflict))
+            except (TrainerFailed, Conflict) as e:
+                self._trainer_lost = isinstance(e, TrainerFailed)
+                effect = steps.throw(Lost(str(e)))
+                self.waits.pause(lost.left_s(time.monotonic()))
+                lost.failed(time.monotonic())  # the first loss is answered at once
+                continue
+            if isinstance(effect, schedule.Train | schedule.SftUpdate | schedule.Write):
+                lost.reset()
+            try:
+                effect = steps.send(outcome)
+            except StopIteration:
+                return
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+    def _show_wait(self, stage: str, kind: str, what: str) -> None:
+        self.member.progress(self._step, f"waiting for {kind}" if kind else _PHASES.get(stage, stage))
+        if self.status is None:
+            return
+        self.status.activity(stage, kind, what)
+        if kind and kind != "etcd" and time.monotonic() - self._fence_read >= _FENCE_CHECK_S:
+            self._fence_read = time.monotonic()
+            with contextlib.suppress(EtcdUnavailable):  # a wait whose text stays the same writes nothing
+                self.writer.require()
+
+    def _on_trainer_wait(self, what: str) -> None:
+        if what:
+            self.waits.waits("trainer", what)
+        else:  # it answers; its ranks report their own progress
+            self.waits.pause(0.0)
+            self.waits.works()
+            self.member.progress(self._step, "waiting for the trainer's step")
+
+    def _alive(self) -> None:
+        self.waits.pause(0.0)
+        self.waits.works()
+        self.member.progress(self._step, "writing")
+
+    def _write(self, **changes: Any) -> None:
+        assert self.status is not None
+        self.waits.retry("etcd", lambda: self.status.write(self._phase, **changes))  # type: ignore[union-attr]
+
+    def _emit(self, kind: str, subject: str, message: str, *, severity: Severity = Severity.INFO,
+              **data: Any) -> None:
+        self.waits.retry("etcd", lambda: self.writer.emit(kind, subject, message, severity=severity, **data))
+
+    def _tracker_failed(self, name: str, reason: str) -> None:
+        try:
+            self.writer.emit("tracker.failed", name, f"{name} gets no more metrics of the training: {reason}",
+                             severity=Severity.WARNING)
+        except EtcdUnavailable:
+            log.warning("tracker %s failed: %s", name, reason)
+
+    # -- effects --------------------------------------------------------------------------------------------------
+    @singledispatchmethod
+    def execute(self, effect: Any) -> Any:
+        """Carries one effect out. Raises TrainerFailed and Conflict when the trainer is not where the schedule believes
+        it to be, and Fenced."""
+        raise TypeError(f"no such effect: {effect!r}")
+
+    @execute.register
+    def _resume(self, effect: schedule.Resume) -> State:
+        self.waits.stage("resume")
+        if effect.reason and effect is not self._reported:
+            if self._trainer_lost:
+                self.events.trainer_lost(effect.at_step, effect.reason, self._group)
+            else:
+                self.events.resynced(effect.at_step, effect.reason)
+            self._reported = effect  # this effect may be carried out again: one fault, one alert
+        status = self._committed()
+        self._phase, self._step, self._group = status.phase, status.step, status.group
+        rl_step = 0 if status.phase == "sft" else status.step
+        assert self.status is not None
+        self.status.resume(status.phase, rl_step, policy_version=status.policy_version)
+        self._cursor = status.cursor
+        if self.plan.groups:
+            self._write(steps=self.plan.steps)
+        prompts = self.prompts.require_same(
+            status.cursor, self.source.train if self.mode is None else self.mode.prompts)
+        self._report_step_of_predecessor(status, rl_step)
+        self.events.resumed(status.step, status.consumed.groups, self.term)
+        if effect.reason:
+            if status.phase == "rl":
+                self.run_log.write("rewind", from_step=effect.at_step, to_step=rl_step, reason=effect.reason)
+            if self._trainer_lost:
+                self._emit("trainer.recovered", "trainer",
+                           f"resumed at step {status.step}, version {status.policy_version}", step=status.step,
+                           incarnation=status.group)
+        return State(phase=status.phase, step=status.step, policy_version=status.policy_version,
+                     consumed=status.consumed.groups,
+                     cursor={**status.cursor, PROMPTS: prompts})
+
+    def _committed(self) -> TrainerStatus | OutputStatus:
+        """The state of the trainer, or of the output, as soon as it is there."""
+        if self.output is None:
+            return self.waits.retry("trainer", self.trainer.wait_ready)
+        return self.waits.retry("dcs", self.output.resume)
+
+    def _report_step_of_predecessor(self, status: TrainerStatus | OutputStatus, step: int) -> None:
+        """A step whose actor was gone when it was done: what is known of it came with its command."""
+        known = status.cursor.get(_LAST_STEP) or {}
+        metrics = StepMetrics.model_validate(known["metrics"]) if known else None
+        if metrics is None or metrics.step != step or self.etcd.get(self.keys.step_metrics(step)) is not None:
+            return
+        metrics = metrics.replace(policy_version=status.policy_version)
+        groups = list(IntervalSet.from_json(known["groups"]))
+        if self.mode is None:
+            log_step(self.run_log, metrics, groups, [], [], {})
+        else:
+            log_sampled(self.run_log, metrics, groups, [])
+        self._write(metrics=metrics, step=step, reward=metrics.reward)
+
+    @execute.register
+    def _sft_update(self, effect: schedule.SftUpdate) -> None:
+        self.waits.stage("sft")
+        picks = self.prompts.indices(sft_ordinals(self.cfg, effect.step))
+        began = time.monotonic()
+        metrics = self.trainer.update("sft", effect.step, _demonstrations(self.prompts.read(
+            self.source.train, picks, answers=True)), cursor=effect.cursor)
+        self._step = effect.step
+        self._sft = {**{name: metrics.get(name) for name in ("loss", "grad_norm", "lr")},
+                     "throughput": training_metrics.of_throughput(metrics),
+                     "seconds": self._sft.get("seconds", 0.0) + time.monotonic() - began}
+
+    @execute.register
+    def _sft_evaluate(self, effect: schedule.SftEvaluate) -> float:
+        self.waits.stage("evaluate")
+        n = len(self.source.eval)
+        picks = random.Random(f"sft-eval-{self.cfg.seed}").sample(range(n), min(self.cfg.sft.eval_problems, n))
+        batch = _demonstrations(self.prompts.read(self.source.eval, picks, answers=True))
+        greedy = self.trainer.forward_logprobs(batch)["greedy"]
+        # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
+        accuracy = float((greedy | ~batch["loss_mask"]).all(dim=1).float().mean())
+        assert self.status is not None
+        spent_s = self._sft.pop("seconds", 0.0)
+        self.run_log.write("sft", step=effect.step, eval_accuracy=accuracy, **{"loss": None, **self._sft})
+        self._write(step=effect.step, eval_accuracy=accuracy,
+                    productive_s=self.status.latest.productive_s + spent_s)
+        return accuracy
+
+    @execute.register
+    def _begin_rl(self, effect: schedule.BeginRl) -> None:
+        self.waits.stage("publish")
+        self.trainer.save("sft", effect.step, begin_rl=True, cursor=effect.cursor)
+
+    @execute.register
+    def _lease(self, effect: schedule.Lease) -> None:
+        self.waits.stage("source")
+        self._timer = StepTimer()
+        lease = GroupLease(producer=PRODUCER, epoch=self.ctx.epoch, term=self.term, groups=effect.groups.to_json(),
+                           at=time.time())
+        self.writer.write(Op.put(self.keys.group_lease(PRODUCER), lease.encode()))
+
+    @execute.register
+    def _generate(self, effect: schedule.Generate) -> Any:
+        with traces.span("generate", step=effect.step):
+            self._wait_in_sync(effect.min_version)
+            self.waits.stage("generate")
+            self.sampler.reward_s = 0.0
+            with self._timer.phase("generate"):
+                groups = self.mode.generate(effect.ordinals, effect.min_version) if self.mode is not None else (
+                    self.sampler.training_groups(self.prompts.training(effect.ordinals), effect.min_version))
+            self._timer.move("generate", "reward", self.sampler.reward_s)
+        return groups
+
+    @execute.register
+    def _train(self, effect: schedule.Train) -> int:
+        with traces.span("train_step", step=effect.step):
+            rewards, measured = self._rewards_for_advantages(effect)
+            self.waits.stage("advantage")
+            with self._timer.phase("advantage"):
+                advantages = [a for row in self.waits.retry(
+                    "advantages", lambda: self.roles.advantages(rewards)) for a in row]
+            self.waits.stage("train")
+            with self._timer.phase("train"):
+                batch = collate([(g.prompt, s) for g in effect.groups for s in g.samples], advantages)
+                metrics = step_metrics(
+                    effect.step, effect.groups, policy_version=effect.policy_version,
+                    dropped={reason: len(groups) for reason, groups in effect.consumption.dropped.items()})
+                known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.trained.to_json()}
+                cursor = {**effect.cursor, _LAST_STEP: known}
+                trained = measured | self.trainer.update("rl", effect.step, batch, consumption=effect.consumption,
+                                                         cursor=cursor)
+        self._cursor = cursor
+        self._timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
+        self._step, version = effect.step, int(trained["policy_version"])
+        self.waits.works()
+        metrics = with_measured(metrics, trained, self._timer.seconds()).replace(
+            policy_version=version, idle_s=self.waits.take_idle_s())
+        log_step(self.run_log, metrics, [g.ordinal for g in effect.groups],
+                 sorted({v for g in effect.groups for s in g.samples for v in s.versions}), self.pool.engines, trained)
+        self._write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
+                    staleness=metrics.staleness)
+        self.samples.write(effect.step, effect.groups, advantages)
+        self.events.responses(metrics, self.source)
+        self.events.logprob_difference(effect.step, trained["logprob_diff_max"], self.cfg.logprob_tolerance)
+        return version
+
+    def _rewards_for_advantages(self, effect: schedule.Train) -> tuple[list[list[float]], dict[str, float]]:
+        """Rewards [groups, samples] with what the settings add to them, and metrics of that."""
+        cfg, rewards = self.cfg.algorithm, [self._shaped_rewards(g) for g in effect.groups]
+        if not cfg.measures_kl or cfg.kl_in != "reward":
+            return rewards, {}
+        self.waits.stage("reference")
+        with self._timer.phase("train"):
+            batch = collate((g.prompt, s) for g in effect.groups for s in g.samples)
+            # By the trainer's ranks, which hold the reference; a pass changes nothing, so it may be repeated.
+            reference = self.trainer.reference_logprobs(divergence.without_scores(batch), effect.step)
+        found = divergence.sample_divergences(batch, reference, cfg)
+        return (divergence.penalised(rewards, found, cfg),
+                {"kl_reference": float(found.sum()) / max(batch.loss_tokens, 1)})
+
+    def _shaped_rewards(self, group: Group) -> list[float]:
+        return shaped_rewards(group.rewards, [len(s.response_ids) for s in group.samples],
+                              self.source.max_response_tokens, self.cfg.algorithm)
+
+    @execute.register
+    def _evaluate(self, effect: schedule.Evaluate) -> float:
+        self._wait_in_sync(effect.min_version)
+        self.waits.stage("evaluate")
+        scores = evaluate_sets(self.source, lambda name, indices: self.sampler.evaluation_groups(
+            list(zip(indices, self.prompts.read(self.source.evals[name], indices), strict=True)), effect.min_version))
+        accuracy, sets = scores[self.source.eval_name].accuracy, further_sets(scores, self.source.eval_name)
+        assert self.status is not None
+        self.run_log.write("eval", step=effect.step, eval_accuracy=accuracy, **({"eval_sets": sets} if sets else {}),
+                           policy_version=max(score.newest_version for score in scores.values()))
+        self.waits.retry("etcd", lambda: self.status.evaluated(  # type: ignore[union-attr]
+            self._phase, effect.step, accuracy, bounded(sets)))
+        return accuracy
+
+    @execute.register
+    def _save(self, effect: schedule.Save) -> None:
+        self.waits.stage("save")
+
+        def save() -> bool:
+            return bool(self.trainer.save(effect.phase, effect.step, publish=effect.publish,
+                                          cursor=effect.cursor)["committed"])
+
+        if save():
+            return
+        with self.waits.holding("dcs", "the checkpoint service to commit the last state"):
+            self.waits.works()  # but for what is held
+            while not save():
+                self.waits.pause(_SAVE_AGAIN_S)
+
+    @execute.register
+    def _write_samples(self, effect: schedule.Write) -> None:
+        assert self.mode is not None and self.output is not None
+        mode, output = self.mode, self.output
+        self.waits.stage("write")
+        with traces.span("write", step=effect.step), self._timer.phase("write"):
+            metrics = step_metrics(
+                effect.step, effect.groups, policy_version=output.policy_version,
+                dropped={reason: len(groups) for reason, groups in effect.consumption.dropped.items()})
+            metrics = metrics.replace(policy_version=output.policy_version)
+            known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.groups.to_json()}
+            lines, cursor = self.waits.retry("source", lambda: mode.output(
+                effect.groups, {**effect.cursor, **self._cursor, _LAST_STEP: known}))
+            self.waits.retry("disk", lambda: output.commit(effect.step, lines, effect.consumption, cursor),
+                             end_on=(Conflict,))
+        self._cursor, self._step = cursor, effect.step
+        self.waits.works()
+        metrics = metrics.replace(seconds=self._timer.seconds(), idle_s=self.waits.take_idle_s())
+        log_sampled(self.run_log, metrics, list(effect.consumption.groups), self.pool.engines, lines=len(lines))
+        self._write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=metrics.policy_version)
+        self.samples.write(effect.step, effect.groups, None)
+
+    @execute.register
+    def _complete(self, effect: schedule.Complete) -> None:
+        assert self.mode is not None and self.output is not None
+        mode, output = self.mode, self.output
+        self.waits.stage("write")
+        result = self.waits.retry("disk", lambda: output.complete(
+            lambda file: mode.summary(file, self._cursor, output.consumed, self._alive)), end_on=(Conflict,))
+        self.run_log.write("output", step=effect.step, result=result)
+        if "sets" in result:
+            sets = {name: float(s["reward_mean"]) for name, s in result["sets"].items()}
+            accuracy = sets.pop(str(result["main"]))
+            self.waits.retry("etcd", lambda: self.status.evaluated(  # type: ignore[union-attr]
+                self._phase, effect.step, accuracy, bounded(sets)))
+
+    @execute.register
+    def _finish(self, effect: schedule.Finish) -> None:
+        self.member.progress(effect.step, "finished")
+        self._emit("run.finished", self.ctx.job, f"finished after {effect.step} steps")
+        self._phase = "finished"
+        self._write(step=effect.step)
+        self.finished = True
+
+    def _wait_in_sync(self, version: int) -> None:
+        self.waits.stage("sync")
+        with self._timer.phase("sync"):
+            self.pool.wait(version)
+
+    def _publish_again(self, version: int) -> None:
+        """The chunks of a version may be lost with the node that had them; the trainer has the weights."""
+        log.warning("engines cannot get version %d: its weights are published again", version)
+        self._emit("version.republished", "actor", f"engines lack version {version}, so its weights are "
+                   "published again", severity=Severity.WARNING, version=version)
+        if self.output is None:
+            self.trainer.save("rl", self._step, publish=True, cursor=self._cursor)
+        else:
+            self.waits.retry("dcs", self.output.publish_again, end_on=(Conflict,))
+
+
+def _demonstrations(prompts: Sequence[Prompt]) -> Batch:
+    return collate((prompt, demonstration(prompt)) for prompt in prompts)

@@ -1,0 +1,33 @@
+"""Measures the seconds of the phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class StepTimer:
+    """Adds up named phases of a step that began with this object."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - start
+
+    def move(self, phase: str, part: str, seconds: float) -> None:
+        """Counts seconds of a phase, which had them inside, as another one's."""
+        self._spent[part] = self._spent.get(part, 0.0) + seconds
+        self._spent[phase] = max(0.0, self._spent.get(phase, 0.0) - seconds)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, with ``total`` since the step began and ``other``, which no phase covers."""
+        total = time.perf_counter() - self._began
+        return {**self._spent, "other": max(0.0, total - sum(self._spent.values())), "total": total}

@@ -1,0 +1,143 @@
+"""How the loop waits (I11): a part that is away pauses the run, which says what it waits for, and goes on by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable, Fenced, OutputFailed, PluginFailed
+from elastic_rl.retry import RetryBackoff
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_RETRY_S = (0.1, 2.0)
+"""First and longest pause between two attempts."""
+_LOG_AFTER_S = 1.0
+"""Shorter waits are part of a step and are not logged."""
+
+
+class WaitReporter(Protocol):
+    """Shows what the run does. Called often; writes rarely. Raises nothing but Fenced."""
+
+    def __call__(self, stage: str, kind: str, what: str) -> None:
+        """``kind``: the part of the system that it waits for, "" while it works; ``what``: in words."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    kind: str
+    what: str
+    since: float
+    """Monotonic."""
+
+
+class Waits:
+    """Waits of one loop, by stage. Used by one thread."""
+
+    def __init__(self, report: WaitReporter, stopping: threading.Event) -> None:
+        """``stopping``: ends every wait with Fenced."""
+        self._report, self._stopping = report, stopping
+        self._stage = ""
+        self._kind = ""
+        self._since = self._counted_from = 0.0
+        self._logged = False
+        self._held: _Wait | None = None
+        self._idle_s: dict[str, float] = {}
+
+    def stage(self, name: str) -> None:
+        """The loop begins a stage. Raises Fenced."""
+        self.works()
+        self._stage = name
+        self._report(name, self._kind, self._held.what if self._held is not None else "")
+
+    def works(self) -> None:
+        """The loop does not wait (any more), but for a wait that is held: see ``holding``. Raises Fenced."""
+        held = self._held
+        if held is not None:
+            self._set(held.kind, held.what, held.since)
+        elif self._kind:
+            self._set("", "", 0.0)
+
+    def waits(self, kind: str, what: str) -> None:
+        """The loop waits for a part of the system. Call it again and again while it does. Raises Fenced when the loop
+        is to end."""
+        held = self._held
+        self._wait(_Wait(kind, what, held.since if held is not None and held.kind == kind else time.monotonic()))
+
+    def _wait(self, wait: _Wait) -> None:
+        if self._stopping.is_set():
+            raise Fenced("this loop is to end")
+        self._set(wait.kind, wait.what, wait.since)
+
+    def _set(self, kind: str, what: str, since: float) -> None:
+        now = time.monotonic()
+        if kind != self._kind:
+            if self._kind:
+                self._idle_s[self._stage] = self._idle_s.get(self._stage, 0.0) + now - self._counted_from
+                if self._logged:
+                    log.info("%s waited %.1f s for %s", self._stage, now - self._since, self._kind)
+            self._kind, self._since, self._counted_from, self._logged = kind, since, now, False
+        if kind and not self._logged and now - self._since >= _LOG_AFTER_S:
+            self._logged = True
+            log.warning("%s waits for %s", self._stage, what)
+        self._report(self._stage, kind, what)
+
+    @contextlib.contextmanager
+    def holding(self, kind: str, what: str, since: float | None = None) -> Iterator[None]:
+        """Inside, the loop waits for this whenever it waits for nothing else: an attempt that is repeated begins new
+        stages and waits, and without this each would end the wait before it is old enough to be shown."""
+        outer, self._held = self._held, _Wait(kind, what, time.monotonic() if since is None else since)
+        try:
+            yield
+        finally:
+            self._held = outer
+
+    def pause(self, seconds: float) -> None:
+        """Raises Fenced when the loop is to end."""
+        if self._stopping.wait(seconds):
+            raise Fenced("this loop is to end")
+
+    def retry(self, kind: str, call: Callable[[], T], *, end_on: tuple[type[Exception], ...] = ()) -> T:
+        """The result of a call that fails because some part is away, as soon as it succeeds. ``end_on``: errors that
+        are the caller's, as Fenced always is. An error of etcd is a wait for etcd, and one of the job's folder
+        for the disk, whatever ``kind`` is. A wait in which the call is made, as a look at what is waited for is, goes
+        on when the call succeeds at once."""
+        waited_for, backoff = self._kind, RetryBackoff(*_RETRY_S)
+        failure: _Wait | None = None
+        while True:
+            try:
+                with contextlib.nullcontext() if failure is None else self.holding(
+                        failure.kind, failure.what, failure.since):
+                    result = call()
+            except Fenced:
+                raise
+            except end_on:
+                raise
+            except EtcdUnavailable as e:
+                found = "etcd", f"etcd: {e}"
+            except (ConfigError, PluginFailed) as e:
+                found = "plugin", str(e)  # what the settings name does not fit; only a person helps
+            except OutputFailed as e:
+                found = "disk", f"disk: {e}"
+            except ElasticRLError as e:
+                found = kind, f"{kind}: {e}"
+            else:
+                if failure is not None or not waited_for:
+                    self.works()
+                return result
+            now = time.monotonic()
+            failure = _Wait(*found, failure.since if failure is not None and failure.kind == found[0] else now)
+            self._wait(failure)
+            backoff.failed(now)
+            self.pause(backoff.left_s(now))
+
+    def take_idle_s(self) -> dict[str, float]:
+        """Seconds waited since the last call, by stage."""
+        taken, self._idle_s = self._idle_s, {}
+        return taken

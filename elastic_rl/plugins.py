@@ -1,0 +1,77 @@
+"""Finds what a setting names: an entry of a registry, or ``package.module:attribute`` of the user's own code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from elastic_rl.errors import ConfigError
+
+T = TypeVar("T")
+
+_TEXT = 2000
+"""Longest text, in characters, that is taken from a user's code: it goes into records of etcd, which refuses large
+ones."""
+
+
+def plain(text: str, limit: int = _TEXT) -> str:
+    """A text of a user's code as any record takes it: encodable as UTF-8, and cut to ``limit`` characters."""
+    cut = str.encode(text, "utf-8", "replace").decode("utf-8")
+    return cut if len(cut) <= limit else cut[:limit - 1] + "…"
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error of a user's code; as ``plain``. Raises nothing: what the error's own ``__str__`` raises is
+    named instead."""
+    try:
+        return plain(str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # whatever a user's class raises
+        return f"(its text cannot be made: {plain(type(e).__name__, 100)})"
+
+
+def describe(error: BaseException) -> str:
+    """``Type: text`` of an error of a user's code, with the text as of ``text_of``."""
+    name, text = plain(type(error).__name__, 100), text_of(error)
+    return f"{name}: {text}" if text else name
+
+
+def resolve(name: str, registry: Mapping[str, T], *, setting: str) -> T:
+    """The registry's entry of this name or, for ``module:attribute``, the attribute of that module, which is imported.
+
+    Raises ConfigError, which names the setting, for an unknown name, a module that cannot be imported or ends the
+    process while it is, and a missing attribute. Importing runs the module's code: a plug-in is trusted as the
+    configuration is that names it.
+    """
+    if name in registry:
+        return registry[name]
+    module_name, sep, attribute = name.partition(":")
+    if not sep:
+        near = difflib.get_close_matches(name, registry, n=1)
+        raise ConfigError(f"{setting}={name!r} is not one of {', '.join(sorted(registry))}"
+                          + (f"; did you mean {near[0]!r}?" if near else ""),
+                          hint=f"name one of them, or your own code as {setting}=package.module:name")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # whatever the user's module raises while it is imported: also SystemExit
+        raise ConfigError(f"{setting}={name!r}: the module {module_name!r} cannot be imported: "
+                          f"{describe(e)}",
+                          hint="it must be importable in every process of the run: install it, or put its folder into "
+                               "PYTHONPATH") from e
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as e:
+            raise ConfigError(f"{setting}={name!r}: the module {module_name!r} has no {attribute!r}",
+                              hint="check the spelling after the colon") from e
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # a module or class may compute its attributes
+            raise ConfigError(f"{setting}={name!r}: {attribute!r} of the module {module_name!r} cannot be read: "
+                              f"{describe(e)}") from e
+    return found

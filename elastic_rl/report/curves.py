@@ -1,0 +1,133 @@
+"""The training metrics of a run over its steps, as small charts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from math import floor, log10
+from typing import Any
+
+from elastic_rl.report.charts import Point, nice_ticks
+from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
+
+Record = Mapping[str, Any]
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 300, 150, 48, 20, 8
+_MOST_POINTS = 300
+"""Of a curve; more steps are averaged."""
+_SMALLEST, _LARGEST = 1e-30, 1e30
+"""What is smaller is drawn as 0, and what is larger not at all."""
+_MOST_OWN = 16
+"""Curves of what an algorithm of the user's own reports."""
+_TITLES = {
+    "kl": "KL to sampler", "kl_reference": "KL to reference", "entropy": "Entropy", "clip_fraction": "Clip fraction",
+    "ratio_mean": "Ratio, mean", "gate_mean": "Gate, mean", "advantage_std": "Advantage std",
+    "grad_norm": "Gradient norm", "lr": "Learning rate", "loss": "Loss",
+    "logprob_diff_mean": "Log-prob difference, mean", "logprob_diff_max": "Log-prob difference, max",
+    "tis_weight_mean": "TIS weight, mean",
+    "tis_capped_fraction": "TIS weights at the cap", "train_tokens_per_s": "Trained", "mfu": "MFU",
+    "generate_tokens_per_s": "Generated", "tflops_per_rank": "Model FLOPs", "peak_memory_bytes": "Memory, peak"}
+"""Metrics with a curve of their own, in order."""
+
+
+def curves(steps: Sequence[Record]) -> str:
+    """A chart for each metric that the steps have."""
+    return f'<div class="curves">{"".join(_chart(*curve) for curve in _curves(steps))}</div>'
+
+
+def downsample(points: Sequence[Point], limit: int = _MOST_POINTS) -> list[Point]:
+    """At most ``limit`` points: the means of as many runs of points, which differ by one point in length at most."""
+    if len(points) <= limit:
+        return list(points)
+    edges = [i * len(points) // limit for i in range(limit + 1)]
+    parts = [points[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def _curves(steps: Sequence[Record]) -> Iterator[tuple[str, str, list[Point]]]:
+    """Title, unit and points of each curve."""
+    def curve(title: str, unit: str, values: Iterable[Any]) -> Iterator[tuple[str, str, list[Point]]]:
+        points = [(float(s["step"]), float(v)) for s, v in zip(steps, values, strict=True)
+                  if isinstance(v, int | float) and abs(v) < _LARGEST]
+        if points:
+            yield title, unit, points
+
+    parts = dict.fromkeys(name for s in steps for name in s.get("reward_parts") or {})
+    for part in list(parts)[:_MOST_OWN] if len(parts) > 1 else ():
+        yield from curve(f"Reward: {part}", "", [_part(s, "reward_parts", part) for s in steps])
+    for what in ("mean", "max"):
+        lengths = [_part(s, "response_tokens", what) for s in steps]
+        yield from curve(f"Response length, {what}", "tokens", lengths)
+    yield from curve("Truncated", "%", [_scaled(s.get("truncated"), 100.0) for s in steps])
+    for name, title in _TITLES.items():
+        unit, scale = _unit(name)
+        yield from curve(title, unit, [_scaled(_reported(s, name), scale) for s in steps])
+    others = dict.fromkeys(name for s in steps for name in s.get("algorithm") or {} if name not in UPDATE)
+    for name in list(others)[:_MOST_OWN]:
+        yield from curve(name, "", [_part(s, "algorithm", name) for s in steps])
+
+
+def _part(step: Record, what: str, name: str) -> Any:
+    return (step.get(what) or {}).get(name)
+
+
+def _reported(step: Record, name: str) -> Any:
+    """A metric of the updates or of the throughput, wherever the record has it."""
+    places = (step.get(name), _part(step, "algorithm", name), _part(step, "throughput", name))
+    return next((value for value in places if value is not None), None)
+
+
+def _unit(name: str) -> tuple[str, float]:
+    """What is shown, and by how much a value is multiplied for it."""
+    unit = {**UPDATE, **THROUGHPUT}[name].unit
+    return {"0 to 1": ("%", 100.0), "bytes": ("GiB", 2.0 ** -30)}.get(unit, (unit, 1.0))
+
+
+def _scaled(value: Any, by: float) -> Any:
+    return value * by if isinstance(value, int | float) else None
+
+
+def _chart(title: str, unit: str, points: Sequence[Point]) -> str:
+    drawn = downsample(points)
+    low, high = min(y for _, y in drawn), max(y for _, y in drawn)
+    ticks = _ticks(min(low, 0.0), high)
+    y0, y1 = min(ticks[0], low), max(ticks[-1], high)
+    first, last = drawn[0][0], drawn[-1][0]
+
+    def px(x: float) -> float:
+        return round(LEFT + (x - first) / max(last - first, 1.0) * (WIDTH - LEFT - 6), 1)
+
+    def py(y: float) -> float:
+        return round(TOP + (1 - (y - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM), 1)
+
+    lines = "".join(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 6}" y1="{py(t)}" y2="{py(t)}"/>'
+                    f'<text class="tick" x="{LEFT - 6}" y="{py(t) + 4}" text-anchor="end">{_number(t)}</text>'
+                    for t in ticks)
+    path = "M" + "L".join(f"{px(x)},{py(y)}" for x, y in drawn)
+    width = (WIDTH - LEFT - 6) / len(drawn)
+    hits = "".join(f'<rect class="hit" x="{px(x) - width / 2:.1f}" y="{TOP}" width="{max(width, 1):.1f}" '
+                   f'height="{HEIGHT - TOP - BOTTOM}" data-tip="step {x:.0f}: {_number(y)} {escape(unit)}"/>'
+                   for x, y in drawn)
+    ends = (f'<text class="tick" x="{LEFT}" y="{HEIGHT - 4}">{first:.0f}</text>'
+            f'<text class="tick" x="{WIDTH - 6}" y="{HEIGHT - 4}" text-anchor="end">{last:.0f}</text>')
+    name = escape(f"{title} over steps, last {_number(points[-1][1])} {unit}")
+    return (f'<figure><figcaption>{escape(title)} <b>{_number(points[-1][1])} {escape(unit)}</b></figcaption>'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{name}">{lines}{ends}'
+            f'<path class="line c1" d="{path}"/>{hits}</svg></figure>')
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round values of any size, two at least; ``nice_ticks`` is for those that are not tiny."""
+    size = max(abs(high), abs(low))
+    if size < _SMALLEST:
+        low, high = 0.0, 1.0
+    elif high - low <= size * 1e-6:
+        high = low + size
+    unit = 10.0 ** floor(log10(high - low))
+    return [t * unit for t in nice_ticks(low / unit, high / unit, 4)]
+
+
+def _number(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}".replace("e-0", "e-")

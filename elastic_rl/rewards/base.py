@@ -1,0 +1,96 @@
+"""What a reward is: the seam ``RewardFn``, how a named reward is made from options, and what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Real
+from typing import Any, Protocol
+
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import PluginFailed
+from elastic_rl.plugins import plain
+
+_MAX_REWARD = 1e30
+_PARTS = 64
+"""Parts that a reward may have, and characters of a part's name."""
+
+Decode = Callable[[Sequence[int]], str]
+"""From token ids to text, without special tokens."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a sample is worth. ``parts``: what the value is made of, by name; for people."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class RewardFn(Protocol):
+    """Rewards the samples of one prompt, together, since a judge may compare them.
+
+    It may have a method ``close()``, which is called when no more samples come.
+    """
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Reward]:
+        """One reward per sample, in order; finite numbers. What it raises is a failure of this group: it is tried
+        again, and then the group is dropped."""
+
+
+@dataclass(frozen=True)
+class RewardContext:
+    """What a reward is made with, besides its options."""
+
+    setting: str
+    """Of its options, for the texts of errors: ``rollout.reward_options``."""
+    make: Callable[[str, Mapping[str, Any], str, str], RewardFn]
+    """Makes another reward: ``make(name, options, setting, options_setting)``. Raises ConfigError."""
+    decode: Decode | None = None
+    """None where the data source has no tokenizer."""
+
+
+RewardFactory = Callable[[Mapping[str, Any], RewardContext], RewardFn]
+"""From options to the reward. Raises ConfigError for wrong options and for what this machine lacks."""
+
+
+def gold_answers(prompt: Prompt, decode: Decode | None) -> tuple[str, ...]:
+    """The right answers as text, one or more: ``metadata["answer"]``, a text, a number or a list of these, any of
+    which is right; without it ``answer_ids``, decoded. Raises PluginFailed for a prompt that has neither."""
+    given = prompt.metadata.get("answer")
+    if given is None and prompt.answer_ids is not None and decode is not None:
+        return (decode(prompt.answer_ids),)
+    answers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not answers or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
+        raise PluginFailed('the prompt has no metadata["answer"] that is a text, a number, or a list of these',
+                           hint="give the prompts of the data source an answer")
+    return tuple(map(str, answers))
+
+
+def plain_rewards(given: object, count: int) -> list[Reward]:
+    """Rewards of plain numbers that fp32 and the records of a step hold. Raises PluginFailed, and whatever the objects
+    of a user's own classes raise."""
+    rewards = list(islice(given, count + 1)) if isinstance(given, Iterable) else []
+    if len(rewards) != count or not all(isinstance(r, Reward) and isinstance(r.parts, Mapping) for r in rewards):
+        got = plain(f"{type(given).__name__} of {type(rewards[0]).__name__}" if rewards else type(given).__name__, 100)
+        raise PluginFailed(f"it must return {count} objects Reward, one per sample, not {got}",
+                           hint="for a function (text, prompt) -> float, put @per_sample of elastic_rl.rewards.forms "
+                                "before it")
+    return [Reward(_plain_number(r.value), _plain_parts(r.parts)) for r in rewards]
+
+
+def _plain_parts(given: Mapping[str, float]) -> dict[str, float]:
+    parts = list(islice(given.items(), _PARTS + 1))
+    if len(parts) > _PARTS or not all(isinstance(n, str) and len(n) <= _PARTS and plain(n) == n for n, _ in parts):
+        raise PluginFailed(f"it must give a reward at most {_PARTS} parts, with names of at most {_PARTS} characters "
+                           "that UTF-8 can encode, which it did not")
+    return {plain(name): _plain_number(value) for name, value in parts}
+
+
+def _plain_number(given: object) -> float:
+    number = float(given) if isinstance(given, Real) else float("nan")
+    if not abs(number) <= _MAX_REWARD:
+        raise PluginFailed("it must return finite numbers as rewards, not "
+                           + plain(str(given) if isinstance(given, float) else type(given).__name__, 100))
+    return number

@@ -1,0 +1,153 @@
+"""The reward ``code``: the program in a response is run against the prompt's tests, in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from elastic_rl.config.options import Options, read_options
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import PluginFailed
+from elastic_rl.rewards.base import Reward, RewardContext
+from elastic_rl.rewards.sandbox import FOLDER, Limits, Sandbox
+
+_FENCE = "```"
+_LANGUAGES = {"", "python", "python3", "py"}
+_THINK_END = "</think>"
+_MAX_PROGRAM = 1 << 18
+"""Characters of a program."""
+_CALLER = f"""
+import os, sys
+mark = sys.stdin.buffer.readline()
+answers, nothing = os.dup(1), os.open("/dev/null", os.O_RDWR)
+os.dup2(nothing, 0), os.dup2(nothing, 1)
+scope = {{"__name__": "program"}}
+for name in ("program", "test"):
+    with open("{FOLDER}/" + name + ".py", encoding="utf-8") as file:
+        exec(compile(file.read(), name + ".py", "exec"), scope)
+os.write(answers, mark)
+"""
+"""Runs a program and then a test in its scope. Only the end of the test writes the mark: a program that ends the
+process with success before has not passed."""
+
+
+class CodeOptions(Options):
+    partial: bool = False
+    """Whether the reward is the fraction of the tests that pass; else it is 1 if all pass, and 0 if not."""
+    max_tests: Annotated[int, Field(ge=1, le=1000)] = 20
+    """Number of tests of a prompt that are run, the first ones."""
+    parallel: Annotated[int, Field(ge=1, le=256)] = 2
+    """Number of programs that run at once."""
+    wall_s: Annotated[float, Field(gt=0, le=600)] = 6.0
+    """Seconds that a program may take for one test."""
+    cpu_s: Annotated[int, Field(ge=1, le=600)] = 4
+    """Seconds of CPU that each of its processes may use."""
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    """Memory in MiB: address space of each process, and resident memory of all together."""
+    processes: Annotated[int, Field(ge=2, le=1024)] = 16
+    """Processes and threads of a program at once, with the first one."""
+    file_mb: Annotated[int, Field(ge=1)] = 16
+    """Size in MiB of the folder for temporary files, the only one that it can write to."""
+    output_kb: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Output in KiB. What writes more has failed."""
+    python: str = ""
+    """Path of the interpreter; else the one of the run where the sandbox can see it, else the system's."""
+    bwrap: str = ""
+    """Path of bubblewrap; else it is looked for on PATH."""
+
+
+class Code:
+    """Runs the last Python block of each response against ``metadata["tests"]``, a list. A test is ``{"stdin": TEXT,
+    "stdout": TEXT}``: the output must be the same but for white space at the ends of lines and of the output. Or it is
+    ``{"code": TEXT}``: Python that runs in the program's scope and must not raise."""
+
+    def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
+        """Raises ConfigError, also where no sandbox works."""
+        self._options = chosen = read_options(CodeOptions, options, of="the reward 'code'", setting=context.setting)
+        self._limits = Limits(wall_s=chosen.wall_s, cpu_s=chosen.cpu_s, memory_mb=chosen.memory_mb, processes=
+                              chosen.processes, file_mb=chosen.file_mb, output_bytes=chosen.output_kb << 10)
+        self._sandbox = Sandbox(program=chosen.bwrap, python=chosen.python)
+        self._threads = ThreadPoolExecutor(chosen.parallel, "reward-code")
+        self._closing = threading.Event()
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        tests = _tests(prompt)[:self._options.max_tests]
+        given_up = threading.Event()
+        try:
+            return list(await asyncio.gather(*(asyncio.wrap_future(
+                self._threads.submit(self._one, sample.text, tests, given_up)) for sample in samples)))
+        finally:
+            given_up.set()  # nobody waits for what is left
+
+    def close(self) -> None:
+        self._closing.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _one(self, text: str, tests: Sequence[Mapping[str, str]], given_up: threading.Event) -> Reward:
+        program = program_of(text)
+        if not program:
+            return Reward(0.0, {"passed": 0.0, "program": 0.0})
+        passed = 0
+        for test in tests:
+            if given_up.is_set() or self._closing.is_set():
+                raise PluginFailed("the run of a program was given up")
+            if self._passes(program, test):
+                passed += 1
+            elif not self._options.partial:
+                break
+        fraction = passed / len(tests)
+        return Reward(fraction if self._options.partial else float(passed == len(tests)),
+                      {"passed": fraction, "program": 1.0})
+
+    def _passes(self, program: str, test: Mapping[str, str]) -> bool:
+        if "code" in test:
+            mark = secrets.token_hex(16).encode() + b"\n"
+            outcome = self._sandbox.run({"main.py": _CALLER.encode(), "program.py": _bytes(program),
+                                         "test.py": _bytes(test["code"])}, "main.py", mark, self._limits)
+            return not outcome.ended and outcome.output == mark
+        outcome = self._sandbox.run({"main.py": _bytes(program)}, "main.py", _bytes(test["stdin"]), self._limits)
+        return (not outcome.ended and outcome.returncode == 0
+                and _lines(outcome.output.decode("utf-8", "replace")) == _lines(test["stdout"]))
+
+
+def program_of(text: str) -> str:
+    """The last Python block of a response behind ``</think>``; without any block all that is there, and "" for blocks
+    in other languages or a program that is too long."""
+    behind = text.rpartition(_THINK_END)[2]
+    program = "" if _FENCE in behind else behind
+    block: list[str] | None = None
+    language = ""
+    for line in behind.splitlines(keepends=True):
+        if not line.startswith(_FENCE):
+            if block is not None:
+                block.append(line)
+        elif block is None:
+            block, language = [], "".join(line[len(_FENCE):].split(maxsplit=1)[:1]).lower()
+        else:
+            program, block = "".join(block) if language in _LANGUAGES else program, None
+    return program if len(program) <= _MAX_PROGRAM and program.strip() else ""
+
+
+def _tests(prompt: Prompt) -> list[Mapping[str, str]]:
+    """Raises PluginFailed for a prompt without tests."""
+    tests = prompt.metadata.get("tests")
+    if not isinstance(tests, list | tuple) or not tests or not all(
+            isinstance(t, Mapping) and (isinstance(t.get("code"), str) or (
+                isinstance(t.get("stdin"), str) and isinstance(t.get("stdout"), str))) for t in tests):
+        raise PluginFailed('the prompt has no metadata["tests"], a list of {"stdin": TEXT, "stdout": TEXT} or '
+                           '{"code": TEXT}')
+    return list(tests)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

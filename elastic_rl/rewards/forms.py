@@ -1,0 +1,141 @@
+"""Other forms in which a user's code may be a reward, told apart by a decorator: ``@per_sample``, ``@from_options``.
+
+    @per_sample
+    def reward(text: str, prompt: Prompt) -> float: ...
+
+    @from_options
+    def make(options: Mapping[str, Any]) -> RewardFn: ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import ConfigError
+from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
+from elastic_rl.rewards.worker_pool import WorkerPool
+
+SampleReward = Callable[[str, Prompt], float | Reward | Awaitable[float | Reward]]
+"""From the text of a response and its prompt to what it is worth; plain or async."""
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """A function that ``per_sample`` marks. Called, it is the function itself."""
+
+    function: SampleReward
+    timeout_s: float
+    processes: int
+    memory_mb: int
+
+    def __call__(self, text: str, prompt: Prompt) -> Any:
+        return self.function(text, prompt)
+
+    def make(self, name: str) -> RewardFn:
+        """The reward, which the settings name as ``name``."""
+        return (_AsyncPerSample(self) if inspect.iscoroutinefunction(self.function)
+                else _PlainPerSample(self, name))
+
+
+@overload
+def per_sample(function: SampleReward, /) -> PerSample: ...
+@overload
+def per_sample(*, timeout_s: float = ..., processes: int = ..., memory_mb: int = ...
+               ) -> Callable[[SampleReward], PerSample]: ...
+
+
+def per_sample(function: SampleReward | None = None, /, *, timeout_s: float = 10.0, processes: int = 2,
+               memory_mb: int = 4096) -> PerSample | Callable[[SampleReward], PerSample]:
+    """Makes a reward of a function ``(text, prompt) -> float`` (or ``Reward``), which sees one response at a time.
+
+    An ``async`` function is called in the process of the loop. A plain one runs in ``processes`` processes of its own,
+    which import its module, have ``memory_mb`` MiB of address space each, and are killed when a response takes longer
+    than ``timeout_s`` seconds. Of the prompt it gets ``token_ids``, ``text``, ``answer_ids`` and ``metadata``.
+    """
+    if function is None:
+        return lambda given: PerSample(given, timeout_s, processes, memory_mb)
+    return PerSample(function, timeout_s, processes, memory_mb)
+
+
+@dataclass(frozen=True)
+class FromOptions:
+    """A function that ``from_options`` marks."""
+
+    function: Callable[[Mapping[str, Any]], RewardFn]
+
+
+def from_options(function: Callable[[Mapping[str, Any]], RewardFn]) -> FromOptions:
+    """Marks a function that gets ``rollout.reward_options`` and returns the ``RewardFn``. It raises ConfigError for
+    wrong options."""
+    return FromOptions(function)
+
+
+class _AsyncPerSample:
+    def __init__(self, given: PerSample) -> None:
+        self._given = given
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Any]:
+        return list(await asyncio.gather(*(self._one(sample.text, prompt) for sample in samples)))
+
+    async def _one(self, text: str, prompt: Prompt) -> Any:
+        return _as_reward(await asyncio.wait_for(self._given(text, prompt), self._given.timeout_s))
+
+
+class _PlainPerSample:
+    def __init__(self, given: PerSample, name: str) -> None:
+        self._given, self._name = given, name
+        self._pool = WorkerPool(f"{__name__}:score", given.processes, memory_mb=given.memory_mb, named=name)
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        plain = {"token_ids": prompt.token_ids, "text": prompt.text, "answer_ids": prompt.answer_ids,
+                 "metadata": dict(prompt.metadata)}
+        found = await asyncio.gather(*(self._pool.call(
+            {"name": self._name, "text": sample.text, "prompt": plain}, self._given.timeout_s) for sample in samples))
+        return [Reward(value, parts) for value, parts in found]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    """Calls the user's function; in a worker. Raises what it raises, and for what is no reward TypeError or
+    PluginFailed."""
+    raw = job["prompt"]
+    answer = raw["answer_ids"]
+    prompt = Prompt(tuple(raw["token_ids"]), raw["text"], None if answer is None else tuple(answer), raw["metadata"])
+    reward = _as_reward(_marked(job["name"])(job["text"], prompt))
+    if not isinstance(reward, Reward):
+        raise TypeError(f"it must return a number or a Reward, not {type(reward).__name__}")
+    [sound] = plain_rewards([reward], 1)
+    return sound.value, dict(sound.parts)
+
+
+@functools.cache
+def _marked(name: str) -> PerSample:
+    module, _, attribute = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _as_reward(given: Any) -> Any:
+    """A number as Reward; anything else as it is, for whoever checks rewards."""
+    return Reward(given) if isinstance(given, int | float) else given
+
+
+def require_reward_fn(found: object, setting: str, name: str) -> None:
+    """Raises ConfigError for a user's object that cannot be a RewardFn: most likely a decorator is missing."""
+    call = found if inspect.isfunction(found) else vars(type(found)).get("__call__")
+    if inspect.isclass(found) or not callable(found) or (
+            inspect.isfunction(call) and not inspect.iscoroutinefunction(inspect.unwrap(call))):
+        raise ConfigError(f"{setting}={name!r} is no async function (prompt, samples) -> rewards",
+                          hint="put @per_sample of elastic_rl.rewards.forms before a function (text, prompt) -> float, "
+                               "or @from_options before one that returns the reward")

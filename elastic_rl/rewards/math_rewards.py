@@ -1,0 +1,156 @@
+"""Rewards of mathematical results: ``math_verify``, and ``deepscaler``, which also looks at how the answer is given."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from elastic_rl.config.options import Options, read_options
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import ConfigError
+from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
+from elastic_rl.rewards.text import normalised_text
+from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
+
+GIVEN_UP = "given_up"
+"""Part of a reward: 1.0 where the check was killed, which makes the reward 0."""
+_THINK_END = "</think>"
+_ANSWER, _ANSWER_END = "<answer>", "</answer>"
+_BOXED = "\\boxed{"
+_BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
+"""An escaped character is passed over, so that an escaped brace is none."""
+
+
+class WorkerOptions(Options):
+    timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
+    """Seconds that the check of one response may take. What takes longer is killed and tried once more; then the
+    reward is 0 and has the part ``given_up``."""
+    processes: Annotated[int, Field(ge=1, le=256)] = 2
+    """Number of processes that check responses."""
+    memory_mb: Annotated[int, Field(ge=256)] = 4096
+    """Address space of such a process in MiB."""
+
+
+class MathVerifyOptions(WorkerOptions):
+    last_characters: Annotated[int, Field(ge=100, le=1_000_000)] = 20_000
+    """Characters at the end of a response in which its result is looked for."""
+
+
+class DeepScalerOptions(MathVerifyOptions):
+    require_think: bool = False
+    """Whether a response without ``</think>`` gets 0: it did not finish thinking."""
+    format_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Weight of the format, which is 1 for an answer in ``\\boxed{}`` or ``<answer>`` tags behind the thinking; the
+    right result has the rest."""
+
+
+class CheckedCalls:
+    """Checks of single responses in worker processes, where a call that is given up is tried once more: the machine
+    may have been busy."""
+
+    def __init__(self, function: str, options: WorkerOptions) -> None:
+        self._pool = WorkerPool(function, options.processes, memory_mb=options.memory_mb)
+        self._timeout_s = options.timeout_s
+
+    async def __call__(self, job: Mapping[str, Any]) -> Any:
+        """The result, or None for a call that was given up twice. Raises PluginFailed."""
+        for _ in range(2):
+            try:
+                return await self._pool.call(job, self._timeout_s)
+            except CallGivenUp:
+                continue
+        return None
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def require_package(module: str, package: str, reward: str) -> None:
+    """Raises ConfigError where a package is missing."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"the reward {reward!r} needs the package {package}, which is not installed",
+                          hint=f"pip install {package}")
+
+
+class MathVerify:
+    """1.0 for a response whose result equals the prompt's answer, as math-verify finds and compares them, else 0.0."""
+
+    def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
+        """Raises ConfigError."""
+        self._options = read_options(MathVerifyOptions, options, of="the reward 'math_verify'", setting=context.setting)
+        require_package("math_verify", "math-verify", "math_verify")
+        self._decode = context.decode
+        self._grade = CheckedCalls("elastic_rl.rewards.math_grading:grade", self._options)
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        right = gold_answers(prompt, self._decode)
+        return list(await asyncio.gather(*(self._one(sample.text, right) for sample in samples)))
+
+    async def _one(self, text: str, right: Sequence[str]) -> Reward:
+        found = await self._grade({"text": text[-self._options.last_characters:], "right": right})
+        return Reward(0.0, {GIVEN_UP: 1.0}) if found is None else Reward(float(found), {GIVEN_UP: 0.0})
+
+    def close(self) -> None:
+        self._grade.close()
+
+
+class DeepScaler:
+    """The reward of DeepScaleR: the result in ``\\boxed{}``, behind ``</think>``, or in ``<answer>`` tags counts."""
+
+    def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
+        """Raises ConfigError."""
+        self._options = read_options(DeepScalerOptions, options, of="the reward 'deepscaler'", setting=context.setting)
+        require_package("math_verify", "math-verify", "deepscaler")
+        self._decode = context.decode
+        self._grade = CheckedCalls("elastic_rl.rewards.math_grading:grade", self._options)
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        right = [boxed(text) or text for text in gold_answers(prompt, self._decode)]
+        return list(await asyncio.gather(*(self._one(sample.text, right) for sample in samples)))
+
+    async def _one(self, text: str, right: Sequence[str]) -> Reward:
+        chosen = self._options
+        answer, marked = final_answer(text, chosen.last_characters)
+        given_up = correct = False
+        if answer and not (chosen.require_think and _THINK_END not in text):
+            correct = normalised_text(answer, ignore_case=False) in {
+                normalised_text(one, ignore_case=False) for one in right}
+            if not correct:
+                found = await self._grade({"text": f"\\boxed{{{answer}}}" if marked else answer, "right": right})
+                given_up, correct = found is None, bool(found)
+        formatted = marked and (_THINK_END in text or not chosen.require_think)
+        value = (1.0 - chosen.format_weight) * correct + chosen.format_weight * formatted
+        return Reward(value, {"correct": float(correct), "format": float(formatted), GIVEN_UP: float(given_up)})
+
+    def close(self) -> None:
+        self._grade.close()
+
+
+def final_answer(text: str, last_characters: int) -> tuple[str, bool]:
+    """The answer of a response, and whether it is marked as such: the last ``<answer>`` or ``\\boxed{}`` behind the
+    last ``</think>``, else all that is behind it."""
+    behind = text.rpartition(_THINK_END)[2][-last_characters:]
+    before, closed, _ = behind.rpartition(_ANSWER_END)
+    _, opened, inside = before.rpartition(_ANSWER)
+    scope = inside if closed and opened else behind
+    inner = boxed(scope).strip()
+    return (inner, True) if inner else (scope.strip(), scope is inside and bool(scope.strip()))
+
+
+def boxed(text: str) -> str:
+    """What the last ``\\boxed{…}`` with balanced braces holds; "" where there is none. Takes linear time."""
+    open_at, is_boxed, best = list[int](), list[bool](), (-1, -1)
+    for brace in _BRACE.finditer(text):
+        if brace[0] in ("{", _BOXED):
+            open_at.append(brace.end())
+            is_boxed.append(brace[0] == _BOXED)
+        elif brace[0] == "}" and open_at:
+            start = open_at.pop()
+            if is_boxed.pop():
+                best = max(best, (start, brace.start()))
+    return text[best[0]:best[1]] if best[0] >= 0 else ""

@@ -1,0 +1,125 @@
+"""Rewards and filters of the user's own code, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from elastic_rl.data.samples import Group, Prompt, Sample
+from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.plugin_process import PluginProcess
+from elastic_rl.plugins import describe, plain, resolve
+from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
+from elastic_rl.rewards.filters import Filter, make_filter
+from elastic_rl.rewards.forms import FromOptions, PerSample, require_reward_fn
+
+_REASON = 100
+"""Characters of a filter's reason that are kept."""
+
+
+class OwnReward:
+    """A ``RewardFn`` that a setting names as ``package.module:name``. The process of the run does not import it."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], setting: str, options_setting: str) -> None:
+        """Raises ConfigError."""
+        self._process = PluginProcess(f"{setting}={plain(name, 200)}", f"{__name__}:serve", name, dict(options),
+                                      setting, options_setting)
+        try:
+            self.start()
+        except PluginFailed as e:
+            raise ConfigError(e.message, hint=e.hint) from e
+
+    def start(self) -> None:
+        """Replaces its process if need be; call it before calls. Raises PluginFailed."""
+        self._process.start()
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(value, parts) for value, parts in await self._process.call(prompt, tuple(samples))]
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class OwnFilter:
+    """A filter that an entry of ``rollout.filters`` names as ``package.module:name``."""
+
+    def __init__(self, name: str, entry: str | Mapping[str, Any], timeout_s: float) -> None:
+        """``timeout_s``: of one call. Raises ConfigError."""
+        self._process = PluginProcess(f"the filter {plain(name, 200)}", f"{__name__}:serve_filter", entry)
+        self._timeout_s = timeout_s
+        try:
+            self._process.start()
+        except PluginFailed as e:
+            raise ConfigError(e.message, hint=e.hint) from e
+
+    def __call__(self, group: Group) -> str:
+        """Why the group is dropped; "" keeps it. Raises PluginFailed and TimeoutError."""
+        async def call() -> str:
+            async with asyncio.timeout(self._timeout_s):
+                return str(await self._process.call(group))
+
+        self._process.start()
+        return asyncio.run(call())
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def named_filter(entry: str | Mapping[str, Any], timeout_s: float) -> tuple[str, Filter]:
+    """Name and filter of an entry of ``rollout.filters``; one of the user's own is closed by the caller. ``timeout_s``:
+    of one call of that. Raises ConfigError."""
+    name = entry if isinstance(entry, str) else str(entry["name"])
+    return (name, OwnFilter(name, entry, timeout_s)) if ":" in name else make_filter(entry)
+
+
+def serve_filter(entry: str | Mapping[str, Any]) -> Callable[[Group], str]:
+    """In the process: the filter. Raises ConfigError."""
+    _, drop_reason = make_filter(entry)
+
+    def call(group: Group) -> str:
+        return require_reason(drop_reason(group))
+
+    return call
+
+
+def require_reason(given: object) -> str:
+    """A filter's answer. Raises PluginFailed for what is no text."""
+    if not isinstance(given, str):
+        raise PluginFailed("it must return why a group is dropped, or an empty text to keep it, not "
+                           f"{plain(type(given).__name__, 100)}")
+    return plain(given, _REASON)
+
+
+def serve(name: str, options: Mapping[str, Any], setting: str, options_setting: str
+          ) -> Callable[[Prompt, Sequence[Sample]], Awaitable[list[tuple[float, Mapping[str, float]]]]]:
+    """In the process: the function that it runs. Raises ConfigError."""
+    reward = _made(name, options, setting, options_setting)
+
+    async def call(prompt: Prompt, samples: Sequence[Sample]) -> list[tuple[float, Mapping[str, float]]]:
+        return [(r.value, r.parts) for r in plain_rewards(await reward(prompt, samples), len(samples))]
+
+    return call
+
+
+def _made(name: str, options: Mapping[str, Any], setting: str, options_setting: str) -> RewardFn:
+    found: Any = resolve(name, {}, setting=setting)
+    if isinstance(found, FromOptions):
+        found = _from_options(found, options, name, setting)
+    elif options:
+        raise ConfigError(f"{options_setting} are given, but {setting}={name!r} takes none",
+                          hint="put @from_options of elastic_rl.rewards.forms before a function that takes them")
+    if isinstance(found, PerSample):
+        return found.make(name)
+    require_reward_fn(found, setting, name)
+    return found  # type: ignore[no-any-return]
+
+
+def _from_options(factory: FromOptions, options: Mapping[str, Any], name: str, setting: str) -> Any:
+    try:
+        return factory.function(dict(options))
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # whatever a user's function raises: also SystemExit
+        raise ConfigError(f"{setting}={plain(name, 200)!r} cannot be made: {describe(e)}",
+                          hint="it is called as factory(options), and returns a RewardFn") from e

@@ -1,0 +1,49 @@
+"""The reward ``reasoning_gym``: each task of that package has a verifier of its own, which may be slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_rl.config.options import read_options
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import PluginFailed
+from elastic_rl.rewards.base import Reward, RewardContext
+from elastic_rl.rewards.math_rewards import GIVEN_UP, CheckedCalls, WorkerOptions, final_answer, require_package
+
+_ANSWER_CHARACTERS = 20_000
+_SCORE = "elastic_rl.rewards.reasoning_scorer:score"
+"""By its name: only the workers import it, and the package with it."""
+
+
+class ReasoningGymOptions(WorkerOptions):
+    extract: bool = True
+    """Whether the answer is taken out of the response: ``<answer>`` tags or ``\\boxed{}`` behind ``</think>``, or all
+    that is behind it. Else the whole response is the answer."""
+
+
+class ReasoningGym:
+    """The score in [0, 1] of the task's verifier. A prompt has ``metadata``: ``task``, the name of the task, and
+    ``entry``, the entry of its dataset."""
+
+    def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
+        """Raises ConfigError."""
+        self._options = read_options(ReasoningGymOptions, options, of="the reward 'reasoning_gym'",
+                                     setting=context.setting)
+        require_package("reasoning_gym", "reasoning-gym", "reasoning_gym")
+        self._score = CheckedCalls(_SCORE, self._options)
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        task, entry = prompt.metadata.get("task"), prompt.metadata.get("entry")
+        if not isinstance(task, str) or not isinstance(entry, Mapping) or "answer" not in entry:
+            raise PluginFailed('the prompt has no metadata {"task": NAME, "entry": {…, "answer": …}} of reasoning_gym')
+        return list(await asyncio.gather(*(self._one(sample.text, task, entry) for sample in samples)))
+
+    async def _one(self, text: str, task: str, entry: Mapping[str, Any]) -> Reward:
+        answer = final_answer(text, _ANSWER_CHARACTERS)[0] if self._options.extract else text
+        found = await self._score({"task": task, "entry": dict(entry), "answer": answer})
+        return Reward(0.0, {GIVEN_UP: 1.0}) if found is None else Reward(float(found), {GIVEN_UP: 0.0})
+
+    def close(self) -> None:
+        self._score.close()

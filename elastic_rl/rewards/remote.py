@@ -1,0 +1,204 @@
+"""The reward ``remote``: a service of the user's own rewards the samples of a prompt over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import httpx
+import orjson
+from pydantic import Field, field_validator
+
+from elastic_rl import http_client
+from elastic_rl.config.options import Options, read_options
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.plugins import plain
+from elastic_rl.retry import RetryBackoff
+from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
+
+_RETRY_S = (0.2, 5.0)
+_BUSY = {408, 425, 429, 500, 502, 503, 504}
+"""Status codes after which another try may succeed."""
+_MAX_TOKEN = 16_384
+_SLICE_S = 0.05
+_SHOWN = 300
+"""Characters of an answer that an error shows."""
+
+
+class RemoteOptions(Options):
+    urls: Annotated[list[str], Field(min_length=1, max_length=64)]
+    """Where samples are posted to, ``http://`` or ``https://``. Each request goes to the next one, and so does each
+    try."""
+    token_file: str = ""
+    """File with a token, sent as ``Authorization: Bearer TOKEN``. It is read for each request, so it may be renewed."""
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
+    """Seconds for one try, whole: connecting, sending, and the answer."""
+    attempts: Annotated[int, Field(ge=1, le=20)] = 3
+    """Number of tries, each after a longer pause, before the group's reward has failed."""
+    concurrency: Annotated[int, Field(ge=1, le=256)] = 16
+    """Number of requests at once."""
+    batch_samples: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Number of samples in one request; all are of one prompt."""
+    max_request_mb: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Largest request in MiB."""
+    max_answer_mb: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Largest answer in MiB."""
+    send_token_ids: bool = False
+    """Whether the token ids of prompt and responses are sent, besides their text."""
+
+    @field_validator("urls")
+    @classmethod
+    def _check(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("a URL is no http:// or https:// address")
+            if parts.username or parts.password or parts.query:
+                raise ValueError("a URL has a user, a password or a query, which errors would show: use token_file")
+        return urls
+
+
+class Remote:
+    """Posts ``{"prompt": {"text", "metadata", "answers"}, "samples": [{"text", "finish_reason"}, …]}`` and is answered
+    ``{"rewards": [0.5, {"value": 1.0, "parts": {"style": 0.7}}, …]}``: a finite number, or an object, for each sample.
+    """
+
+    def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
+        """Raises ConfigError, also for a token file that cannot be read."""
+        self._options = read_options(RemoteOptions, options, of="the reward 'remote'", setting=context.setting)
+        self._decode = context.decode
+        try:
+            self._headers()
+        except PluginFailed as e:
+            raise ConfigError(e.message, hint=f"check {context.setting}.token_file") from e
+        self._threads = ThreadPoolExecutor(self._options.concurrency, "remote-reward")
+        # Not the environment's proxies: the token is for this service.
+        self._client = http_client.client(timeout=self._options.timeout_s, limits=httpx.Limits(
+            max_connections=self._options.concurrency))
+        self._closing = threading.Event()
+        self._next = count()
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        size, given_up = self._options.batch_samples, threading.Event()
+        about = self._prompt(prompt)
+        parts = [samples[i:i + size] for i in range(0, len(samples), size)]
+        try:
+            found = await asyncio.gather(*(asyncio.wrap_future(
+                self._threads.submit(self._post, about, part, given_up)) for part in parts))
+        finally:
+            given_up.set()  # nobody waits for what is left
+        return [reward for part in found for reward in part]
+
+    def close(self) -> None:
+        self._closing.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _prompt(self, prompt: Prompt) -> dict[str, Any]:
+        has_answer = "answer" in prompt.metadata or (prompt.answer_ids is not None and self._decode is not None)
+        about = {"text": prompt.text, "metadata": dict(prompt.metadata),
+                 "answers": gold_answers(prompt, self._decode) if has_answer else ()}
+        return {**about, "token_ids": prompt.token_ids} if self._options.send_token_ids else about
+
+    def _sample(self, sample: Sample) -> dict[str, Any]:
+        about = {"text": sample.text, "finish_reason": sample.finish_reason}
+        return {**about, "token_ids": sample.response_ids} if self._options.send_token_ids else about
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if file := self._options.token_file:
+            try:
+                with Path(file).expanduser().open("rb") as opened:
+                    token = opened.read(_MAX_TOKEN + 1).decode("ascii").strip()
+            except (OSError, UnicodeDecodeError) as e:
+                why = getattr(e, "strerror", None) or "it is no ASCII text"
+                raise PluginFailed(f"the token file {file} cannot be read: {why}") from e
+            if not token or len(token) > _MAX_TOKEN or not token.isprintable():
+                raise PluginFailed(f"the token file {file} holds no token")
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
+
+    def _post(self, prompt: Mapping[str, Any], samples: Sequence[Sample], given_up: threading.Event) -> list[Reward]:
+        """Raises PluginFailed once the last try failed, or at once where another cannot succeed."""
+        try:
+            body = orjson.dumps({"prompt": prompt, "samples": [self._sample(s) for s in samples]})
+        except TypeError as e:
+            raise PluginFailed(f"the prompt's metadata are no JSON: {plain(str(e), _SHOWN)}") from e
+        if len(body) > self._options.max_request_mb << 20:
+            raise PluginFailed(f"a request of {len(body)} bytes is larger than max_request_mb",
+                               hint="raise max_request_mb, or lower batch_samples")
+        backoff = RetryBackoff(*_RETRY_S)
+        for left in reversed(range(self._options.attempts)):
+            url = self._options.urls[next(self._next) % len(self._options.urls)]
+            try:
+                return self._rewards(self._answer(url, body), len(samples))
+            except _TryAgain as e:
+                if not left:
+                    raise PluginFailed(f"{url} {e}, also when tried {self._options.attempts} times") from e
+            backoff.failed(time.monotonic())
+            while (pause_s := backoff.left_s(time.monotonic())) > 0.0:
+                if self._closing.is_set() or given_up.wait(min(pause_s, _SLICE_S)):
+                    raise PluginFailed("the request was given up")
+        raise AssertionError("the last try returns or raises")
+
+    def _answer(self, url: str, body: bytes) -> bytes:
+        """The body of one answer. Raises _TryAgain, and PluginFailed where the service refuses the request."""
+        end, limit = time.monotonic() + self._options.timeout_s, self._options.max_answer_mb << 20
+        received = bytearray()
+        try:
+            with self._client.stream("POST", url, content=body, headers=self._headers()) as answer:
+                for piece in answer.iter_bytes(1 << 16):
+                    received += piece
+                    if len(received) > limit:
+                        raise PluginFailed(f"{url} answers with more than max_answer_mb={self._options.max_answer_mb}")
+                    if time.monotonic() > end:  # httpx's limit is for each piece
+                        raise _TryAgain(f"did not answer within {self._options.timeout_s:g} s")
+                status = answer.status_code
+        except httpx.HTTPError as e:
+            raise _TryAgain(f"cannot be reached: {plain(str(e) or type(e).__name__, _SHOWN)}") from e
+        except RuntimeError as e:  # the client was closed meanwhile
+            raise PluginFailed(f"the request was given up: {plain(str(e), _SHOWN)}") from e
+        if status in _BUSY:
+            raise _TryAgain(f"answers {status}: {_shown(received)}")
+        if status != 200:
+            raise PluginFailed(f"{url} refuses the request with {status}: {_shown(received)}")
+        return bytes(received)
+
+    def _rewards(self, answer: bytes, expected: int) -> list[Reward]:
+        """Raises PluginFailed for anything but a finite number, or an object with one, for each sample."""
+        try:
+            rewards = orjson.loads(answer)["rewards"]
+            found = [_reward(one) for one in rewards]
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            raise PluginFailed(f'the service answers no {{"rewards": [NUMBER, …]}}: {_shown(answer)}') from e
+        if len(found) != expected:
+            raise PluginFailed(f"the service answers {len(found)} rewards for {expected} samples")
+        return found
+
+
+class _TryAgain(Exception):
+    """A try failed in a way that may pass."""
+
+
+def _reward(given: Any) -> Reward:
+    if isinstance(given, dict):
+        return Reward(_number(given["value"]), {str(k): _number(v) for k, v in (given.get("parts") or {}).items()})
+    return Reward(_number(given))
+
+
+def _number(given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise TypeError("no number")
+    return float(given)
+
+
+def _shown(answer: bytes | bytearray) -> str:
+    return plain(bytes(answer[:4 * _SHOWN]).decode("utf-8", "replace"), _SHOWN)

@@ -1,0 +1,231 @@
+"""Runs programs that nobody has read, with bubblewrap: in namespaces of their own, with an empty environment, nothing
+of the machine but ``/usr``, read-only, and limits on time, memory, processes and output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.rewards.syscall_filter import syscall_filter
+from elastic_rl.runtime import start_child
+
+FOLDER = "/sandbox"
+"""Where the files of a run are, read-only."""
+_NOBODY = 65534
+_POLL_S = 0.05
+_START_S = 10.0
+"""For namespaces and mounts, besides the program's own time."""
+_PIECE = 1 << 16
+_LIMITS = """
+import os, resource as r, sys
+cpu, memory, files, processes = map(int, sys.argv[1:5])
+r.setrlimit(r.RLIMIT_CPU, (cpu, cpu + 1)); r.setrlimit(r.RLIMIT_AS, (memory, memory))
+r.setrlimit(r.RLIMIT_FSIZE, (files, files)); r.setrlimit(r.RLIMIT_NPROC, (processes, processes))
+r.setrlimit(r.RLIMIT_CORE, (0, 0)); r.setrlimit(r.RLIMIT_NOFILE, (64, 64))
+os.execv(sys.argv[5], sys.argv[5:])
+"""
+"""Runs inside: the kernel counts processes by user and user namespace, so a limit set outside would count all that the
+user has there."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one run."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 5
+    memory_mb: int = 512
+    """Address space of each process, and resident memory of all together, in MiB."""
+    processes: int = 16
+    """Processes and threads at once."""
+    file_mb: int = 16
+    """Size of ``/tmp``, and of each file there, in MiB."""
+    output_bytes: int = 65_536
+    """Of standard output; what is written after that ends the run. Standard error goes nowhere."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``ended``: "" by itself, else the limit that ended it: ``time``, ``memory`` or ``output``."""
+
+    output: bytes
+    returncode: int
+    ended: str = ""
+
+
+class Sandbox:
+    """Starts runs. Safe to share between threads."""
+
+    def __init__(self, *, program: str = "", python: str = "") -> None:
+        """``program``: bubblewrap's path; else it is looked for. ``python``: the interpreter of the programs; else this
+        one where the sandbox can see it, else the system's. Raises ConfigError where no program can be run."""
+        self._program = program or find_bubblewrap()
+        if not self._program:
+            raise ConfigError("a sandbox needs bubblewrap (bwrap), which is not on PATH",
+                              hint="apt-get install bubblewrap, or dnf install bubblewrap")
+        candidates = [python] if python else [os.path.realpath(sys.executable), "/usr/bin/python3"]
+        faults = []
+        for candidate in candidates:
+            self._python, self._mounts = candidate, _mounts(candidate)
+            fault = self._fault()
+            if not fault:
+                return
+            faults.append(f"{candidate}: {fault}")
+        raise ConfigError(f"the sandbox {self._program} cannot run Python: {'; '.join(faults)}",
+                          hint="it needs user namespaces (in a container: --security-opt seccomp=unconfined, or a "
+                               "seccomp profile that allows them), and an interpreter outside of home folders")
+
+    def run(self, files: Mapping[str, bytes], main: str, stdin: bytes, limits: Limits) -> Outcome:
+        """Runs the Python program ``main``, one of ``files``, which are in ``FOLDER``. Everything that it started has
+        ended when this returns. Raises PluginFailed when the sandbox itself cannot be started."""
+        with contextlib.ExitStack() as opened:
+            contents = {name: _memory_file(opened, body) for name, body in files.items()}
+            given, rules = _memory_file(opened, stdin), _memory_file(opened, syscall_filter())
+            binds = [part for name, fd in contents.items()
+                     for part in ("--perms", "0444", "--ro-bind-data", str(fd), f"{FOLDER}/{name}")]
+            size = limits.file_mb << 20
+            command = [
+                self._program, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
+                "--unshare-cgroup-try", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv",
+                "--cap-drop", "ALL", "--seccomp", str(rules), "--uid", str(_NOBODY), "--gid", str(_NOBODY),
+                "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
+                "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1",
+                *self._mounts, "--proc", "/proc", "--dev", "/dev",
+                "--perms", "0755", "--dir", FOLDER, *binds, "--perms", "1777", "--size", str(size), "--tmpfs", "/tmp",
+                "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--",
+                self._python, "-I", "-S", "-c", _LIMITS, str(limits.cpu_s), str(limits.memory_mb << 20), str(size),
+                str(limits.processes), self._python, "-s", "-B", f"{FOLDER}/{main}"]
+            # As root it would keep root's right to start any number of processes.
+            user = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+            try:
+                process = start_child(command, pass_fds=(*contents.values(), rules), stdin=given, env={}, cwd="/",
+                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **user)
+            except OSError as e:
+                raise PluginFailed(f"the sandbox {self._program} cannot be started: {e}") from e
+            return _supervise(process, limits)
+
+    def _fault(self) -> str:
+        """Why no program runs; "" when one does."""
+        if not os.access(self._python, os.X_OK):
+            return "there is no such program"
+        try:
+            outcome = self.run({"main.py": b"print('ready')"}, "main.py", b"", Limits())
+        except PluginFailed as e:
+            return str(e)
+        return "" if outcome.output == b"ready\n" else f"it ended with {outcome.returncode} {outcome.ended}".strip()
+
+
+def find_bubblewrap() -> str:
+    """Its path: on PATH, or unpacked beside this environment; "" where it is missing."""
+    beside = Path(sys.prefix) / "bubblewrap" / "usr" / "bin" / "bwrap"
+    return shutil.which("bwrap") or (str(beside) if os.access(beside, os.X_OK) else "")
+
+
+def _mounts(python: str) -> list[str]:
+    """What programs see of the machine: the system's programs and libraries, and the interpreter's own. Neither /etc
+    nor a home folder."""
+    mounts = ["--ro-bind", "/usr", "/usr"]
+    for path in ("/bin", "/sbin", "/lib", "/lib64", "/lib32"):
+        if os.path.islink(path):
+            mounts += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            mounts += ["--ro-bind", path, path]
+    mounts += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    prefix = Path(python).resolve().parents[1]
+    if not prefix.is_relative_to("/usr") and prefix != Path("/"):
+        mounts += ["--ro-bind", str(prefix), str(prefix)]
+    return mounts
+
+
+def _memory_file(opened: contextlib.ExitStack, body: bytes) -> int:
+    """A descriptor of a file in memory with this content, at its beginning."""
+    fd = os.memfd_create("sandbox")
+    opened.callback(os.close, fd)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(body)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _supervise(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
+    """Reads the output and enforces what the kernel does not. The sandbox's first process is the init of its pid
+    namespace: when that ends, or bubblewrap is killed, the kernel kills all others in it."""
+    assert process.stdout is not None
+    output, ended = bytearray(), ""
+    end = time.monotonic() + limits.wall_s + _START_S
+    started = False
+    look_at = 0.0
+    with process.stdout as pipe, selectors.DefaultSelector() as ready:
+        os.set_blocking(pipe.fileno(), False)
+        ready.register(pipe, selectors.EVENT_READ)
+        reading = True
+        while not ended and (reading or process.poll() is None):
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _POLL_S
+                resident = _resident(process.pid)
+                if not started and resident is not None and resident[0] > 1:
+                    started, end = True, now + limits.wall_s
+                if resident is not None and resident[1] > limits.memory_mb << 20:
+                    ended = "memory"
+                    break
+            if now >= end:
+                ended = "time"
+                break
+            if not reading:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_S / 5)
+                continue
+            if ready.select(_POLL_S):
+                piece = pipe.read(_PIECE)
+                if piece == b"":
+                    ready.unregister(pipe)
+                    reading = False
+                elif piece:
+                    output += piece
+                    if len(output) > limits.output_bytes:
+                        ended = "output"
+            elif process.poll() is not None:
+                reading = False  # what it started holds the pipe, and is being killed with its namespace
+    if process.returncode is None:
+        _kill(process)
+    return Outcome(bytes(output[:limits.output_bytes]), process.returncode or 0, ended)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends bubblewrap, and with it by --die-with-parent the init of its namespace, and so everything in that."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        children = psutil.Process(process.pid).children() if psutil.pid_exists(process.pid) else []
+        for child in children:  # the init first: its end is the end of all others, and is waited for below
+            with contextlib.suppress(psutil.Error, OSError):
+                child.kill()
+        os.killpg(process.pid, signal.SIGKILL)
+        psutil.wait_procs(children, timeout=_START_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_START_S)
+
+
+def _resident(pid: int) -> tuple[int, int] | None:
+    """Number of processes below this one, and their resident memory in bytes; None when it is gone."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return None
+    total = 0
+    for child in children:
+        with contextlib.suppress(psutil.Error, OSError):
+            total += child.memory_info().rss
+    return len(children), total
+

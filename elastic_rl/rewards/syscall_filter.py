@@ -1,0 +1,49 @@
+"""The system calls that a sandbox refuses, as a seccomp filter: memory that no limit of a process counts, and parts of
+the kernel that a program which computes something has no use for. Pure."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+from elastic_rl.errors import ConfigError
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""AUDIT_ARCH_* of linux/audit.h."""
+_REFUSED = {
+    # name: (x86_64, aarch64), of the kernel's tables. First: memory outside of RLIMIT_AS and of what a process has
+    # mapped.
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219),
+    # What has let programs out of sandboxes.
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
+    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "kexec_load": (246, 104),
+}
+_X32 = 0x40000000
+"""Set in the numbers of x86-64's second table of system calls, which would pass by the numbers above."""
+_LOAD, _JUMP_EQ, _JUMP_GE, _RETURN = 0x20, 0x15, 0x35, 0x06  # classic BPF: LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, RET|K
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER_AT, _ARCHITECTURE_AT = 0, 4
+"""Offsets in struct seccomp_data."""
+
+
+def syscall_filter(machine: str = "") -> bytes:
+    """The filter as an array of ``struct sock_filter``: refused calls fail with EPERM, and a call of another
+    architecture ends the process. ``machine``: as ``platform.machine()``. Raises ConfigError for one without a table.
+    """
+    machine = machine or platform.machine()
+    if machine not in _ARCHITECTURES:
+        raise ConfigError(f"there is no sandbox for programs on {machine}",
+                          hint=f"run it on one of {', '.join(sorted(_ARCHITECTURES))}, or use the reward 'remote'")
+    column = list(_ARCHITECTURES).index(machine)
+    numbers = [row[column] for row in _REFUSED.values()]
+    program = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_JUMP_EQ, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL),
+               (_LOAD, 0, 0, _NUMBER_AT), (_JUMP_GE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    for i, number in enumerate(numbers):
+        program.append((_JUMP_EQ, len(numbers) - i, 0, number))  # over the rest of them, and over ALLOW
+    program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -1,0 +1,46 @@
+"""A worker process: runs one function for its owner, over a socket, until the owner closes it or kills this process.
+
+Messages are JSON. Nothing is unpickled: what comes back from code that may be wrong is text and numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+
+from elastic_rl.errors import PluginFailed
+from elastic_rl.plugin_host import imported, receive, send
+from elastic_rl.plugins import describe, text_of
+
+
+def main(descriptor: int, function: str, memory_mb: int) -> None:
+    """Serves ``module:function``, which is called with the JSON value of each job."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=descriptor) as connection:
+        os.set_inheritable(descriptor, False)  # what the function starts does not get it
+        try:
+            call = imported(function)
+        except BaseException as e:  # whatever a module raises while it is imported
+            send(connection, {"error": describe(e)})
+            return
+        send(connection, {"value": "ready"})
+        while True:
+            try:
+                job = receive(connection)
+            except EOFError:
+                return
+            try:
+                send(connection, {"value": call(job)})
+            except MemoryError:
+                return  # what it holds is unknown; the owner starts another
+            except PluginFailed as e:
+                send(connection, {"error": text_of(e)})
+            except BaseException as e:  # whatever the function raises: also SystemExit
+                send(connection, {"error": describe(e)})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

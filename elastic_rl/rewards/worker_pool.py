@@ -1,0 +1,177 @@
+"""Worker processes that are killed when a call takes too long: code that hangs, or eats memory, costs its call only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from elastic_rl import plugin_host
+from elastic_rl.errors import PluginFailed
+from elastic_rl.plugins import plain
+from elastic_rl.rewards import worker
+from elastic_rl.runtime import start_child
+
+_START_S = 120.0
+"""A worker imports its function within this time."""
+_MAX_CALLS = 5000
+"""Calls after which a worker is replaced: libraries that cache what they parse grow."""
+_END_S = 5.0
+
+
+class CallGivenUp(PluginFailed):
+    """The worker was killed since the call took too long, or it died of the call. The next call gets another one."""
+
+
+class WorkerPool:
+    """Calls of ``module:function`` in at most ``processes`` processes, which are started when they are needed, replaced
+    when they were killed, and end with this process, also when it is killed."""
+
+    def __init__(self, function: str, processes: int, *, memory_mb: int, named: str = "") -> None:
+        """``memory_mb``: address space of each process, in MiB. ``named``: what the texts of errors call the function,
+        if not by its name."""
+        self._function, self._memory_mb, self._named = function, memory_mb, named or function
+        self._threads = ThreadPoolExecutor(processes, "reward-worker")
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._running: set[_Worker] = set()
+        self._closed = False
+
+    async def call(self, job: Any, timeout_s: float) -> Any:
+        """What the function returns for a JSON value, as JSON value. ``timeout_s`` counts from when a worker takes the
+        call. Raises CallGivenUp, and PluginFailed for what the function raises and when no worker can be started."""
+        return await asyncio.wrap_future(self._threads.submit(self._call, job, timeout_s))
+
+    def close(self) -> None:
+        """Kills the workers; calls in progress end with CallGivenUp."""
+        with self._lock:
+            self._closed = True
+            idle, running = list(self._idle), list(self._running)
+            self._idle.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for one in idle:
+            one.close()
+        for one in running:
+            one.kill()  # its thread closes it
+
+    def _call(self, job: Any, timeout_s: float) -> Any:
+        taken = self._take()
+        kept = False
+        try:
+            answer = taken.call(job, timeout_s)
+            kept = taken.calls < _MAX_CALLS
+        finally:
+            with self._lock:
+                self._running.discard(taken)
+                kept = kept and not self._closed
+                if kept:
+                    self._idle.append(taken)
+            if not kept:
+                taken.close()
+        return self._value(answer)
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise PluginFailed(f"{self._named} is closed")
+            if self._idle:
+                taken = self._idle.pop()
+                self._running.add(taken)
+                return taken
+        started = _Worker(self._function, self._memory_mb, self._named)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._running.add(started)
+        try:
+            if closed:
+                raise PluginFailed(f"{self._named} is closed")
+            self._value(started.receive(_START_S))
+        except BaseException:
+            with self._lock:
+                self._running.discard(started)
+            started.close()
+            raise
+        return started
+
+    def _value(self, answer: Any) -> Any:
+        if "error" in answer:
+            raise PluginFailed(f"{self._named} failed in its worker: {plain(str(answer['error']))}")
+        return answer["value"]
+
+
+class _Worker:
+    """One process. Used by one thread at a time, but for ``kill``."""
+
+    def __init__(self, function: str, memory_mb: int, named: str) -> None:
+        """Raises PluginFailed when the process cannot be started."""
+        self._named, self.calls, self._lock = named, 0, threading.Lock()
+        self._connection, other = socket.socketpair()
+        with other:
+            try:
+                self._process = start_child(
+                    [sys.executable, "-P", "-m", worker.__name__, str(other.fileno()), function, str(memory_mb)],
+                    pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, env={
+                        **os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+            except OSError as e:
+                self._connection.close()
+                raise PluginFailed(f"no process can be started for {named}: {e}") from e
+
+    def call(self, job: Any, timeout_s: float) -> Any:
+        """The worker's answer. Raises CallGivenUp, after which the worker is of no use."""
+        self.calls += 1
+        self._connection.settimeout(timeout_s)
+        try:
+            plugin_host.send(self._connection, job)
+        except TimeoutError as e:
+            raise self._too_long(timeout_s) from e
+        except (TypeError, ValueError) as e:  # of what the prompt's metadata hold, most likely
+            raise PluginFailed(f"the call of {self._named} cannot be sent: {e}") from e
+        except OSError as e:
+            raise self._died() from e
+        return self.receive(timeout_s)
+
+    def receive(self, timeout_s: float) -> Any:
+        """Its next message, whole within ``timeout_s``. Raises CallGivenUp."""
+        end = time.monotonic() + timeout_s
+        guard = threading.Timer(timeout_s, self.kill)  # the socket's limit holds for each piece of a message
+        guard.daemon = True
+        guard.start()
+        try:
+            self._connection.settimeout(timeout_s)
+            return plugin_host.receive(self._connection)
+        except TimeoutError as e:
+            raise self._too_long(timeout_s) from e
+        except (EOFError, OSError, ValueError) as e:
+            raise (self._too_long(timeout_s) if time.monotonic() >= end else self._died()) from e
+        finally:
+            guard.cancel()
+
+    def kill(self) -> None:
+        """Ends the process and what it has started in its session. May be called by any thread."""
+        with self._lock:
+            if self._process.returncode is None:  # not reaped yet, so the number is still its own
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)
+
+    def close(self) -> None:
+        """Kills it. Call it once no thread reads from it."""
+        self.kill()
+        self._connection.close()
+
+    def _too_long(self, timeout_s: float) -> CallGivenUp:
+        return CallGivenUp(f"{self._named} took longer than {timeout_s:g} s and was killed")
+
+    def _died(self) -> CallGivenUp:
+        return CallGivenUp(f"the worker of {self._named} died during the call, or ran out of memory")

@@ -1,0 +1,84 @@
+"""Names of what a step of the training reports, in one place: the records of a step, the trackers, Prometheus, the
+dashboard and the report use them as they are. docs/operating/training-metrics.md has the same table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Quantity:
+    unit: str
+    """Empty: a plain number."""
+    meaning: str
+
+
+UPDATE: dict[str, Quantity] = {
+    "loss": Quantity("", "loss of the last update, with what the settings add to it"),
+    "kl": Quantity("nats", "divergence of the policy from the one that sampled, k3 estimate, mean of the tokens"),
+    "kl_reference": Quantity("nats", "divergence of the policy from the reference policy, mean of the tokens; with "
+                                     "`algorithm.kl_coef` or `algorithm.report_kl`"),
+    "reference_step": Quantity("", "the RL step whose policy the reference is; 0: with which RL began"),
+    "entropy": Quantity("nats", "entropy of the policy's distribution, mean of the tokens; with "
+                                "`algorithm.entropy_coef` or `algorithm.report_entropy`"),
+    "clip_fraction": Quantity("0 to 1", "share of the tokens (`gspo`: of their sequences) whose gradient the clip "
+                                        "removed; `cispo`: whose weight the cap holds"),
+    "ratio_mean": Quantity("", "mean importance ratio"),
+    "gate_mean": Quantity("", "`sapo`: mean factor of a token's gradient"),
+    "logprob_diff_mean": Quantity("nats", "difference between the engine's and the trainer's log-probs, mean of the "
+                                          "tokens, at the first update"),
+    "logprob_diff_max": Quantity("nats", "the largest of them"),
+    "tis_weight_mean": Quantity("", "mean truncated importance weight; with `algorithm.tis_cap`"),
+    "tis_capped_fraction": Quantity("0 to 1", "share of the tokens at that cap"),
+    "advantage_mean": Quantity("", "mean of the samples' advantages"),
+    "advantage_std": Quantity("", "their standard deviation; 0: there is nothing to learn from"),
+    "advantage_min": Quantity("", "the least of them"),
+    "advantage_max": Quantity("", "the largest of them"),
+    "grad_norm": Quantity("", "norm of the gradient before it is clipped to `train.max_grad_norm`"),
+    "lr": Quantity("", "learning rate"),
+}
+"""Of the updates of a step: of the last one, unless it says otherwise. An algorithm may report more."""
+THROUGHPUT: dict[str, Quantity] = {
+    "train_tokens_per_s": Quantity(
+        "tokens/s", "tokens of all updates, prompts included and padding not, by the time of the updates; of all ranks "
+                    "together"),
+    "generate_tokens_per_s": Quantity(
+        "tokens/s", "tokens of the step's responses by the time of its generate phase, of all engines together"),
+    "tflops_per_rank": Quantity(
+        "TFLOP/s", "operations that the model needs for the updates, by their time, of one rank"),
+    "mfu": Quantity(
+        "0 to 1", "model FLOPs utilisation: that by what the device can do at its best; only where that is known "
+                  "(`device.peak_tflops`)"),
+    "peak_memory_bytes": Quantity(
+        "bytes", "most memory that a rank has used since it started, the largest of all ranks: of tensors on a GPU, "
+                 "resident on a CPU"),
+}
+PUBLISH = frozenset(("publish_stall_s", "gather_s", "copy_s", "publish_wait_s", "policy_version", "state_version",
+                     "committed"))
+"""What the trainer answers about the publish of a step."""
+_ELSEWHERE = frozenset((*THROUGHPUT, *PUBLISH, "tokens", "train_s"))
+_OWN = 16
+"""Metrics of an algorithm of the user's own that a step has beside those of the table."""
+_NAME_CHARS = 64
+_DIGITS = 6
+
+
+def of_update(answer: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of the updates in what the trainer answered: those of the table that are there, and the first 16
+    others. Finite ones only, of six digits, since a job keeps those of thousands of steps. Pure."""
+    own = sorted(name for name in answer.keys() - UPDATE.keys() - _ELSEWHERE if len(name) <= _NAME_CHARS)
+    return _numbers(answer, (*UPDATE, *own[:_OWN]))
+
+
+def of_throughput(answer: Mapping[str, Any]) -> dict[str, float]:
+    """As ``of_update``, of the other table."""
+    return _numbers(answer, THROUGHPUT)
+
+
+def _numbers(answer: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
+    found = {name: answer[name] for name in names if name in answer}
+    return {name: float(f"{value:.{_DIGITS}g}") for name, value in found.items()
+            if isinstance(value, int | float) and math.isfinite(value)}

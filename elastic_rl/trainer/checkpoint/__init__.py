@@ -1,0 +1,1 @@
+"""The state of the group: published to the checkpoint service, and restored from it."""

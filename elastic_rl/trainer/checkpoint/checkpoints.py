@@ -1,0 +1,284 @@
+"""Publishes the streams ``policy`` and ``trainer_state`` to the checkpoint service, and restores the latter.
+
+Every rank writes the tensors that it owns, and reads its own part of each tensor; no rank ever has the whole state.
+
+The training waits for the gather and the copy into the arena; the rest runs in the background (``async_publish.py``).
+The number of a version is known when its publish begins. A publish that is dropped is repeated under a new number, with
+the weights of that time, until one is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_rl.config import Stream
+from elastic_rl.dcs.catalog import reads
+from elastic_rl.dcs.catalog.writer import Staged
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.dcs.publish.part_writer import LocalArena
+from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable, LeaseLost
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.records import Severity, Version, VersionState
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.retry import RetryBackoff
+from elastic_rl.telemetry import traces
+from elastic_rl.trainer.broadcast import broadcast_numbers
+from elastic_rl.trainer.checkpoint import snapshot, state_reader
+from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
+from elastic_rl.trainer.checkpoint.host_copy import HostCopier
+from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
+from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, Unavailable, patiently
+from elastic_rl.trainer.checkpoint.snapshot import StateLoader
+from elastic_rl.trainer.megatron.optimizer import Adam
+from elastic_rl.trainer.megatron.parallel import ParallelDims
+from elastic_rl.trainer.megatron.policy import Policy
+from elastic_rl.trainer.progress import Progress
+from elastic_rl.trainer.reference import Reference
+
+log = logging.getLogger(__name__)
+
+_WEIGHTS, _EXTRAS, _REFERENCE = "weights", "extras", "reference"
+_PARTS: dict[str, tuple[str, ...]] = {Stream.POLICY: (_WEIGHTS,),
+                                      Stream.TRAINER_STATE: (_WEIGHTS, _EXTRAS, _REFERENCE)}
+"""Both streams refer to the same chunks of the weights. Those of the reference policy are the same in every state until
+it is renewed, and are stored once."""
+_RETRY_S = (0.2, 4.0)
+_UNAVAILABLE_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Published:
+    """Numbers of the versions in flight, 0 for a stream that was not published."""
+
+    policy: int
+    state: int
+    gather_s: float
+    copy_s: float
+    stall_s: float
+    """How long the training waited: for an earlier publish that was still in flight, the gather, and the copy."""
+    waited_s: float
+    """The part of it for the earlier publish."""
+
+
+class Checkpoints:
+    """Publishes and restores the state of a group. All ranks make the same calls in the same order."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, par: ParallelDims, policy: Policy, adam: Adam,
+                 incarnation: str, on_dropped: Callable[[], None] = lambda: None,
+                 on_restore: Callable[[str, str], None] = lambda phase, detail: None,
+                 reference: Reference | None = None) -> None:
+        """``on_dropped`` is called on rank 0, in another thread, when a publish was dropped: see ``must_republish``.
+        ``on_restore`` is called on every rank, in another thread, about every second of a restore: a sign of life. Its
+        arguments are the phase (restoring, loading, or waiting for etcd or a node) and a detail for people.
+        ``reference``: of a run that has a reference policy."""
+        self.par, self.policy, self.adam, self.incarnation = par, policy, adam, incarnation
+        self._reference = reference
+        self._cfg, keys = ctx.config.dcs, ctx.keys
+        dcs, security = self._cfg, Security.from_config(self._cfg, ctx.config.cluster_dir / TOKEN_FILE)
+        self._publishers: dict[str, Publisher] = {stream: Publisher(
+            etcd, keys, stream, epoch=ctx.epoch, owner=f"trainer-{incarnation}", chunk_bytes=dcs.chunk_bytes,
+            replicas=dcs.replicas, digest=dcs.digest, staging_ttl_s=dcs.staging_ttl_s,
+            io_timeout_s=dcs.io_timeout_s, security=security) for stream in Stream if par.rank == 0}
+        self._etcd, self._keys = etcd, keys
+        self._puller = Puller(etcd, keys, f"trainer-{par.rank}-{incarnation}", io_timeout_s=dcs.io_timeout_s,
+                              security=security)
+        self._dcs = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
+        self._arena, self._to_host = LocalArena(self._dcs), HostCopier(par.device)
+        self._background = AsyncPublisher(par, dcs, etcd, keys, self._publishers, on_dropped)
+        self._rounds = Rounds(par, self._background.group, round_timeout_s=ctx.config.trainer.collective_timeout_s)
+        self._report = on_restore
+        self._epoch = ctx.epoch
+        self._begun: InFlightPublish | None = None
+        self._pause = threading.Event()  # never set
+        self._dropped: set[str] = set()
+        """Streams whose last publish was dropped."""
+        self._retry = RetryBackoff(*_RETRY_S)
+        self.policy_version = 0
+        """Number of the last publish that was begun."""
+        self.state_version = 0
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+    def begin(self, progress: Progress, *, policy: bool, state: bool) -> list[int]:
+        """On rank 0, with no other rank waiting for it: takes the numbers of the next publish, 0 for a stream that it
+        does not have. Pass them to ``publish`` on every rank. Streams whose last publish was dropped are included.
+
+        Raises Fenced when the epoch is over, and other ElasticRLError when there is no number now: call it again later.
+        """
+        with traces.span("trainer.publish", step=progress.step):
+            try:
+                return self._begin(progress, policy, state)
+            except LeaseLost:
+                for publisher in self._publishers.values():
+                    publisher.drop_lease()  # the next call gets a new one
+                raise
+
+    def _begin(self, progress: Progress, policy: bool, state: bool) -> list[int]:
+        self._collect_dropped()
+        streams = self._dropped | ({Stream.POLICY} if policy else set()) | ({Stream.TRAINER_STATE} if state else set())
+        staged: dict[str, Staged] = {}
+        number = self.policy_version
+        if Stream.POLICY in streams:
+            staged[Stream.POLICY] = self._publishers[Stream.POLICY].begin({
+                "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation})
+            number = staged[Stream.POLICY].version.number
+        if Stream.TRAINER_STATE in streams:
+            meta: dict[str, Any] = {**progress.replace(updates=self.adam.updates).to_json(), "policy_version": number}
+            try:
+                staged[Stream.TRAINER_STATE] = self._publishers[Stream.TRAINER_STATE].begin(meta)
+            except ElasticRLError:
+                if Stream.POLICY in staged:
+                    self._publishers[Stream.POLICY].abort(staged[Stream.POLICY])
+                raise
+        self._dropped = set()
+        self._begun = InFlightPublish(staged, {stream: _PARTS[stream] for stream in staged}, progress.step,
+                                      traces.inject())
+        return [staged[s].version.number if s in staged else 0 for s in (Stream.POLICY, Stream.TRAINER_STATE)]
+
+    def publish(self, numbers: Sequence[int], step: int, *, has_reference: bool = False) -> Published:
+        """Copies the streams that ``begin`` took ``numbers`` for into the arena. A collective of the group.
+        ``has_reference``: whether the progress that ``begin`` got has a reference policy.
+
+        Returns as soon as every byte is copied out of the live parameters; both versions become visible together
+        later, or neither does. Raises Fenced when the epoch is over, and TrainerFailed when a rank was lost.
+        """
+        start = time.perf_counter()
+        if self._background.join():
+            self._retry.reset()
+        waited = time.perf_counter() - start
+        policy_number, state_number = numbers
+        begun, self._begun = self._begun, None
+        # On rank 0 only: each of the others would begin a trace of its own.
+        with (traces.span("trainer.gather", parent=traces.extract(begun.trace), step=step) if begun is not None
+              else nullcontext()):
+            gathering = time.perf_counter()
+            writer = OwnedTensorWriter(self._dcs, self._arena, self._cfg)
+            for order, name, tensor in self._to_host(snapshot.weights(self.policy, self._cfg.bucket_bytes)):
+                writer.add(_WEIGHTS, name, tensor, order)
+            if state_number:
+                for section in snapshot.extras(self.policy, self.adam, self._cfg.bucket_bytes):
+                    for order, name, tensor in self._to_host(section):
+                        writer.add(_EXTRAS, name, tensor, order)
+                if self._reference is not None and has_reference:
+                    with self._reference.in_place():  # around the copies, which read the parameters until they end
+                        for order, name, tensor in self._to_host(
+                                snapshot.reference(self.policy, self._cfg.bucket_bytes)):
+                            writer.add(_REFERENCE, name, tensor, order)
+            end = time.perf_counter()
+            self._background.submit(writer, begun)
+        self.policy_version = policy_number or self.policy_version
+        self.state_version = state_number or self.state_version
+        return Published(policy_number, state_number, gather_s=end - gathering - writer.copy_s, copy_s=writer.copy_s,
+                         stall_s=end - start, waited_s=waited)
+
+    def join(self) -> bool:
+        """Waits for the publish in flight, on every rank; whether there was one and it was committed. Raises Fenced,
+        and TrainerFailed for a lost rank."""
+        return self._background.join()
+
+    def _collect_dropped(self) -> None:
+        dropped = self._background.take_dropped()
+        if dropped:
+            self._dropped |= set(dropped)
+            self._retry.failed(time.monotonic())
+
+    def must_republish(self) -> bool:
+        """On rank 0, between steps: whether a dropped publish is to be repeated now. Does not wait.
+
+        Raises Fenced, and TrainerFailed when a rank was lost.
+        """
+        if self._background.poll():
+            self._retry.reset()
+        self._collect_dropped()
+        return bool(self._dropped) and self._retry.is_due(time.monotonic())
+
+    def finish(self) -> None:
+        """Waits for the publish in flight."""
+        self._background.join()
+        self._background.close()
+
+    # -- restoring ---------------------------------------------------------------------------------------------------
+    def restore(self) -> Progress | None:
+        """Restores the newest ``trainer_state`` that every rank can have, the same one on all of them; returns None
+        when there is no state.
+
+        Each rank reads its own part, for as long as that takes: while etcd or this host's node is away it waits. When
+        one rank finds chunks missing or corrupt, all of them try the next older version: with one replica, a node that
+        died took the chunks with it that were not on its disk yet, and going back some steps is better than no
+        recovery. When none is available it says so, waits and looks again: nodes may come back. Raises TrainerFailed
+        when a rank was lost.
+        """
+        while True:
+            progress, unavailable = self._try_restore()
+            if not unavailable:
+                return progress
+            log.error("no version of %s is available; the newest is not: %s; start the DCS nodes that have its chunks, "
+                      "or restore the durable store", Stream.TRAINER_STATE, unavailable)
+            self._report("waiting for the trainer's state", unavailable)
+            self._pause.wait(_UNAVAILABLE_PAUSE_S)
+
+    def _try_restore(self) -> tuple[Progress | None, str]:
+        """What was restored; or why the newest version is not available, when none is."""
+        committed = self._rounds.run(
+            lambda job: patiently(job, self._committed, self._waits) if self.par.rank == 0 else [])
+        newest = ""
+        while True:
+            number = broadcast_numbers([committed.pop() if committed else 0], self.par)[0]
+            if not number:
+                break
+            try:
+                loader, version = self._rounds.run(
+                    lambda job, n=number: patiently(job, lambda: self._read(n, job), self._waits))  # type: ignore[misc]
+            except Unavailable as e:
+                log.warning("trainer_state %d is not available: %s", number, e)
+                newest = newest or str(e)  # not the error, which keeps what the attempt has loaded
+                continue
+            return self._restored(loader, version, newest), ""
+        return None, newest
+
+    def load_initial(self, model_dir: Path | str) -> None:
+        """Initialises the weights from an HF folder. Each rank reads its own part, for as long as that takes. Raises
+        ConfigError, and TrainerFailed when a rank was lost."""
+        self._rounds.run(lambda _: self.policy.load_folder(model_dir, lambda: self._report("loading", str(model_dir))))
+
+    def _restored(self, loader: StateLoader, version: Version, newest: str) -> Progress:
+        progress = Progress.from_json(version.meta)
+        if self._reference is None:
+            progress = progress.replace(reference=None)  # this run has none, and would not save it
+        loader.apply(progress.updates, has_reference=progress.reference is not None)
+        self.policy_version = int(version.meta.get("policy_version", 0))
+        self.state_version = version.number
+        if newest and self.par.rank == 0:
+            with suppress(EtcdUnavailable):  # the log has it too
+                fencing.emit(self._etcd, self._keys, self._epoch, "trainer.state_lost", Stream.TRAINER_STATE,
+                             f"the newest state is not available, resuming from version {version.number}: {newest}",
+                             severity=Severity.ERROR)
+        log.info("restored trainer_state %d: %s step %d", version.number, progress.phase, progress.step)
+        return progress
+
+    def _waits(self, error: ElasticRLError) -> None:
+        self._report("waiting", error.message)
+
+    def _committed(self) -> list[int]:
+        """Numbers of the committed states, oldest first."""
+        return [v.number for v in reads.list_versions(self._etcd, self._keys, Stream.TRAINER_STATE)
+                if v.state is VersionState.COMMITTED]
+
+    def _read(self, number: int, job: Job[Any]) -> tuple[StateLoader, Version]:
+        """In the thread of a job: this rank's part of a state."""
+        loader = StateLoader(self.policy, self.adam, self._reference)
+        version = state_reader.read(
+            self._puller, Stream.TRAINER_STATE, number, loader, bucket_bytes=self._cfg.bucket_bytes, check=job.check,
+            on_progress=lambda done, total: self._report(
+                "restoring", f"trainer_state {number}: {done >> 20} of {total >> 20} MiB are on this host"))
+        return loader, version

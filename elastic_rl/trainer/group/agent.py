@@ -1,0 +1,168 @@
+"""``python -m elastic_rl.trainer.group.agent --context FILE``: torch elastic's agent for the ranks of this host.
+
+When a rank dies or is stopped (SIGSTOP), the agent ends all ranks of the group and starts them again; they resume from
+the newest ``trainer_state``. The agent ends when the run's epoch is raised above its own. Its ranks die with it, also
+after kill -9. Exit codes: 0 stopped, 1 restarts used up, 2 bad context, 3 fenced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+from typing import Any
+
+from elastic_rl.errors import ConfigError, EtcdUnavailable, Fenced
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.membership import deregister, members
+from elastic_rl.etcd.records import Severity
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import die_with_parent
+from elastic_rl.telemetry import logs
+from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
+from elastic_rl.trainer.megatron.policy import ModelArch
+
+log = logging.getLogger(__name__)
+
+_MONITOR_INTERVAL_S = 0.2
+_EPOCH_INTERVAL_S = 1.0
+_RANK_GRACE_S = 2
+"""Between SIGTERM and SIGKILL: a stopped or hung rank must not delay the restart of the others."""
+DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+                      "NCCL_ALGO": "Ring"}
+"""What cuBLAS, Transformer Engine and NCCL need to compute the same bits each time; Megatron asks for the same."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="elastic_rl.trainer.group.agent", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--context", required=True, help="JSON file of the run context")
+    args = parser.parse_args(argv)
+    die_with_parent()
+    try:
+        ctx = RunContext.load(args.context)
+        # Here and not in the ranks, which torch elastic would restart again and again.
+        arch = ModelArch.read(ctx.model_dir)
+        arch.attention_dims(ctx.config.trainer.tensor_parallel)
+        arch.require_expert_parallel(ctx.config.trainer.expert_parallel)
+    except ConfigError as e:
+        print(e, file=sys.stderr)
+        return 2
+    logs.setup("trainer-agent", ctx.config.telemetry.log_level)
+    # Not a default: Ray sets it in its workers, to the number of CPUs of the whole group.
+    os.environ["OMP_NUM_THREADS"] = str(ctx.config.trainer.cpu_threads)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps its TP collectives by this order
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if ctx.config.deterministic:
+        os.environ.update(DETERMINISTIC_CUDA)
+    with ctx.connect() as etcd:
+        _watch_epoch(ctx, etcd)
+        return _run(ctx, etcd, args.context)
+
+
+def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # There is one agent per group: with a run id of its own it does not wait for a predecessor that was killed.
+    run_id = f"{ctx.epoch}-{secrets.token_hex(4)}"
+    agent = _make_agent(ctx, run_id, context_file)
+    try:
+        result = agent.run()
+        if not result.is_failed():
+            return 0
+        failure = ChildFailedError("trainer", result.failures)
+        log.error("the trainer group failed: %s", failure)
+        fencing.emit(etcd, ctx.keys, ctx.epoch, "trainer.restarts_exhausted", "trainer",
+                     f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: {failure}",
+                     severity=Severity.ERROR)
+        return 1
+    except Fenced as e:
+        log.error("the trainer ends: %s", e)
+        return FENCED_EXIT
+    except SignalException as e:
+        log.info("stopped by %s", e.sigval.name)
+        # On purpose, so it must not count as a death of the ranks.
+        deregister(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, "trainer") if m.epoch == ctx.epoch])
+        return 0
+    finally:
+        with contextlib.suppress(EtcdUnavailable):  # the keys end with their lease
+            etcd.delete_prefix(ctx.keys.rendezvous_prefix() + run_id)
+
+
+def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
+    import torch
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from elastic_rl.trainer import worker
+    from elastic_rl.trainer.group import rendezvous
+    from elastic_rl.trainer.group.rank_watch import RankWatch
+
+    # As long as its membership takes to find a stopped rank dead.
+    watch = RankWatch(stopped_limit_s=ctx.config.coordinator.lease_ttl_s, grace_s=_RANK_GRACE_S)
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            if self._pcontext is not None:
+                watch.look(self._pcontext.pids())
+            return super()._monitor_workers(worker_group)
+
+        def _stop_workers(self, worker_group: Any) -> None:
+            self._shutdown(timeout=_RANK_GRACE_S)
+
+    trainer, etcd_cfg = ctx.config.trainer, ctx.config.etcd
+    cuda = ctx.config.device.uses_cuda(torch.cuda.is_available)
+    handler = get_rendezvous_handler(RendezvousParameters(
+        backend=rendezvous.BACKEND, endpoint=",".join(ctx.etcd_endpoints), run_id=run_id, min_nodes=1, max_nodes=1,
+        local_addr=ctx.host, prefix=ctx.keys.rendezvous_prefix(), join_timeout=trainer.start_timeout_s,
+        last_call_timeout=1, **etcd_cfg.model_dump(exclude={"endpoints"})))
+    # A rank that is forked from a server that has imported everything, but holds no thread, socket or CUDA context,
+    # saves the seconds of its imports. CUDA must not be forked, and there the imports are the smaller part.
+    method = "spawn" if cuda else "forkserver"
+    if method == "forkserver":
+        import multiprocessing
+
+        multiprocessing.set_forkserver_preload(["elastic_rl.trainer.group.preload"])
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, _raise_signal)
+    return Agent(WorkerSpec(
+        role="trainer", local_world_size=trainer.ranks, entrypoint=worker.serve,
+        args=(context_file,), rdzv_handler=handler, max_restarts=trainer.max_restarts,
+        monitor_interval=_MONITOR_INTERVAL_S, master_addr=None), DefaultLogsSpecs(), start_method=method,
+        exit_barrier_timeout=5, shutdown_timeout=_RANK_GRACE_S)
+
+
+def _raise_signal(number: int, _frame: Any) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    raise SignalException(f"signal {number}", signal.Signals(number))
+
+
+def _watch_epoch(ctx: RunContext, etcd: EtcdClient) -> None:
+    """Ends this process, and with it its ranks, once the epoch is over: restarted ranks would be fenced off at once."""
+
+    def watch() -> None:
+        pause = threading.Event()
+        while not pause.wait(_EPOCH_INTERVAL_S):
+            try:
+                now = fencing.current_epoch(etcd, ctx.keys)
+            except EtcdUnavailable:
+                continue  # running work continues without etcd; publishing has a fence of its own
+            if now > ctx.epoch:
+                log.error("epoch %d is over (now %d): the trainer ends", ctx.epoch, now)
+                os._exit(FENCED_EXIT)
+
+    threading.Thread(target=watch, name="epoch-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

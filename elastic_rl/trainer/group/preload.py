@@ -1,0 +1,22 @@
+"""Imported by the fork server only: everything that a rank imports, so that a restarted rank does not import it again.
+
+Nothing here may start a thread, open a connection or touch CUDA, since ranks are forked from the result. The server
+sets its parent-death signal itself: it cannot rely on the pipe to the agent, which ranks inherit and keep open.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_rl.runtime import die_with_parent
+from elastic_rl.trainer.megatron import megatron_cpu
+
+die_with_parent()
+if not torch.cuda.is_available():
+    megatron_cpu.install()
+
+import megatron.core.distributed  # noqa: E402
+import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
+import megatron.core.optimizer  # noqa: E402, F401
+
+import elastic_rl.trainer.worker  # noqa: E402, F401

@@ -1,0 +1,1 @@
+"""The model, its parallel group and optimizer, through megatron-core."""

@@ -1,0 +1,155 @@
+"""The policy: a Megatron GPTModel with the shape of an HF folder, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from elastic_rl.config import Config
+from elastic_rl.dcs.versions import hf_folder
+from elastic_rl.errors import ConfigError
+from elastic_rl.models.arch import ModelArch, whole_model_name
+from elastic_rl.models.layout import ShardLayout
+from elastic_rl.trainer.megatron import gpt_model
+from elastic_rl.trainer.megatron.hf_layout import ShardRange
+from elastic_rl.trainer.megatron.parallel import ParallelDims
+from elastic_rl.trainer.megatron.shard_loader import ShardLoader
+from elastic_rl.trainer.micro_batches import ModelInput
+
+__all__ = ["FileTensor", "ModelArch", "Policy"]
+
+
+class Policy:
+    """This rank's part of the model."""
+
+    def __init__(self, arch: ModelArch, cfg: Config, par: ParallelDims) -> None:
+        self.arch, self.par = arch, par
+        self.dims = arch.attention_dims(par.tp)
+        module = gpt_model.build(arch, self.dims, cfg, par)
+        for name, param in self._named(module):
+            # By it Megatron counts a parameter in the norm of the gradient: once, or each rank's part of it. It sets it
+            # only where it initialises parameters itself.
+            param.tensor_model_parallel = arch.rule_of(name).layout is not ShardLayout.WHOLE  # type: ignore[attr-defined]
+        # The optimizer and gradient code read the model through Megatron's DDP, so it is wrapped for one replica too.
+        self.ddp = gpt_model.wrap(module, cfg)
+        self.masters: dict[str, ShardRange] = {}
+        """By Megatron name, what this rank's optimizer has of the fp32 master weights. Empty for fp32 parameters, which
+        are their own, and without an optimizer."""
+        self._masks = not gpt_model.uses_te(cfg, par)
+        self._aux_loss_coef = cfg.trainer.moe_aux_loss_coef if arch.moe is not None else 0.0
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """Whether a load-balancing loss is added in the backward pass."""
+        return self._aux_loss_coef > 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        dtype: torch.dtype = self.module.config.params_dtype
+        return dtype
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.ddp.module
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """(Megatron name, this rank's shard), in a fixed order. Layers and experts are numbered over the whole model.
+        """
+        yield from self._named(self.module)
+
+    def _named(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        first_layer = self.par.pp_rank * (self.arch.layers // self.par.pp)
+        first_expert = self.par.ep_rank * (self.arch.moe.experts // self.par.ep if self.arch.moe else 0)
+        for name, param in module.named_parameters():
+            yield whole_model_name(name, first_layer, first_expert), param
+
+    def forward(self, given: ModelInput) -> torch.Tensor:
+        """From tokens [R, P] int64 to this rank's columns of the logits [R, P, padded_vocab / TP]; before the last
+        pipeline stage to the hidden states [P, R, hidden]. Of packed sequences none sees another one, and the positions
+        of each count from 0: their logits are those of the sequences in rows of their own, up to rounding.
+
+        Padding columns hold the dtype's minimum, so that they have no probability.
+        """
+        tokens, (n, length) = given.tokens, given.tokens.shape
+        width = gpt_model.padded_length(self.module.config, length)
+        if width > length:
+            tokens = torch.nn.functional.pad(tokens, (0, width - length))
+        positions = torch.arange(width, device=tokens.device).expand(n, width)
+        if given.packed:
+            # What fills the row up is a sequence too, so that it is in none of the others.
+            lengths = given.packed + ((width - length,) if width > length else ())
+            logits: torch.Tensor = self.ddp(tokens, positions, None,
+                                            packed_seq_params=packed_sequences(lengths, tokens.device))
+        else:
+            # Transformer Engine masks by itself, without memory for the square of a long row.
+            mask = torch.ones(width, width, dtype=torch.bool, device=tokens.device).triu(1)[None, None]\
+                if self._masks else None
+            logits = self.ddp(tokens, positions, mask)
+        if not self.par.is_last_stage:
+            return logits
+        logits = logits[:, :length]
+        first = self.par.tp_rank * logits.shape[-1]
+        real = self.dims.vocab - first
+        if real < logits.shape[-1]:
+            logits = logits.clone()
+            logits[..., max(real, 0):] = torch.finfo(logits.dtype).min
+        return logits
+
+    def set_aux_loss_positions(self, positions: int) -> None:
+        """Makes the load-balancing loss of a MoE model, in the backward pass of each micro-batch, the coefficient times
+        the micro-batch's part of ``positions``: of all replicas and micro-batches of a step."""
+        # Megatron multiplies by the positions of the micro-batch (``calculate_per_token_loss``).
+        self.module.config.moe_aux_loss_coeff = self._aux_loss_coef / max(positions, 1)
+
+    def shard_loader(self) -> ShardLoader:
+        """A loader that expects every parameter of this rank."""
+        loader = ShardLoader(self.arch, self.par)
+        for name, param in self.parameters():
+            loader.expect(name, ShardRange.whole(param))
+        return loader
+
+    def load_folder(self, model_dir: Path | str, on_tensor: Callable[[], None] = lambda: None) -> None:
+        """Initialises parameters and masters from the safetensors files of an HF folder, in any dtype; it reads this
+        rank's part only, with a call of ``on_tensor`` for each tensor. Raises ConfigError."""
+        loader = self.shard_loader()
+        for name, master in self.masters.items():
+            loader.expect(name, master)
+        for file in hf_folder.files_of(Path(model_dir)):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in filter(loader.wants, opened.keys()):
+                        loader.load(name, FileTensor(opened.get_slice(name)))
+                        on_tensor()
+            except SafetensorError as e:
+                raise ConfigError(f"{file} is not a valid safetensors file: {e}") from e
+        loader.require_complete()
+
+
+def packed_sequences(lengths: tuple[int, ...], device: torch.device) -> Any:
+    """Megatron's description of sequences of these lengths in one row."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=max(lengths),
+                           max_seqlen_kv=max(lengths))
+
+
+class FileTensor:
+    """A tensor in an open safetensors file; only the ranges that are asked for are read."""
+
+    def __init__(self, opened: Any) -> None:
+        self._slice = opened
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._slice.get_shape())
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        ranges = [slice(None)] * dim + [slice(start, start + length)]
+        return torch.as_tensor(self._slice[tuple(ranges)])

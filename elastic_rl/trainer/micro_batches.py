@@ -1,0 +1,116 @@
+"""How a replica's share of a batch is cut into micro-batches: the samples of one forward and backward pass. Gradients
+and metrics do not depend on the cut; memory and time do.
+
+A sample of n tokens takes n - 1 positions of a pass, since nothing is predicted from its last token, and a sample of
+one token, from which nothing is predicted either, takes one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elastic_rl.config import TrainerConfig
+from elastic_rl.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """What goes through the model in one pass."""
+
+    tokens: torch.Tensor
+    """[R, P] int64: R sequences, right-padded; or packed, with R = 1: sequences one after another, without padding."""
+    packed: tuple[int, ...] = ()
+    """Lengths of the packed sequences, which add up to P; () for padded ones."""
+
+    def to(self, device: torch.device) -> ModelInput:
+        return ModelInput(self.tokens.to(device), self.packed)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """N samples of a share that pass through the model together."""
+
+    rows: torch.Tensor
+    """[N] their rows in the share."""
+    batch: Batch
+    """These samples."""
+    input: ModelInput
+    starts: torch.Tensor
+    """[N] where each sample begins in the rows of the model, were these rows laid end to end."""
+
+    @classmethod
+    def padded(cls, rows: torch.Tensor, batch: Batch) -> MicroBatch:
+        """Samples in a row each."""
+        tokens = batch["tokens"][:, :max(batch.width - 1, 1)]
+        return cls(rows, batch, ModelInput(tokens), torch.arange(batch.samples) * tokens.shape[1])
+
+    @classmethod
+    def packed(cls, rows: torch.Tensor, batch: Batch) -> MicroBatch:
+        """At least one sample, all in one row."""
+        lengths = positions(batch)
+        inside = torch.arange(batch.width)[None] < lengths[:, None]
+        tokens = batch["tokens"][inside][None]
+        return cls(rows, batch, ModelInput(tokens, tuple(lengths.tolist())), lengths.cumsum(0) - lengths)
+
+
+def positions(batch: Batch) -> torch.Tensor:
+    """[N] int64 positions that each sample takes in a pass."""
+    return (batch["lengths"] - 1).clamp(min=1)
+
+
+def cut(share: Batch, cfg: TrainerConfig) -> list[MicroBatch]:
+    """The micro-batches of a share, as the settings have them. Every sample is in one of them."""
+    if cfg.micro_batch_tokens is None:
+        size = cfg.micro_batch_size
+        return [MicroBatch.padded(torch.arange(share.samples)[at:at + size], share.rows(slice(at, at + size)))
+                for at in range(0, share.samples, size)]
+    lengths = positions(share).tolist()
+    arrange, make = (pack, MicroBatch.packed) if cfg.packing else (cut_by_length, MicroBatch.padded)
+    found = []
+    for chosen in arrange(lengths, cfg.micro_batch_tokens):
+        rows = torch.tensor(chosen)
+        found.append(make(rows, share.rows(rows, width=int(share["lengths"][rows].max()))))
+    return found
+
+
+def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Micro-batches whose sequences are padded to the longest of each: numbers of the sequences of these lengths.
+
+    A micro-batch has at most ``budget`` positions, padding included, or is a single sequence. Sequences are taken by
+    length, so that the padding of all micro-batches together is at most ``budget * ln(longest / shortest)``: that of
+    one is at most ``budget * (1 - shortest / longest)`` of its own, and lengths only fall from one to the next. The
+    longest come first, so that a step for which memory does not suffice fails at once.
+    """
+    micros: list[list[int]] = []
+    for number in _longest_first(lengths):
+        if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= budget:
+            micros[-1].append(number)
+        else:
+            micros.append([number])
+    return micros
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Micro-batches without padding, as ``cut_by_length``: each sequence, the longest first, goes to the micro-batch
+    with the fewest positions if it fits there, else to a new one. So no two micro-batches would fit into one: there
+    are less than twice as many as the positions need, if more than one."""
+    micros: list[list[int]] = []
+    least: list[tuple[int, int]] = []  # (positions, micro-batch)
+    for number in _longest_first(lengths):
+        length = lengths[number]
+        if least and least[0][0] + length <= budget:
+            filled, micro = least[0]
+            heapq.heapreplace(least, (filled + length, micro))
+            micros[micro].append(number)
+        else:
+            heapq.heappush(least, (length, len(micros)))
+            micros.append([number])
+    return micros
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda number: -lengths[number])

@@ -1,0 +1,1 @@
+"""The commands of a trainer group, its HTTP service, and the client of it."""

@@ -1,0 +1,120 @@
+"""Commands, shares of batches and results between the HTTP threads of a rank and its working thread. Bounded."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, Fenced, PluginFailed
+from elastic_rl.trainer.service.commands import Command
+
+_QUEUE = 4
+"""Commands that wait. One actor sends one at a time; a few more may be of actors that were replaced."""
+_RESULTS = 16
+_SHARES = 4
+
+
+class Board:
+    """State that both sides see. ``submit``, ``put_share`` and the reads are for HTTP threads, the rest for the rank's
+    working thread."""
+
+    def __init__(self, max_share_bytes: int) -> None:
+        self.max_share_bytes = max_share_bytes
+        self.wake = threading.Event()
+        """Set when there may be something to do."""
+        self.waits_for = ""
+        """What the trainer itself waits for, for people."""
+        self.claims: queue.Queue[tuple[int, int]] = queue.Queue(maxsize=64)
+        self._commands: queue.Queue[Command] = queue.Queue(maxsize=_QUEUE)
+        self._lock = threading.Condition()
+        self._pending: set[str] = set()
+        self._results: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._shares: OrderedDict[str, bytes] = OrderedDict()
+        self._outputs: OrderedDict[str, bytes] = OrderedDict()
+        self._status: dict[str, Any] = {"ready": False}
+
+    # -- HTTP threads ---------------------------------------------------------------------------------------------
+    def submit(self, command: Command) -> None:
+        """Queues a command. One that is queued, running or done already is not queued again. Raises Conflict when too
+        many wait or the trainer is not ready."""
+        with self._lock:
+            if not self._status["ready"]:
+                raise Conflict("the trainer is starting", hint="ask again when its status says ready")
+            if command.id in self._pending or command.id in self._results:
+                return
+            try:
+                self._commands.put_nowait(command)
+            except queue.Full:
+                raise Conflict(f"{_QUEUE} commands wait already", hint="ask again later") from None
+            self._pending.add(command.id)
+        self.wake.set()
+
+    def result(self, command_id: str, wait_s: float) -> dict[str, Any] | None:
+        """The result of a command, as soon as there is one; None if it is not done after ``wait_s``. Raises KeyError
+        for a command that is not known: it must be sent again."""
+        with self._lock:
+            self._lock.wait_for(lambda: command_id not in self._pending, timeout=wait_s)
+            if command_id in self._pending:
+                return None
+            return self._results[command_id]
+
+    def put_share(self, batch_id: str, raw: bytes) -> None:
+        with self._lock:
+            _keep(self._shares, batch_id, raw, _SHARES)
+
+    def output(self, command_id: str) -> bytes:
+        """What a command computed on this rank's share. Raises KeyError."""
+        with self._lock:
+            return self._outputs[command_id]
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            return dict(self._status)
+
+    # -- working thread -------------------------------------------------------------------------------------------
+    def next(self) -> Command | None:
+        try:
+            return self._commands.get_nowait()
+        except queue.Empty:
+            return None
+
+    def share(self, batch_id: str) -> bytes | None:
+        with self._lock:
+            return self._shares.get(batch_id)
+
+    def discard_share(self, batch_id: str) -> None:
+        with self._lock:
+            self._shares.pop(batch_id, None)
+
+    def put_output(self, command_id: str, raw: bytes) -> None:
+        with self._lock:
+            _keep(self._outputs, command_id, raw, _SHARES)
+
+    def done(self, command: Command, result: dict[str, Any]) -> None:
+        """The command was executed."""
+        self._finish(command, {"result": result})
+
+    def refused(self, command: Command, error: ElasticRLError) -> None:
+        """The command was not executed. It changed nothing, but for a group that went back to its last state."""
+        kinds = {Fenced: "fenced", ConfigError: "invalid", Conflict: "conflict", PluginFailed: "plugin"}
+        kind = next((name for of, name in kinds.items() if isinstance(error, of)), "failed")
+        self._finish(command, {"error": kind, "message": error.message, "hint": error.hint})
+
+    def _finish(self, command: Command, outcome: dict[str, Any]) -> None:
+        with self._lock:
+            self._pending.discard(command.id)
+            _keep(self._results, command.id, outcome, _RESULTS)
+            self._lock.notify_all()
+
+    def set_status(self, **fields: Any) -> None:
+        with self._lock:
+            self._status = {**self._status, **fields}
+
+
+def _keep(items: OrderedDict[str, Any], key: str, value: Any, limit: int) -> None:
+    items[key] = value
+    items.move_to_end(key)
+    while len(items) > limit:
+        items.popitem(last=False)

@@ -1,0 +1,305 @@
+"""Client of a trainer group: finds rank 0 through etcd, sends shares of batches and commands, and waits for results.
+
+A command may take as long as it takes: the client asks again and again, and says what it waits for and how long. A
+refusal ends the wait, and so does another group in the place of this one; a group that is only silent does not.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load
+
+from elastic_rl import http_client
+from elastic_rl.data.batch import Batch
+from elastic_rl.data.ledger import ConsumedGroups, Consumption
+from elastic_rl.dcs.security import Security
+from elastic_rl.errors import ConfigError, Conflict, EtcdUnavailable, Fenced, PluginFailed, TrainerFailed
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Member
+from elastic_rl.retry import RetryBackoff
+from elastic_rl.trainer.progress import Phase
+from elastic_rl.trainer.service.commands import Command, CommandKind
+
+_POLL_S = 0.1
+_REQUEST_S = 10.0
+"""Of one request; for a share, plus a second for each ``_SLOW_BYTES_PER_S``."""
+_SLOW_BYTES_PER_S = 4 << 20
+_WAIT_S = 2.0
+"""How long one request waits for a result on the other side. Short, so that a stopped trainer is noticed."""
+_SHARE_THREADS = 8
+_OUTPUT_ATTEMPTS, _OUTPUT_RETRY_S = 6, (0.2, 4.0)
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """State of a trainer group."""
+
+    group: str
+    """Random; new each time that the group forms."""
+    step: int
+    phase: Phase
+    policy_version: int
+    state_version: int
+    restarts: int
+    cursor: dict[str, Any]
+    consumed: ConsumedGroups
+    share_urls: tuple[str, ...]
+    """Where the shares of a batch go, by data-parallel rank."""
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> TrainerStatus:
+        return cls(group=raw["group"], step=int(raw["step"]), phase="rl" if raw["phase"] == "rl" else "sft",
+                   policy_version=int(raw["policy_version"]), state_version=int(raw["state_version"]),
+                   restarts=int(raw["restarts"]), cursor=dict(raw["cursor"]),
+                   consumed=ConsumedGroups.from_json(raw["consumed"]), share_urls=tuple(raw["share_urls"]))
+
+
+class TrainerClient:
+    """Client of one actor: every command carries its fencing token (epoch, term)."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, *, epoch: int, term: int,
+                 shares_by_tokens: bool = False, on_wait: Callable[[str], None] = lambda text: None) -> None:
+        """``shares_by_tokens``: replicas get about as many tokens each, instead of as many samples. ``on_wait`` is
+        called again and again during a wait, with what is waited for; "" for a trainer that answers. It may raise,
+        which ends the wait."""
+        self._etcd, self._keys, self._epoch, self._term, self._on_wait = etcd, keys, epoch, term, on_wait
+        self._by_tokens = shares_by_tokens
+        context = security.client_context
+        self._http = http_client.client(
+            timeout=_REQUEST_S, verify=context if context is not None else True,
+            headers={"Authorization": f"Bearer {security.token}"} if security.token else {})
+        self._threads = ThreadPoolExecutor(_SHARE_THREADS, "shares")
+        self._url = ""
+        self._group = ""
+        self._shares: tuple[str, ...] = ()
+        self._waits_for = ""
+        """What the trainer waits for, as of its last answer."""
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        self._http.close()
+
+    # -- state ------------------------------------------------------------------------------------------------------
+    def wait_ready(self) -> TrainerStatus:
+        """Waits, without end, for a group that has restored or initialised its weights, and takes it over: commands of
+        earlier actors are refused from then on. Raises Fenced, EtcdUnavailable and what ``on_wait`` raises."""
+        began = time.monotonic()
+        while True:
+            status, why = self._read_status()
+            if status is not None and self._claim():
+                self._group, self._shares = status.group, status.share_urls
+                self._on_wait("")
+                return status
+            self._on_wait(f"{why or 'the trainer'} ({time.monotonic() - began:.0f} s)")
+            time.sleep(_POLL_S)
+
+    def _claim(self) -> bool:
+        try:
+            answer = self._http.post(self._url + "/v1/claim", json={"epoch": self._epoch, "term": self._term})
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == httpx.codes.ACCEPTED
+
+    def _read_status(self) -> tuple[TrainerStatus | None, str]:
+        """The status if the group is ready, else what is missing."""
+        member = self._member()
+        if member is None or not member.url:
+            return None, "a trainer group: none has formed"
+        try:
+            answer = self._http.get(member.url + "/v1/status", timeout=5.0)
+            if answer.status_code == httpx.codes.FORBIDDEN:
+                return None, "a trainer that accepts this job's token"
+            raw = answer.json()
+            if not raw.get("ready"):
+                return None, "the trainer to restore its state"
+            if raw["group"] != member.incarnation or int(raw["epoch"]) != self._epoch:
+                return None, "the trainer group of this epoch"
+            self._url = member.url
+            return TrainerStatus.from_json(raw), ""
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as e:
+            # The member's record outlives a killed rank by the lease.
+            return None, f"the trainer to answer: {type(e).__name__}"
+
+    def _member(self) -> Member | None:
+        return readable_one(self._etcd.get(self._keys.member("trainer", "rank-0")), Member)
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+    def update(self, phase: Phase, step: int, batch: Batch, *, consumption: Consumption = Consumption(),
+               cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Runs step ``step`` of a phase (the trainer's step + 1) and returns its metrics once its policy is being
+        published. Keys: those of ``TrainStep.train`` and, for RL, gather_s, copy_s, publish_stall_s, publish_wait_s
+        (seconds), policy_version and state_version (0 when no state was saved).
+
+        ``cursor`` is saved with the state. Raises TrainerFailed when the group is lost, Conflict when the step does not
+        follow, Fenced when another actor has taken over, ConfigError when the batch is refused, PluginFailed when the
+        algorithm's loss failed: the step was not made. If it failed after an update, the group is at its last state,
+        and every further step is refused with the same error until another actor takes over or the group re-forms.
+        """
+        return self._command(CommandKind.UPDATE, phase=phase, step=step, batch=batch, consumption=consumption,
+                             cursor=dict(cursor or {}))
+
+    def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N, T] bool: whether the
+        token is the most probable one. Raises as ``update``."""
+        return self._forward(batch)
+
+    def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        """[N, T] fp32: log-probs of the batch's loss tokens (0 elsewhere) by the reference policy of RL step ``step``
+        (the trainer's step + 1). Raises as ``update``; ConfigError when the trainer has no such reference."""
+        return self._forward(batch, phase="rl", step=step, weights="reference")["logprobs"]
+
+    def _forward(self, batch: Batch, **fields: Any) -> dict[str, torch.Tensor]:
+        command_id = self._new_id()
+        self._command(CommandKind.FORWARD_LOGPROBS, batch=batch, command_id=command_id, **fields)
+        outputs = list(self._threads.map(lambda url: self._output(url, command_id), self._shares))
+        return {name: batch.joined([o[name] for o in outputs], by_tokens=self._by_tokens) for name in outputs[0]}
+
+    def save(self, phase: Phase, step: int, *, begin_rl: bool = False, publish: bool = False,
+             cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Commits the state of this step, and ends the SFT phase first with ``begin_rl``; with ``publish`` also the
+        policy, under a new number. The result says whether it is ``committed``: if not, the trainer goes on trying by
+        itself. Raises as ``update``."""
+        return self._command(CommandKind.SAVE, phase=phase, step=step, begin_rl=begin_rl, publish=publish,
+                             cursor=dict(cursor or {}))
+
+    def _new_id(self) -> str:
+        return f"{self._epoch}-{self._term}-{secrets.token_hex(8)}"
+
+    def _command(self, kind: CommandKind, *, batch: Batch | None = None, command_id: str = "", **fields: Any
+                 ) -> dict[str, Any]:
+        if not self._group:
+            self.wait_ready()
+        command = Command(id=command_id or self._new_id(), kind=kind, epoch=self._epoch, term=self._term,
+                          group=self._group, batch=self._new_id() if batch is not None else "", **fields)
+        began = time.monotonic()
+        sent = shares_sent = False
+        while True:
+            try:
+                if not sent:
+                    if batch is not None and not shares_sent:
+                        self._send_shares(command.batch, batch)
+                        shares_sent = True
+                    if not self._post(command):
+                        self._require_same_group()
+                        self._on_wait("the trainer to take a command: it starts, or others wait")
+                        time.sleep(_POLL_S)
+                        continue
+                    sent = True
+                outcome = self._ask(command.id)
+            except (httpx.HTTPError, _Unanswered) as e:
+                self._require_same_group()
+                self._on_wait(f"the trainer to answer ({_name_of(e)}, {time.monotonic() - began:.0f} s)")
+                time.sleep(_POLL_S)
+                continue
+            if outcome is None:
+                self._on_wait(self._waits_for)
+            elif "result" in outcome:
+                return dict(outcome["result"])
+            elif outcome:
+                raise _error_of(outcome)
+            else:
+                self._require_same_group()
+                sent = False  # it is not known: it was lost before it was queued
+
+    def _send_shares(self, batch_id: str, batch: Batch) -> None:
+        bodies = [share.to_bytes() for share in batch.shares(len(self._shares), by_tokens=self._by_tokens)]
+
+        def put(url: str, body: bytes) -> httpx.Response:
+            return self._http.put(f"{url}/v1/batches/{batch_id}/share", content=body,
+                                  timeout=_REQUEST_S + len(body) / _SLOW_BYTES_PER_S)
+
+        for answer in list(self._threads.map(put, self._shares, bodies)):
+            if answer.status_code != httpx.codes.CREATED:
+                raise _refusal(answer)
+
+    def _post(self, command: Command) -> bool:
+        """Whether it was queued; not while the trainer starts, or too many others wait."""
+        answer = self._http.post(self._url + "/v1/commands", content=command.encode())
+        if answer.status_code == httpx.codes.CONFLICT:
+            return False
+        if answer.status_code != httpx.codes.ACCEPTED:
+            raise _refusal(answer)
+        return True
+
+    def _ask(self, command_id: str) -> dict[str, Any] | None:
+        """The outcome of a command; None while it is not done, {} when it is not known."""
+        answer = self._http.get(f"{self._url}/v1/commands/{command_id}", params={"wait_s": _WAIT_S})
+        if answer.status_code == httpx.codes.ACCEPTED:
+            self._waits_for = _waits_for(answer)
+            return None
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return {}
+        if answer.status_code != httpx.codes.OK:
+            raise _refusal(answer)
+        return dict(answer.json())
+
+    def _output(self, url: str, command_id: str) -> dict[str, torch.Tensor]:
+        retry, failure = RetryBackoff(*_OUTPUT_RETRY_S), ""
+        for _ in range(_OUTPUT_ATTEMPTS):
+            try:
+                answer = self._http.get(f"{url}/v1/outputs/{command_id}", timeout=60.0)
+                if answer.status_code != httpx.codes.OK:
+                    raise _refusal(answer)
+                return load(answer.content)
+            except (httpx.HTTPError, _Unanswered) as e:
+                failure = _name_of(e)
+            self._require_same_group()
+            retry.failed(time.monotonic())
+            time.sleep(retry.left_s(time.monotonic()))
+        raise TrainerFailed(f"a rank of the trainer did not give its log-probs ({failure})")
+
+    def _require_same_group(self) -> None:
+        """Raises TrainerFailed when another group has formed than the one that this client has taken over. A group
+        whose record is missing may only be slow: its lease has ended."""
+        try:
+            member = self._member()
+        except EtcdUnavailable:  # nobody can say; the group may answer again
+            return
+        if member is not None and member.incarnation != self._group:
+            raise TrainerFailed("the trainer group re-formed")
+
+
+class _Unanswered(Exception):
+    """The service answered, but not the request: it is overloaded, or has a fault. To be asked again."""
+
+
+def _name_of(error: Exception) -> str:
+    return str(error) if isinstance(error, _Unanswered) else type(error).__name__
+
+
+def _waits_for(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json().get("waits_for", ""))
+    except (ValueError, AttributeError):
+        return ""
+
+
+def _refusal(answer: httpx.Response) -> Exception:
+    if answer.is_server_error:
+        return _Unanswered(f"HTTP {answer.status_code}")
+    try:
+        body = answer.json()
+        message, hint = str(body["error"]), str(body.get("hint", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, hint = f"HTTP {answer.status_code}: {answer.text[:200]}", ""
+    if answer.status_code == httpx.codes.BAD_REQUEST:
+        return ConfigError(f"the trainer refused the request: {message}", hint=hint)
+    if answer.status_code == httpx.codes.CONFLICT:
+        return Conflict(message, hint=hint)
+    return TrainerFailed(f"the trainer refused the request: {message}", hint=hint)
+
+
+def _error_of(outcome: Mapping[str, Any]) -> Exception:
+    kind = {"fenced": Fenced, "conflict": Conflict, "invalid": ConfigError, "plugin": PluginFailed}.get(
+        str(outcome.get("error")), TrainerFailed)
+    return kind(str(outcome.get("message")), hint=str(outcome.get("hint") or ""))

@@ -1,0 +1,184 @@
+"""Runs examples with several seeds, and checks what each run learned against ``thresholds.toml``.
+
+    python examples/run_examples.py [NAME …] [--seeds 0,1,2]       # from the root of the repository
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_rl import config
+from elastic_rl.errors import ConfigError
+from elastic_rl.host.processes import python
+
+EXAMPLES = Path(__file__).resolve().parent
+_STOP_S = 180.0
+"""For a run that is interrupted: it takes its cluster down."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Fractions of held-out problems that are solved."""
+
+    before: float
+    """At most, at the beginning."""
+    after: float
+    """At least, at the end."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run of an example."""
+
+    example: str
+    seed: int
+    before: float | None
+    after: float | None
+    seconds: float
+    fault: str
+    """Why it failed; "" if it did not."""
+
+
+def thresholds(path: Path = EXAMPLES / "thresholds.toml") -> dict[str, Threshold]:
+    """By the name of the example. Raises ConfigError for a table that cannot hold."""
+    found = {name: Threshold(**entry) for name, entry in tomllib.loads(path.read_text()).items()}
+    for name, threshold in found.items():
+        if not 0 <= threshold.before < threshold.after <= 1:
+            raise ConfigError(f"{path.name}: {name} has before={threshold.before:g} and after={threshold.after:g}",
+                              hint="both are fractions, and after is the larger one")
+    return found
+
+
+def examples(names: Sequence[str]) -> list[str]:
+    """The names of the examples that are asked for; all of them for none. Raises ConfigError for an unknown one."""
+    known = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+    wanted = [name.removesuffix(".yaml").rpartition("/")[2] for name in names]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(f"there is no example {', '.join(unknown)}", hint=f"examples: {', '.join(known)}")
+    return wanted or known
+
+
+def accuracies(report: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Accuracy before and after, of a report: of RL, or of the supervised phase where there was nothing else. Pure."""
+    part: Mapping[str, Any] = report if report.get("steps") else report.get("sft") or {}
+    return part.get("eval_accuracy_first"), part.get("eval_accuracy_last")
+
+
+def fault_of(code: int, before: float | None, after: float | None, threshold: Threshold | None) -> str:
+    """Why a run with this exit code failed; "" if it did not. Pure."""
+    if code:
+        return f"ended with exit code {code}"
+    if threshold is None:
+        return ""
+    if before is None or after is None:
+        return "was not evaluated before and after"
+    faults = [f"began at {before:.2f}, more than {threshold.before:.2f}"] if before > threshold.before else []
+    if after < threshold.after:
+        faults.append(f"ended at {after:.2f}, less than {threshold.after:.2f}")
+    return "; ".join(faults)
+
+
+def table(results: Sequence[Result]) -> list[str]:
+    """Lines for people. Pure."""
+    rows = [("example", "seed", "before", "after", "seconds", "")]
+    rows += [(r.example, str(r.seed), _number(r.before), _number(r.after), f"{r.seconds:.0f}",
+              f"FAILED: {r.fault}" if r.fault else "ok") for r in results]
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    return ["  ".join(cell.ljust(width) if i in (0, 5) else cell.rjust(width)
+                      for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def run(name: str, seed: int, limit_s: float, threshold: Threshold | None) -> Result:
+    """Trains an example as a job of its own, on a cluster of its own. Its output goes to a file that is named."""
+    job = f"{name.replace('_', '-')[:20]}-s{seed}-{time.strftime('%m%d-%H%M%S')}"
+    settings = [f"--job={job}", f"--seed={seed}"]
+    cfg = config.load(EXAMPLES / f"{name}.yaml", settings)
+    log = cfg.run_dir / f"{job}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{name}, seed {seed}: see {log}", flush=True)
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(python("elastic_rl.cli.main", "train", "-c", str(EXAMPLES / f"{name}.yaml"),
+                                          "--with-cluster", *settings), stdout=output, stderr=subprocess.STDOUT,
+                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(  # for code of examples
+                                       filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))})
+        with _stopped(process):
+            try:
+                fault = ""
+                process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                fault = f"did not end in {limit_s:g} s"
+    before, after = accuracies(_report(cfg.job_dir / "report.json"))
+    return Result(name, seed, before, after, time.monotonic() - began,
+                  fault or fault_of(process.returncode, before, after, threshold))
+
+
+def _report(path: Path) -> dict[str, Any]:
+    """{} where the run has left none."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+@contextlib.contextmanager
+def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Ends the process at the end, if it runs: with the signal on which it takes its cluster down."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="examples", description="Runs examples, and checks what they learn.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="examples, as jsonl_math (default: all)")
+    parser.add_argument("--seeds", default="0", help="seeds, as 0,1,2 (default: 0)")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds that a run may take (default: 3600)")
+    given = parser.parse_args(arguments)
+    try:
+        known, names = thresholds(), examples(given.names)
+        seeds = [int(seed) for seed in given.seeds.split(",")]
+    except ConfigError as e:
+        parser.error(f"{e.message}; {e.hint}")
+    except ValueError:
+        parser.error(f"--seeds={given.seeds} is no list of numbers, as 0,1,2")
+    subprocess.run([sys.executable, str(EXAMPLES / "make_assets.py")], check=True, stdout=subprocess.DEVNULL)
+    results = []
+    for name in names:
+        for seed in seeds:
+            results.append(run(name, seed, given.limit_s, known.get(name)))
+            print(table(results)[-1], flush=True)
+    print("", *table(results), sep="\n")
+    return int(any(result.fault for result in results))
+
+
+if __name__ == "__main__":
+    os.chdir(EXAMPLES.parent)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

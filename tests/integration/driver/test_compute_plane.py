@@ -1,0 +1,143 @@
+"""The compute plane of a driver on real Ray, Serve, router and etcd; only engines, trainer and roles are stubs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from support.etcd_server import EtcdServers
+from support.stub_actors import FAIL, StubEngine, StubRole, StubTrainer
+
+from elastic_rl import config
+from elastic_rl.driver import __main__ as driver
+from elastic_rl.driver import compute
+from elastic_rl.driver.pool import EnginePool
+from elastic_rl.driver.trainer_group import TrainerGroup
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.decoding import readable
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import members
+from elastic_rl.etcd.records import Engine, EngineState, JobStatus
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.base import RoleSpec
+from elastic_rl.runtime import wait_until
+
+
+class Plane:
+    """A driver in a thread, and what etcd says of it."""
+
+    def __init__(self, folder: Path, keys: Keys) -> None:
+        self.keys, self.servers = keys, EtcdServers(folder / "etcd", 1).start()
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        cfg = config.parse({"job": keys.job, "run_dir": str(folder), "device": {"type": "cpu"},
+                            "rollout": {"engines": 2}, "etcd": {"call_timeout_s": 0.5, "retry_budget_s": 1.0}})
+        self.ctx = RunContext(config=cfg, etcd_endpoints=self.servers.endpoints, job=keys.job, epoch=0,
+                              model_dir=str(model))
+        self.stop, self.code = threading.Event(), []
+        self.thread = threading.Thread(target=self._drive, daemon=True)
+        self.planes: list[compute.ComputePlane] = []
+        self.error: BaseException | None = None
+
+    def _drive(self) -> None:
+        try:
+            self.code.append(driver.drive(self.ctx, "driver-1", self.stop))
+        except BaseException as e:
+            self.error = e
+            raise
+
+    @contextlib.contextmanager
+    def etcd(self) -> Iterator[EtcdClient]:
+        with self.servers.connect() as etcd:
+            yield etcd
+
+    def until(self, check: Callable[[EtcdClient], object], what: str) -> object:
+        def looked() -> object:
+            try:
+                with self.etcd() as etcd:
+                    return check(etcd)
+            except EtcdUnavailable:
+                return None
+
+        return wait_until(looked, timeout_s=120, what=what, poll_s=0.2, alive=self.thread.is_alive)
+
+    def engines(self, etcd: EtcdClient) -> dict[str, int]:
+        found = readable(etcd.range(self.keys.engines_prefix())[0], Engine)
+        return {e.id: e.pid for e, _ in found if e.state is EngineState.READY}
+
+    def faults(self, etcd: EtcdClient) -> dict[str, str] | None:
+        return next((m.info.get("faults") for m in members(etcd, self.keys, "driver")), None)
+
+
+@pytest.fixture
+def plane(tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))  # for Ray's workers
+    monkeypatch.setattr(compute, "EnginePool", partial(EnginePool, body=StubEngine))
+    monkeypatch.setattr(compute, "TrainerGroup", partial(TrainerGroup, body=StubTrainer))
+    monkeypatch.setattr(compute, "ROLES", {"stub": RoleSpec(name="stub", cls=StubRole)})
+    made = Plane(tmp_path, keys)
+    monkeypatch.setattr(driver, "ComputePlane", lambda *args: made.planes.append(compute.ComputePlane(*args)) or
+                        made.planes[-1])
+    yield made
+    made.stop.set()
+    made.servers.cont(0)
+    if made.thread.is_alive():
+        made.thread.join(90)
+    made.servers.close()
+
+
+def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
+    # A role that cannot start, and an etcd that stops while the plane starts.
+    plane.ctx.config.cluster_dir.mkdir(parents=True)
+    broken = plane.ctx.config.cluster_dir / FAIL
+    plane.thread.start()
+    wait_until(lambda: plane.planes, timeout_s=60, what="the plane's start")
+    plane.servers.stop(0)
+    wait_until(lambda: plane.planes[0].trainer is not None, timeout_s=120, what="Ray", alive=plane.thread.is_alive)
+    threading.Event().wait(4.0)  # several times the retry budget of a call
+    assert plane.thread.is_alive()
+    plane.servers.cont(0)
+    before = plane.until(lambda etcd: len(found := plane.engines(etcd)) == 2 and found, "two engines")
+    wait_until(lambda: plane.planes[0].waiting == {}, timeout_s=120, what="the role and the trainer")
+
+    # Both engines and the router end at once.
+    router = plane.planes[0].router
+    os.kill(router._process.pid, signal.SIGKILL)
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+    plane.until(lambda etcd: len(found := plane.engines(etcd)) == 2 and not found.keys() & before.keys(), "two others")
+    plane.until(lambda etcd: plane.faults(etcd) == {}, "the router")
+
+    # Etcd is away, for longer than any lease, and an engine ends meanwhile.
+    with plane.etcd() as etcd:
+        before = plane.engines(etcd)
+    plane.servers.stop(0)
+    os.kill(next(iter(before.values())), signal.SIGKILL)
+    threading.Event().wait(6.0)
+    assert plane.thread.is_alive() and not plane.code
+    plane.servers.cont(0)
+    plane.until(lambda etcd: len(found := plane.engines(etcd)) == 2 and found != before, "the replacement")
+
+    # A start that fails is no end either.
+    broken.touch()
+    with plane.etcd() as etcd:
+        os.kill(next(iter(plane.engines(etcd).values())), signal.SIGKILL)
+    plane.until(lambda etcd: "starts failed" in plane.planes[0].waiting.get("pools/rollout", ""), "the report")
+    broken.unlink()
+    plane.until(lambda etcd: len(plane.engines(etcd)) == 2, "two engines")
+
+    with plane.etcd() as etcd:
+        etcd.put(plane.keys.job_status(), JobStatus(phase="finished").encode())
+    plane.thread.join(90)
+    assert plane.code == [0] and plane.error is None
+    assert not [p for p in psutil.Process().children(recursive=True) if "raylet" in p.name()]

@@ -1,0 +1,131 @@
+"""The real router under its supervisor, with workers that answer as engines do: it is killed, frozen, and its list of
+workers is changed behind the supervisor's back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from elastic_rl.driver.router_supervisor import RouterSupervisor
+from elastic_rl.engine.router import RouterClient, RouterProcess
+from elastic_rl.errors import EngineFailed
+from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.runtime import wait_until
+
+EPOCH = 3
+
+
+class Worker(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b'{"model_path": "tiny", "weight_version": "1"}'
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def urls() -> Iterator[list[str]]:
+    """Two servers that answer the router's questions."""
+    with contextlib.ExitStack() as held:
+        found = []
+        for _ in range(2):
+            server = ThreadingHTTPServer(("127.0.0.1", 0), Worker)
+            held.callback(server.server_close)
+            held.callback(server.shutdown)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            found.append(f"http://127.0.0.1:{server.server_port}")
+        yield found
+
+
+class Supervised:
+    """The supervisor, and the engines that etcd would list. Each poll of ``until`` is another reading of etcd."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = RouterProcess(host="127.0.0.1", log=folder / "router.log")
+        self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0)
+        self.client = RouterClient(self.supervisor.url)
+        self.states: dict[str, EngineState] = {}
+        self.supervisor.start()
+
+    def listed(self) -> set[str]:
+        try:
+            return set(self.client.workers())
+        except EngineFailed:
+            return {"no answer"}
+
+    def until(self, check: Callable[[], object], what: str) -> None:
+        def observed() -> object:
+            self.supervisor.observe(Engine(id=url, pool="rollout", state=state, epoch=EPOCH, url=url)
+                                    for url, state in self.states.items())
+            return check()
+
+        wait_until(observed, timeout_s=90, what=what, poll_s=0.2)
+
+    def until_listed(self, *urls: str) -> None:
+        self.until(lambda: self.listed() == set(urls), f"the workers {urls}")
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Supervised]:
+    made = Supervised(tmp_path)
+    yield made
+    made.supervisor.stop()
+
+
+def test_router_that_is_killed_comes_back_at_its_address_with_its_workers(router: Supervised, urls: list[str]) -> None:
+    router.states = dict.fromkeys(urls, EngineState.READY)
+    router.until_listed(*urls)
+    before = router.process.pid
+    os.kill(before, signal.SIGKILL)
+    router.until(lambda: router.process.pid != before and router.listed() == set(urls), "the next router")
+    router.until(lambda: router.supervisor.fault == "", "the end of the fault")
+    assert router.supervisor.restarts() == ["it ended"] and router.supervisor.restarts() == []
+
+
+def test_frozen_router_is_replaced(router: Supervised, urls: list[str]) -> None:
+    router.states = {urls[0]: EngineState.READY}
+    router.until_listed(urls[0])
+    before = router.process.pid
+    os.kill(before, signal.SIGSTOP)
+    router.until(lambda: router.process.pid != before and router.listed() == {urls[0]}, "the next router")
+    [reason] = router.supervisor.restarts()
+    assert "did not answer" in reason
+
+
+def test_list_of_workers_follows_the_records(router: Supervised, urls: list[str]) -> None:
+    kept, lost = urls
+    router.states = {kept: EngineState.READY, lost: EngineState.READY}
+    router.until_listed(kept, lost)
+
+    # Someone removes a worker whose engine is ready.
+    router.client.remove(kept, timeout_s=30)
+    router.until_listed(kept, lost)
+
+    # An engine dies, and its runner with it: nobody else takes it out.
+    router.states[lost] = EngineState.DEAD
+    router.until_listed(kept)
+
+    # An engine adds itself before its record says READY: it is not fought.
+    router.states[lost] = EngineState.SYNCING
+    router.client.add(lost, timeout_s=30)
+    for _ in range(20):
+        router.until(lambda: True, "a reading")
+    assert router.listed() == {kept, lost}
+
+    # The driver has seen it end: it does not wait for two more readings, nor for etcd.
+    router.states = {kept: EngineState.READY}
+    router.until(lambda: True, "a reading")
+    router.supervisor.unroute(lost)
+    wait_until(lambda: router.listed() == {kept}, timeout_s=60, what="the removal")

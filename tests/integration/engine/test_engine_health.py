@@ -1,0 +1,184 @@
+"""A real engine whose scheduler is stopped is found by its probes and ended; one that is only busy or slow is not.
+An engine that alone cannot fetch is ended; one that cannot because nobody can, waits. So does one without a router."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.engine_testbed import EngineTestbed, await_gone, suspended
+
+from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.engine.client import Sample
+from elastic_rl.engine.server.health import Health
+from elastic_rl.errors import NodeUnavailable
+from elastic_rl.etcd.records import EngineState
+from elastic_rl.runtime import wait_until
+
+QUICK = {"probe_interval_s": 0.5, "frozen_after_s": 6.0}
+"""Settings with which a frozen engine is found soon."""
+
+
+def scheduler(testbed: EngineTestbed, engine_id: str) -> psutil.Process:
+    [found] = [p for p in map(psutil.Process, testbed.server_pids(engine_id)) if "scheduler" in " ".join(p.cmdline())]
+    return found
+
+
+def probed_again(testbed: EngineTestbed, engine_id: str) -> None:
+    """Waits for a sign of life that is younger than this call."""
+    monitor = testbed.runners[engine_id]._monitor
+    seen = monitor.health
+    wait_until(lambda: monitor.health is not seen and monitor.health.state is Health.HEALTHY, timeout_s=60,
+               what="a probe that is answered")
+
+
+def test_engine_with_a_stopped_scheduler_is_unrouted_and_dead_with_the_reason(testbed: EngineTestbed) -> None:
+    testbed.stop_engines()
+    testbed.start_engine("frozen", **QUICK)
+    engine = testbed.wait_ready("frozen")
+    probed_again(testbed, "frozen")
+    pids = testbed.server_pids("frozen")
+    with suspended(scheduler(testbed, "frozen").pid):
+        dead = testbed.wait_state("frozen", EngineState.DEAD)
+        assert "no sign of life" in dead.reason
+        testbed.await_end("frozen")
+        assert engine.url not in testbed.workers()
+        await_gone(pids)
+    [death] = [e for e in testbed.events("frozen") if e.kind == "engine.dead"]
+    assert death.data["detect_s"] >= QUICK["frozen_after_s"]
+
+
+@contextlib.contextmanager
+def starved(pids: list[int]) -> Iterator[None]:
+    """The processes share one core with fifteen busy ones that go first."""
+    core = {min(os.sched_getaffinity(0))}
+    spin = f"import os\nos.sched_setaffinity(0, {core})\nwhile True: pass"
+    # Sessions of their own: the kernel shares a core between sessions first.
+    hogs = [subprocess.Popen([sys.executable, "-c", spin], start_new_session=True) for _ in range(15)]
+    processes = [psutil.Process(pid) for pid in pids]
+    threads = [thread.id for process in processes for thread in process.threads()]
+    cores = os.sched_getaffinity(processes[0].pid)
+    try:
+        with contextlib.suppress(OSError):  # a kernel without it has no groups of sessions
+            Path(f"/proc/{pids[0]}/autogroup").write_text("19")
+        for thread in threads:
+            os.setpriority(os.PRIO_PROCESS, thread, 19)
+            os.sched_setaffinity(thread, core)
+        yield
+    finally:
+        for hog in hogs:
+            hog.kill()
+        for hog in hogs:
+            hog.wait()
+        for thread in threads:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, cores)
+
+
+def asking(testbed: EngineTestbed, *, n: int, tokens: int) -> tuple[threading.Thread, list[Sample]]:
+    answers: list[Sample] = []
+    thread = threading.Thread(target=lambda: answers.extend(testbed.ask(n=n, temperature=1.0, tokens=tokens)))
+    thread.start()
+    return thread, answers
+
+
+def test_busy_or_starved_engine_is_not_taken_for_frozen(testbed: EngineTestbed) -> None:
+    """With limits that are shorter than the work: a full batch with a long queue, then no CPU."""
+    testbed.stop_engines()
+    testbed.start_engine("busy", max_running_requests=8, **QUICK)
+    testbed.wait_ready("busy")
+    monitor = testbed.runners["busy"]._monitor
+    seen: set[Health] = set()
+    thread, answers = asking(testbed, n=64, tokens=50)
+    while thread.is_alive():
+        seen.add(monitor.health.state)
+        thread.join(0.05)
+    assert len(answers) == 64 and Health.FROZEN not in seen
+    testbed.assert_logprobs(answers)
+
+    with starved(testbed.server_pids("busy")):
+        thread, answers = asking(testbed, n=8, tokens=50)
+        # Silent for longer than a stopped engine lives.
+        wait_until(lambda: monitor.health.starved_s > QUICK["frozen_after_s"], timeout_s=100, what="a starved engine")
+        assert testbed.record("busy").state is EngineState.READY
+    thread.join(60)
+    probed_again(testbed, "busy")
+    testbed.assert_serves()
+
+
+class Nodes:
+    """Stands between engines and their checkpoint node: those in ``cut_off`` cannot reach it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cut_off: set[str] = set()
+        pull = Puller.pull
+
+        def pull_if_connected(puller: Puller, *args: object, **options: object) -> object:
+            if puller._name.removeprefix("engine-") in self.cut_off:
+                raise NodeUnavailable("the node of this host cannot be reached")
+            return pull(puller, *args, **options)
+
+        monkeypatch.setattr(Puller, "pull", pull_if_connected)
+
+
+def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_waits(
+        testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(monkeypatch)
+    testbed.stop_engines()
+    names = ["cut", "whole"]
+    for name in names:
+        testbed.start_engine(name, fetch_timeout_s=3.0)
+    engines = {name: testbed.wait_ready(name) for name in names}
+
+    nodes.cut_off = set(names)
+    before, after = testbed.published, testbed.publish(seed=31)
+    failures = [testbed.runners[name]._fetch_failures for name in names]
+    wait_until(lambda: all(f.count > 6 and f.overdue(time.monotonic()) for f in failures), timeout_s=120,
+               what="engines that are overdue")
+    for name in names:
+        found = testbed.record(name)
+        assert (found.state, found.version) == (EngineState.READY, before)
+    assert testbed.ask()[0].oldest_version == before
+
+    nodes.cut_off = {"cut"}
+    testbed.wait_ready("whole", after)
+    dead = testbed.wait_state("cut", EngineState.DEAD)
+    testbed.await_end("cut")
+    assert "1 of 1 other engines can" in dead.reason and NodeUnavailable.__name__ in dead.reason
+    assert list(testbed.workers()) == [engines["whole"].url]
+    kinds = [(e.kind, str(e.severity)) for e in testbed.events("cut")]
+    assert kinds[-3:] == [("engine.cannot_fetch", "warning"), ("engine.cannot_fetch", "error"),
+                          ("engine.dead", "error")]
+    testbed.assert_serves()
+
+
+def test_engine_waits_for_a_router_that_is_away_and_follows_the_head_meanwhile(testbed: EngineTestbed) -> None:
+    testbed.stop_engines()
+    os.kill(testbed.router.pid, signal.SIGKILL)
+    wait_until(lambda: not testbed.router.alive(), timeout_s=10, what="the router's end")
+    name = f"unrouted-{secrets.token_hex(2)}"
+    testbed.start_engine(name)
+
+    def waits(version: int) -> bool:
+        found = testbed.runners[name]._lifecycle
+        return found.version == version and testbed.runners[name]._member._member.phase == "waiting for the router"
+
+    wait_until(lambda: waits(testbed.published), timeout_s=400, what="an engine that waits for the router")
+    assert testbed.record(name).state is EngineState.SYNCING
+    second = testbed.publish(seed=41)
+    wait_until(lambda: waits(second), timeout_s=60, what="the next version")
+    testbed.router.start()
+    engine = testbed.wait_ready(name)
+    assert testbed.workers() == {engine.url: True} and engine.version == second
+    assert [e.kind for e in testbed.events(name)] == ["engine.ready"]
+    testbed.assert_serves()

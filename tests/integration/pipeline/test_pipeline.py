@@ -1,0 +1,648 @@
+"""The pipeline on a real etcd: a whole job through outages, and what it reports when the trainer is lost.
+
+The trainer is the real service, board, gate and client over HTTP; only the tensors behind them are left out. Engines
+are a function.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from support.etcd_server import EtcdServers
+
+from elastic_rl import config
+from elastic_rl.coordinator.targets import TRAINER
+from elastic_rl.data.batch import Batch
+from elastic_rl.data.ledger import ConsumedGroups, audit
+from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.data.sources import make_source
+from elastic_rl.dcs.security import Security
+from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.errors import Conflict, EngineFailed, Fenced, PluginFailed
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import Engine, EngineState, GroupLease, JobStatus, RestartRequest, StepMetrics
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.pipeline.stages import Pipeline
+from elastic_rl.report.build import read_records
+from elastic_rl.runtime import wait_until
+from elastic_rl.trainer.progress import Progress
+from elastic_rl.trainer.service.board import Board
+from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
+from elastic_rl.trainer.service.server import TrainerService
+
+STEPS = 6
+WAIT_S = 60.0
+
+
+class TrainerWithoutTensors:
+    """The trainer group of one rank. ``lose`` ends it; ``form`` forms the next one from the last saved state."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int) -> None:
+        self._etcd, self._keys, self._epoch = etcd, keys, epoch
+        self.saved = [Progress()]
+        self.version = 0
+        self.trained: list[tuple[int, Batch]] = []
+        self.reference_passes: list[int] = []
+        """Steps for which the reference policy was asked."""
+        self.frozen = threading.Event()
+        self.loss_fails = threading.Event()
+        self.loss_fails_late = threading.Event()
+        """After an update of a step that is no saved one."""
+        self.republished = 0
+        self.form()
+
+    def form(self) -> None:
+        self.board, self.progress = Board(1 << 20), self.saved[-1]
+        self.service = TrainerService(self.board, "127.0.0.1", Security(), Batch.from_bytes).start()
+        self.member = Membership(self._etcd, self._keys, "trainer", "rank-0", ttl_s=10, url=self.service.url,
+                                 epoch=self._epoch).start()
+        self.gate = WriterGate(self._epoch, self.member.incarnation)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._report()
+        self._thread.start()
+
+    def lose(self) -> None:
+        """As kill -9 of a rank: nothing of the unsaved progress remains."""
+        self._stop.set()
+        self._thread.join()
+        self.service.close()
+        self.member.close()
+
+    def _report(self) -> None:
+        p = self.progress
+        self.version += p.phase == "rl" and not self.board.status()["ready"]
+        self.board.set_status(ready=True, group=self.member.incarnation, epoch=self._epoch, step=p.step, phase=p.phase,
+                              cursor=p.cursor, consumed=p.consumed.to_json(), policy_version=self.version,
+                              state_version=len(self.saved), share_urls=[self.service.url], restarts=0)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            command = None if self.frozen.is_set() else self.board.next()
+            if command is None:
+                self._stop.wait(0.005)
+                continue
+            try:
+                self.gate.term = max(self.gate.term, fencing.current_term(self._etcd, self._keys))
+                earlier = self.gate.admit(command, self.progress)
+            except (Fenced, Conflict, PluginFailed) as e:
+                self.board.refused(command, e)
+                continue
+            late = command.kind is CommandKind.UPDATE and command.phase == "rl" and command.step % 2 == 0
+            if late and self.loss_fails_late.is_set():
+                self.progress, failure = self.saved[-1], PluginFailed("algorithm.name=mine failed late")
+                self.gate.hold(failure)
+                self._report()
+                self.board.refused(command, failure)
+                continue
+            if self.loss_fails.is_set() and command.kind is CommandKind.UPDATE:
+                self.board.refused(command, PluginFailed("the token_loss of algorithm.name=mine failed"))
+                continue
+            result = earlier if earlier is not None else self._execute(command)
+            self._report()
+            self.gate.executed(command, result)
+            self.board.done(command, result)
+
+    def _execute(self, command: Command) -> dict[str, Any]:
+        batch = Batch.from_bytes(self.board.share(command.batch) or b"") if command.batch else None
+        if command.kind is CommandKind.FORWARD_LOGPROBS and batch is not None:
+            mask = batch["loss_mask"]
+            if command.weights == "reference":
+                self.reference_passes.append(command.step)
+                self.board.put_output(command.id, save({"logprobs": -1.0 * mask}))
+                return {}
+            self.board.put_output(command.id, save({"logprobs": torch.zeros(mask.shape), "greedy": mask.clone()}))
+            return {}
+        if command.kind is CommandKind.SAVE:
+            if command.begin_rl:
+                self.progress = after_begin_rl(self.progress, command)
+                self.version += 1
+            else:
+                self.progress = self.progress.replace(cursor=dict(command.cursor))
+            if command.publish:
+                self.version += 1
+                self.republished += 1
+            self.saved.append(self.progress)
+            return {"committed": True}
+        assert batch is not None
+        self.progress = after_update(self.progress, command)
+        if command.phase == "rl":
+            self.trained.append((command.step, batch))
+            self.version += 1
+            if command.step % 2 == 0:
+                self.saved.append(self.progress)
+        return {"loss": 0.1, "publish_stall_s": 0.0, "policy_version": self.version, "logprob_diff_max": 0.0,
+                "grad_norm": None, "my_stat": 2.5, "train_tokens_per_s": 1234.5678}
+
+
+@dataclass
+class Roles:
+    """Engines that answer every prompt right with its first sample and wrong with the others, unless they are away."""
+
+    trainer: TrainerWithoutTensors
+    etcd: EtcdClient
+    keys: Keys
+    away: threading.Event = field(default_factory=threading.Event)
+    hanging: threading.Event = field(default_factory=threading.Event)
+    """Requests hang while it is not set."""
+    broken: threading.Event = field(default_factory=threading.Event)
+    """Advantages are no numbers."""
+    finish_reason: str = "stop"
+    asked: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.hanging.set()
+
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[list[Sample]]:
+        if self.away.is_set():
+            raise EngineFailed("no engine answered in 4 attempts")
+        self.hanging.wait(WAIT_S)
+        version = self.trainer.version
+        self.asked += [p.ordinal for p in prompts]
+        return [[Sample((Segment(p.prompt.answer_ids or () if i == 0 else (9,), (-0.5,) * (
+            len(p.prompt.answer_ids or ()) if i == 0 else 1), version=version),), self.finish_reason)
+            for i in range(p.samples)]
+            for p in prompts]
+
+    def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
+        if self.broken.is_set():
+            return [[float("nan")] * len(row) for row in rewards]
+        return [[r - sum(row) / len(row) for r in row] for row in rewards]
+
+
+class SimulatedJob:
+    """One job and its parts."""
+
+    def __init__(self, etcd: EtcdClient, endpoints: list[str], keys: Keys, folder: Path, **settings: str) -> None:
+        self.etcd, self.keys = etcd, keys
+        epoch = fencing.raise_epoch(etcd, keys, holder="test").number
+        given = {"job": keys.job, "run_dir": str(folder), "data.options.operand_below": "10", "sft.max_steps": "4",
+                 "sft.batch_size": "8", "sft.target_eval_accuracy": "0.9", "train.steps": str(STEPS),
+                 "train.prompts_per_step": "8", "train.group_size": "2", "train.eval_every_steps": "3",
+                 "rollout.groups_per_request": "3", "train.stop_eval_accuracy": "null"} | settings
+        self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in given.items()])
+        self.ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch, model_dir="")
+        self.trainer = TrainerWithoutTensors(etcd, keys, epoch)
+        self.roles = Roles(self.trainer, etcd, keys)
+        self.member = Membership(etcd, keys, "actor", "actor-1", ttl_s=10, epoch=epoch).start()
+        self.runs: list[tuple[threading.Thread, Pipeline, threading.Event, list[Exception]]] = []
+        etcd.put(keys.engine("e"), Engine(id="e", pool="rollout", state=EngineState.READY, epoch=epoch,
+                                          version=1 << 30).encode())
+
+    def start_actor(self) -> list[Exception]:
+        """One more replica of the actor; returns where the error appears that ends it."""
+        stopping, errors = threading.Event(), []
+        pipeline = Pipeline(self.ctx, self.etcd, self.member, self.roles, stopping)
+
+        def run() -> None:
+            try:
+                pipeline.run()
+            except Exception as e:
+                errors.append(e)
+
+        thread = threading.Thread(target=run, daemon=True)
+        self.runs.append((thread, pipeline, stopping, errors))
+        thread.start()
+        return errors
+
+    def status(self) -> JobStatus:
+        found = self.etcd.get(self.keys.job_status())
+        return JobStatus.decode(found.value) if found else JobStatus(phase="")
+
+    def wait_for(self, step: int) -> None:
+        wait_until(lambda: self.status().phase == "rl" and self.status().step >= step, timeout_s=WAIT_S,
+                   what=f"step {step}")
+
+    def wait_waiting(self, kind: str) -> str:
+        """What the run says it waits for, once it waits for this."""
+        wait_until(lambda: self.status().waiting_kind == kind, timeout_s=WAIT_S, what=f"a wait for {kind}")
+        return self.status().waiting_for
+
+    def finish(self) -> None:
+        wait_until(lambda: self.status().phase == "finished" or any(e for *_, e in self.runs[-1:]), timeout_s=WAIT_S,
+                   what="the end of the job")
+        assert self.runs[-1][3] == []
+        self.runs[-1][0].join(10)
+
+    def assert_exactly_once(self, *, best: int = 0) -> None:
+        """``best``: which of the two samples of each group has the higher reward."""
+        last = self.trainer.saved[-1]
+        assert (last.phase, last.step) == ("rl", STEPS)
+        assert audit([(s.step, s.consumed) for s in self.trainer.saved if s.phase == "rl"], groups_per_step=8).clean
+        metrics = [StepMetrics.decode(kv.value) for kv in self.etcd.range(self.keys.steps_prefix())[0]]
+        assert [m.step for m in metrics] == list(range(1, STEPS + 1)) and all(m.samples == 16 for m in metrics)
+        for _, batch in self.trainer.trained:
+            advantages = batch["advantages"].view(-1, 2)
+            assert bool((advantages[:, best] == 0.5).all()) and bool((advantages[:, 1 - best] == -0.5).all())
+
+    def kinds(self, prefix: str) -> list[str]:
+        return [e.kind for e in events.recent(self.etcd, self.keys) if e.kind.startswith(prefix)]
+
+    def close(self) -> None:
+        for thread, _, stopping, _ in self.runs:
+            stopping.set()
+            thread.join(20)
+        self.trainer.lose()
+        self.member.close()
+
+
+@pytest.fixture
+def job(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[SimulatedJob]:
+    made = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path)
+    yield made
+    made.close()
+
+
+def test_job_is_done_through_a_lost_trainer_absent_engines_and_a_frozen_trainer(job: SimulatedJob) -> None:
+    errors = job.start_actor()
+    job.wait_for(1)
+    job.roles.away.set()
+    assert "no engine answered" in job.wait_waiting("engines")
+    job.roles.away.clear()
+    job.wait_for(2)
+    job.trainer.frozen.set()
+    step = job.status().step
+    job.trainer.lose()
+    assert "trainer" in job.wait_waiting("trainer")
+    job.trainer.frozen.clear()
+    job.trainer.form()
+    job.finish()
+    assert errors == [] and job.trainer.saved[-1].step >= step
+    job.assert_exactly_once()
+    assert job.kinds("trainer.") == ["trainer.failed", "trainer.recovered"]
+    assert job.status().waiting_kind == "" and job.status().eval_accuracy == 1.0
+    lease = GroupLease.decode(job.etcd.range(job.keys.group_leases_prefix())[0][0].value)
+    assert lease.term == 1 and len(job.etcd.range(job.keys.group_leases_prefix())[0]) == 1
+
+
+def test_run_says_that_no_engine_serves_while_its_requests_hang(job: SimulatedJob) -> None:
+    job.roles.hanging.clear()
+    job.start_actor()
+    wait_until(lambda: job.status().stage == "evaluate", timeout_s=WAIT_S, what="the first requests")
+    key = job.keys.engine("e")
+    record = Engine.decode(job.etcd.get(key).value)
+    job.etcd.put(key, record.replace(state=EngineState.DEAD).encode())
+    assert "engines that serve" in job.wait_waiting("engines")
+    job.etcd.put(key, record.encode())
+    job.roles.hanging.set()
+    job.finish()
+    job.assert_exactly_once()
+
+
+def test_step_that_fails_again_and_again_is_a_wait_that_is_shown(job: SimulatedJob) -> None:
+    """Every attempt begins its stages anew."""
+    job.roles.broken.set()
+    job.start_actor()
+    assert "not finite" in job.wait_waiting("plugin")
+    since = job.status().waiting_since
+    wait_until(lambda: time.time() - since > 3.0, timeout_s=WAIT_S, what="some attempts")
+    assert (job.status().waiting_kind, job.status().waiting_since) == ("plugin", since)
+    job.roles.broken.clear()
+    job.finish()
+    job.assert_exactly_once()
+
+
+def test_step_whose_loss_fails_is_a_wait_for_the_plugin(job: SimulatedJob) -> None:
+    job.start_actor()
+    job.wait_for(1)
+    job.trainer.loss_fails.set()
+    assert "token_loss of algorithm.name=mine" in job.wait_waiting("plugin")
+    job.trainer.loss_fails.clear()
+    job.finish()
+    job.assert_exactly_once()
+    assert job.kinds("trainer.") == [], "the trainer is not at fault"
+
+
+def test_what_the_trainer_answers_is_in_the_metrics_of_each_step(job: SimulatedJob) -> None:
+    job.start_actor()
+    job.finish()
+    metrics = [StepMetrics.decode(kv.value) for kv in job.etcd.range(job.keys.steps_prefix())[0]]
+    assert len(metrics) == STEPS
+    for point in metrics:
+        assert point.update == {"loss": 0.1, "logprob_diff_max": 0.0, "my_stat": 2.5}
+        assert point.throughput["train_tokens_per_s"] == 1234.57 and point.throughput["generate_tokens_per_s"] > 0
+        assert len(point.encode()) < 2048
+
+
+def test_each_evaluation_set_is_evaluated_and_shown_by_name(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    parts = [{"source": "addition", "name": name, "options": {"operand_below": below}}
+             for name, below in (("small", 6), ("large", 10))]
+    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
+        "data.source": "mix", "data.options": json.dumps({"parts": parts})})
+    try:
+        job.start_actor()
+        job.finish()
+        assert job.status().eval_accuracy == 1.0 and job.status().eval_sets == {"small": 1.0, "large": 1.0}
+        last = StepMetrics.decode(etcd.get(keys.step_metrics(STEPS)).value)  # type: ignore[union-attr]
+        assert last.eval_sets == {"small": 1.0, "large": 1.0}
+        found = [r for r in read_records(job.cfg.job_dir / "steps.jsonl") if r["kind"] == "eval"]
+        assert [r["step"] for r in found] == [0, 3, 6] and all(len(r["eval_sets"]) == 2 for r in found)
+    finally:
+        job.close()
+
+
+def test_step_whose_loss_fails_after_an_update_is_not_repeated_before_the_trainer_is_restarted(job: SimulatedJob
+                                                                                              ) -> None:
+    job.trainer.loss_fails_late.set()
+    job.start_actor()
+    assert "algorithm.name=mine failed late" in job.wait_waiting("plugin")
+    made, since = [step for step, _ in job.trainer.trained], job.status().waiting_since
+    wait_until(lambda: time.time() - since > 3.0, timeout_s=WAIT_S, what="some attempts")
+    assert (job.status().waiting_kind, job.status().waiting_since) == ("plugin", since)
+    assert [step for step, _ in job.trainer.trained] == made == [1], "a step was made again"
+    assert job.kinds("actor.") == []
+    job.trainer.loss_fails_late.clear()
+    job.trainer.lose()
+    job.trainer.form()
+    job.finish()
+    job.assert_exactly_once()
+
+
+def test_responses_that_never_end_by_themselves_are_said_once(job: SimulatedJob) -> None:
+    job.roles.finish_reason = "length"
+    job.start_actor()
+    job.finish()
+    [event] = [e for e in events.recent(job.etcd, job.keys) if e.kind == "responses.truncated"]
+    assert "all 16 responses of step 1 ended at their limit" in event.message
+
+
+def test_long_responses_lose_reward_before_advantages_are_made_of_it(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    """The first sample of a group is right and has the answer's tokens, the second is wrong and has one."""
+    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{"algorithm.overlong_buffer_tokens": "1000"})
+    try:
+        limit = make_source(job.cfg).max_response_tokens
+        job.start_actor()
+        job.finish()
+        for _, batch in job.trainer.trained:
+            lengths = batch["loss_mask"].sum(dim=1).view(-1, 2)
+            expected = (1 - (lengths[:, 0] - lengths[:, 1]) / limit) / 2
+            torch.testing.assert_close(batch["advantages"].view(-1, 2), torch.stack([expected, -expected], dim=1))
+        metrics = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
+        assert {m.reward for m in metrics} == {0.5}, "rewards are shown as they were given"
+    finally:
+        job.close()
+
+
+def test_divergence_from_the_reference_lowers_rewards_before_advantages_are_made_of_them(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+    """Each token was sampled with a log-prob of -0.5, and has -1 under the reference. A trainer that is lost while it
+    is asked is asked again."""
+    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
+        "algorithm.kl_coef": "0.1", "algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1"})
+    try:
+        job.start_actor()
+        job.wait_for(2)
+        job.trainer.frozen.set()
+        wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a command in the queue")
+        job.trainer.lose()
+        job.trainer.frozen.clear()
+        job.trainer.form()
+        job.finish()
+        assert set(job.trainer.reference_passes) == set(range(1, STEPS + 1))
+        for _, batch in job.trainer.trained:
+            lengths = batch["loss_mask"].sum(dim=1).view(-1, 2)
+            expected = (1 - 0.1 * 0.5 * (lengths[:, 0] - lengths[:, 1])) / 2
+            torch.testing.assert_close(batch["advantages"].view(-1, 2), torch.stack([expected, -expected], dim=1))
+            assert "ref_logprobs" not in batch
+        assert audit([(s.step, s.consumed) for s in job.trainer.saved if s.phase == "rl"], groups_per_step=8).clean
+        metrics = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
+        assert {m.reward for m in metrics} == {0.5}, "rewards are shown as they were given"
+        lines = [json.loads(line) for line in (job.cfg.job_dir / "steps.jsonl").read_text().splitlines()]
+        steps = [line["algorithm"]["kl_reference"] for line in lines if line["kind"] == "step"]
+        assert len(steps) >= STEPS and all(found == pytest.approx(0.5) for found in steps)
+    finally:
+        job.close()
+
+
+def test_trainer_that_is_overloaded_or_not_heard_is_waited_for_and_not_lost(job: SimulatedJob) -> None:
+    job.start_actor()
+    job.wait_for(2)
+    job.trainer.frozen.set()
+    job.trainer.board.result = overloaded  # type: ignore[method-assign]
+    job.etcd.delete(job.keys.member("trainer", "rank-0"))  # its lease ended: a process without a core
+    assert "HTTP 500" in job.wait_waiting("trainer")
+    del job.trainer.board.result  # type: ignore[method-assign]
+    job.trainer.frozen.clear()
+    wait_until(lambda: job.status().waiting_kind == "", timeout_s=WAIT_S, what="the answer")
+    wait_until(lambda: job.etcd.get(job.keys.member("trainer", "rank-0")), timeout_s=WAIT_S, what="a heartbeat")
+    job.finish()
+    job.assert_exactly_once()
+    assert job.kinds("trainer.") == []
+
+
+def overloaded(*_: object) -> None:
+    raise RuntimeError("no thread is free")
+
+
+def test_source_with_other_prompts_than_the_job_began_with_is_waited_for(job: SimulatedJob) -> None:
+    """Ordinals would stand for other prompts (I13)."""
+    job.trainer.saved[-1] = Progress(cursor={"prompts": "90/0123456789abcdef"})
+    job.trainer.lose()
+    job.trainer.form()
+    job.start_actor()
+    assert "this job began with (90/0123456789abcdef)" in job.wait_waiting("source")
+    assert job.trainer.trained == [] and job.kinds("trainer.") == []
+
+
+def test_second_actor_takes_over_and_the_first_one_ends(job: SimulatedJob) -> None:
+    first = job.start_actor()
+    job.wait_for(2)
+    second = job.start_actor()
+    job.finish()
+    wait_until(lambda: first, timeout_s=WAIT_S, what="the end of the first actor")
+    assert isinstance(first[0], Fenced) and second == []
+    job.assert_exactly_once()
+    assert job.kinds("groups.") in ([], ["groups.leased_again"]), "once, if there were any in progress"
+
+
+def test_step_that_the_trainer_did_after_its_actor_had_died_is_recorded_by_the_next_one(job: SimulatedJob) -> None:
+    job.start_actor()
+    job.wait_for(2)
+    job.trainer.frozen.set()
+    wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a step in the trainer's queue")
+    done = job.trainer.progress.step
+    job.runs[0][2].set()
+    job.runs[0][0].join(20)
+    job.trainer.frozen.clear()
+    wait_until(lambda: job.trainer.progress.step == done + 1, timeout_s=WAIT_S, what="the step without an actor")
+    assert job.etcd.get(job.keys.step_metrics(done + 1)) is None
+    job.start_actor()
+    job.finish()
+    job.assert_exactly_once()
+    assert len([step for step, _ in job.trainer.trained if step == done + 1]) == 1
+
+
+def test_actor_that_died_in_mid_step_is_continued(job: SimulatedJob) -> None:
+    job.start_actor()
+    job.wait_for(2)
+    job.trainer.frozen.set()
+    wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a step in the trainer's queue")
+    begun = GroupLease.decode(job.etcd.get(job.keys.group_lease("actor")).value).groups
+    job.runs[0][2].set()
+    job.runs[0][0].join(20)
+    assert isinstance(job.runs[0][3][0], Fenced)
+    job.start_actor()
+    wait_until(lambda: job.kinds("groups."), timeout_s=WAIT_S, what="the successor's report")
+    job.trainer.frozen.clear()
+    job.finish()
+    job.assert_exactly_once()
+    [event] = [e for e in events.recent(job.etcd, job.keys) if e.kind == "groups.leased_again"]
+    assert event.data["groups"] == begun
+
+
+def test_version_whose_chunks_are_lost_is_published_again(job: SimulatedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.pipeline.republish.FIRST_S", 0.3)
+    job.start_actor()
+    job.wait_for(2)
+    key = job.keys.engine("e")
+    record = Engine.decode(job.etcd.get(key).value)
+    job.etcd.put(key, record.replace(version=1).encode())
+    wait_until(lambda: job.trainer.republished > 0, timeout_s=WAIT_S, what="another publish")
+    job.etcd.put(key, record.encode())
+    job.finish()
+    job.assert_exactly_once()
+    assert "version.republished" in job.kinds("version.")
+
+
+def test_requested_restart_of_the_trainer_is_not_reported_as_a_fault(job: SimulatedJob) -> None:
+    job.start_actor()
+    job.wait_for(1)
+    request = RestartRequest(target=TRAINER, generation=1, reason="new driver library", by="ada")
+    job.etcd.put(job.keys.restart(TRAINER), request.replace(observed_generation=1).encode())
+    job.trainer.lose()
+    job.trainer.form()
+    job.finish()
+    assert job.kinds("trainer.") == ["trainer.restarting", "trainer.recovered"]
+    job.assert_exactly_once()
+
+
+def test_loop_of_an_older_epoch_ends_and_reports_nothing(job: SimulatedJob) -> None:
+    """A global restart ends the trainer of the old epoch: an alert about it would be one about the restart itself."""
+    errors = job.start_actor()
+    job.wait_for(1)
+    fencing.raise_epoch(job.etcd, job.keys, holder="global restart")
+    wait_until(lambda: errors, timeout_s=WAIT_S, what="the end of the loop")
+    assert isinstance(errors[0], Fenced) and job.kinds("trainer.") == []
+
+
+def test_actor_resumes_from_the_trainers_progress_alone(job: SimulatedJob) -> None:
+    """Evaluations and early stop are functions of committed state: a new actor neither repeats nor skips one."""
+    consumed = ConsumedGroups()
+    job.trainer.lose()
+    job.trainer.saved.append(Progress("rl", STEPS - 1, 0, consumed, {"evals": [[0, 0.5], [3, 0.6]]}))
+    job.trainer.form()
+    job.start_actor()
+    job.finish()
+    assert [int(s) for s, _ in job.trainer.progress.cursor["evals"]] == [0, 3, STEPS]
+    assert [step for step, _ in job.trainer.trained] == [STEPS]
+
+
+def test_reward_that_raises_is_shown_and_retried(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys,
+                                                 tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_reward.py").write_text(
+        "from elastic_rl.rewards.base import Reward\n"
+        "from pathlib import Path\n"
+        "async def reward(prompt, samples):\n"
+        f"    if not Path({str(tmp_path / 'corrected')!r}).exists():\n"
+        "        raise RuntimeError('the judge is away')\n"
+        "    return [Reward(float(i), {'position': i}) for i, _ in enumerate(samples)]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{"rollout.reward": "my_reward:reward"})
+    try:
+        job.start_actor()
+        assert "the judge is away" in job.wait_waiting("plugin")
+        (tmp_path / "corrected").touch()
+        job.finish()
+        job.assert_exactly_once(best=1)
+        last = StepMetrics.decode(etcd.range(keys.steps_prefix())[0][-1].value)
+        assert last.reward_parts == {"position": 0.5}
+    finally:
+        job.close()
+
+
+def test_source_that_is_away_or_slow_when_an_actor_starts_is_waited_for(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        ) -> None:
+    (tmp_path / "far_source.py").write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from elastic_rl.data.addition import Addition\n"
+        "def far(options, seed, eval_fraction):\n"
+        f"    if not Path({str(tmp_path / 'mounted')!r}).exists():\n"
+        "        raise OSError('the file system is away')\n"
+        f"    while not Path({str(tmp_path / 'read')!r}).exists():\n"
+        "        time.sleep(0.05)\n"
+        "    return Addition({'operand_below': 10}, seed=seed, eval_fraction=eval_fraction)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("elastic_rl.pipeline.source_reads.SHOWN_AFTER_S", 0.3)
+    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
+        "data.source": "far_source:far", "data.options": "{}"})
+    try:
+        job.start_actor()
+        assert "the file system is away" in job.wait_waiting("plugin")
+        (tmp_path / "mounted").touch()
+        assert "data.source=far_source:far to be made" in job.wait_waiting("source")
+        (tmp_path / "read").touch()
+        job.finish()
+        job.assert_exactly_once()
+    finally:
+        (tmp_path / "mounted").touch()
+        (tmp_path / "read").touch()
+        job.close()
+
+
+def test_groups_whose_reward_fails_are_on_the_record_and_replaced(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        ) -> None:
+    (tmp_path / "picky_reward.py").write_text(
+        "from elastic_rl.rewards.base import Reward\n"
+        "async def reward(prompt, samples):\n"
+        "    if sum(prompt.token_ids) % 7 == 0:\n"
+        "        raise ValueError('not this prompt')\n"
+        "    return [Reward(float(i)) for i, _ in enumerate(samples)]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{"rollout.reward": "picky_reward:reward"})
+    try:
+        job.start_actor()
+        job.finish()
+        job.assert_exactly_once(best=1)
+        consumed = job.trainer.saved[-1].consumed
+        dropped = consumed.dropped.get("reward failed", 0)
+        assert consumed.dropped.keys() == {"reward failed"} and dropped > 0
+        assert consumed.trained == len(consumed.groups) - dropped == STEPS * 8
+        assert job.kinds("reward.") == ["reward.failed"], "rarely, whatever fails"
+    finally:
+        job.close()
+
+
+def test_groups_that_a_filter_drops_are_on_the_record_and_replaced(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        ) -> None:
+    (tmp_path / "my_filter.py").write_text(
+        "def odd(group):\n    return 'odd' if group.ordinal % 4 == 1 else ''\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{"rollout.filters": "['my_filter:odd']"})
+    try:
+        job.start_actor()
+        job.finish()
+        job.assert_exactly_once()
+        consumed = job.trainer.saved[-1].consumed
+        dropped = [g for g in consumed.groups if g % 4 == 1]
+        assert consumed.dropped == {"odd": len(dropped)} and len(dropped) >= STEPS
+        assert consumed.trained == len(consumed.groups) - len(dropped) == STEPS * 8
+    finally:
+        job.close()

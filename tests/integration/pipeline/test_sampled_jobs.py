@@ -1,0 +1,223 @@
+"""Jobs that train nothing, on a real etcd and a real checkpoint service; engines are a function."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.dcs_cluster import DcsCluster
+from support.etcd_server import EtcdServers
+
+from elastic_rl import config
+from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.data.tiny_model import make_model_dir
+from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.errors import EngineFailed, Fenced
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import Engine, EngineState, JobStatus, OutputState, StepMetrics
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.pipeline.stages import Pipeline
+from elastic_rl.runtime import wait_until
+
+WAIT_S = 120.0
+WIDE = {"data.options.operand_below": "8", "data.eval_fraction": "0.3", "rollout.groups_per_request": "4"}
+
+
+class Engines:
+    """Answer every prompt right with the first sample and wrong with the others. ``gates``: how many requests are
+    answered until somebody opens it further; beyond, they hang until then, as ``away`` says."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.away = threading.Event()
+        self._gate = threading.Semaphore(0)
+
+    def open(self, requests: int) -> None:
+        self._gate.release(requests)
+
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[list[Sample]]:
+        if self.away.is_set():
+            raise EngineFailed("no engine answered in 4 attempts")
+        if not self._gate.acquire(timeout=WAIT_S):
+            raise EngineFailed("nobody opened the gate")
+        self.asked += [p.ordinal for p in prompts]
+        return [[Sample((Segment(ids, (-0.5,) * len(ids), version=1),)) for ids in (
+            p.prompt.answer_ids or (), *[(9, 1)] * (p.samples - 1))] for p in prompts]
+
+    def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
+        raise AssertionError("nothing is trained")
+
+
+class Job:
+    """One job; its actors run in threads."""
+
+    def __init__(self, dcs: DcsCluster, folder: Path, **given: str) -> None:
+        self.dcs, self.etcd, self.keys = dcs, dcs.etcd, dcs.keys
+        self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in {
+            **WIDE, "job": dcs.keys.job, "run_dir": str(folder), **given}.items()])
+        self.model = make_model_dir(folder / "model", self.cfg)
+        self.ctx = RunContext(config=self.cfg, etcd_endpoints=dcs.etcd_servers.endpoints, job=dcs.keys.job,
+                              epoch=dcs.epoch, model_dir=str(self.model))
+        self.engines = Engines()
+        self.member = Membership(self.etcd, self.keys, "actor", "actor-1", ttl_s=10, epoch=dcs.epoch).start()
+        self.runs: list[tuple[threading.Thread, threading.Event, list[Exception]]] = []
+        self.etcd.put(self.keys.engine("e"), Engine(id="e", pool="rollout", state=EngineState.READY, epoch=dcs.epoch,
+                                                    version=1 << 30).encode())
+
+    def start_actor(self) -> list[Exception]:
+        """One more replica of the actor; returns where the error appears that ends it."""
+        stopping, errors = threading.Event(), list[Exception]()
+        pipeline = Pipeline(self.ctx, self.etcd, self.member, self.engines, stopping)
+
+        def run() -> None:
+            try:
+                pipeline.run()
+            except Exception as e:
+                errors.append(e)
+
+        thread = threading.Thread(target=run, daemon=True)
+        self.runs.append((thread, stopping, errors))
+        thread.start()
+        return errors
+
+    def status(self) -> JobStatus:
+        found = self.etcd.get(self.keys.job_status())
+        return JobStatus.decode(found.value) if found else JobStatus(phase="")
+
+    def wait_for(self, step: int) -> None:
+        wait_until(lambda: self.status().step >= step, timeout_s=WAIT_S, what=f"step {step}")
+
+    def finish(self) -> None:
+        wait_until(lambda: self.status().phase == "finished" or any(e for *_, e in self.runs[-1:]), timeout_s=WAIT_S,
+                   what="the end of the job")
+        assert not self.runs[-1][2], self.runs[-1][2]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.cfg.job_dir / name).read_bytes().splitlines()]
+
+    def close(self) -> None:
+        for thread, stopping, _ in self.runs:
+            stopping.set()
+            self.engines.open(1000)
+            thread.join(WAIT_S)
+        self.member.close()
+
+
+@pytest.fixture
+def dcs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[DcsCluster]:
+    with DcsCluster.open(etcd_servers, etcd, keys, tmp_path / "dcs") as out:
+        out.start("a")
+        yield out
+
+
+def test_rejection_sampling_loses_no_prompt_when_its_actor_is_replaced(dcs: DcsCluster, tmp_path: Path) -> None:
+    job = Job(dcs, tmp_path, mode="rejection_sampling", **{
+        "train.prompts_per_step": "8", "train.group_size": "3", "rejection.min_reward": "1.0",
+        "rejection.prompts": "40", "rollout.filters": '[{name: difficulty, low: 0.1, high: 0.9}]'})
+    try:
+        first = job.start_actor()
+        job.engines.open(2 * 2 + 1)  # two steps, and half of the third
+        job.wait_for(2)
+        second = job.start_actor()
+        wait_until(lambda: fencing.current_term(job.etcd, job.keys) == 2, timeout_s=WAIT_S, what="the second term")
+        job.engines.open(1000)
+        job.finish()
+        assert not second
+        wait_until(lambda: bool(first), timeout_s=WAIT_S, what="the end of the first actor")
+        assert isinstance(first[0], Fenced)
+        rows = job.rows("kept.jsonl")
+        assert [row["ordinal"] for row in rows] == list(range(40)), "each prompt once, in order"
+        assert all((row["reward"], row["response"], row["versions"]) == (1.0, row["answer"], [1]) for row in rows)
+        assert len(job.engines.asked) > 40, "the step that was under way was sampled again"
+        summary = json.loads((job.cfg.job_dir / "kept.json").read_text())
+        assert (summary["prompts"], summary["samples"], summary["kept"]) == (40, 120, 40)
+        assert summary["reward_mean"] == pytest.approx(1 / 3) and summary["kept_reward_mean"] == 1.0
+        assert not (job.cfg.job_dir / "kept").exists()
+        state = OutputState.decode(job.etcd.get(job.keys.output()).value)  # type: ignore[union-attr]
+        assert state.complete and state.consumed["groups"] == [[0, 40]] and len(state.pieces) == 2
+        assert len(state.model_dump_json()) < 2000
+        metrics = [StepMetrics.decode(kv.value) for kv in job.etcd.range(job.keys.steps_prefix())[0]]
+        assert [(m.step, m.samples, m.policy_version) for m in metrics] == [(n, 24, 1) for n in range(1, 6)]
+        assert (job.status().step, job.status().steps) == (5, 5)
+        [again] = [e for e in events.recent(job.etcd, job.keys, 100) if e.kind == "groups.leased_again"]
+        assert again.data["groups"] == [[16, 24]]
+        expected = load_file(job.model / "model.safetensors")
+        with dcs.puller().pull("policy") as pulled:
+            found = dict(pulled.tensors())
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+            del found
+    finally:
+        job.close()
+
+
+def test_filtered_prompts_are_dropped_on_the_record_and_no_other_takes_their_place(
+        dcs: DcsCluster, tmp_path: Path) -> None:
+    job = Job(dcs, tmp_path, mode="rejection_sampling", **{
+        "train.prompts_per_step": "8", "train.group_size": "2", "rejection.prompts": "16",
+        "rollout.filters": '[{name: difficulty, low: 0.9, high: 1.0}]'})
+    try:
+        job.engines.open(1000)
+        job.start_actor()
+        job.finish()
+        assert job.rows("kept.jsonl") == [] and len(job.engines.asked) == 16
+        assert sum(json.loads((job.cfg.job_dir / "kept.json").read_text())["dropped"].values()) == 16
+        assert sum(job.status().dropped_groups.values()) == 16
+    finally:
+        job.close()
+
+
+def test_evaluation_goes_on_where_its_actor_was_replaced_and_waits_for_engines(dcs: DcsCluster, tmp_path: Path) -> None:
+    job = Job(dcs, tmp_path, mode="eval", **{
+        "data.source": "mix", "eval.samples": "2", "eval.temperature": "1.0", "eval.prompts_per_step": "6",
+        "data.options.operand_below": "null", "data.options": json.dumps({"parts": [
+            {"source": "addition", "name": name, "options": {"operand_below": below}}
+            for name, below in (("small", 5), ("large", 7))]})})
+    try:
+        job.start_actor()
+        job.engines.open(2)
+        job.wait_for(1)
+        second = job.start_actor()
+        job.engines.away.set()
+        wait_until(lambda: job.status().waiting_kind == "engines", timeout_s=WAIT_S, what="a wait for the engines")
+        job.engines.away.clear()
+        job.engines.open(1000)
+        job.finish()
+        assert not second
+        result = json.loads((job.cfg.job_dir / "eval.json").read_text())
+        small, large = (result["sets"][name]["prompts"] for name in ("small", "large"))
+        assert list(result["sets"]) == ["eval", "small", "large"] and result["sets"]["eval"]["prompts"] == small + large
+        assert [(row["set"], row["index"], row["sample"]) for row in job.rows("eval.jsonl")] == [
+            (name, i, n) for name, count in (("small", small), ("large", large)) for i in range(count) for n in (0, 1)]
+        for found in result["sets"].values():
+            assert (found["reward_mean"], found["pass_at"]) == (0.5, {"1": 0.5, "2": 1.0})
+        assert job.status().eval_accuracy == 0.5 and job.status().eval_sets == {"small": 0.5, "large": 0.5}
+        assert job.status().phase == "finished" and not (job.cfg.job_dir / "eval").exists()
+    finally:
+        job.close()
+
+
+def test_disk_without_room_is_waited_for(dcs: DcsCluster, tmp_path: Path) -> None:
+    job = Job(dcs, tmp_path, mode="eval")
+    job.cfg.job_dir.mkdir(parents=True, exist_ok=True)
+    in_the_way = job.cfg.job_dir / "eval"
+    in_the_way.write_text("")
+    try:
+        job.engines.open(1000)
+        job.start_actor()
+        wait_until(lambda: job.status().waiting_kind == "disk", timeout_s=WAIT_S, what="a wait for the disk")
+        assert "make room" in job.status().waiting_for
+        in_the_way.unlink()
+        job.finish()
+        assert json.loads((job.cfg.job_dir / "eval.json").read_text())["sets"]["eval"]["reward_mean"] == 1.0
+    finally:
+        job.close()

@@ -1,0 +1,70 @@
+"""One rank that runs jobs in rounds, without a model. Prints what came of each.
+
+    rounds_rank.py RANK PORT
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_rl.errors import ChunkMissing, TrainerFailed
+from elastic_rl.runtime import die_with_parent
+from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, Unavailable
+from elastic_rl.trainer.megatron.parallel import ParallelDims
+
+WORLD = 2
+_TICK_S = 0.01
+
+
+class CountingRounds(Rounds):
+    made = 0
+
+    def _maximum(self, *values: int) -> list[int]:
+        self.made += 1
+        return super()._maximum(*values)
+
+
+def main(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD,
+                            timeout=timedelta(seconds=60))
+    par = ParallelDims(rank, WORLD, WORLD, rank, 1, 0, torch.device("cpu"))
+    rounds = CountingRounds(par, dist.group.WORLD, round_timeout_s=60)
+
+    def slow_on_rank_1(job: Job[Any]) -> str:
+        while rank == 1 and rounds.made < 3:
+            job.cancelled.wait(_TICK_S)
+        return f"result of {rank}"
+
+    def unavailable_on_rank_1(job: Job[Any]) -> str:
+        if rank == 1:
+            raise ChunkMissing("chunk 17 is on no node")
+        while True:  # a download that would take for ever
+            job.check()
+            job.cancelled.wait(_TICK_S)
+
+    def broken_on_rank_1(job: Job[Any]) -> str:
+        if rank == 1:
+            raise ValueError("a bug")
+        job.cancelled.wait()
+        return ""
+
+    print(rounds.run(slow_on_rank_1), rounds.made >= 3, flush=True)
+    try:
+        rounds.run(unavailable_on_rank_1)
+    except Unavailable as e:
+        print(e, flush=True)
+    print(rounds.run(lambda job: "again"), flush=True)
+    try:
+        rounds.run(broken_on_rank_1)
+    except (TrainerFailed, ValueError) as e:
+        print(type(e).__name__, flush=True)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    main(int(sys.argv[1]), int(sys.argv[2]))

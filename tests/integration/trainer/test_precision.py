@@ -1,0 +1,247 @@
+"""bf16 parameters with fp32 masters, and Megatron's distributed optimizer: real ranks over gloo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.rank_processes import RankProcesses, Scenario, Tensors
+from transformers import AutoModelForCausalLM
+
+from elastic_rl import config
+from elastic_rl.config import Config
+from elastic_rl.data.tiny_model import make_model_dir
+
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all groups
+
+KINDS = ("master.", "exp_avg.", "exp_avg_sq.")
+GRADIENT, REFERENCE = "grad.", "reference."
+NO_CLIPPING, CLIPPING, LR = 1e9, 0.05, 1e-2
+
+
+@dataclass(frozen=True)
+class Group:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    distributed: bool = False
+    dtype: str = "bfloat16"
+    max_grad_norm: float = NO_CLIPPING
+
+    def config(self, **model: Any) -> Config:
+        return config.parse({
+            "seed": 3, "device": {"type": "cpu", "dtype": self.dtype}, "model": model,
+            "train": {"max_grad_norm": self.max_grad_norm, "lr": LR, "lr_warmup_steps": 0}, "trainer": {
+                "tensor_parallel": self.tp, "pipeline_parallel": self.pp, "data_parallel": self.dp,
+                "expert_parallel": self.ep, "distributed_optimizer": self.distributed, "micro_batch_size": 24}})
+
+
+SHARDED, WHOLE = Group(dp=2, distributed=True), Group(dp=2)
+FP32_SHARDED, FP32_WHOLE = (Group(dp=2, distributed=d, dtype="float32", max_grad_norm=CLIPPING) for d in (True, False))
+ALONE, ALONE_FP32 = Group(max_grad_norm=CLIPPING), Group(dtype="float32")
+SAVED = Group(2, 2, 2, distributed=True)
+RESTORED = [Group(tp, pp, dp, distributed=distributed)
+            for tp, pp, dp, distributed in product((1, 2), (1, 2), (1, 2), (True, False))]
+"""Each restores what the one before it has saved again, the first one what SAVED has trained."""
+SAVED_EXPERTS = Group(2, 1, 2, 2, distributed=True)
+RESTORED_EXPERTS = [Group(1, 2, 2, 2, distributed=True), Group(1, 1, 2, 1, distributed=True), Group()]
+FILE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Runs:
+    """Results of every group by scenario."""
+
+    folder: Path
+    results: dict[Group, dict[str, Tensors]] = field(default_factory=dict)
+    chains: list[list[Tensors]] = field(default_factory=list)
+    """Dense, and with experts: the state that was saved, and what each group after it has saved again."""
+
+
+def make_folder(folder: Path, name: str, dtype: torch.dtype, **model: Any) -> Path:
+    """A model whose norms are not all ones, in files of this dtype."""
+    made = make_model_dir(folder / f"made-{name}", Group(dtype="float32").config(**model))
+    reference = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter, p in reference.named_parameters():
+            if "norm" in parameter:
+                p.copy_(torch.rand(p.shape, generator=torch.Generator().manual_seed(len(parameter))) + 0.5)
+    reference.to(dtype).save_pretrained(folder / name)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("precision")
+    dense = make_folder(folder, "dense", torch.float32, tied_embeddings=True)
+    experts = make_folder(folder, "experts", torch.float32, family="qwen3_moe")
+    halves = {dtype: make_folder(folder, f"dense-{dtype}", dtype, tied_embeddings=True) for dtype in FILE_DTYPES[1:]}
+    tokens = torch.randint(0, 16, (7, 11), generator=torch.Generator().manual_seed(1))
+    save_file({"tokens": tokens}, folder / "tokens.safetensors")
+    runs, ranks = Runs(folder), RankProcesses(folder)
+    count = 0
+
+    def run(group: Group, *scenarios: Scenario) -> dict[str, Tensors]:
+        nonlocal count
+        count += 1
+        model = {"family": "qwen3_moe"} if scenarios[0].model == experts else {}
+        return ranks.run(folder / str(count), group.config(**model), list(scenarios))
+
+    def save(name: str, state: Tensors) -> str:
+        save_file(state, folder / f"{name}.safetensors")
+        return str(folder / f"{name}.safetensors")
+
+    try:
+        files: dict[Group, str] = {}
+        undisturbed, train = Scenario("undisturbed", "undisturbed", dense), Scenario("train", "train", dense)
+        for sharded, whole in ((SHARDED, WHOLE), (FP32_SHARDED, FP32_WHOLE)):
+            found = run(sharded, undisturbed, train)
+            files[sharded] = save(sharded.dtype, found["train"])
+            resume, back = (Scenario(kind, kind, dense, files[sharded]) for kind in ("resume", "go back"))
+            runs.results[sharded] = found | run(sharded, resume, back)
+            runs.results[whole] = run(whole, undisturbed, resume)
+        runs.results[ALONE] = run(ALONE, Scenario("recorded", "recorded", dense), Scenario("logits", "logits", dense),
+                                  Scenario("refused", "refused", dense, files[FP32_SHARDED]))
+        runs.results[ALONE_FP32] = run(ALONE_FP32, Scenario("refused", "refused", dense, files[SHARDED]))
+        loads = [Scenario(str(dtype), "load", halves.get(dtype, dense)) for dtype in FILE_DTYPES]
+        runs.results[SAVED] = run(SAVED, train, *loads)
+        for model, saved, restored in ((dense, SAVED, RESTORED), (experts, SAVED_EXPERTS, RESTORED_EXPERTS)):
+            states = [runs.results[saved]["train"] if model == dense else
+                      run(saved, Scenario("train", "train", experts))["train"]]
+            for i, group in enumerate(restored):
+                file = save(f"{model.name}-{i}", states[-1])
+                states.append(run(group, Scenario("restore", "restore", model, file))["restore"])
+            runs.chains.append(states)
+    finally:
+        ranks.close()
+    return runs
+
+
+def of_kind(state: Tensors, kind: str) -> Tensors:
+    return {name.removeprefix(kind): t for name, t in state.items() if name.startswith(kind)}
+
+
+def weights(state: Tensors) -> Tensors:
+    return {name: t for name, t in state.items() if not name.startswith((*KINDS, GRADIENT, REFERENCE, "rng."))}
+
+
+def same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def without_random_states(state: Tensors) -> Tensors:
+    return {name: t for name, t in state.items() if not name.startswith("rng.")}
+
+
+@pytest.mark.parametrize("chain", [0, 1], ids=["dense", "experts"])
+def test_state_is_restored_bit_for_bit_at_all_sizes_with_and_without_the_distributed_optimizer(runs: Runs, chain: int
+                                                                                               ) -> None:
+    saved, *again = (without_random_states(state) for state in runs.chains[chain])
+    assert len(again) == (len(RESTORED), len(RESTORED_EXPERTS))[chain]
+    names = weights(saved).keys()
+    for kind in KINDS:
+        found = of_kind(saved, kind)
+        assert found.keys() == names and all(t.dtype == torch.float32 and t.any() for t in found.values())
+    for restored in again:
+        same(restored, saved)
+
+
+@pytest.mark.parametrize("group", [SHARDED, FP32_SHARDED], ids=["bf16", "fp32"])
+def test_rank_that_goes_back_has_the_saved_state_and_never_two_sets_of_moments(runs: Runs, group: Group) -> None:
+    found, saved = dict(runs.results[group]["go back"]), runs.results[group]["train"]
+    for rank in range(group.dp):
+        before, when_allocated, moments = found.pop(f"held {rank}").tolist()
+        assert (before, when_allocated) == (moments, 0) and moments > 0
+    same(without_random_states(found), without_random_states(saved))
+
+
+@pytest.mark.parametrize("chain", [0, 1], ids=["dense", "experts"])
+def test_parameters_are_the_rounded_masters(runs: Runs, chain: int) -> None:
+    saved = runs.chains[chain][0]
+    masters = of_kind(saved, "master.")
+    same(weights(saved), {name: master.bfloat16() for name, master in masters.items()})
+    assert any((master != master.bfloat16().float()).any() for master in masters.values())
+
+
+@pytest.mark.parametrize("dtype", FILE_DTYPES, ids=str)
+def test_masters_have_the_precision_of_the_files(runs: Runs, dtype: torch.dtype) -> None:
+    name = "dense" if dtype == torch.float32 else f"dense-{dtype}"
+    files = load_file(runs.folder / name / "model.safetensors")
+    assert {t.dtype for t in files.values()} == {dtype}
+    loaded = runs.results[SAVED][str(dtype)]
+    same(of_kind(loaded, "master."), {n: t.float() for n, t in files.items()})
+    same(weights(loaded), {n: t.bfloat16() for n, t in files.items()})
+    assert not any(t.any() for kind in KINDS[1:] for t in of_kind(loaded, kind).values())
+
+
+def test_distributed_optimizer_changes_no_bit(runs: Runs) -> None:
+    same(runs.results[SHARDED]["undisturbed"], runs.results[WHOLE]["undisturbed"])
+
+
+def test_clipped_steps_of_the_distributed_optimizer_differ_by_rounding_only(runs: Runs) -> None:
+    """It adds up the norm of the gradient in another order."""
+    sharded, whole = (weights(runs.results[group]["undisturbed"]) for group in (FP32_SHARDED, FP32_WHOLE))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(sharded[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("group", [SHARDED, WHOLE, FP32_SHARDED], ids=str)
+def test_resumed_training_equals_the_undisturbed_one_bit_for_bit(runs: Runs, group: Group) -> None:
+    """WHOLE resumes what SHARDED has saved."""
+    found = runs.results[group]
+    same(found["resume"], found["undisturbed"])
+
+
+def test_fp32_parameters_are_their_own_masters(runs: Runs) -> None:
+    state = runs.results[FP32_SHARDED]["train"]
+    assert not of_kind(state, "master.") and {t.dtype for t in weights(state).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("group", "saved"), [(ALONE, "float32"), (ALONE_FP32, "bfloat16")], ids=str)
+def test_state_of_another_dtype_is_refused_by_the_name_of_the_setting(runs: Runs, group: Group, saved: str) -> None:
+    text = bytes(runs.results[group]["refused"]["refused 0"].tolist()).decode()
+    assert f"saved with device.dtype={saved}, and device.dtype is now {group.dtype}" in text
+    assert f"set device.dtype to {saved}" in text
+
+
+def test_updates_are_those_of_adam_on_fp32_masters(runs: Runs) -> None:
+    """Against the formulas of AdamW (arXiv 1711.05101) in float64, from the recorded gradients."""
+    recorded = runs.results[ALONE]["recorded"]
+    at = [{name.partition("/")[2]: t for name, t in recorded.items() if name.startswith(f"{i}/")} for i in range(4)]
+    masters = {name: t.double() for name, t in of_kind(at[0], "master.").items()}
+    first = {name: torch.zeros_like(t) for name, t in masters.items()}
+    second = {name: torch.zeros_like(t) for name, t in masters.items()}
+    for number in range(1, 4):
+        grads = {name: t.double() for name, t in of_kind(at[number], GRADIENT).items()}
+        norm = float(torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt())
+        assert norm > 2 * CLIPPING and grads.keys() == masters.keys()
+        for name, grad in grads.items():
+            clipped = grad * (CLIPPING / (norm + 1e-6))
+            first[name] = 0.9 * first[name] + 0.1 * clipped
+            second[name] = 0.999 * second[name] + 0.001 * clipped.square()
+            corrected = (second[name] / (1 - 0.999 ** number)).sqrt() + 1e-8
+            masters[name] -= LR * first[name] / (1 - 0.9 ** number) / corrected
+        for kind, expected in zip(KINDS, (masters, first, second), strict=True):
+            for name, tensor in of_kind(at[number], kind).items():
+                torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-4,
+                                           atol=1e-6 * float(expected[name].abs().max()),
+                                           msg=lambda m, n=name, k=kind: f"{k}{n}: {m}")
+        same(weights(at[number]), {n: t.bfloat16() for n, t in of_kind(at[number], "master.").items()})
+
+
+def test_logits_are_those_of_transformers_in_bf16(runs: Runs) -> None:
+    tokens = load_file(runs.folder / "tokens.safetensors")["tokens"]
+    logits = {dtype: AutoModelForCausalLM.from_pretrained(runs.folder / "dense", dtype=torch.bfloat16).to(dtype)(
+        tokens).logits.detach().float() for dtype in (torch.bfloat16, torch.float32)}
+    rounding = (logits[torch.bfloat16] - logits[torch.float32]).abs().max()
+    found = runs.results[ALONE]["logits"]["logits"]
+    assert found.dtype == torch.bfloat16 and 0 < rounding < 0.1
+    assert (found.float() - logits[torch.float32]).abs().max() < 3 * rounding

@@ -1,0 +1,88 @@
+"""The actor's client against the services of two replicas, over real HTTP and etcd, without the ranks behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from elastic_rl import config
+from elastic_rl.data.batch import Batch
+from elastic_rl.dcs.security import Security
+from elastic_rl.errors import ConfigError
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.trainer.service.board import Board
+from elastic_rl.trainer.service.client import TrainerClient
+from elastic_rl.trainer.service.server import TrainerService
+
+LENGTHS = [9, 8, 7, 2, 3, 2, 2]
+
+
+def batch() -> Batch:
+    inside = torch.arange(max(LENGTHS))[None] < torch.tensor(LENGTHS)[:, None]
+    return Batch({"tokens": torch.arange(1, 1 + inside.numel()).view(inside.shape) * inside,
+                  "lengths": torch.tensor(LENGTHS), "loss_mask": inside & (torch.arange(max(LENGTHS)) > 0)})
+
+
+def give_back_tokens(boards: list[Board], shapes: list[tuple[int, ...]], stopping: threading.Event) -> None:
+    """Carries out commands as the ranks do: each replica gives back, as log-probs, the tokens of its share.
+    ``shapes`` gets the tokens and the width of each share."""
+    while not stopping.is_set():
+        command = boards[0].next()
+        if command is None:
+            boards[0].wake.wait(0.05)
+            boards[0].wake.clear()
+            continue
+        for board in boards:
+            share = Batch.from_bytes(board.share(command.batch) or b"")
+            shapes.append((int(share["lengths"].sum()), share.width))
+            board.put_output(command.id, save({"logprobs": share["tokens"].float(),
+                                               "greedy": share["loss_mask"].contiguous()}))
+        boards[0].done(command, {})
+
+
+@contextlib.contextmanager
+def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys, *, by_tokens: bool = False) -> Iterator[TrainerClient]:
+    """A client of the services of these boards, one a replica."""
+    with contextlib.ExitStack() as stack:
+        services = [TrainerService(board, "127.0.0.1", Security("secret"), Batch.from_bytes).start()
+                    for board in boards]
+        for service in services:
+            stack.callback(service.close)
+        member = Membership(etcd, keys, "trainer", "rank-0", ttl_s=5, url=services[0].url, epoch=1).start()
+        stack.callback(member.close)
+        boards[0].set_status(ready=True, group=member.incarnation, epoch=1, step=0, phase="sft", policy_version=0,
+                             state_version=0, restarts=0, cursor={}, consumed={},
+                             share_urls=[service.url for service in services])
+        client = TrainerClient(etcd, keys, Security("secret"), epoch=1, term=1, shares_by_tokens=by_tokens)
+        stack.callback(client.close)
+        yield client
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_logprobs_of_all_replicas_come_back_in_the_order_of_the_batch(etcd: EtcdClient, keys: Keys, by_tokens: bool
+                                                                      ) -> None:
+    boards, stopping, shapes = [Board(1 << 20), Board(1 << 20)], threading.Event(), list[tuple[int, ...]]()
+    with client_of(boards, etcd, keys, by_tokens=by_tokens) as client, contextlib.ExitStack() as stack:
+        ranks = threading.Thread(target=give_back_tokens, args=(boards, shapes, stopping))
+        ranks.start()
+        stack.callback(ranks.join)
+        stack.callback(stopping.set)
+        found = client.forward_logprobs(batch())
+    assert torch.equal(found["logprobs"], batch()["tokens"].float())
+    assert torch.equal(found["greedy"], batch()["loss_mask"])
+    assert shapes == ([(16, 9), (17, 8)] if by_tokens else [(24, 9), (9, 3)])
+
+
+def test_share_beyond_the_limit_is_refused_with_the_setting_that_raises_it(etcd: EtcdClient, keys: Keys) -> None:
+    with (client_of([Board(1 << 20), Board(300)], etcd, keys) as client,
+          pytest.raises(ConfigError, match=r"the share of a batch has \d+ bytes; the limit is 300") as raised):
+        client.forward_logprobs(batch())
+    assert "trainer.max_share_bytes" in raised.value.hint
+    assert config.parse({"trainer": {"max_share_bytes": 2 << 30}}).trainer.max_share_bytes == 2 << 30

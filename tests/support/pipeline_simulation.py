@@ -1,0 +1,450 @@
+"""A world in which the real schedule, ledger and writer gate run on a virtual clock, and everything else fails.
+
+The world has an etcd (which goes away), a trainer group (which dies at any point and comes back at its last committed
+state, as another group), a network (which delays, duplicates and loses commands and answers), engines (which go away),
+and actors: one that is the newest, and predecessors that do not know yet that they were replaced. A step of the world
+is one thing that happens, chosen at random.
+
+What is checked does not come from the code under test: the world writes down every update that was executed, and cuts
+that list when the trainer goes back to an earlier state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import audit
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.errors import Conflict, Fenced, TrainerFailed
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.schedule import Lost, Plan, State
+from elastic_rl.trainer.progress import Progress
+from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
+
+PLAN = Plan(mode="rl", steps=7, groups_per_step=3, max_staleness=0, eval_every_steps=3, stop_eval_accuracy=None,
+            max_dropped_groups=4, sft_max_steps=4, sft_target=0.9, sft_eval_far=2, sft_eval_near=1)
+STATE_EVERY = 2
+MAX_EVENTS = 20_000
+
+
+class Violation(AssertionError):
+    """A rule was broken."""
+
+
+@dataclass
+class Executed:
+    """An update as the world saw it."""
+
+    phase: str
+    step: int
+    trained: tuple[int, ...]
+    dropped: tuple[int, ...]
+    oldest_version: int
+    version_before: int
+
+
+@dataclass
+class Committed:
+    progress: Progress
+    policy_version: int
+    lineage: int
+    """Length of the list of executed updates that made it."""
+
+
+@dataclass
+class Trainer:
+    """One formation of the group."""
+
+    group: int
+    progress: Progress
+    policy_version: int
+    gate: WriterGate
+    queue: list[Command] = field(default_factory=list)
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)
+    publishing: Command | None = None
+    """A step that is trained, and whose version has no number yet."""
+    shown: tuple[Progress, int] = (Progress(), 0)
+    """Progress and policy version as its status has them: always a pair that belongs together."""
+
+    def show(self) -> None:
+        if self.publishing is None:
+            self.shown = (self.progress, self.policy_version)
+
+
+@dataclass
+class Actor:
+    term: int
+    effects: Generator[schedule.Effect, Any, None]
+    doing: Iterator[None]
+    done: bool = False
+    waiting_for: str = ""
+
+
+class World:
+    """``seed`` decides everything. ``asks_reference``: the actor asks for the reference policy's log-probs of each
+    step's batch before it trains."""
+
+    def __init__(self, seed: int, plan: Plan = PLAN, *, asks_reference: bool = False) -> None:
+        self.random, self.plan, self.asks_reference = random.Random(seed), plan, asks_reference
+        self.reference_passes = 0
+        self.ids = itertools.count(1)
+        self.term = 0
+        self.etcd_up = self.engines_up = True
+        self.leases: dict[str, tuple[int, IntervalSet]] = {}
+        self.executed: list[Executed] = []
+        self.committed: list[Committed] = []
+        self.version = self.served = 0
+        self.groups = 0
+        self.network: list[tuple[int, Command]] = []
+        self.trainer = self.form_group()
+        self.actors: list[Actor] = []
+        self.finished = False
+        self.faults_left = self.random.randint(0, 14)
+        self.reward_of: dict[int, bool] = {}
+        self.waits_shown: Counter[str] = Counter()
+
+    # -- the trainer ------------------------------------------------------------------------------------------------
+    def form_group(self) -> Trainer:
+        """A new group, at the last committed state."""
+        self.groups += 1
+        if self.committed:
+            last = self.committed[-1]
+            del self.executed[last.lineage:]
+            progress = Progress.from_json(last.progress.to_json())  # as it is stored
+        else:
+            self.executed.clear()
+            progress = Progress()
+        if progress.phase == "rl":
+            self.version += 1  # a new number for the old weights
+        formed = Trainer(self.groups, progress, self.version, WriterGate(1, str(self.groups)))
+        formed.show()
+        return formed
+
+    def execute_next(self) -> None:
+        trainer = self.trainer
+        if trainer.publishing is not None:
+            self.publish(trainer, trainer.publishing)
+            return
+        if not trainer.queue:
+            return
+        command = trainer.queue.pop(0)
+        if self.etcd_up:
+            trainer.gate.term = max(trainer.gate.term, self.term)
+        try:
+            earlier = trainer.gate.admit(command, trainer.progress)
+        except (Fenced, Conflict, TrainerFailed) as e:
+            self.answer(command, {"error": "fenced" if isinstance(e, Fenced) else "conflict"})
+            return
+        if earlier is not None:
+            self.answer(command, {"result": earlier})
+            return
+        if self.etcd_up and command.term != self.term:
+            raise Violation(f"a command of term {command.term} was executed in term {self.term}")
+        if command.kind is CommandKind.UPDATE:
+            self.run_update(trainer, command)
+        elif command.kind is CommandKind.SAVE:
+            if begins := command.begin_rl and trainer.progress.phase == "sft":
+                trainer.progress = after_begin_rl(trainer.progress, command)
+            if begins or command.publish:
+                self.version += 1
+                trainer.policy_version = self.version
+            self.commit(trainer)
+            self.done(trainer, command, {"committed": self.etcd_up or self.random.random() < 0.5})
+        else:
+            if (command.phase, command.step) != (trainer.progress.phase, trainer.progress.step + 1):
+                raise Violation(f"the reference of {command.phase} step {command.step} was asked of a trainer at "
+                                f"{trainer.progress.phase} step {trainer.progress.step}")
+            self.reference_passes += 1
+            self.done(trainer, command, {})
+
+    def run_update(self, trainer: Trainer, command: Command) -> None:
+        if self.random.random() < 0.05 and self.faults_left:
+            self.faults_left -= 1
+            self.trainer = self.form_group()  # a rank dies in mid-step: nothing of it remains
+            return
+        meta = dict(command.cursor)
+        self.executed.append(Executed(
+            command.phase, command.step, tuple(command.consumption.trained),
+            tuple(g for groups in command.consumption.dropped.values() for g in groups),
+            int(meta.get("oldest", 0)), trainer.policy_version))
+        trainer.progress = after_update(trainer.progress, command)
+        if command.phase == "rl":
+            trainer.publishing = command
+            trainer.show()
+            return
+        self.done(trainer, command, {})
+
+    def publish(self, trainer: Trainer, command: Command) -> None:
+        """The version of a step gets its number, which needs etcd."""
+        if not self.etcd_up:
+            return
+        self.version += 1
+        trainer.policy_version, trainer.publishing = self.version, None
+        if trainer.progress.step % STATE_EVERY == 0:
+            self.commit(trainer)
+        self.done(trainer, command, {"policy_version": trainer.policy_version})
+
+    def commit(self, trainer: Trainer) -> None:
+        """A publish may be dropped: then the last state is an older one."""
+        if self.etcd_up and self.random.random() < 0.9:
+            self.committed.append(Committed(trainer.progress, trainer.policy_version, len(self.executed)))
+
+    def done(self, trainer: Trainer, command: Command, result: dict[str, Any]) -> None:
+        trainer.gate.executed(command, result)
+        trainer.show()
+        self.answer(command, {"result": result})
+
+    def answer(self, command: Command, outcome: dict[str, Any]) -> None:
+        self.trainer.pending.discard(command.id)
+        self.trainer.results[command.id] = outcome
+
+    # -- actors -----------------------------------------------------------------------------------------------------
+    def start_actor(self) -> None:
+        """A replica takes the job over, whatever its predecessors do."""
+        if not self.etcd_up:
+            return
+        self.term += 1
+        effects = schedule.run(self.plan)
+        actor = Actor(self.term, effects, iter(()))
+        actor.doing = self.drive(actor)
+        self.actors.append(actor)
+
+    def drive(self, actor: Actor) -> Iterator[None]:
+        """Carries the effects of an actor out. Between any two yields everything else may happen."""
+        effect = next(actor.effects)
+        while True:
+            try:
+                outcome = yield from self.perform(actor, effect)
+            except Lost as e:
+                effect = actor.effects.throw(e)
+                continue
+            try:
+                effect = actor.effects.send(outcome)
+            except StopIteration:
+                actor.done = True
+                self.finished = True
+                return
+
+    def perform(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
+        match effect:
+            case schedule.Resume():
+                return (yield from self.resume(actor))
+            case schedule.SftUpdate(step=step, cursor=cursor):
+                yield from self.command(actor, CommandKind.UPDATE, phase="sft", step=step, cursor=dict(cursor))
+            case schedule.SftEvaluate() | schedule.Evaluate():
+                yield from self.wait(actor, "engines", lambda: self.engines_up)
+                return 0.5
+            case schedule.BeginRl(step=step, cursor=cursor):
+                yield from self.command(actor, CommandKind.SAVE, phase="sft", step=step, cursor=dict(cursor),
+                                        begin_rl=True)
+            case schedule.Lease(groups=groups):
+                yield from self.fenced_write(actor, lambda: self.leases.update(actor=(actor.term, groups)))
+            case schedule.Generate(ordinals=ordinals, min_version=min_version):
+                return (yield from self.generate(actor, ordinals, min_version))
+            case schedule.Train():
+                oldest = min(g.oldest_version for g in effect.groups)
+                if self.asks_reference:
+                    yield from self.command(actor, CommandKind.FORWARD_LOGPROBS, phase="rl", step=effect.step,
+                                            weights="reference")
+                result = yield from self.command(
+                    actor, CommandKind.UPDATE, phase="rl", step=effect.step, consumption=effect.consumption,
+                    cursor={**effect.cursor, "oldest": oldest})
+                return result["policy_version"]
+            case schedule.Save(phase=phase, step=step, cursor=cursor, publish=publish):
+                # The trainer goes on publishing until it is committed; the world does not model that wait.
+                while not ((yield from self.command(actor, CommandKind.SAVE, phase=phase, step=step, publish=publish,
+                                                    cursor=dict(cursor)))["committed"] and self.committed
+                           and (last := self.committed[-1].progress).step == step and last.phase == phase):
+                    pass
+            case schedule.Finish():
+                yield from self.fenced_write(actor, lambda: None)
+        return None
+
+    def wait(self, actor: Actor, what: str, holds: Any) -> Iterator[None]:
+        while not holds():
+            actor.waiting_for = what
+            self.waits_shown[what] += 1
+            yield
+        actor.waiting_for = ""
+
+    def fenced_write(self, actor: Actor, write: Any) -> Iterator[None]:
+        yield from self.wait(actor, "etcd", lambda: self.etcd_up)
+        if actor.term != self.term:
+            raise Fenced("a newer actor")
+        write()
+        yield
+
+    def resume(self, actor: Actor) -> Generator[None, None, State]:
+        yield
+        yield from self.wait(actor, "etcd", lambda: self.etcd_up)
+        trainer = self.trainer
+        try:
+            trainer.gate.claim(1, actor.term)
+        except Fenced:
+            if actor.term == self.term:
+                raise Violation("the newest actor was fenced off") from None
+            raise
+        actor.group = trainer.group  # type: ignore[attr-defined]
+        p, version = trainer.shown
+        return State(p.phase, p.step, version, p.consumed.groups, p.cursor)
+
+    def generate(self, actor: Actor, ordinals: Any, min_version: int) -> Generator[None, None, Any]:
+        for _ in range(self.random.randint(0, 3)):
+            yield
+        # Engines serve what was published, some time ago or just now, perhaps newer than what this actor knows of.
+        yield from self.wait(actor, "engines", lambda: self.engines_up and self.served >= min_version)
+        out = []
+        for ordinal in ordinals:
+            version = self.served
+            group = Group(ordinal, Prompt((1,)), (Sample((Segment((2,), (-0.1,), version=version),)),))
+            drop = "uniform" if random.Random(ordinal).random() < 0.2 else ""
+            out.append((group, drop))
+        return out
+
+    def command(self, actor: Actor, kind: CommandKind, **fields: Any) -> Generator[None, None, dict[str, Any]]:
+        """As the client does: send, ask again and again, send again what is not known, give up with the group."""
+        group = actor.group  # type: ignore[attr-defined]
+        command = Command(f"c{next(self.ids)}", kind, 1, actor.term, str(group), **fields)
+        sent = False
+        while True:
+            yield
+            if self.trainer.group != group:
+                raise Lost("the group re-formed")
+            if not sent:
+                fate = self.random.random()
+                sent = True
+                if fate < 0.8:
+                    self.submit(command)
+                elif fate < 0.9:
+                    self.network.append((group, command))  # it will arrive some time
+                else:
+                    sent = False  # it was lost, and the client knows
+                if self.random.random() < 0.1:
+                    self.network.append((group, command))  # twice
+                continue
+            if self.random.random() < 0.2:
+                continue  # the answer was lost
+            outcome = self.trainer.results.get(command.id)
+            if outcome is None:
+                if command.id not in self.trainer.pending:
+                    sent = False
+                continue
+            if "result" in outcome:
+                return outcome["result"]
+            if outcome["error"] == "fenced":
+                if actor.term == self.term:
+                    raise Violation("the newest actor was fenced off")
+                raise Fenced("a newer actor")
+            raise Lost("the step does not follow")
+
+    def submit(self, command: Command) -> None:
+        known = command.id in self.trainer.pending or command.id in self.trainer.results
+        if not known:
+            self.trainer.pending.add(command.id)
+            self.trainer.queue.append(command)
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+    def step(self) -> None:
+        """One thing that happens."""
+        fault = self.random.random() < 0.04 and self.faults_left > 0
+        if fault:
+            self.faults_left -= 1
+            self.random.choice([self.kill_trainer, self.start_actor, self.kill_actor, self.etcd_down,
+                                self.engines_down, self.repeat_command])()
+            return
+        chance = self.random.random()
+        if chance < 0.05:
+            self.etcd_up = self.engines_up = True
+        elif chance < 0.15:
+            self.served = self.version  # the engines have pulled it
+        elif chance < 0.4:
+            self.execute_next()
+        elif chance < 0.45 and self.network:
+            _, command = self.network.pop(self.random.randrange(len(self.network)))
+            self.submit(command)  # also to a group that was formed later
+        elif not self.actors:
+            self.start_actor()
+        else:
+            self.advance(self.random.choice(self.actors))
+
+    def advance(self, actor: Actor) -> None:
+        try:
+            next(actor.doing)
+        except StopIteration:
+            self.actors.remove(actor)
+        except Fenced:
+            self.actors.remove(actor)
+            if actor.term == self.term:
+                raise Violation("the newest actor ended") from None
+
+    def kill_trainer(self) -> None:
+        self.trainer = self.form_group()
+
+    def kill_actor(self) -> None:
+        if self.actors:
+            self.actors.remove(self.random.choice(self.actors))
+
+    def etcd_down(self) -> None:
+        self.etcd_up = False
+
+    def engines_down(self) -> None:
+        self.engines_up = False
+
+    def repeat_command(self) -> None:
+        """A command that was sent before is delivered once more."""
+        if self.trainer.queue:
+            self.network.append((self.trainer.group, self.random.choice(self.trainer.queue)))
+
+    def run(self) -> None:
+        """To the end of the job. Raises Violation."""
+        for _ in range(MAX_EVENTS):
+            if self.finished:
+                break
+            self.step()
+            self.check_lineage()
+        if not self.finished:
+            raise Violation("the job did not finish")
+        self.check_end()
+
+    # -- what must hold ---------------------------------------------------------------------------------------------
+    def check_lineage(self) -> None:
+        rl = [e for e in self.executed if e.phase == "rl"]
+        if [e.step for e in rl] != list(range(1, len(rl) + 1)):
+            raise Violation(f"steps out of order: {[e.step for e in rl]}")
+        if rl and (newest := rl[-1]).oldest_version < newest.version_before - self.plan.max_staleness:
+            raise Violation(f"step {newest.step} was trained on samples of version {newest.oldest_version}, while "
+                            f"{newest.version_before} was out")
+
+    def check_end(self) -> None:
+        last = self.committed[-1]
+        if self.plan.mode == "sft":
+            done = [e.step for e in self.executed[:last.lineage] if e.phase == "sft"]
+            if last.progress.phase != "sft" or done != list(range(1, self.plan.sft_max_steps + 1)):
+                raise Violation(f"the job ended at {last.progress.phase} step {last.progress.step} after {done}")
+            if last.policy_version < 1:
+                raise Violation("the policy was not published")
+            return
+        if last.progress.phase != "rl" or last.progress.step != self.plan.steps:
+            raise Violation(f"the job ended at {last.progress.phase} step {last.progress.step}")
+        rl = [e for e in self.executed[:last.lineage] if e.phase == "rl"]
+        counted = Counter(g for e in rl for g in (*e.trained, *e.dropped))
+        if any(n > 1 for n in counted.values()):
+            raise Violation(f"consumed twice: {[g for g, n in counted.items() if n > 1]}")
+        if sorted(counted) != list(range(len(counted))):
+            raise Violation(f"groups were skipped: {sorted(set(range(max(counted) + 1)) - set(counted))}")
+        if any(len(e.trained) != self.plan.groups_per_step for e in rl):
+            raise Violation("a step was trained on too few groups")
+        found = audit([(c.progress.step, c.progress.consumed) for c in self.committed if c.progress.phase == "rl"],
+                      groups_per_step=self.plan.groups_per_step)
+        if not found.clean:
+            raise Violation(f"the audit is not clean: {found}")
+        if self.trainer.progress.consumed.groups != IntervalSet.from_values(
+                g for e in rl for g in (*e.trained, *e.dropped)):
+            raise Violation("the state disagrees with what was executed")

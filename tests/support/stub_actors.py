@@ -1,0 +1,81 @@
+"""Bodies of the driver's Ray actors without an SGLang server or a trainer, for tests of the driver's own work."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd.client import Op
+from elastic_rl.etcd.fencing import write
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.etcd.run_context import RunContext
+
+FAIL = "starts-fail"
+"""A file of this name in the job's folder makes every start of an engine fail."""
+
+
+class StubEngine:
+    """An engine that is READY at once, and has no server."""
+
+    def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", external_url: str = "") -> None:
+        self._ctx, self._id, self._pool = ctx, engine_id, pool
+        self._leave = threading.Event()
+
+    def run(self) -> None:
+        if (self._ctx.config.cluster_dir / FAIL).exists():
+            raise RuntimeError("no weights")
+        with self._ctx.connect() as etcd:
+            key = self._ctx.keys.engine(self._id)
+            with Membership(etcd, self._ctx.keys, "engine", self._id, ttl_s=30, epoch=self._ctx.epoch) as member:
+                record = Engine(id=self._id, pool=self._pool, state=EngineState.READY, epoch=self._ctx.epoch,
+                                incarnation=member.incarnation, pid=os.getpid(), version=1)
+                written = False
+                while not written:
+                    try:
+                        write(etcd, self._ctx.keys, self._ctx.epoch, Op.put(key, record.encode()))
+                        written = True
+                    except EtcdUnavailable:
+                        continue
+                member.start()
+                self._leave.wait()
+                write(etcd, self._ctx.keys, self._ctx.epoch, Op.delete(key))
+
+    def drain(self) -> None:
+        self._leave.set()
+
+    def stop(self) -> None:
+        self._leave.set()
+
+
+class StubTrainer:
+    """A trainer group that runs until it is told to stop, and notes its process in a file."""
+
+    def __init__(self, context_file: str, log_file: str) -> None:
+        self._notes = Path(context_file).with_name("trainers")
+        self._stopped = threading.Event()
+
+    def run(self) -> int:
+        with self._notes.open("a") as notes:
+            notes.write(f"{os.getpid()}\n")
+        self._stopped.wait()
+        return 0
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+class HungTrainer(StubTrainer):
+    """One that does not react."""
+
+    def stop(self) -> None:
+        pass
+
+
+class StubRole:
+    """A role that does nothing."""
+
+    def __init__(self, ctx: RunContext) -> None:
+        pass

@@ -1,0 +1,81 @@
+"""A job on a cluster of its own, as ``elastic-rl train`` runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_rl import config, train
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Event
+from elastic_rl.faults.injector import FaultPlan
+from elastic_rl.host import leftovers, processes
+from elastic_rl.host.local_cluster import Cluster
+from support.otlp_collector import Collector, collecting
+
+
+class Job:
+    """One job on a cluster of its own, in a folder of its own."""
+
+    def __init__(self, run_dir: Path, settings: dict[str, Any], spans: Collector) -> None:
+        self.spans = spans
+        self.cfg = config.load(overrides=[
+            f"--job=e2e-{secrets.token_hex(4)}", f"--run_dir={run_dir}", "--train.eval_every_steps=1000",
+            f"--telemetry.otlp_endpoint={spans.endpoint}",
+            *(f"--{key}={value}" for key, value in settings.items())])
+        self.cluster = Cluster(self.cfg)
+
+    def run(self, plan: FaultPlan | None = None) -> dict[str, Any]:
+        """Trains to the end and returns report.json."""
+        info = self.cluster.up()
+        code = train.run(self.cluster.cfg, info, **({"faults": True, "fault_plan": plan} if plan else {}))
+        assert code == 0, f"the run failed; its logs are in {self.cluster.cfg.log_dir}"
+        return json.loads((self.cluster.cfg.job_dir / "report.json").read_text())
+
+    def events(self) -> list[Event]:
+        """All of the cluster that is up."""
+        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+            return events.recent(etcd, Keys(self.cfg.job), 2000)
+
+    def epoch(self) -> int:
+        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+            return fencing.current_epoch(etcd, Keys(self.cfg.job))
+
+    def leftovers(self) -> list[str]:
+        """What should be gone once the cluster is down."""
+        run = str(self.cluster.cfg.cluster_dir)
+        mine = [p for p in psutil.process_iter(["cmdline"]) if self.cfg.job in " ".join(p.info["cmdline"] or [])]
+        return [*(f"process {p.pid}" for p in [*mine, *processes.marked(run)]),
+                *map(str, Path("/dev/shm").glob(f"*{self.cfg.job}*")),
+                *map(str, leftovers.tagged_files(leftovers.file_tag(self.cluster.cfg.cluster_dir))),
+                *([str(self.cluster.cfg.ray_dir)] if self.cluster.cfg.ray_dir.exists() else [])]
+
+
+@contextlib.contextmanager
+def whole_job(run_dir: Path, settings: dict[str, Any]) -> Iterator[Job]:
+    """A job whose cluster is down at the end, whatever happens."""
+    with collecting() as spans:
+        job = Job(run_dir, settings, spans)
+        try:
+            yield job
+        finally:
+            job.cluster.down()
+            leftovers.sweep(job.cluster.cfg.cluster_dir)
+
+
+def fault_of(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """A fault of a report, which was seen to happen, was detected, and from which the run recovered."""
+    fault = next((f for f in report["faults"] if f["name"] == name), None)
+    assert fault is not None, f"{name} did not happen: the run took its {report['steps']} steps before its turn"
+    assert fault["witness"], "the fault must have been seen to happen"
+    assert fault["injected_at"] <= fault["detected_at"] <= fault["healed_at"]
+    return fault

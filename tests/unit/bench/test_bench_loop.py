@@ -1,0 +1,239 @@
+"""The arithmetic of the loop's rows, and what the others are given to do. Nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+from support.synthetic_run import records
+
+from elastic_rl.bench.loop import (
+    SUITE,
+    bare_engines,
+    bare_trainer,
+    outages,
+    overhead,
+    steps,
+    trl_program,
+    vs_trl,
+)
+from elastic_rl.bench.loop.bare_engines import requests_of_step
+from elastic_rl.bench.loop.outages import Outage
+from elastic_rl.bench.options import Unmeasurable
+from elastic_rl.config import parse
+from elastic_rl.data.sources import make_source
+
+
+def step(number: int, at: float) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "at": at, "seconds": {"total": 1.0}}
+
+
+def of_predecessor(number: int, at: float) -> dict[str, Any]:
+    """The record of a step that a successor found done."""
+    return {"kind": "step", "step": number, "at": at, "seconds": {}, "samples": 8}
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+def test_rows_come_from_the_records_of_a_run() -> None:
+    measured = {r.id: r for r in steps.rows(records(20, faults=False))}
+    assert set(measured) == set(SUITE.rows["steps"])
+    assert measured["samples-per-s"].value == pytest.approx(512 / 1.5, rel=0.2)
+    assert measured["step-s"].samples == 18
+    assert all(r.value is not None for r in measured.values())
+    assert measured["step-s-between"].value == pytest.approx(0.0, abs=1e-6)
+    assert measured["idle-s-sync"].value > 0 and measured["idle-s-train"].value == 0  # type: ignore[operator]
+
+
+def test_records_without_waits_are_idle_for_no_time() -> None:
+    without = [{k: v for k, v in r.items() if k != "idle_s"} for r in records(10, faults=False)]
+    assert next(r for r in steps.rows(without) if r.id == "idle-s-sync").value == 0.0
+
+
+def test_other_stages_are_idle_together() -> None:
+    found = records(10, faults=False)
+    for record in found:
+        record["idle_s"] = {"sync": 1.0, "source": 2.0, "save": 3.0}
+    rows = {r.id: r for r in steps.rows(found)}
+    assert (rows["idle-s-sync"].value, rows["idle-s-other"].value) == (1.0, 5.0)
+
+
+def test_interval_is_all_that_a_step_takes() -> None:
+    found = [step(n, 10.0 * n) for n in range(1, 6)]
+    assert [(s["step"], seconds) for s, seconds in steps.intervals(found)] == [(3, 10.0), (4, 10.0), (5, 10.0)]
+
+
+def test_intervals_leave_out_evaluations_and_what_was_undone() -> None:
+    found = [*(step(n, float(n)) for n in range(1, 5)), {"kind": "eval", "step": 4}, step(5, 50.0), step(6, 51.0),
+             step(7, 52.0), {"kind": "rewind", "to_step": 5}, step(6, 90.0), step(7, 92.0)]
+    assert [(s["step"], seconds) for s, seconds in steps.intervals(found)] == [(3, 1.0), (4, 1.0), (7, 2.0)]
+
+
+def test_step_of_a_predecessor_is_in_no_row() -> None:
+    found = records(20, faults=False)
+    alone = {r.id: r.samples for r in steps.rows(found)}
+    found[-4] |= {"seconds": {}, "engines": []}
+    rows = {r.id: r for r in steps.rows(found)}
+    assert found[-4]["kind"] == "step" and rows["step-s"].samples == alone["step-s"] - 1
+    assert [s["step"] for s, _ in steps.intervals([*(step(n, float(n)) for n in range(1, 5)), of_predecessor(5, 20.0),
+                                                   step(6, 21.0), step(7, 22.0)])] == [3, 4, 7]
+
+
+# -- overhead ---------------------------------------------------------------------------------------------------------
+def test_overhead_is_a_step_over_both_parts() -> None:
+    rows = {r.id: r for r in overhead.rows([2.0, 3.0, 4.0], [1.0, 1.0, 9.0], [0.5])}
+    assert rows["overhead"].value == 2.0 and rows["overhead"].met is False
+    assert rows["overhead-s"].value == 3.0 and rows["overhead-s"].limit == 1.5
+    assert rows["overhead-s"].alternatives == {"bare engines": 1.0, "bare trainer": 0.5}
+    assert next(r for r in overhead.rows([1.7], [1.0], [0.5]) if r.id == "overhead").met is True
+
+
+def test_work_of_the_bare_engines_is_compared_with_the_run() -> None:
+    row = overhead.tokens_row(records(10, faults=False), 1.9)
+    assert row.value == pytest.approx(0.5) and row.alternatives == {"bare engines": 1.9, "the run": 3.8}
+
+
+def test_all_rows_of_a_module_are_listed() -> None:
+    made = [*overhead.rows([1.0], [1.0], [1.0]), overhead.tokens_row(records(5, faults=False), 1.0)]
+    assert {r.id for r in made} == set(SUITE.rows["overhead"])
+    made = [*vs_trl.rows([1.0], [1.0], [1.0], "trl"), overhead.tokens_row([], 1.0, "vs-trl-small-tokens", "TRL")]
+    assert {r.id for r in made} == set(SUITE.rows["vs_trl"])
+    happened = {kind: [Outage(1, 1.0, 1.0)] for kind in outages.KINDS}
+    made = [*outages.rows([], happened), *outages.engine_rows([], happened, 1.0)]
+    assert {r.id for r in made} == set(SUITE.rows["outages"])
+
+
+# -- the same work ----------------------------------------------------------------------------------------------------
+def test_bare_parts_get_the_prompts_of_a_step_in_requests_of_the_product() -> None:
+    cfg = parse({"train": {"prompts_per_step": 40, "group_size": 8}, "rollout": {"groups_per_request": 20}})
+    source = make_source(cfg)
+    found = requests_of_step(cfg, source, 2)
+    assert [len(request) for request in found] == [16, 4, 16, 4]  # at most 128 sequences each
+    assert [ordinal for request in found for ordinal, _ in request] == list(range(80, 120))
+    assert found != requests_of_step(cfg, source, 3)
+
+
+def test_large_groups_have_requests_of_their_own() -> None:
+    cfg = parse({"train": {"prompts_per_step": 2, "group_size": 256}})
+    assert [len(request) for request in requests_of_step(cfg, make_source(cfg), 0)] == [1, 1]
+
+
+def test_trl_gets_the_same_prompts_and_sizes() -> None:
+    cfg = parse({"train": {"prompts_per_step": 4, "group_size": 2, "updates_per_step": 3}})
+    source = make_source(cfg)
+    given = vs_trl.spec(cfg, Path("policy"), 5)
+    assert len(given["prompts"]) == len(given["answers"]) == 5 * 4
+    assert given["prompts"][4] == list(requests_of_step(cfg, source, 1)[0][0][1].token_ids)
+    assert (given["prompts_per_step"], given["group_size"], given["updates"], given["max_new_tokens"]) == (
+        4, 2, 3, source.max_response_tokens)
+
+
+def test_bare_engines_are_asked_for_the_whole_group_of_each_prompt() -> None:
+    cfg = parse({"train": {"prompts_per_step": 4, "group_size": 6}, "rollout": {"groups_per_request": 2}})
+    source, asked = make_source(cfg), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content)["input_ids"])
+        return httpx.Response(200, json=[])
+
+    step = requests_of_step(cfg, source, 0)
+    servers: Any = [SimpleNamespace(url="http://one"), SimpleNamespace(url="http://two")]
+    with bare_engines._Client(servers, cfg, source) as client:
+        client._http = httpx.Client(transport=httpx.MockTransport(answer))
+        assert len(client.send(step)[1]) == len(step) == 2
+    wanted = [[list(prompt.token_ids) for _, prompt in request for _ in range(6)] for request in step]
+    assert sorted(asked) == sorted(wanted) and [len(ids) for ids in asked] == [12, 12]
+
+
+class StubWorker:
+    """A rank that takes as long as ``seconds`` says, by rank and step."""
+
+    seconds: ClassVar[list[list[float]]] = []
+    environments: ClassVar[list[dict[str, str]]] = []
+
+    def __init__(self, *_: object, env: dict[str, str], **__: object) -> None:
+        self.environments.append(env)
+        self.rank, self.asked = int(env["RANK"]), {}  # type: ignore[var-annotated]
+
+    def send(self, op: str, **fields: Any) -> None:
+        self.asked = {"op": op, **fields}
+
+    def answer(self, timeout_s: float) -> dict[str, float]:
+        return {"seconds": self.seconds[self.rank][self.asked["number"] - 1]} if self.asked["op"] == "step" else {}
+
+    def __enter__(self) -> StubWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bare_trainer_takes_as_long_as_its_slowest_rank_without_the_first_steps(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    monkeypatch.setattr(bare_trainer, "Worker", StubWorker)
+    monkeypatch.setattr(StubWorker, "seconds", [[9.0, 9.0, 1.0, 4.0], [9.0, 9.0, 2.0, 3.0]])
+    monkeypatch.setattr(StubWorker, "environments", [])
+    cfg = parse({"deterministic": deterministic, "trainer": {"data_parallel": 2, "tensor_parallel": 1}})
+    shares = [[tmp_path / f"{n}-0", tmp_path / f"{n}-1"] for n in range(4)]
+    assert bare_trainer.measure_trainer(cfg, tmp_path, tmp_path, shares) == [2.0, 4.0]
+    assert len(StubWorker.environments) == 2
+    assert all(("CUBLAS_WORKSPACE_CONFIG" in env) is deterministic for env in StubWorker.environments)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bare_engines_are_as_deterministic_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      deterministic: bool) -> None:
+    made: list[dict[str, Any]] = []
+
+    def server(*_: object, **settings: Any) -> Any:
+        made.append(settings)
+        return SimpleNamespace(start=lambda: None, close=lambda: None)
+
+    monkeypatch.setattr(bare_engines, "SGLangServer", server)
+    cfg = parse({"deterministic": deterministic, "rollout": {"engines": 2}})
+    with bare_engines.started(cfg, tmp_path, tmp_path) as (servers, seconds):
+        assert len(servers) == len(seconds) == 2
+    assert [settings["deterministic"] for settings in made] == [deterministic] * 2
+
+
+# -- TRL --------------------------------------------------------------------------------------------------------------
+def test_comparison_with_trl_is_bounded_by_the_bare_engines() -> None:
+    ratio, seconds = vs_trl.rows([2.0, 4.0], [1.5, 1.5], [0.5], "trl 1")
+    assert ratio.value == pytest.approx((1.5 / 2 + 1.5 / 4) / 2) and ratio.limit == 3.0 and ratio.met is None
+    assert seconds.value == 1.5 and seconds.alternatives == {"elastic-rl": 3.0}
+
+
+@pytest.mark.parametrize("python", [sys.executable + "-that-is-not-there", "/bin/false"])
+def test_interpreter_without_trl_is_a_reason_with_a_remedy(python: str, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(vs_trl.PYTHON_ENV, python)
+    with pytest.raises(Unmeasurable, match=f"{python}.*elastic-rl\\[bench\\].*{vs_trl.PYTHON_ENV}"):
+        vs_trl.interpreter(tmp_path)
+
+
+def test_interpreter_is_an_absolute_path_tried_as_it_is_run_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                  ) -> None:
+    seen = tmp_path / "seen"
+    (tmp_path / "real").write_text(f'#!/bin/sh\necho "$PWD $HF_HUB_OFFLINE [$PYTHONPATH]" > {seen}\n')
+    (tmp_path / "real").chmod(0o755)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to("../real")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setenv(vs_trl.PYTHON_ENV, "venv/python")
+    assert vs_trl.interpreter(folder) == str(tmp_path / "venv" / "python"), "the link of a venv is kept"
+    assert seen.read_text() == f"{folder} 1 []\n"
+
+
+@pytest.mark.parametrize(("times", "updates", "seconds"), [
+    ([0.0, 1.0, 3.0, 6.0], 1, [1.0, 2.0, 3.0]), ([0.0, 1.0, 3.0, 6.0, 10.0], 2, [3.0, 7.0]),
+    ([0.0, 1.0, 3.0, 6.0], 2, [3.0]), ([0.0], 1, [])])
+def test_step_of_trl_is_all_its_updates(times: list[float], updates: int, seconds: list[float]) -> None:
+    assert trl_program.seconds_of_steps(times, updates) == seconds

@@ -1,0 +1,74 @@
+"""A start of a server is given up when it makes no progress, and never because it is slow. The server is a small
+program in the place of SGLang."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_rl.config import DeviceConfig, EngineConfig
+from elastic_rl.engine.server import sglang_server as server_module
+from elastic_rl.engine.server.sglang_server import SGLangServer
+from elastic_rl.errors import EngineFailed
+
+LIMIT_S = 3.0
+SLOW = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+end = time.monotonic() + 6
+while time.monotonic() < end:
+    print("loading", flush=True)
+    time.sleep(0.5)
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answer).serve_forever()
+"""
+QUICK = SLOW.replace("+ 6", "+ 0")
+HANGS = "import time\nprint('loading', flush=True)\ntime.sleep(600)"
+ENDS = "raise SystemExit('no such model')"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> SGLangServer:
+    monkeypatch.setattr(server_module, "python", lambda _, *args: ["python", "-c", request.param, *args])
+    cfg = EngineConfig(start_timeout_s=LIMIT_S)
+    return SGLangServer("model", cfg=cfg, device=DeviceConfig(type="cpu"), log=tmp_path / "log", seed=1,
+                        tag="test-start")
+
+
+@pytest.mark.parametrize("server", [SLOW], indirect=True, ids=["slow"])
+def test_start_that_goes_on_is_waited_for_beyond_the_limit(server: SGLangServer) -> None:
+    began = time.monotonic()
+    server.start()
+    try:
+        assert server.alive() and time.monotonic() - began > LIMIT_S
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("server", [HANGS], indirect=True, ids=["hangs"])
+def test_start_without_progress_is_given_up_and_leaves_no_process(server: SGLangServer) -> None:
+    with pytest.raises(EngineFailed, match="no progress for"):
+        server.start()
+    assert server.pid == 0 and not server.alive()
+    server.close()
+
+
+@pytest.mark.parametrize("server", [ENDS], indirect=True, ids=["ends"])
+def test_start_that_ends_is_reported_at_once(server: SGLangServer) -> None:
+    with pytest.raises(EngineFailed, match="ended before it was ready"):
+        server.start()
+    server.close()
+
+
+@pytest.mark.parametrize("server", [QUICK], indirect=True, ids=["quick"])
+def test_condemned_server_is_killed_and_says_why(server: SGLangServer) -> None:
+    server.start()
+    server.condemn("no sign of life")
+    assert not server.alive() and server.failure == "no sign of life"
+    server._process.wait(10)
+    server.close()

@@ -1,0 +1,156 @@
+"""Which model folders a run can work with, by their JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_rl import config
+from elastic_rl.data.tiny_model import make_model_dir
+from elastic_rl.errors import ConfigError
+from elastic_rl.host import model_folder, preflight
+from elastic_rl.host.preflight import Verdict
+from elastic_rl.trainer.megatron.policy import ModelArch
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model") / "m", config.parse({}))
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of a good folder, to be changed."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in made.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def truncate(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def messages(folder: Path, **settings: Any) -> str:
+    cfg = config.parse({"model": {"path": str(folder)}, "trainer": {"tensor_parallel": 2}, **settings})
+    return "\n".join(f.message for f in model_folder.faults(cfg, 10))
+
+
+def test_model_that_the_project_makes_can_be_used(folder: Path) -> None:
+    assert messages(folder) == ""
+    model_folder.require(config.parse({"model": {"path": str(folder)}}), 10)
+    assert model_folder.read(folder).dtype == "float32"
+
+
+@pytest.mark.parametrize("change", [
+    {"model_type": "gpt2"}, {"attention_bias": True}, {"use_sliding_window": True}, {"hidden_act": "gelu"},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}])
+def test_what_the_trainer_refuses_is_refused_before_the_start(folder: Path, change: dict[str, Any]) -> None:
+    ModelArch.read(folder)
+    edit(folder / "config.json", **change)
+    with pytest.raises(ConfigError):
+        ModelArch.read(folder)
+    assert messages(folder) != ""
+
+
+@pytest.mark.parametrize(("file", "change", "said"), [
+    ("config.json", {"num_hidden_layers": None}, "num_hidden_layers"), ("config.json", {"vocab_size": "16"},
+                                                                       "vocab_size"),
+    ("config.json", {"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ("config.json", {"quantization_config": {"quant_method": "awq"}}, "quantized"),
+    ("config.json", {"num_attention_heads": 3}, "cannot share 2 key-value heads"),
+    ("config.json", {"num_key_value_heads": 1}, "num_key_value_heads=1 is not a multiple of trainer.tensor_parallel=2"),
+    ("config.json", {"intermediate_size": 7}, "intermediate_size=7"),
+    ("config.json", {"max_position_embeddings": 9}, "too small for the longest prompt and response, 10 tokens"),
+    ("config.json", {"vocab_size": 14}, "token id 14"),
+    ("tokenizer_config.json", {"eos_token": None}, "names no eos_token"),
+    ("tokenizer_config.json", {"eos_token": "<|im_end|>"}, "names no eos_token"),
+    ("config.json", {"hidden_size": 100}, "where config.json says [16, 100]"),
+    ("config.json", {"num_hidden_layers": 1}, "has model.layers.1.input_layernorm.weight, and config.json says"),
+    ("config.json", {"num_key_value_heads": 4}, "model.layers.0.self_attn.k_proj.weight has shape"),
+    ("config.json", {"intermediate_size": 8}, "model.layers.0.mlp.down_proj.weight has shape"),
+    ("config.json", {"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight"),
+    ("config.json", {"model_type": "qwen2", "head_dim": 24}, "q_proj.bias"),
+    ("generation_config.json", {"eos_token_id": [5, 6]}, "not the model's eos_token_id (5, 6)"),
+    ("tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []}, "no vocabulary")])
+def test_fault_is_named(folder: Path, file: str, change: dict[str, Any], said: str) -> None:
+    edit(folder / file, **change)
+    assert said in messages(folder)
+
+
+def test_pipeline_stages_are_checked_against_the_models_own_layers(folder: Path) -> None:
+    stages = {"trainer": {"pipeline_parallel": 3, "tensor_parallel": 1}}
+    assert "num_hidden_layers=2 is not a multiple of trainer.pipeline_parallel=3" in messages(folder, **stages)
+    edit(folder / "config.json", num_hidden_layers=6)
+    assert "num_hidden_layers" not in messages(folder, **stages), "the shape of the built-in model does not count"
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda f: (f / "config.json").unlink(), "cannot read"), (lambda f: (f / "config.json").write_text("[]"), "object"),
+    (lambda f: (f / "config.json").write_bytes(b"\xff{"), "is not JSON"),
+    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"), (lambda f: (f / "tokenizer_config.json").unlink(),
+                                                                   "eos_token"),
+    (lambda f: (f / "model.safetensors").unlink(), "safetensors"),
+    (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part-9.safetensors"}}'),
+     "part-9.safetensors"),
+    (lambda f: truncate(f / "model.safetensors", 9000), "has 9000 bytes of"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "is not a valid safetensors file"),
+    (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a valid safetensors file")])
+def test_missing_or_damaged_file_is_named(folder: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(folder)
+    assert said in messages(folder)
+
+
+@pytest.mark.parametrize("model", [{"family": "llama"}, {"family": "qwen2", "tied_embeddings": True},
+                                   {"family": "qwen3_moe", "expert_intermediate_size": 18}])
+def test_model_of_every_family_can_be_used(tmp_path: Path, model: dict[str, Any]) -> None:
+    made = make_model_dir(tmp_path / "m", config.parse({"model": model}))
+    assert messages(made) == ""
+    assert (model_folder.read(made).arch.family.model_type, model_folder.read(made).arch.tied) == (
+        model["family"], model.get("tied_embeddings", False))
+
+
+def test_experts_are_checked_against_the_parallel_sizes(tmp_path: Path, folder: Path) -> None:
+    made = make_model_dir(tmp_path / "m", config.parse({"model": {
+        "family": "qwen3_moe", "num_experts": 3, "expert_intermediate_size": 9}}))
+    trainer = {"trainer": {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2}}
+    assert "moe_intermediate_size=9 is not a multiple of trainer.tensor_parallel=2" in messages(made)
+    assert "has 3 experts, and trainer.expert_parallel=2" in messages(made, **trainer)
+    assert "has no experts, and trainer.expert_parallel=2" in messages(folder, **trainer)
+
+
+def test_name_of_a_hub_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="there is no folder Qwen/Qwen3-0.6B") as e:
+        model_folder.require(config.parse({"model": {"path": "Qwen/Qwen3-0.6B"}}), 10)
+    assert "download" in e.value.hint
+
+
+def test_vocabulary_of_a_unigram_tokenizer_is_read() -> None:
+    ids = model_folder._token_ids({"model": {"vocab": [["<s>", 0.0], ["a", -1.0]]},
+                                   "added_tokens": [{"id": 7, "content": "</s>"}]})
+    assert ids == {"<s>": 0, "a": 1, "</s>": 7}
+
+
+def test_built_in_model_needs_positions_for_the_task() -> None:
+    with pytest.raises(ConfigError, match=r"model\.max_positions=8"):
+        model_folder.require(config.parse({"model": {"max_positions": 8}}), 10)
+    model_folder.require(config.parse({}), 10)
+
+
+def test_doctor_reports_the_model(folder: Path) -> None:
+    def finding(**device: str) -> preflight.Finding:
+        return next(iter(preflight._model(config.parse({"model": {"path": str(folder)}, "device": device}))))
+
+    assert finding().verdict is Verdict.OK
+    assert finding(dtype="bfloat16").verdict is Verdict.WARNING
+    (folder / "config.json").unlink()
+    assert finding().verdict is Verdict.FAILED

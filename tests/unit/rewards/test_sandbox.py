@@ -1,0 +1,379 @@
+"""The sandbox against programs that mean harm, and the reward ``code``. Needs bubblewrap and user namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.rewards.code import program_of
+from elastic_rl.rewards.registry import close_reward, make_reward
+from elastic_rl.rewards.sandbox import Limits, Outcome, Sandbox, find_bubblewrap
+from elastic_rl.rewards.syscall_filter import syscall_filter
+
+LIMITS = Limits(wall_s=8.0, cpu_s=4, memory_mb=256, processes=8, file_mb=4, output_bytes=10_000)
+PROMPT = Prompt((1,))
+
+
+def _why_not() -> str:
+    try:
+        Sandbox()
+    except ConfigError as e:
+        return str(e)
+    return ""
+
+
+WHY_NOT = _why_not()
+needs_sandbox = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    return Sandbox()
+
+
+def _run(sandbox: Sandbox, program: str, stdin: str = "", **limits: object) -> Outcome:
+    return sandbox.run({"main.py": program.encode()}, "main.py", stdin.encode(), replace(
+        LIMITS, **limits))  # type: ignore[arg-type]
+
+
+def _left(mark: str) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter() if mark in " ".join(_command(p))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+# -- ordinary programs -------------------------------------------------------------------------------------------------
+
+
+@needs_sandbox
+def test_program_reads_its_input_and_writes_its_output(sandbox: Sandbox) -> None:
+    outcome = _run(sandbox, "print(sum(map(int, input().split())))", "1 2 39\n")
+    assert outcome == Outcome(b"42\n", 0)
+    assert _run(sandbox, "import sys; sys.exit(3)").returncode == 3
+    assert _run(sandbox, "open('/tmp/x', 'w').write('kept'); print(open('/tmp/x').read())").output == b"kept\n"
+    assert _run(sandbox, "import os; print(os.path.exists('/tmp/x'))").output == b"False\n"
+
+
+# -- programs that mean harm -------------------------------------------------------------------------------------------
+
+
+@needs_sandbox
+def test_fork_bomb_is_bounded_and_leaves_nothing(sandbox: Sandbox) -> None:
+    # The number it reaches shows the limit; the mark is an argument, so it can be looked for afterwards.
+    outcome = _run(sandbox, """
+import os, sys, time
+made = 0
+try:
+    while made < 200:
+        if os.fork() == 0:
+            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "mark-of-the-fork-bomb"])
+        made += 1
+except OSError:
+    pass
+print(made)
+""")
+    assert not outcome.ended and 0 < int(outcome.output) < LIMITS.processes
+    assert not _left("mark-of-the-fork-bomb")
+
+
+@needs_sandbox
+def test_fork_bomb_without_end_ends_with_its_time(sandbox: Sandbox) -> None:
+    began = time.monotonic()
+    outcome = _run(sandbox, """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+""", wall_s=2.0)
+    assert outcome.ended or outcome.returncode
+    assert time.monotonic() - began < 10.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize("program", [
+    "x = bytearray(1 << 30)", "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    # Each below the limit of one process, together above it.
+    """
+import os, time
+for _ in range(5):
+    if os.fork() == 0:
+        x = bytearray(100 << 20)
+        for i in range(0, len(x), 4096): x[i] = 1
+        time.sleep(60)
+time.sleep(60)
+""", "import os\nos.memfd_create('x')"])
+def test_memory_hog_is_ended(sandbox: Sandbox, program: str) -> None:
+    began = time.monotonic()
+    outcome = _run(sandbox, program)
+    assert outcome.ended == "memory" or (not outcome.ended and outcome.returncode != 0)
+    assert time.monotonic() - began < 7.0
+
+
+@needs_sandbox
+def test_shared_memory_that_no_process_has_mapped_is_refused(sandbox: Sandbox) -> None:
+    assert _run(sandbox, """
+import ctypes
+print(ctypes.CDLL(None, use_errno=True).shmget(0, 1 << 30, 0o1600), ctypes.get_errno())
+""").output.split()[0] == b"-1"
+
+
+@needs_sandbox
+def test_endless_output_is_cut(sandbox: Sandbox) -> None:
+    began = time.monotonic()
+    outcome = _run(sandbox, "while True: print('x' * 1000)")
+    assert outcome.ended == "output" and len(outcome.output) == LIMITS.output_bytes
+    assert time.monotonic() - began < 6.0
+
+
+@needs_sandbox
+def test_endless_output_on_standard_error_and_huge_exit_texts_cost_nothing(sandbox: Sandbox) -> None:
+    outcome = _run(sandbox, "import sys; print('x' * 5_000_000, file=sys.stderr); sys.exit('y' * 5_000_000)")
+    assert outcome == Outcome(b"", 1)
+
+
+@needs_sandbox
+@pytest.mark.parametrize("program", [
+    "while True: pass", "import time; time.sleep(600)",
+    "import signal, time\nfor s in range(1, 65):\n  try: signal.signal(s, signal.SIG_IGN)\n  except (OSError, "
+    "ValueError): pass\ntime.sleep(600)"])
+def test_program_that_does_not_end_is_ended(sandbox: Sandbox, program: str) -> None:
+    began = time.monotonic()
+    assert _run(sandbox, program, wall_s=1.0).ended == "time"
+    assert time.monotonic() - began < 6.0
+
+
+@needs_sandbox
+def test_cpu_time_is_limited(sandbox: Sandbox) -> None:
+    outcome = _run(sandbox, "while True: pass", cpu_s=1, wall_s=30.0)
+    assert not outcome.ended and outcome.returncode != 0
+
+
+@needs_sandbox
+def test_nothing_can_be_written_but_bounded_temporary_files(sandbox: Sandbox) -> None:
+    outcome = _run(sandbox, """
+import os
+for path in ("/x", "/usr/x", "/usr/bin/x", "/dev/x", "/dev/shm/x", "/sandbox/x", "/sandbox/main.py", "/proc/x",
+             "/etc/x"):
+    try:
+        open(path, "w").write("x")
+        print("wrote", path)
+    except OSError:
+        pass
+size = 0
+try:
+    for i in range(20):
+        with open(f"/tmp/{i}", "wb") as f:
+            size += f.write(bytes(1 << 20))
+except OSError:
+    pass
+print(size >> 20)
+""")
+    assert outcome.output.split() == [b"4"]
+
+
+@needs_sandbox
+def test_network_is_not_there(sandbox: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        outcome = _run(sandbox, f"""
+import socket
+for address in (("127.0.0.1", {port}), ("1.1.1.1", 53)):
+    try:
+        socket.create_connection(address, 1)
+        print("connected")
+    except OSError:
+        print("refused")
+print(len(socket.if_nameindex()))
+""")
+    assert outcome.output.split() == [b"refused", b"refused", b"1"]
+
+
+@needs_sandbox
+def test_other_processes_cannot_be_seen_or_killed(sandbox: Sandbox) -> None:
+    outcome = _run(sandbox, f"""
+import os, signal
+seen = [p for p in os.listdir("/proc") if p.isdigit()]
+print(len(seen) <= 3)
+for pid in ({os.getpid()}, {os.getppid()}):
+    try:
+        os.kill(pid, signal.SIGKILL)
+        print("killed")
+    except OSError:
+        print("refused")
+try:
+    os.kill(-1, signal.SIGKILL)  # all that it may signal
+except OSError:
+    pass
+print("alive")
+""")
+    assert outcome.output.split() == [b"True", b"refused", b"refused", b"alive"]
+    assert psutil.pid_exists(os.getpid())
+
+
+@needs_sandbox
+def test_program_that_kills_its_init_ends_only_itself(sandbox: Sandbox) -> None:
+    began = time.monotonic()
+    _run(sandbox, "import os, signal\nos.kill(1, signal.SIGKILL)\nos.kill(os.getppid(), signal.SIGKILL)")
+    assert time.monotonic() - began < LIMITS.wall_s + 2.0
+    assert _run(sandbox, "print('next')").output == b"next\n"
+
+
+@needs_sandbox
+def test_secrets_homes_and_the_environment_cannot_be_read(sandbox: Sandbox, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "in the environment")
+    secret = tmp_path / "token"
+    secret.write_text("in a file")
+    secret.chmod(0o644)
+    outcome = _run(sandbox, f"""
+import glob, os
+print(sorted(os.environ))
+for path in ({str(secret)!r}, {__file__!r}, "/root", "/home", "/etc/passwd", "/etc/shadow", "/proc/1/environ", "/sys"):
+    try:
+        print("read", path, (os.listdir if os.path.isdir(path) else lambda p: open(p).read())(path))
+    except OSError:
+        pass
+os.symlink("/proc/1/root", "/tmp/root")
+os.symlink("../../../../../../.." + {str(secret)!r}, "/tmp/link")
+for path in ("/tmp/root" + {str(secret)!r}, "/tmp/link", "/proc/self/root" + {str(secret)!r},
+             "/proc/self/cwd/../.." + {str(secret)!r}):
+    try:
+        print("read", open(path).read())
+    except OSError:
+        pass
+""")
+    assert outcome.returncode == 0
+    environment, *reads = outcome.output.decode().splitlines()
+    assert "A_SECRET" not in environment and "in the environment" not in outcome.output.decode()
+    assert all(line.startswith("read /proc/1/environ") for line in reads), reads  # of the sandbox's own init
+
+
+@needs_sandbox
+def test_children_do_not_outlive_their_program(sandbox: Sandbox) -> None:
+    began = time.monotonic()
+    outcome = _run(sandbox, """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "mark-of-the-sleeper"], start_new_session=True)
+print("done", flush=True)
+""")
+    assert outcome.output == b"done\n" and not _left("mark-of-the-sleeper")
+    assert time.monotonic() - began < LIMITS.wall_s + 2.0
+
+
+@needs_sandbox
+@pytest.mark.parametrize("call", ["unshare(0x10000000)", "ptrace(0, 0, 0, 0)", "mount(0, b'/tmp', b'tmpfs', 0, 0)"])
+def test_rights_cannot_be_got_back(sandbox: Sandbox, call: str) -> None:
+    assert _run(sandbox, f"import ctypes; print(ctypes.CDLL(None).{call})").output == b"-1\n"
+
+
+@needs_sandbox
+def test_programs_end_when_their_owner_is_killed(tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", """
+from elastic_rl.rewards.sandbox import Limits, Sandbox
+sandbox = Sandbox()
+print("ready", flush=True)
+sandbox.run({"main.py": b"import subprocess, sys\\nsubprocess.run([sys.executable, '-c', "
+             b"'import time; time.sleep(300)', 'mark-of-the-orphan'])"}, "main.py", b"", Limits(wall_s=300.0))
+"""], stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
+        _wait(lambda: bool([p for p in _left("mark-of-the-orphan") if "-c" in _command(p)]))
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10)
+    _wait(lambda: not _left("mark-of-the-orphan"))
+
+
+def _wait(holds: object) -> None:
+    end = time.monotonic() + 15.0
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# -- what cannot run ---------------------------------------------------------------------------------------------------
+
+
+def test_missing_bubblewrap_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.rewards.sandbox.find_bubblewrap", lambda: "")
+    with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
+        make_reward("code", {})
+
+
+def test_bubblewrap_that_does_not_work_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match="cannot run Python"):
+        make_reward("code", {"bwrap": "/bin/false"})
+    if find_bubblewrap():
+        with pytest.raises(ConfigError, match="there is no such program"):
+            make_reward("code", {"python": "/no/such/python"})
+
+
+def test_filter_is_made_for_known_machines_only() -> None:
+    assert len(syscall_filter("x86_64")) == len(syscall_filter("aarch64")) and not len(syscall_filter("aarch64")) % 8
+    with pytest.raises(ConfigError, match="riscv64"):
+        syscall_filter("riscv64")
+
+
+# -- the reward --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "program"), [
+    ("```python\na\n```\nand\n```py\nb\n```", "b\n"), ("print(1)", "print(1)"), ("```\nc\n```", "c\n"),
+    ("```cpp\nint main\n```", ""), ("", ""), (" \n ", ""), ("```python\nno end", ""),
+    ("<think>```python\na\n```</think>", ""), ("<think>```python\na\n```</think>```python\nb\n```", "b\n"),
+    ("```python title=x\nd\n```\n```bash\nls\n```", "d\n"), ("x" * 300_000, "")])
+def test_program_is_the_last_python_block_of_the_answer(text: str, program: str) -> None:
+    assert program_of(text) == program
+
+
+def _rewards(options: dict[str, object], tests: object, *texts: str) -> list[tuple[float, float]]:
+    reward = make_reward("code", options)
+    try:
+        found = asyncio.run(reward(Prompt((1,), metadata={"tests": tests}), [  # type: ignore[arg-type]
+            Sample((), text=text) for text in texts]))
+        return [(r.value, r.parts["passed"]) for r in found]
+    finally:
+        close_reward(reward)
+
+
+@needs_sandbox
+def test_program_is_rewarded_for_its_output() -> None:
+    tests = [{"stdin": "1 2", "stdout": "3"}, {"stdin": "5 5", "stdout": "10\n"}]
+    add, constant = "print(sum(map(int, input().split())), ' ')", "print(3)"
+    assert _rewards({}, tests, add, constant, "", "1/0", "print(3); exit(1)") == [
+        (1.0, 1.0), (0.0, 0.5), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    assert _rewards({"partial": True}, tests, constant) == [(0.5, 0.5)]
+
+
+@needs_sandbox
+def test_program_is_rewarded_when_the_test_code_ends_after_it() -> None:
+    tests = [{"code": "assert f(2) == 4"}]
+    assert _rewards({}, tests, "def f(x):\n    print('noise')\n    return 2 * x", "def f(x): return x",
+                    "import os; os._exit(0)", "import sys; sys.exit(0)", "def f(x): raise SystemExit(0)",
+                    "import os; os.write(1, b'x' * 40)") == [(1.0, 1.0), *[(0.0, 0.0)] * 5]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("tests", [None, [], [{}], [{"stdin": "1"}], "x", [{"code": 1}]])
+def test_prompt_without_tests_is_a_failure_of_the_group(tests: object) -> None:
+    with pytest.raises(PluginFailed, match='metadata\\["tests"\\]'):
+        _rewards({}, tests, "print(1)")

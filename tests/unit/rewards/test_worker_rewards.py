@@ -1,0 +1,326 @@
+"""Rewards that are computed in worker processes: real processes that hang, eat memory, die, and are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.plugin_host import MAX_MESSAGE
+from elastic_rl.rewards.base import Reward, RewardFn
+from elastic_rl.rewards.registry import close_reward, make_reward
+from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
+
+MODULE = '''
+import os, subprocess, sys, time
+from elastic_rl.rewards.base import Reward
+from elastic_rl.rewards.forms import from_options, per_sample
+
+calls = 0
+
+def work(job):
+    global calls
+    calls += 1
+    what, value = job
+    if what == "pid": return os.getpid()
+    if what == "calls": return calls
+    if what == "sleep": time.sleep(value)
+    if what == "raise": raise ValueError("wrong \\udc80 " + "x" * value)
+    if what == "exit": os._exit(0)
+    if what == "sys.exit": sys.exit(0)
+    if what == "memory": return len(bytearray(value))
+    if what == "nan": return float("nan")
+    if what == "child": return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid
+    if what == "write":
+        print("x" * 100_000, flush=True); print("x" * 100_000, file=sys.stderr, flush=True)
+    return value
+
+@per_sample
+def length(text, prompt):
+    return len(text) + prompt.metadata.get("more", 0)
+
+@per_sample(timeout_s=0.5, processes=1)
+def hangs_on_x(text, prompt):
+    while text == "x": pass
+    return Reward(1.0, {"part": 0.5})
+
+@per_sample
+async def later(text, prompt):
+    return float(text)
+
+@per_sample
+def no_number(text, prompt):
+    return "1"
+
+def undecorated(text, prompt):
+    return 1.0
+
+async def whole(prompt, samples):
+    return [Reward(float(len(samples))) for _ in samples]
+
+class Judge:
+    async def __call__(self, prompt, samples):
+        return [Reward(2.0) for _ in samples]
+judge = Judge()
+
+@from_options
+def scaled(options):
+    if "by" not in options: raise KeyError("by")
+    async def reward(prompt, samples):
+        return [Reward(options["by"]) for _ in samples]
+    return reward
+'''
+PROMPT = Prompt((1,), metadata={"more": 10})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "reward_plugin.py").write_text(MODULE)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    yield
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    made = WorkerPool("reward_plugin:work", 1, memory_mb=1024)
+    yield made
+    made.close()
+
+
+def _call(pool: WorkerPool, what: str, value: Any = 0, timeout_s: float = 20.0) -> Any:
+    return asyncio.run(pool.call([what, value], timeout_s))
+
+
+def _rewards(reward: RewardFn, prompt: Prompt, *texts: str) -> list[Reward]:
+    try:
+        return list(asyncio.run(reward(prompt, [Sample((), text=t) for t in texts])))  # type: ignore[arg-type]
+    finally:
+        close_reward(reward)
+
+
+# -- the pool ----------------------------------------------------------------------------------------------------------
+
+
+def test_worker_serves_calls_until_one_takes_too_long(pool: WorkerPool) -> None:
+    first = _call(pool, "pid")
+    assert _call(pool, "pid") == first and _call(pool, "calls") == 3
+    began = time.monotonic()
+    with pytest.raises(CallGivenUp, match="took longer than 0.3 s and was killed"):
+        _call(pool, "sleep", 60, timeout_s=0.3)
+    assert time.monotonic() - began < 5.0 and not psutil.pid_exists(first)
+    assert _call(pool, "pid") != first and _call(pool, "calls") == 2
+
+
+@pytest.mark.parametrize("what", ["exit", "memory"])
+def test_worker_that_dies_or_has_no_memory_is_replaced(pool: WorkerPool, what: str) -> None:
+    first = _call(pool, "pid")
+    with pytest.raises(CallGivenUp, match="died during the call, or ran out of memory"):
+        _call(pool, what, 4 << 30)
+    assert _call(pool, "pid") != first
+
+
+def test_what_a_function_raises_is_a_short_text_and_its_worker_stays(pool: WorkerPool) -> None:
+    first = _call(pool, "pid")
+    with pytest.raises(PluginFailed, match="ValueError: wrong \\? x") as failed:
+        _call(pool, "raise", 100_000)
+    assert len(str(failed.value)) < 2200
+    for what, named in (("sys.exit", "SystemExit"), ("nan", "Out of range")):
+        with pytest.raises(PluginFailed, match=named):
+            _call(pool, what)
+    assert _call(pool, "write", 7) == 7
+    assert _call(pool, "pid") == first
+
+
+def test_children_of_a_worker_end_with_it(pool: WorkerPool) -> None:
+    child = psutil.Process(_call(pool, "child"))
+    with pytest.raises(CallGivenUp):
+        _call(pool, "sleep", 60, timeout_s=0.2)
+    psutil.wait_procs([child], timeout=5)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_close_ends_a_call_and_its_worker(pool: WorkerPool) -> None:
+    worker = _call(pool, "pid")
+
+    async def closed_meanwhile() -> None:
+        task = asyncio.ensure_future(pool.call(["sleep", 60], 50.0))
+        await asyncio.sleep(0.3)
+        pool.close()
+        await task
+
+    began = time.monotonic()
+    with pytest.raises(PluginFailed):
+        asyncio.run(closed_meanwhile())
+    assert time.monotonic() - began < 10.0 and not psutil.pid_exists(worker)
+
+
+def test_module_that_cannot_be_imported_is_a_fault_with_its_reason() -> None:
+    pool = WorkerPool("no.such.module:work", 1, memory_mb=1024)
+    with pytest.raises(PluginFailed, match="ModuleNotFoundError"):
+        asyncio.run(pool.call(1, 5.0))
+    pool.close()
+
+
+def test_call_that_is_too_large_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(PluginFailed, match="at most"):
+        _call(pool, "echo", "x" * MAX_MESSAGE)
+    with pytest.raises(PluginFailed, match="cannot be sent"):
+        _call(pool, "echo", {1, 2})
+    assert _call(pool, "echo", "x" * (1 << 20)) == "x" * (1 << 20)
+
+
+def test_workers_end_when_their_owner_is_killed(tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", f"""
+import asyncio, sys
+sys.path.insert(0, {next(p for p in sys.path if 'plugin' in p)!r})
+from elastic_rl.rewards.worker_pool import WorkerPool
+pool = WorkerPool("reward_plugin:work", 1, memory_mb=1024)
+print(asyncio.run(pool.call(["pid", 0], 20.0)), flush=True)
+asyncio.run(pool.call(["sleep", 300], 290.0))
+"""], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    worker = psutil.Process(int(owner.stdout.readline()))
+    owner.kill()
+    owner.wait(10)
+    psutil.wait_procs([worker], timeout=5)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+# -- forms of a user's reward ------------------------------------------------------------------------------------------
+
+
+def test_function_of_one_sample_is_a_reward() -> None:
+    assert _rewards(make_reward("reward_plugin:length", {}), PROMPT, "", "abc") == [Reward(10.0), Reward(13.0)]
+    assert _rewards(make_reward("reward_plugin:later", {}), PROMPT, "1.5") == [Reward(1.5)]
+    assert _rewards(make_reward("reward_plugin:hangs_on_x", {}), PROMPT, "y") == [Reward(1.0, {"part": 0.5})]
+
+
+def test_function_that_hangs_or_returns_nonsense_fails_its_group_only() -> None:
+    reward = make_reward("reward_plugin:hangs_on_x", {})
+
+    async def both() -> None:
+        with pytest.raises(PluginFailed, match="took longer than 0.5 s"):
+            await reward(PROMPT, [Sample((), text="y"), Sample((), text="x")])
+        assert len(await reward(PROMPT, [Sample((), text="y")])) == 1
+
+    asyncio.run(both())
+    close_reward(reward)
+    with pytest.raises(PluginFailed, match="must return a number or a Reward, not str"):
+        _rewards(make_reward("reward_plugin:no_number", {}), PROMPT, "x")
+
+
+def test_reward_fn_of_a_user_is_taken_as_it_is() -> None:
+    assert _rewards(make_reward("reward_plugin:whole", {}), PROMPT, "a", "b") == [Reward(2.0)] * 2
+    assert _rewards(make_reward("reward_plugin:judge", {}), PROMPT, "a") == [Reward(2.0)]
+    assert _rewards(make_reward("reward_plugin:scaled", {"by": 3.0}), PROMPT, "a") == [Reward(3.0)]
+
+
+@pytest.mark.parametrize(("name", "options", "named"), [
+    ("undecorated", {}, "put @per_sample"), ("Judge", {}, "no async function"), ("calls", {}, "no async function"),
+    ("whole", {"x": 1}, "takes none"), ("length", {"x": 1}, "takes none"), ("scaled", {}, "KeyError: 'by'")])
+def test_object_that_is_no_reward_is_a_wrong_setting(name: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make_reward(f"reward_plugin:{name}", options)
+
+
+# -- mathematics -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def math() -> Iterator[RewardFn]:
+    pytest.importorskip("math_verify")
+    made = make_reward("math_verify", {"processes": 1, "timeout_s": 20.0})
+    yield made
+    close_reward(made)
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), [
+    ("\\frac{1}{2}", ["so it is $0.5$", "\\boxed{\\frac{2}{4}}", "1/2"], ["\\boxed{\\frac{1}{3}}", "", "no idea"]),
+    (42, ["The answer is 42.", "\\boxed{42}"], ["24", "\\boxed{41}"]),
+    ("x^2 + 2x + 1", ["$(x+1)^2$"], ["$(x+2)^2$"]), ("$\\{1, 2\\}$", ["\\boxed{\\{2, 1\\}}"], ["\\boxed{\\{1, 3\\}}"]),
+    (["3", "\\pi"], ["$\\pi$", "3"], ["4"])])
+def test_mathematical_result_is_compared_by_value(math: RewardFn, answer: Any, right: list[str], wrong: list[str]
+                                                  ) -> None:
+    prompt = Prompt((1,), metadata={"answer": answer})
+    samples = [Sample((), text=t) for t in right + wrong]
+    for _ in range(2):  # the same texts get the same rewards
+        found = asyncio.run(math(prompt, samples))  # type: ignore[arg-type]
+        assert [r.value for r in found] == [1.0] * len(right) + [0.0] * len(wrong)
+        assert all(r.parts == {"given_up": 0.0} for r in found)
+
+
+def test_result_that_takes_for_ever_is_worth_nothing_and_others_are_not_held_up() -> None:
+    pytest.importorskip("math_verify")
+    reward = make_reward("math_verify", {"processes": 1, "timeout_s": 3.0})
+    prompt = Prompt((1,), metadata={"answer": "1"})
+    began = time.monotonic()
+    found = _rewards(reward, prompt, "$9^{9^{9^{9}}} - 1$ and \\boxed{9999999999^{9999999999^{99}}}", "\\boxed{1}")
+    assert [r.value for r in found] == [0.0, 1.0]
+    assert time.monotonic() - began < 60.0
+
+
+def test_answer_that_is_no_mathematics_is_a_failure_of_the_group(math: RewardFn) -> None:
+    with pytest.raises(PluginFailed, match="is no mathematical result"):
+        asyncio.run(math(Prompt((1,), metadata={"answer": ""}), [Sample((), text="1")]))  # type: ignore[arg-type]
+
+
+def test_deepscaler_rewards_result_and_format() -> None:
+    pytest.importorskip("math_verify")
+    reward = make_reward("deepscaler", {"processes": 1, "timeout_s": 20.0, "require_think": True, "format_weight": 0.2})
+    prompt = Prompt((1,), metadata={"answer": "\\boxed{\\frac{1}{2}}"})
+    found = _rewards(reward, prompt, "<think>hm</think> \\boxed{0.5}", "<think>hm</think> <answer>2</answer>",
+                     "\\boxed{0.5}", "<think>hm</think> it is 0.5", "<think>\\boxed{0.5}")
+    assert [(r.value, r.parts["correct"], r.parts["format"]) for r in found] == [
+        (1.0, 1.0, 1.0), (pytest.approx(0.2), 0.0, 1.0), (0.0, 0.0, 0.0), (0.8, 1.0, 0.0), (0.0, 0.0, 0.0)]
+
+
+def test_workers_of_reasoning_gym_import_it_as_they_start_and_nobody_else_does() -> None:
+    """Else the first check of each worker would take the seconds of the import, and be given up on a busy machine."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning-gym is not installed")
+    for module, imports in (("reasoning", False), ("reasoning_scorer", True)):
+        shown = subprocess.run([sys.executable, "-c", f"import sys, elastic_rl.rewards.{module}\n"
+                                "print('reasoning_gym' in sys.modules)"], capture_output=True, text=True, check=True)
+        assert shown.stdout.split()[-1] == str(imports)
+
+
+def test_reasoning_gym_scores_with_the_verifier_of_the_task() -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:  # importing it takes long, and only the worker has to
+        pytest.skip("reasoning-gym is not installed")
+    entry = {"question": "Calculate 5 - 3 - 6.", "answer": "-4", "metadata": {"source_dataset": "basic_arithmetic"}}
+    reward = make_reward("reasoning_gym", {"processes": 1, "timeout_s": 60.0})
+    right = str(entry["answer"])
+
+    async def both() -> None:
+        prompt = Prompt((1,), metadata={"task": "basic_arithmetic", "entry": entry})
+        found = await reward(prompt, [Sample((), text=t) for t in (
+            f"<think>1</think><answer>{right}</answer>", right, "nothing of the kind")])
+        assert [r.value for r in found] == [1.0, 1.0, 0.0]
+        with pytest.raises(PluginFailed, match="'no_such_task' not registered"):
+            await reward(Prompt((1,), metadata={"task": "no_such_task", "entry": entry}), [Sample((), text="1")])
+        with pytest.raises(PluginFailed, match="of reasoning_gym"):
+            await reward(Prompt((1,)), [Sample((), text="1")])
+
+    asyncio.run(both())
+    close_reward(reward)
+
+
+@pytest.mark.parametrize(("name", "module"), [("math_verify", "math_verify"), ("reasoning_gym", "reasoning_gym")])
+def test_missing_package_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
+    monkeypatch.setattr("elastic_rl.rewards.math_rewards.importlib.util.find_spec", lambda found: None)
+    with pytest.raises(ConfigError, match="pip install"):
+        make_reward(name, {})

@@ -1,0 +1,177 @@
+"""The examples: what they name can be made, and nothing is wrong with them; and what runs and judges them."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from elastic_rl import config, job_check
+from elastic_rl.data.samples import Group, Sample, Segment
+from elastic_rl.data.sources import make_source
+from elastic_rl.errors import ConfigError
+from elastic_rl.pipeline.sampled_modes import RejectionMode
+from elastic_rl.rewards.sandbox import find_bubblewrap
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_assets, run_examples = _load("make_assets"), _load("run_examples")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the assets of the examples were made."""
+    folder = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        make_assets.main()
+    return folder
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_is_sound(example: Path, assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if example.stem == "code" and not find_bubblewrap():
+        pytest.skip("needs bubblewrap")
+    monkeypatch.chdir(assets)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    found = list(job_check.check(config.load(example)))
+    assert len(found) >= 6 and not [f for f in found if f.fault or f.hint], found
+    assert example.stem in ROOT.joinpath("docs", "examples.md").read_text()
+
+
+def test_text_tokenizer_writes_any_text_and_words_of_the_problems_as_tokens(assets: Path) -> None:
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(assets / "runs/examples/text-tokenizer")
+    for text in ("def f(x): return (x + 12) * 3", "Größe: 7€\n\tx = [1]  # 数"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("State the final answer to 12")) == 8
+
+
+def test_assets_are_kept(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(assets)
+    before = {path: path.stat().st_mtime_ns for path in assets.rglob("*") if path.is_file()}
+    make_assets.main()
+    assert {path: path.stat().st_mtime_ns for path in assets.rglob("*") if path.is_file()} == before
+
+
+def test_what_rejection_sampling_keeps_is_read_by_supervised_fine_tuning_as_the_example_says(
+        assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(assets)
+    path = EXAMPLES / "rejection_sampling.yaml"
+    cfg = config.load(path, ["train.group_size=2"])
+    source = make_source(cfg)
+    mode = RejectionMode(cfg, source, None, None, cfg.model.path)  # type: ignore[arg-type]
+    prompts = [source.train[i] for i in range(20)]
+    assert all(len(p.answer_ids) > 1 for p in prompts)
+    lines, _ = mode.output([Group(n, prompt, tuple(
+        Sample((Segment(ids, (-0.1,) * len(ids), version=1),), reward=reward) for ids, reward in (
+            (prompt.answer_ids, 1.0), (prompt.answer_ids[:1], 0.0)))) for n, prompt in enumerate(prompts)], {})
+    kept = Path("runs/rejection-sums/kept.jsonl")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(b"".join(lines))
+
+    said = [line.removeprefix("#   ").split(" # ")[0].split(": ") for line in path.read_text().splitlines()
+            if line.startswith("#   ") and ": " in line]
+    read = make_source(config.load(EXAMPLES / "sft.yaml", [
+        "data.options.template=''", "data.options.overlap=unchecked",
+        *(f"data.options.{key}={value.strip()}" for key, value in said)]))
+    made = {p.token_ids: p.answer_ids for part in (read.train, read.eval) for p in part}
+    assert made == {p.token_ids: p.answer_ids for p in prompts}
+
+
+# -- running them -----------------------------------------------------------------------------------------------------
+def test_thresholds_are_those_of_examples_that_train() -> None:
+    found = run_examples.thresholds()
+    assert set(found) <= set(run_examples.examples([])), "there is no such example"
+    assert {"jsonl_math", "moe_gspo", "sft", "code", "reasoning_gym"} <= set(found)
+
+
+def test_threshold_that_proves_nothing_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "thresholds.toml"
+    table.write_text("[sft]\nbefore = 0.5\nafter = 0.5\n")
+    with pytest.raises(ConfigError, match=r"sft has before=0\.5 and after=0\.5"):
+        run_examples.thresholds(table)
+
+
+def test_examples_are_named_with_or_without_their_folder() -> None:
+    assert run_examples.examples(["sft", "examples/code.yaml"]) == ["sft", "code"]
+    with pytest.raises(ConfigError, match="no example cod"):
+        run_examples.examples(["cod"])
+
+
+@pytest.mark.parametrize(("report", "found"), [
+    ({"steps": 9, "eval_accuracy_first": 0.3, "eval_accuracy_last": 0.7, "sft": {"eval_accuracy_first": 0.0}},
+     (0.3, 0.7)),
+    ({"steps": 0, "eval_accuracy_last": 0.9, "sft": {"eval_accuracy_first": 0.1, "eval_accuracy_last": 0.9}},
+     (0.1, 0.9)),
+    ({"steps": 0, "sft": None}, (None, None)), ({}, (None, None))])
+def test_accuracies_are_those_of_the_phase_that_the_example_shows(report: dict[str, object], found: object) -> None:
+    assert run_examples.accuracies(report) == found
+
+
+@pytest.mark.parametrize(("code", "before", "after", "fault"), [
+    (0, 0.3, 0.6, ""), (0, 0.4, 0.5, ""), (3, 0.3, 0.6, "exit code 3"), (0, 0.45, 0.6, "began at 0.45"),
+    (0, 0.3, 0.49, "ended at 0.49"), (0, None, None, "not evaluated")])
+def test_run_is_judged_by_its_threshold(code: int, before: float | None, after: float | None, fault: str) -> None:
+    judged = run_examples.fault_of(code, before, after, run_examples.Threshold(0.4, 0.5))
+    assert fault in judged and bool(judged) is bool(fault)
+
+
+def test_example_without_a_threshold_must_only_end_well() -> None:
+    assert run_examples.fault_of(0, None, None, None) == "" and run_examples.fault_of(1, None, None, None)
+
+
+def _program(folder: Path, accuracy: float, then: str) -> list[str]:
+    """Command line of a program in place of ``elastic-rl``: it leaves a report behind, as a run does."""
+    path = folder / "train.py"
+    path.write_text(f"""
+import json, sys, time
+from elastic_rl import config
+cfg = config.load(sys.argv[sys.argv.index("-c") + 1], [a for a in sys.argv if a.startswith("--job=")])
+cfg.job_dir.mkdir(parents=True)
+(cfg.job_dir / "report.json").write_text(json.dumps(
+    {{"steps": 5, "eval_accuracy_first": 0.3, "eval_accuracy_last": {accuracy}}}))
+print("trained", *sys.argv[1:])
+{then}
+""")
+    return [sys.executable, str(path)]
+
+
+@pytest.mark.parametrize(("accuracy", "then", "code", "shown"), [
+    (0.9, "", 0, "ok"), (0.4, "", 1, "FAILED: ended at 0.40, less than 0.50"),
+    (0.9, "sys.exit(7)", 1, "FAILED: ended with exit code 7"),
+    (0.9, "time.sleep(600)", 1, "FAILED: did not end in 5 s")])
+def test_each_run_is_a_job_of_its_own_that_is_shown_and_judged(
+        accuracy: float, then: str, code: int, shown: str, assets: Path, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(assets)
+    program = _program(tmp_path, accuracy, then)
+    monkeypatch.setattr(run_examples, "python", lambda module, *args: [*program, *args])
+    limit = ["--limit-s", "5"] if "sleep" in then else []
+    assert run_examples.main(["jsonl_math", "--seeds", "0" if limit else "0,3", *limit]) == code
+    out = capsys.readouterr().out
+    assert shown in out.splitlines()[-1] and out.splitlines()[-1].startswith("jsonl_math")
+    if not limit:
+        logs = [assets / line.rpartition("see ")[2] for line in out.splitlines() if ": see " in line]
+        assert ["--seed=0" in logs[0].read_text(), "--seed=3" in logs[1].read_text()] == [True, True]
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["sft", "--seeds", "one"]])
+def test_wrong_arguments_end_before_anything_is_run(arguments: list[str]) -> None:
+    ended = subprocess.run([sys.executable, str(EXAMPLES / "run_examples.py"), *arguments], capture_output=True,
+                           text=True, check=False)
+    assert ended.returncode == 2 and arguments[-1] in ended.stderr

@@ -1,0 +1,71 @@
+"""Limits that depend on one another: each row of the table refuses what it should, and says what to set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_rl import config
+from elastic_rl.config import limits
+from elastic_rl.config.limits import LIMITS, Ordered
+from elastic_rl.errors import ConfigError
+
+_DEFAULTS = config.parse({})
+
+
+def _ids(limit: Ordered) -> str:
+    return f"{limit.smaller} below {limit.larger}"
+
+
+def _with(key: str, value: float) -> config.Config:
+    section, _, name = key.partition(".")
+    values: dict[str, Any] = {name: type(getattr(getattr(_DEFAULTS, section), name))(value)}
+    return _DEFAULTS.model_copy(update={section: getattr(_DEFAULTS, section).model_copy(update=values)})
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=_ids)
+def test_defaults_keep_each_limit(limit: Ordered) -> None:
+    assert limit.holds(_DEFAULTS)
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=_ids)
+def test_smaller_setting_that_exceeds_the_larger_one_is_refused(limit: Ordered) -> None:
+    key = limits.keys_of(limit.smaller)[0]
+    too_large = _with(key, limits.value_of(limit.larger, _DEFAULTS) + 1)
+    assert not limit.holds(too_large)
+    message = limit.explain(too_large)
+    assert key in message and limits.keys_of(limit.larger)[0] in message and "set a larger" in message
+    with pytest.raises(ConfigError) as e:
+        config.parse(too_large.model_dump(mode="json"))
+    assert message in e.value.message
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=_ids)
+def test_equal_values_are_refused_unless_the_row_allows_them(limit: Ordered) -> None:
+    equal = limits.value_of(limit.smaller, _DEFAULTS)
+    assert limit.holds(_with(limits.keys_of(limit.larger)[0], equal)) is limit.may_equal
+
+
+def test_every_broken_limit_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as e:
+        config.parse({"coordinator": {"hang_max_s": 31.0}, "dcs": {"io_timeout_s": 40.0}})
+    for key in ("trainer.collective_timeout_s", "dcs.io_timeout_s"):
+        assert f"coordinator.hang_max_s=31 must be larger than {key}" in e.value.message
+
+
+def test_product_of_settings_can_be_a_limit() -> None:
+    assert limits.value_of("engine.request_timeout_s * (rollout.max_attempts + 1)", _DEFAULTS) == 300
+
+
+def test_shape_of_the_built_in_model_does_not_count_beside_a_path() -> None:
+    with pytest.raises(ConfigError, match=r"model\.num_layers=2 is not a multiple of trainer\.pipeline_parallel=3"):
+        config.parse({"trainer": {"pipeline_parallel": 3}})
+    config.parse({"model": {"path": "/m"}, "trainer": {"pipeline_parallel": 3, "tensor_parallel": 7}})
+
+
+@pytest.mark.parametrize("settings", [
+    {"coordinator": {"hang_min_s": 8}}, {"coordinator": {"lease_ttl_s": 2}, "etcd": {"call_timeout_s": 2}},
+    {"etcd": {"call_timeout_s": 2.0, "retry_budget_s": 1.0}}])
+def test_unusual_settings_that_contradict_nothing_are_accepted(settings: dict[str, Any]) -> None:
+    config.parse(settings)

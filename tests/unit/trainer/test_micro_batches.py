@@ -1,0 +1,99 @@
+"""The cut of a share into micro-batches: what is in each, how much is padded, and what goes through the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import seeds
+
+from elastic_rl.config import TrainerConfig
+from elastic_rl.data.batch import Batch
+from elastic_rl.trainer.micro_batches import cut, cut_by_length, pack
+
+thorough = settings(deadline=None, max_examples=seeds(100))
+lengths_of = st.lists(st.integers(1, 60), max_size=60)
+budgets = st.integers(1, 200)
+both = pytest.mark.parametrize("arrange", [cut_by_length, pack])
+Arrange = Callable[[list[int], int], list[list[int]]]
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    """Of sequences of distinct tokens, all of them trained on but for the first of each."""
+    width, n = max(lengths, default=1), len(lengths)
+    inside = torch.arange(width)[None] < torch.tensor(lengths, dtype=torch.int64)[:, None]
+    return Batch({"tokens": torch.arange(1, n * width + 1).view(n, width) * inside,
+                  "lengths": torch.tensor(lengths, dtype=torch.int64),
+                  "loss_mask": inside & (torch.arange(width) > 0), "advantages": torch.arange(n) * 1.0})
+
+
+@both
+@thorough
+@given(lengths=lengths_of, budget=budgets)
+def test_every_sequence_is_in_one_micro_batch(arrange: Arrange, lengths: list[int], budget: int) -> None:
+    micros = arrange(lengths, budget)
+    assert sorted(number for micro in micros for number in micro) == list(range(len(lengths)))
+    assert all(micros) and micros == arrange(lengths, budget)
+
+
+@thorough
+@given(lengths_of, budgets)
+def test_padded_micro_batch_stays_within_the_budget_or_is_one_sequence(lengths: list[int], budget: int) -> None:
+    for micro in cut_by_length(lengths, budget):
+        assert len(micro) == 1 or len(micro) * max(lengths[i] for i in micro) <= budget
+
+
+@thorough
+@given(lengths_of.filter(bool), budgets)
+def test_padding_is_bounded_by_the_logarithm_of_the_spread(lengths: list[int], budget: int) -> None:
+    micros = cut_by_length(lengths, budget)
+    padding = sum(len(micro) * max(lengths[i] for i in micro) for micro in micros) - sum(lengths)
+    assert padding <= budget * math.log(max(lengths) / min(lengths)) + 1e-6
+
+
+@thorough
+@given(lengths_of, budgets)
+def test_packed_micro_batch_stays_within_the_budget_and_no_two_fit_into_one(lengths: list[int], budget: int) -> None:
+    micros = pack(lengths, budget)
+    filled = sorted(sum(lengths[i] for i in micro) for micro in micros)
+    assert all(len(micro) == 1 or sum(lengths[i] for i in micro) <= budget for micro in micros)
+    assert len(filled) < 2 or filled[0] + filled[1] > budget
+
+
+SETTINGS = [{"micro_batch_size": 3}, {"micro_batch_tokens": 40}, {"micro_batch_tokens": 40, "packing": True}]
+
+
+@pytest.mark.parametrize("given_settings", SETTINGS, ids=["size", "tokens", "packed"])
+@thorough
+@given(lengths=lengths_of)
+def test_what_goes_through_the_model_is_each_sequence_without_its_last_token(
+        given_settings: dict[str, int], lengths: list[int]) -> None:
+    share = batch_of(lengths)
+    micros = cut(share, TrainerConfig(**given_settings))
+    rows = [row for micro in micros for row in micro.rows.tolist()]
+    assert sorted(rows) == list(range(len(lengths)))
+    for micro in micros:
+        flat = micro.input.tokens.flatten()
+        assert sum(micro.input.packed) in (0, len(flat))
+        for i, row in enumerate(micro.rows.tolist()):
+            start, taken = int(micro.starts[i]), max(lengths[row] - 1, 1)
+            assert flat[start:start + taken].tolist() == share["tokens"][row, :taken].tolist()
+            if micro.input.packed:
+                assert micro.input.packed[i] == taken
+            assert float(micro.batch["advantages"][i]) == row
+            assert micro.batch["tokens"][i, :lengths[row]].tolist() == share["tokens"][row, :lengths[row]].tolist()
+
+
+def test_packed_rows_have_no_padding_and_rows_of_like_lengths_little() -> None:
+    lengths = [9, 257] * 20
+
+    def positions(**given_settings: object) -> int:
+        return sum(m.input.tokens.numel() for m in cut(batch_of(lengths), TrainerConfig(**given_settings)))
+
+    assert positions(micro_batch_tokens=1024, packing=True) == 20 * 8 + 20 * 256
+    assert positions(micro_batch_tokens=1024) == 20 * 8 + 20 * 256
+    assert positions() == 40 * 256

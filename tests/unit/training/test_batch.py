@@ -1,0 +1,146 @@
+"""Samples as tensors: collation, shares, the wire format, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import seeds
+
+from elastic_rl.data import shares
+from elastic_rl.data.batch import SCHEMA, Batch, collate
+from elastic_rl.data.samples import Prompt, Sample, Segment, demonstration
+from elastic_rl.errors import ConfigError
+
+thorough = settings(deadline=None, max_examples=seeds(60))
+tokens = st.lists(st.integers(2, 40), min_size=1, max_size=5).map(tuple)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    ids = draw(tokens)
+    if draw(st.booleans()):
+        return Segment(ids, loss=False)
+    return Segment(ids, tuple(draw(st.lists(st.floats(-5, 0, width=32), min_size=len(ids), max_size=len(ids)))),
+                   version=draw(st.integers(1, 9)))
+
+
+rows = st.lists(st.tuples(tokens.map(Prompt), st.lists(segments(), min_size=1, max_size=4).map(
+    lambda s: Sample(tuple(s)))), min_size=1, max_size=7)
+
+
+@thorough
+@given(rows)
+def test_batch_has_every_token_with_its_origin(pairs: list[tuple[Prompt, Sample]]) -> None:
+    batch = collate(pairs, [float(i) for i in range(len(pairs))])
+    for i, (prompt, sample) in enumerate(pairs):
+        expected = [*((t, False, 0.0) for t in prompt.token_ids), *(
+            (t, s.loss, s.logprobs[j] if s.logprobs else 0.0) for s in sample.segments
+            for j, t in enumerate(s.token_ids))]
+        n = int(batch["lengths"][i])
+        old = batch["old_logprobs"][i] if "old_logprobs" in batch else torch.zeros(n)
+        assert [(int(batch["tokens"][i, j]), bool(batch["loss_mask"][i, j]), pytest.approx(float(old[j])))
+                for j in range(n)] == expected
+        assert not batch["tokens"][i, n:].any() and not batch["loss_mask"][i, n:].any()
+        assert int(batch["versions"][i]) == sample.oldest_version
+
+
+@thorough
+@given(rows, st.integers(1, 5))
+def test_shares_are_the_batch_in_order_without_padding_of_all_and_round_trip_through_the_wire(
+        pairs: list[tuple[Prompt, Sample]], count: int) -> None:
+    batch = collate(pairs, [0.5] * len(pairs))
+    parts = [Batch.from_bytes(share.to_bytes()) for share in batch.shares(count)]
+    assert max(s.samples for s in parts) - min(s.samples for s in parts) <= 1
+    for share in parts:
+        assert share.tensors.keys() == batch.tensors.keys()
+        assert share.width == max(share["lengths"].tolist(), default=0), "no row needs that width"
+    for name, tensor in batch.tensors.items():
+        values = [s[name] for s in parts]
+        assert torch.equal(batch.joined(values) if tensor.ndim == 2 else torch.cat(values), tensor), name
+
+
+@thorough
+@given(st.binary(max_size=64))
+def test_bytes_that_are_not_a_batch_raise_config_error(raw: bytes) -> None:
+    with pytest.raises(ConfigError):
+        Batch.from_bytes(raw)
+
+
+GOOD = {"tokens": torch.ones(2, 4, dtype=torch.int64), "lengths": torch.tensor([4, 3]),
+        "loss_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]], dtype=torch.bool), "advantages": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"lengths": torch.tensor([0, 3])}, "lengths"), ({"lengths": torch.tensor([5, 3])}, "lengths"),
+    ({"lengths": torch.tensor([3, 3])}, "padding"), ({"advantages": torch.zeros(3)}, "advantages"),
+    ({"tokens": torch.zeros(2, 4)}, "int64"), ({"loss_mask": torch.ones(2, 4, dtype=torch.bool)}, "padding"),
+    ({"loss_mask": torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.bool)}, "first token"),
+    ({"rewards": torch.zeros(2)}, "no tensor 'rewards'"), ({"old_logprobs": torch.zeros(2, 5)}, "old_logprobs")])
+def test_inconsistent_batch_raises_config_error(change: dict[str, torch.Tensor], named: str) -> None:
+    Batch(GOOD)
+    with pytest.raises(ConfigError, match=named):
+        Batch({**GOOD, **change})
+
+
+def test_missing_tensor_is_named() -> None:
+    with pytest.raises(ConfigError, match="needs the tensor 'lengths'"):
+        Batch({"tokens": GOOD["tokens"], "loss_mask": GOOD["loss_mask"]})
+    with pytest.raises(ConfigError, match="no tensor 'old_logprobs', only"):
+        Batch(GOOD)["old_logprobs"]
+    assert set(GOOD) < set(SCHEMA)
+
+
+def test_generated_token_without_a_log_prob_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no log-probs"):
+        collate([(Prompt((1,)), Sample((Segment((2,), version=3),)))])
+    with pytest.raises(ValueError, match="log-probs"):
+        Segment((1, 2), (-0.5,))
+
+
+def test_demonstration_is_trained_on_without_log_probs() -> None:
+    prompt = Prompt((3, 4), answer_ids=(5, 1))
+    batch = collate([(prompt, demonstration(prompt))])
+    assert batch["loss_mask"].tolist() == [[False, False, True, True]] and "old_logprobs" not in batch
+    with pytest.raises(ValueError, match="no answer"):
+        demonstration(Prompt((3,)))
+
+
+def test_sample_is_as_old_as_the_oldest_of_its_trained_segments() -> None:
+    sample = Sample((Segment((1,), (-1.0,), version=4), Segment((2,), loss=False), Segment((3,), (-1.0,), version=6)))
+    assert (sample.oldest_version, sample.versions, sample.response_ids) == (4, (4, 6), (1, 2, 3))
+    assert Sample((Segment((1,), (-1.0,)),)).oldest_version == 0
+
+
+@thorough
+@given(st.lists(st.integers(1, 10_000), max_size=50), st.integers(1, 9))
+def test_balanced_shares_have_every_row_once_and_about_as_many_tokens(lengths: list[int], count: int) -> None:
+    parts = shares.balanced(lengths, count)
+    assert len(parts) == count and sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts) and parts == shares.balanced(lengths, count)
+    tokens = [sum(lengths[row] for row in part) for part in parts]
+    longest = max(lengths, default=0)
+    assert max(tokens) <= sum(lengths) / count + longest * (1 - 1 / count) + 1e-6
+    assert max(tokens) - min(tokens) <= longest
+    assert len(lengths) < count or all(parts)
+
+
+@thorough
+@given(rows, st.integers(1, 5), st.booleans())
+def test_what_replicas_give_back_is_put_in_the_order_of_the_batch_by_the_rows_of_the_shares(
+        pairs: list[tuple[Prompt, Sample]], count: int, by_tokens: bool) -> None:
+    batch = collate(pairs, [0.5] * len(pairs))
+    parts = batch.shares(count, by_tokens=by_tokens)
+    for name in ("tokens", "loss_mask"):
+        assert torch.equal(batch.joined([share[name] for share in parts], by_tokens=by_tokens), batch[name])
+    with pytest.raises(ConfigError, match="values of a share must be"):
+        batch.joined([torch.nn.functional.pad(share["tokens"], (0, 1)) for share in parts], by_tokens=by_tokens)
+
+
+def test_one_long_sample_widens_its_own_share_only() -> None:
+    lengths = [4000, *[10] * 7]
+    batch = collate([(Prompt((1,)), Sample((Segment((2,) * (n - 1), (-1.0,) * (n - 1), version=1),)))
+                     for n in lengths], [0.5] * 8)
+    wide, *others = (len(share.to_bytes()) for share in batch.shares(4))
+    assert wide > 2 * 4000 * 13 and all(size < 2 * 10 * 13 + 2000 for size in others)

@@ -1,0 +1,337 @@
+"""The sources jsonl and parquet: rows, columns, templates, splits, what is left out, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.text_model import make_tokenizer_folder
+
+from elastic_rl import config
+from elastic_rl.data.order import fingerprint
+from elastic_rl.data.parquet import ParquetRows
+from elastic_rl.data.rows import JsonlRows, plain_json, value_at
+from elastic_rl.data.samples import Prompt
+from elastic_rl.data.sources import make_source, read_prompts
+from elastic_rl.data.templates import Template
+from elastic_rl.errors import ConfigError, SourceFailed
+
+ROWS = [{"question": f"what is {i} and {i}?", "answer": 2 * i, "level": {"name": f"l{i % 3}"}} for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_folder(tmp_path_factory.mktemp("models") / "chat")
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=7)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def make(folder: Path, model: Path | str, kind: str = "jsonl", *, seed: int = 0, eval_fraction: float = 0.1,
+         **options: Any) -> Any:
+    if not {"prompt_key", "messages_key", "template"} & options.keys():
+        options["prompt_key"] = "question"
+    given = {"max_prompt_tokens": 64, "max_response_tokens": 8} | options
+    return make_source(config.parse({
+        "seed": seed, "run_dir": str(folder / "runs"), "model": {"path": str(model)}, "sft": {"max_steps": 0},
+        "data": {"source": kind, "options": given, "eval_fraction": eval_fraction}}))
+
+
+def texts(prompts: Sequence[Prompt]) -> list[str]:
+    return [p.text for p in prompts]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+@given(st.lists(st.text(max_size=9), min_size=1, max_size=200), st.booleans(), st.integers(0, 3))
+def test_jsonl_rows_are_those_of_the_lines(tmp_path_factory: pytest.TempPathFactory, values: list[str], ends: bool,
+                                           newlines: int) -> None:
+    path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    lines = [json.dumps({"v": v}, ensure_ascii=False).encode("utf-8", "replace") + b"\r" * (newlines == 1)
+             for v in values]
+    path.write_bytes(b"\n".join(lines) + b"\n" * ends)
+    rows = JsonlRows(path)
+    assert len(rows) == len(values)
+    assert [rows.row(i) for i in range(len(rows))] == list(rows.scan()) == [json.loads(line) for line in lines]
+
+
+def test_jsonl_index_crosses_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.data.rows._BLOCK", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"n": n, "pad": "x" * (n * 7 % 311)}) + "\n" for n in range(1000)))
+    rows = JsonlRows(path)
+    assert [rows.row(n)["n"] for n in range(1000)] == list(range(1000))
+
+
+def test_parquet_rows_are_those_of_the_table_and_the_copy_is_made_once(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.parquet", [{"n": n, "s": {"t": f"{n}"}, "unused": b"x"} for n in range(1300)]))
+    rows = ParquetRows(path, ["n", "s.t"], tmp_path / "job")
+    assert len(rows) == 1300 and list(rows.scan()) == [rows.row(n) for n in range(1300)]
+    assert rows.row(1299) == {"n": 1299, "s": {"t": "1299"}}
+    [copy] = (tmp_path / "job").iterdir()
+    made_at = copy.stat().st_mtime_ns
+    (tmp_path / "job" / f".x.arrow.{2**22 + 1}.partial").write_text("of a process that was killed")
+    assert ParquetRows(path, ["s.t", "n"], tmp_path / "job").row(5)["n"] == 5 and copy.stat().st_mtime_ns == made_at
+    write(path, [{"n": -1, "s": {"t": ""}}])
+    assert ParquetRows(path, ["n"], tmp_path / "job").row(0) == {"n": -1}
+    assert not list((tmp_path / "job").glob(".*"))
+
+
+@given(st.lists(st.tuples(st.text("abc {}", max_size=5), st.sampled_from(["a", "b", "c.d"])), min_size=1, max_size=5),
+       st.text(max_size=5))
+def test_template_puts_columns_between_its_texts(parts: list[tuple[str, str]], end: str) -> None:
+    def escaped(text: str) -> str:
+        return text.replace("{", "{{").replace("}", "}}")
+
+    template = Template.parse("".join(escaped(t) + "{" + field + "}" for t, field in parts) + escaped(end), "t")
+    row = {"a": "{a}", "b": 2, "c": {"d": "x"}}
+    shown = {"a": "{a}", "b": "2", "c.d": "x"}
+    assert template.render(row, "") == "".join(t + shown[field] for t, field in parts) + end
+    assert set(template.fields) == {field for _, field in parts}
+
+
+@pytest.mark.parametrize("text", ["no field", "{", "{}", "{0}", "{a!r}", "{a:>3}", "{a[0]}", "a}"])
+def test_wrong_template_is_a_wrong_setting(text: str) -> None:
+    with pytest.raises(ConfigError, match="data.options.template"):
+        Template.parse(text, "data.options.template")
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+                    lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner), max_leaves=9))
+def test_values_of_a_row_are_plain_json(value: Any) -> None:
+    plain = plain_json(value, "it")
+    assert json.loads(json.dumps(plain)) == plain == json.loads(json.dumps(value))
+
+
+def test_value_that_json_does_not_have_is_a_fault_with_its_place() -> None:
+    with pytest.raises(SourceFailed, match="a:1 is of type bytes"):
+        plain_json({"x": [b""]}, "a:1")
+    with pytest.raises(SourceFailed, match="a:1 has no column 'lvl', only level; did you mean 'level'"):
+        value_at({"level": 1}, "lvl", "a:1")
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_prompts_have_tokens_text_answer_and_metadata(tmp_path: Path, model: Path, kind: str) -> None:
+    path = write(tmp_path / f"a.{kind}", ROWS)
+    source = make(tmp_path, model, kind, paths=path, answer_key="answer", metadata_keys=["level.name"],
+                  system_prompt="add", chat_template_options={"think": "no"})
+    assert len(source.train) == 54 and len(source.eval) == 6 and list(source.evals) == ["eval"]
+    assert sorted(texts([*source.train, *source.eval])) == sorted(
+        f"<|system|>add<|end|><|user|>{r['question']}<|end|><|assistant|>(no)" for r in ROWS)
+    one = source.train[0]
+    assert source.tokenizer.decode(one.token_ids, skip_special_tokens=False) == one.text
+    assert one.metadata.keys() == {"answer", "level.name"} and one.metadata["level.name"].startswith("l")
+    assert one.answer_ids is not None and one.answer_ids[-1] == 0 and source.stop_token_ids == (0, 1)
+    assert source.tokenizer.decode(one.answer_ids) == one.metadata["answer"]
+    again = make(tmp_path, model, kind, paths=path, answer_key="answer", metadata_keys=["level.name"],
+                 system_prompt="add", chat_template_options={"think": "no"})
+    assert fingerprint(again.train) == fingerprint(source.train) and list(again.eval) == list(source.eval)
+    other = make(tmp_path, model, kind, seed=1, paths=path, answer_key="answer")
+    assert texts(other.eval) != texts(source.eval)
+
+
+def test_conversations_and_plain_texts_are_prompts_too(tmp_path: Path, model: Path) -> None:
+    chat = [{"chat": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "?"}]} for i in range(9)]
+    source = make(tmp_path, model, paths=write(tmp_path / "c.jsonl", chat), messages_key="chat")
+    assert sorted(texts([*source.train, *source.eval]))[0] == "<|user|>0<|end|><|assistant|>?<|end|><|assistant|>"
+    assert source.train[0].answer_ids is None and source.train[0].metadata == {}
+    plain = make(tmp_path, model, paths=write(tmp_path / "p.jsonl", ROWS), template="Q: {question}\nlevel {level.name}",
+                 apply_chat_template=False)
+    assert plain.train[0].text.startswith("Q: what is") and "\nlevel l" in plain.train[0].text
+
+
+def test_built_in_model_reads_files_of_its_characters(tmp_path: Path) -> None:
+    rows = [{"q": f"{i}+1=", "a": f"{i + 1}"} for i in range(30)]
+    source = make(tmp_path, "", paths=write(tmp_path / "a.jsonl", rows), prompt_key="q", answer_key="a",
+                  apply_chat_template=False)
+    assert {p.text: source.tokenizer.decode(p.answer_ids) for p in source.train} | {
+        p.text: source.tokenizer.decode(p.answer_ids) for p in source.eval} == {r["q"]: r["a"] for r in rows}
+
+
+def test_paths_are_patterns_and_each_file_is_read_once(tmp_path: Path, model: Path) -> None:
+    write(tmp_path / "a1.jsonl", ROWS[:5])
+    write(tmp_path / "a2.jsonl", ROWS[5:9])
+    both = make(tmp_path, model, paths=[str(tmp_path / "a*.jsonl"), str(tmp_path / "a2.jsonl")])
+    assert len(both.train) + len(both.eval) == 9
+
+
+# -- evaluation sets and what is left out -----------------------------------------------------------------------------
+def test_named_evaluation_sets_have_their_files_and_no_more_prompts_than_allowed(tmp_path: Path, model: Path) -> None:
+    train, first, second = (write(tmp_path / f"{n}.jsonl", rows) for n, rows in (
+        ("t", ROWS[:30]), ("e", ROWS[30:34]), ("f", ROWS[34:60])))
+    source = make(tmp_path, model, paths=train, eval_paths=first, evals={"hard": {"paths": second}}, max_eval_prompts=9)
+    assert {name: len(prompts) for name, prompts in source.evals.items()} == {"eval": 4, "hard": 9}
+    assert len(source.train) == 30 and list(source.eval) == list(source.evals["eval"])
+    assert len(set(texts(source.evals["hard"]))) == 9
+    named = make(tmp_path, model, paths=train, evals={"x": {"paths": first}})
+    assert list(named.eval) == list(named.evals["x"]) and sorted(texts(named.eval)) == sorted(texts(source.eval))
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_prompt_that_is_evaluated_too_is_refused_or_left_out_of_the_training(tmp_path: Path, model: Path, split: bool
+                                                                             ) -> None:
+    if split:  # each row is there twice, so that some are on both sides of the split
+        options: dict[str, Any] = {"paths": write(tmp_path / "a.jsonl", ROWS * 2)}
+    else:
+        options = {"paths": write(tmp_path / "t.jsonl", ROWS), "evals": {
+            "x": {"paths": write(tmp_path / "e.jsonl", [{"question": "new"}])},
+            "y": {"paths": write(tmp_path / "f.jsonl", [{"question": "newer"}, ROWS[7]])}}}
+    with pytest.raises(ConfigError, match=r"(a|t).jsonl:\d+: this prompt is trained on and evaluated.*overlap"):
+        make(tmp_path, model, **options)
+    source = make(tmp_path, model, overlap="drop", **options)
+    held_out = {t for prompts in source.evals.values() for t in texts(prompts)}
+    assert not held_out & set(texts(source.train))
+    assert {t for t in texts(source.train)} | held_out >= {f"<|user|>{r['question']}<|end|><|assistant|>" for r in ROWS}
+    unchecked = make(tmp_path, model, overlap="unchecked", **options)
+    assert held_out & set(texts(unchecked.train))
+
+
+def test_duplicates_and_long_prompts_are_left_out_and_the_look_is_remembered(tmp_path: Path, model: Path,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"question": "x" * 500}
+    options: dict[str, Any] = {"paths": write(tmp_path / "t.jsonl", [*ROWS, *ROWS, long]), "evals": {
+        "x": {"paths": write(tmp_path / "e.jsonl", [{"question": "new"}])}}}
+    with pytest.raises(SourceFailed, match=r"t.jsonl:121: the prompt has \d+ tokens.*long_prompts"):
+        read_prompts(make(tmp_path, model, **options).train, [120], named="jsonl", answers=False)
+    source = make(tmp_path, model, duplicates="drop", long_prompts="drop", **options)
+    assert sorted(texts(source.train)) == sorted(f"<|user|>{r['question']}<|end|><|assistant|>" for r in ROWS)
+    evaluated = {"evals": {"x": {"paths": write(tmp_path / "f.jsonl", [long, {"question": "new"}])}}}
+    assert texts(make(tmp_path, model, **(options | evaluated), long_prompts="drop", duplicates="drop").eval) == [
+        "<|user|>new<|end|><|assistant|>"]
+    write(tmp_path / "f.jsonl", [long])
+    with pytest.raises(ConfigError, match="all 1 prompts of the evaluation set 'x' have more than 64 tokens"):
+        make(tmp_path, model, **(options | evaluated), long_prompts="drop")
+    monkeypatch.setattr("elastic_rl.data.scan.scan", lambda *a: pytest.fail("it looked again"))
+    assert texts(make(tmp_path, model, duplicates="drop", long_prompts="drop", **options).train) == texts(source.train)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("content", "options", "named"), [
+    ("", {}, "a.jsonl is empty"),
+    (None, {}, r"data.options.paths: there is no file .*a.jsonl; did you mean b.jsonl\?"),
+    ('{"question": "x"}\n{"question": \n', {}, "a.jsonl:2 is not JSON"),
+    ('{"question": "x"}\n\n{"question": "y"}\n', {}, "a.jsonl:2 is empty"),
+    ('{"question": "x"}\n[1]\n', {}, "a.jsonl:2 is a list, not an object"),
+    ('{"qestion": "x"}\n', {}, "a.jsonl:1 has no column 'question', only qestion; did you mean 'qestion'"),
+    ('{"question": ["x"]}\n', {}, "a.jsonl:1: the column 'question' is a list, not text"),
+    ('{"question": "x"}\n', {}, "one row"),
+    ('{"question": "x"}\n', {"answer_key": "answer"}, "has no column 'answer'"),
+    ('{"question": "x"}\n', {"template": "{question!r}"}, "has the field {question!r}"),
+    ('{"question": "x"}\n', {"template": "{q}"}, "no column 'q'"),
+    ('{"question": "x"}\n', {"prompt_key": "", "template": ""}, "set one of prompt_key, messages_key and template"),
+    ('{"question": "x"}\n', {"messages_key": "question"}, "messages are no list"),
+    ('{"m": [{"role": "user"}]}\n', {"messages_key": "m"}, "the content of message 0 is null, not text"),
+    ('{"m": [{"content": "x"}]}\n', {"messages_key": "m"}, "message 0 is no object with a role"),
+    ('{"question": "x"}\n', {"max_prompt_tokens": 2}, "a.jsonl:1: the prompt has 4 tokens, .*max_prompt_tokens is 2"),
+    ('{"question": "x"}\n', {"apply_chat_template": False, "system_prompt": "y"}, "system_prompt has no effect"),
+    ('{"question": "x"}\n', {"promt_key": "y"}, "promt_key"),
+    ('{"question": "x"}\n' * 5, {}, "this prompt is trained on and evaluated"),
+    ('{"question": "x"}\n' * 5, {"overlap": "drop"}, "leaves no row to train on")])
+def test_wrong_file_or_option_is_a_wrong_setting_with_its_place(tmp_path: Path, model: Path, content: str | None,
+                                                                options: dict[str, Any], named: str) -> None:
+    (tmp_path / ("b.jsonl" if content is None else "a.jsonl")).write_text(content or "")
+    with pytest.raises(ConfigError, match=named):
+        make(tmp_path, model, paths=str(tmp_path / "a.jsonl"), **options)
+
+
+def test_parquet_without_the_column_or_damaged_is_a_wrong_setting(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path / "a.parquet", ROWS)
+    with pytest.raises(ConfigError, match="a.parquet has no column 'questions', only .*did you mean 'question'"):
+        make(tmp_path, model, "parquet", paths=path, prompt_key="questions")
+    Path(path).write_bytes(Path(path).read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="a.parquet cannot be read"):
+        make(tmp_path, model, "parquet", paths=path)
+    write(Path(path), [{"question": "x"}] * 0 or [])
+    with pytest.raises(ConfigError, match="no column|is empty"):
+        make(tmp_path, model, "parquet", paths=path)
+
+
+def test_row_that_is_wrong_further_on_is_found_by_the_look_at_all_rows_or_when_it_is_read(tmp_path: Path, model: Path
+                                                                                      ) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps(r) for r in ROWS]
+    rows[40] = '{"question": 1.5, "answer": null}'
+    path.write_text("\n".join(rows))
+    evals = {"x": {"paths": write(tmp_path / "e.jsonl", [{"question": "new", "answer": "x"}])}}
+    with pytest.raises(ConfigError, match="a.jsonl:41: the column 'answer' is null, not text"):
+        make(tmp_path, model, paths=str(path), answer_key="answer", evals=evals)
+    source = make(tmp_path, model, paths=str(path), answer_key="answer", evals=evals, overlap="unchecked")
+    assert read_prompts(source.train, [39, 41], named="jsonl", answers=True)
+    with pytest.raises(SourceFailed, match="prompt 40: SourceFailed: .*a.jsonl:41: the column 'answer' is null"):
+        read_prompts(source.train, [40], named="jsonl", answers=True)
+    path.write_text("\n".join(rows[:20]))
+    with pytest.raises(SourceFailed, match="a.jsonl:60 is empty"):
+        read_prompts(source.train, [59], named="jsonl", answers=True)
+
+
+@pytest.mark.parametrize(("folder", "named"), [
+    ({"chat_template": ""}, "has no chat template .*apply_chat_template"),
+    ({"eos": ""}, 'names a token that ends a response .*"eos_token"'),
+    ({"chat_template": "{{ raise_exception('no such role') }}"}, "refuses the messages: .*no such role")])
+def test_wrong_tokenizer_is_a_wrong_setting(tmp_path: Path, folder: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make(tmp_path, make_tokenizer_folder(tmp_path / "m", **folder), paths=write(tmp_path / "a.jsonl", ROWS))
+
+
+def test_missing_or_foreign_model_folder_and_unknown_characters_are_wrong_settings(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "empty").mkdir()
+    for model, named in ((tmp_path / "none", "there is no folder"), (tmp_path / "empty", "cannot be loaded"),
+                         ("", "no token for 'w', only for .*model.path.*make_model_dir")):
+        with pytest.raises(ConfigError, match=named):
+            make(tmp_path, model, paths=path, apply_chat_template=False)
+    with pytest.raises(ConfigError, match="built-in model's tokenizer has no chat template.*make_model_dir"):
+        make(tmp_path, "", paths=path)
+
+
+# -- size --------------------------------------------------------------------------------------------------------------
+_MEASURED = """
+import sys, json, resource, numpy as np, pyarrow.parquet
+from elastic_rl import config
+from elastic_rl.data.sources import make_source
+cfg = config.parse(json.loads(sys.argv[1]))
+make_source(config.parse(json.loads(sys.argv[2])))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+source = make_source(cfg)
+order = source.order(0)
+for ordinal in range(2000):
+    source.train[order.problem(ordinal)[0]]
+print(len(source.train), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    count, width = 1_000_000, 200
+    digits = pa.array([f"{i:0{width}d}" for i in range(1000)])
+    path = tmp_path / "large.parquet"
+    with pq.ParquetWriter(path, pa.schema([("q", pa.string())])) as writer:
+        for _ in range(count // 100_000):
+            writer.write_table(pa.table({"q": pa.concat_arrays([digits] * 100)}))
+    small = write(tmp_path / "small.parquet", [{"q": f"{i}"} for i in range(30)])
+
+    def settings(file: str) -> str:
+        return json.dumps({"run_dir": str(tmp_path), "sft": {"max_steps": 0}, "data": {"source": "parquet", "options": {
+            "paths": file, "prompt_key": "q", "apply_chat_template": False, "overlap": "unchecked",
+            "max_prompt_tokens": 300, "max_response_tokens": 4}}})
+
+    done = subprocess.run([sys.executable, "-c", _MEASURED, settings(str(path)), settings(small)],
+                          capture_output=True, text=True, timeout=120, check=True)
+    rows, grown_mib = map(int, done.stdout.split())
+    [copy] = (tmp_path / "quickstart/data").glob("large-*.arrow")
+    assert rows == count - 1000 and copy.stat().st_size > count * width
+    # The kernel counts pages of the mapped copy that were read; what is read of it is a few pages for each prompt.
+    assert grown_mib < 120, "the copy has 200 MB, and nothing holds the rows"

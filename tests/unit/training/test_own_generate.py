@@ -1,0 +1,282 @@
+"""Generate functions of a user's code: in real processes, and the loop that goes by what becomes of their groups."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import seeds
+
+from elastic_rl import config
+from elastic_rl.data.batch import collate
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.data.sources import make_source
+from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
+from elastic_rl.engine.own_generate import OwnGenerate
+from elastic_rl.errors import ConfigError, EngineFailed, Fenced
+from elastic_rl.pipeline.sampling import Sampler
+from elastic_rl.pipeline.waits import Waits
+from elastic_rl.roles.rollout import RolloutRole
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+MODULE = '''
+import asyncio, os, threading
+from dataclasses import replace
+from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.errors import EngineFailed
+
+def sample(ids=(1, 2), logprobs=(-0.5, -0.5), **more):
+    segment = Segment((1,), (-0.5,), version=3)
+    for name, value in {"token_ids": ids, "logprobs": logprobs, **more}.items():
+        object.__setattr__(segment, name, value)
+    return Sample((segment,), metadata={"tool": "calculator"})
+
+async def generate(request, engines):
+    what, n = request.prompt.text, request.samples
+    await asyncio.sleep(0)
+    if what == "raise": raise ValueError("the tool is away")
+    if what == "engine": raise EngineFailed("no engine")
+    if what == "hang": await asyncio.Event().wait()
+    if what == "block": threading.Event().wait()
+    if what == "die": os._exit(3)
+    if what == "token": return [sample((1, 99)) for _ in range(n)]
+    if what == "nan": return [sample(logprobs=(-0.5, float("nan"))) for _ in range(n)]
+    if what == "lengths": return [sample(logprobs=(-0.5,)) for _ in range(n)]
+    if what == "long": return [sample((1,) * 50, (-0.5,) * 50) for _ in range(n)]
+    if what == "few": return [sample() for _ in range(n - 1)]
+    if what == "text": return "nothing"
+    return [sample() for _ in range(n)]
+
+not_async = 3
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "my_generate.py").write_text(MODULE)
+    sys.path[:0] = [str(folder), str(EXAMPLES)]
+    yield
+    sys.path.remove(str(folder))
+    sys.path.remove(str(EXAMPLES))
+
+
+def _request(ordinal: int, text: str = "", samples: int = 2) -> PromptRequest:
+    return PromptRequest(ordinal, Prompt((5,), text), Sampling(12, seed=7), samples)
+
+
+def _generate(role: RolloutRole, *whats: str) -> list[Generated]:
+    async def all_of_them() -> list[Generated]:
+        return await asyncio.gather(*(role._bounded(_request(i, what), 1) for i, what in enumerate(whats)))
+    return asyncio.run(all_of_them())
+
+
+@pytest.fixture
+def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRole]:
+    monkeypatch.setattr("elastic_rl.plugin_process.CANCEL_S", 0.5)
+    made = RolloutRole.__new__(RolloutRole)
+    cfg = config.load(overrides=["--rollout.generate=my_generate:generate", "--rollout.generate_timeout_s=2"])
+    own = OwnGenerate("my_generate:generate", "http://127.0.0.1:9", timeout_s=5.0, retries=1, vocabulary=50)
+    made.ctx = SimpleNamespace(config=cfg, model_dir="")  # type: ignore[assignment]
+    made.generate_fn, made._vocabulary = own, 50
+    made.client = None  # type: ignore[assignment]
+    made._first_sample = SimpleNamespace(first_of=lambda samples: 0)  # type: ignore[assignment]
+    yield made
+    own.close()
+
+
+@pytest.mark.parametrize(("what", "named"), [
+    ("raise", "ValueError: the tool is away"), ("hang", "took longer than 2 s for group 1.*generate_timeout_s"),
+    ("token", "a token id that is no int from 0 to 49"), ("nan", "a log-prob that is not finite"),
+    ("lengths", "2 tokens with 1 log-probs"), ("long", "a response of 50 tokens, and the data source allows 12"),
+    ("few", "must give 2 samples"), ("text", "must give 2 samples")])
+def test_what_fails_or_is_nonsense_costs_its_group_only(role: RolloutRole, what: str, named: str) -> None:
+    good, bad = _generate(role, "", what)
+    assert isinstance(good, list) and good[0].segments[0].token_ids == (1, 2) and good[0].oldest_version == 3
+    assert good[1].metadata == {"tool": "calculator"} and good[1].segments[0].logprobs == (-0.5, -0.5)
+    assert isinstance(bad, GenerateFault) and not bad.shared
+    with pytest.raises(AssertionError, match=named):
+        raise AssertionError(bad.why)
+
+
+@pytest.mark.parametrize("what", ["block", "die"])
+def test_process_that_ends_is_replaced_and_names_nobody(role: RolloutRole, what: str) -> None:
+    assert all(isinstance(g, list) or g.shared for g in _generate(role, "", what, ""))
+    [bad] = _generate(role, what)
+    assert isinstance(bad, GenerateFault) and bad.shared
+    assert isinstance(_generate(role, "")[0], list)
+
+
+def test_engines_that_fail_are_no_fault_of_the_function(role: RolloutRole) -> None:
+    with pytest.raises(EngineFailed, match="no engine"):
+        _generate(role, "engine")
+
+
+def test_what_is_no_function_is_a_wrong_setting() -> None:
+    for name in ("my_generate:not_async", "my_generate:missing", "no_such_module:f"):
+        with pytest.raises(ConfigError, match="rollout.generate"):
+            OwnGenerate(name, "", timeout_s=1.0, retries=1, vocabulary=1)
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+
+class Engine(BaseHTTPRequestHandler):
+    """Answers as SGLang does, with the number of the prompt's tokens."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        answers = [{"output_ids": [len(ids)], "meta_info": {
+            "finish_reason": {"type": "stop"}, "weight_version": "3",
+            "output_token_logprobs": [[-0.25, len(ids), None]]}}
+            for ids in body["input_ids"]]
+        raw = json.dumps(answers).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_example_of_two_turns_is_trained_on_what_the_policy_wrote() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    own = OwnGenerate("two_turns:generate", f"http://127.0.0.1:{server.server_port}", timeout_s=60.0, retries=2,
+                      vocabulary=50)
+    try:
+        request = _request(0)
+        samples = asyncio.run(own(request, None))  # type: ignore[arg-type]
+    finally:
+        own.close()
+        server.shutdown()
+        server.server_close()
+    assert [[(s.token_ids, s.logprobs, s.loss, s.version) for s in sample.segments] for sample in samples] == [
+        [((1,), (-0.25,), True, 3), ((5,), (), False, 0), ((3,), (-0.25,), True, 3)]] * 2
+    batch = collate([(request.prompt, s) for s in samples], [1.0, -1.0])
+    assert torch.equal(batch["loss_mask"][0], torch.tensor([False, True, False, True]))
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """A sampler on generate functions of which some groups fail, in an order that the calls show."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, generate: Callable[[list[int]], Sequence[Generated]],
+                 *more: str, waits: int = 100_000) -> None:
+        stopping, self.calls, self.texts = threading.Event(), list[list[int]](), list[str]()
+        self.failed: list[tuple[str, list[int]]] = []
+
+        def call(prompts: Sequence[PromptRequest], min_version: int) -> Sequence[Generated]:
+            self.calls.append([p.ordinal for p in prompts])
+            return generate([p.ordinal for p in prompts])
+
+        def report(stage: str, kind: str, what: str) -> None:
+            if kind:
+                self.texts.append(f"{kind}: {what}")
+                if len(self.texts) > waits:
+                    stopping.set()
+
+        monkeypatch.setattr("elastic_rl.pipeline.sampling._RETRY_S", (0.001, 0.002))
+        cfg = config.load(overrides=["--rollout.groups_per_request=4", "--rollout.reward_attempts=2",
+                                     "--train.prompts_per_step=16", *more])
+        source = make_source(cfg)
+        self.prompts = [source.train[i] for i in range(64)]
+        self.sampler = Sampler(cfg, source, call, Waits(report, stopping), on_failed=lambda part, ordinals, why:
+                               self.failed.append((part, list(ordinals))))
+
+    def groups(self, count: int) -> list[Group]:
+        try:
+            return [g for g, _ in self.sampler.training_groups(list(enumerate(self.prompts[:count])), 0)]
+        finally:
+            self.sampler.close()
+
+
+def _good(ordinal: int) -> list[Sample]:
+    return [Sample((Segment((1,), (-0.5,), version=1),))]
+
+
+def test_group_that_cannot_be_generated_is_dropped_and_others_are_generated_once(monkeypatch: pytest.MonkeyPatch
+                                                                                 ) -> None:
+    loop = Loop(monkeypatch, lambda ordinals: [GenerateFault("bad") if i == 5 else _good(i) for i in ordinals])
+    found = loop.groups(8)
+    assert [g.ordinal for g in found if g.failed] == [5] and found[5].samples == () and found[5].failed == "bad"
+    assert sorted(i for call in loop.calls for i in call) == [0, 1, 2, 3, 4, 5, 5, 6, 7]
+    assert loop.failed == [("generate", [5])]
+
+
+def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop: Loop
+
+    def generate(ordinals: list[int]) -> list[Generated]:
+        if 6 in ordinals:
+            return [GenerateFault("the process died", shared=True) for _ in ordinals]
+        return [_good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    assert [g.ordinal for g in loop.groups(8) if g.failed] == [6]
+    assert loop.calls.count([6]) == 2
+
+
+def test_function_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [30]
+
+    def generate(ordinals: list[int]) -> list[Generated]:
+        left[0] -= len(ordinals)
+        return [GenerateFault("the tool is away") if left[0] > 0 else _good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    assert not any(g.failed for g in loop.groups(8)) and not loop.failed
+    assert any(text.startswith("plugin: the tool is away") for text in loop.texts)
+
+
+def test_too_many_groups_that_fail_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, lambda ordinals: [GenerateFault("bad") if i else _good(i) for i in ordinals], waits=400)
+    with pytest.raises(Fenced):
+        loop.groups(16)
+    assert len(loop.failed) == 8 and any("rollout.max_failed_rewards" in text for text in loop.texts)
+
+
+def test_first_group_that_cannot_be_generated_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, lambda ordinals: [GenerateFault("bad") for _ in ordinals])
+    assert [bool(g.failed) for g in loop.groups(1)] == [True]
+    assert len(loop.calls) > 10
+
+
+@settings(max_examples=seeds(20), deadline=None)
+@given(bad=st.dictionaries(st.integers(0, 15), st.booleans(), max_size=4))
+def test_each_group_is_generated_or_dropped_for_its_own_fault(bad: dict[int, bool]) -> None:
+    """``bad``: groups that fail and, if True, take those down that are generated at the same time."""
+    running: list[int] = []
+    lock = threading.Lock()
+
+    def generate(ordinals: list[int]) -> list[Generated]:
+        with lock:
+            running.extend(ordinals)
+            down = [i for i in running if bad.get(i)]
+        found: list[Generated] = [
+            GenerateFault("down", shared=True) if down else GenerateFault("bad") if i in bad else _good(i)
+            for i in ordinals]
+        with lock:
+            for i in ordinals:
+                running.remove(i)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        loop = Loop(patch, generate)
+        found = loop.groups(16)
+    assert [g.ordinal for g in found] == list(range(16))
+    assert {g.ordinal for g in found if g.failed} == set(bad)

@@ -1,0 +1,203 @@
+"""The schedule, the ledger and the writer gate in a world that crashes (``support/pipeline_simulation.py``): every
+prompt group is trained on exactly once or dropped, and each guard is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.budget import seeds
+from support.pipeline_simulation import PLAN, Trainer, Violation, World
+
+from elastic_rl import config
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import ConsumedGroups, Consumption, GroupLedger, audit
+from elastic_rl.errors import Conflict
+from elastic_rl.pipeline import schedule
+from elastic_rl.trainer import progress
+from elastic_rl.trainer.service import commands
+
+SEEDS = max(10_000, seeds(0)) if seeds(0) else 2_000
+MUTANT_SEEDS = 600
+
+
+def test_every_group_is_trained_on_exactly_once_or_dropped_whatever_crashes() -> None:
+    waited: set[str] = set()
+    groups = actors = 0
+    for seed in range(SEEDS):
+        world = World(seed)
+        try:
+            world.run()
+        except Violation as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+        waited |= set(world.waits_shown)
+        groups += world.groups - 1
+        actors += world.term - 1
+    assert waited == {"etcd", "engines"}, "the runs waited for everything that went away"
+    assert groups > SEEDS and actors > SEEDS / 2, "the runs were disturbed"
+
+
+def test_supervised_job_ends_with_its_policy_published_and_without_engines_whatever_crashes() -> None:
+    groups = 0
+    for seed in range(SEEDS // 10):
+        world = World(seed, replace(PLAN, mode="sft"))
+        try:
+            world.run()
+        except Violation as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+        assert not any(e.phase == "rl" for e in world.executed)
+        groups += world.groups - 1
+    assert groups > SEEDS / 20, "the runs were disturbed"
+
+
+def test_pass_of_the_reference_is_of_the_step_that_follows_and_nothing_is_trained_twice_whatever_crashes() -> None:
+    passes = 0
+    for seed in range(SEEDS // 10):
+        world = World(seed, asks_reference=True)
+        try:
+            world.run()
+        except Violation as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+        passes += world.reference_passes
+    assert passes > SEEDS // 10 * PLAN.steps, "some were repeated"
+
+
+def test_undisturbed_run_consumes_the_groups_in_order() -> None:
+    world = World(1)
+    world.faults_left = 0
+    world.run()
+    trained = [g for e in world.executed if e.phase == "rl" for g in (*e.trained, *e.dropped)]
+    assert sorted(trained) == list(range(len(trained))) and len(trained) > PLAN.steps * PLAN.groups_per_step
+    assert world.groups == 1
+
+
+def _rewritten(generator: Any, rewrite: Callable[[Any], Any]) -> Any:
+    """The generator with its effects rewritten."""
+    def run(*args: Any) -> Any:
+        steps, outcome = generator(*args), None
+        while True:
+            try:
+                effect = steps.send(outcome)
+            except StopIteration as e:
+                return e.value
+            outcome = yield rewrite(effect)
+
+    return run
+
+
+def _without_step_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def admit(self: Any, command: Any, now: Any) -> Any:
+        self.claim(command.epoch, command.term)
+        return self._last[1] if self._last is not None and self._last[0] == command.id else None
+
+    monkeypatch.setattr(commands.WriterGate, "admit", admit)
+
+
+def _without_term_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands.WriterGate, "claim", lambda self, epoch, term: None)
+
+
+def _without_group_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = commands.WriterGate.admit
+
+    def any_group(self: Any, command: Any, now: Any) -> Any:
+        self.group = command.group
+        return admit(self, command, now)
+
+    monkeypatch.setattr(commands.WriterGate, "admit", any_group)
+
+
+def _consumed_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    to_json = progress.Progress.to_json
+    monkeypatch.setattr(progress.Progress, "to_json", lambda self: {**to_json(self), "consumed": {}})
+
+
+def _ledger_starts_behind_what_was_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = GroupLedger.__init__
+    monkeypatch.setattr(GroupLedger, "__init__", lambda self, consumed, *more: init(
+        self, type(consumed)(((0, consumed.stop + 1),)), *more))
+
+
+def _dropped_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def consumption(self: Any, trained: Any) -> Any:
+        return commands.Consumption(schedule.IntervalSet.from_values(trained))
+
+    monkeypatch.setattr(GroupLedger, "consumption", consumption)
+
+
+def _state_is_not_saved_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rl = schedule._rl
+
+    def without_save(plan: Any, state: Any, position: Any) -> Any:
+        steps, outcome = rl(plan, state, position), None
+        while True:
+            try:
+                effect = steps.send(outcome)
+            except StopIteration as e:
+                return e.value
+            outcome = True if isinstance(effect, schedule.Save) else (yield effect)
+
+    monkeypatch.setattr(schedule, "_rl", without_save)
+
+
+def _status_pairs_a_step_with_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "show", lambda self: setattr(self, "shown", (self.progress, self.policy_version)))
+
+
+def _any_version_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    effect = schedule.Generate
+    monkeypatch.setattr(schedule, "_step", _rewritten(schedule._step, lambda e: effect(e.step, e.ordinals, 0)
+                                                      if isinstance(e, effect) else e))
+
+
+@pytest.mark.parametrize("mutate", [
+    _without_step_check, _without_term_check, _without_group_check, _consumed_not_stored,
+    _ledger_starts_behind_what_was_consumed, _dropped_groups_are_forgotten, _state_is_not_saved_at_the_end,
+    _any_version_will_do, _status_pairs_a_step_with_the_version_before,
+], ids=lambda m: m.__name__.strip("_"))
+def test_world_finds_what_goes_wrong_without_a_guard(mutate: Callable[[pytest.MonkeyPatch], None],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((Violation, AssertionError, Exception)) as found:
+        for seed in range(MUTANT_SEEDS):
+            World(seed).run()
+    assert isinstance(found.value, Violation), found.value
+
+
+@pytest.mark.parametrize(("accuracy", "steps"), [(None, 2), (0.0, 20), (0.09, 20), (0.1, 2), (0.39, 2), (0.7, 2)])
+def test_supervised_phase_is_evaluated_often_only_near_its_target(accuracy: float | None, steps: int) -> None:
+    plan = schedule.Plan.of(config.parse({"sft": {"target_eval_accuracy": 0.4}}))
+    assert schedule._sft_interval(plan, accuracy) == steps
+
+
+def test_update_that_repeats_groups_is_refused_although_its_term_and_step_are_right() -> None:
+    """The set of groups is in the state, so that not even a writer with a wrong ledger trains one twice."""
+    world = World(3)
+    world.faults_left = 0
+    world.run()
+    consumed = world.trainer.progress.consumed
+    again = commands.Command("again", commands.CommandKind.UPDATE, 1, world.term, "1", "rl",
+                             PLAN.steps + 1, consumption=commands.Consumption(consumed.groups))
+    with pytest.raises(Conflict, match="consumed already"):
+        world.trainer.gate.admit(again, world.trainer.progress)
+
+
+def test_audit_cannot_be_clean_when_a_group_was_trained_on_twice_or_never() -> None:
+    def trained(*steps: range) -> ConsumedGroups:
+        state = ConsumedGroups()
+        for step in steps:
+            state = state.add(Consumption(IntervalSet.from_values(step)))
+        return state
+
+    assert audit([(2, trained(range(4), range(4, 8)))], groups_per_step=4).clean
+    assert audit([(2, trained(range(4), range(4)))], groups_per_step=4).duplicated == 4
+    assert audit([(2, trained(range(4), range(5, 9)))], groups_per_step=4).lost == 1
+    assert audit([(2, trained(range(4)))], groups_per_step=4).lost == 4
+    dropped = trained(range(4)).add(Consumption(dropped={"uniform": IntervalSet.from_values([4])}))
+    assert audit([(1, dropped)], groups_per_step=4).clean
+    assert not audit([(1, dropped.add(Consumption(dropped={"x": IntervalSet.from_values([2])})))],
+                     groups_per_step=4).clean
+
+

@@ -1,0 +1,111 @@
+"""Pure parts of the loop: when a pool is in sync, how the seconds of a step add up, when a run ends early."""
+
+import json
+import resource
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.pipeline.republish import Republish
+from elastic_rl.pipeline.rollout_pool import describe, in_sync
+from elastic_rl.pipeline.run_log import RunLog
+from elastic_rl.pipeline.schedule import reached
+from elastic_rl.pipeline.step_timer import StepTimer
+from elastic_rl.report.build import read_records
+
+
+def engine(state=EngineState.READY, version=5, applying=0):
+    return Engine(id="e", pool="rollout", state=state, epoch=1, version=version, applying=applying)
+
+
+def test_pool_without_a_ready_engine_is_not_in_sync():
+    assert not in_sync([], 1)
+    assert not in_sync([engine(EngineState.STARTING)], 1)
+
+
+def test_routable_engine_with_an_older_version_is_not_in_sync():
+    assert in_sync([engine(version=5), engine(version=6)], 5)
+    assert not in_sync([engine(version=4), engine(version=5)], 5)
+
+
+def test_engines_that_are_not_routable_do_not_count():
+    for state in (EngineState.STARTING, EngineState.QUARANTINED, EngineState.DEAD, EngineState.DRAINING):
+        assert in_sync([engine(), engine(state, version=0)], 5)
+
+
+def test_engine_that_takes_new_weights_keeps_the_pool_out_of_sync_until_it_serves_them():
+    assert not in_sync([engine(), engine(EngineState.SYNCING, version=4)], 5)
+    assert not in_sync([engine(), engine(EngineState.SYNCING, version=5)], 5)
+    assert in_sync([engine(), engine(EngineState.SYNCING, version=0)], 5), "it has no weights yet, so it is starting"
+
+
+@given(st.integers(0, 9))
+def test_engine_that_is_applying_a_version_is_not_in_sync(version):
+    assert not in_sync([engine(version=9, applying=10)], version)
+
+
+def test_phases_of_a_step_add_up_to_its_total():
+    timer = StepTimer()
+    with timer.phase("generate"):
+        time.sleep(0.002)
+    with timer.phase("train"):
+        time.sleep(0.004)
+    timer.move("train", "publish_stall", 0.001)
+    seconds = timer.seconds()
+    total = seconds.pop("total")
+    assert abs(sum(seconds.values()) - total) < 1e-9
+    assert seconds["publish_stall"] == 0.001 and seconds["train"] >= 0.003
+
+
+def test_incomplete_last_line_of_the_run_log_is_skipped(tmp_path):
+    log = RunLog(tmp_path / "steps.jsonl")
+    log.write("step", step=1)
+    with log.path.open("a") as f:
+        f.write(json.dumps({"kind": "step", "step": 2})[:-3])
+    assert [r["step"] for r in read_records(log.path)] == [1]
+
+
+def test_line_that_was_cut_off_costs_no_other_record(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"kind": "step", "st')
+    log = RunLog(path)
+    log.write("step", step=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))  # the disk is full
+    try:
+        log.write("step", step=2)
+        log.write("step", step=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.write("step", step=4)
+    log.write("step", step=5)
+    assert [r["step"] for r in read_records(path)] == [1, 4, 5]
+
+
+def test_run_ends_early_only_after_two_consecutive_evaluations_at_the_goal():
+    assert not reached([], 0.9) and not reached([0.95], 0.9)
+    assert not reached([0.95, 0.8, 0.95], 0.9)
+    assert reached([0.2, 0.9, 0.95], 0.9)
+    assert not reached([1.0, 1.0], None)
+
+
+def test_version_that_an_engine_lacks_for_long_is_published_again_ever_less_often():
+    slow = engine(version=4).replace(pull_apply_s=10.0)
+    republish = Republish(first_pull_s=100.0)
+    due = [now for now in range(400) if republish.is_due(float(now), [slow])]
+    assert due == [30, 90, 210], "three pulls, then twice as long each time"
+    assert not any(Republish(100.0).is_due(float(now), []) for now in range(100))
+    assert not any(Republish(100.0).is_due(float(now), [slow] if now % 20 else []) for now in range(400))
+
+
+def test_first_pull_of_an_engine_may_take_longer_than_later_ones():
+    new, republish = engine(EngineState.SYNCING, version=0), Republish(first_pull_s=100.0)
+    assert [now for now in range(250) if republish.is_due(float(now), [new])] == [100]
+
+
+def test_wait_for_engines_names_a_few_of_those_that_lack_the_version():
+    assert describe([], 4) == "engines that serve version 4: there is none"
+    text = describe([engine(version=3), *[engine(EngineState.SYNCING, version=2)] * 20, engine(version=4)], 4)
+    assert "e ready v3" in text and "13 more" in text and len(text) < 400

@@ -1,0 +1,249 @@
+"""Whose fault a failing reward is: the rule by itself, and the loop that goes by it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.pipeline_simulation import PLAN
+
+from elastic_rl import config
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.errors import Fenced
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.reward_failures import ReportLimit, RewardFailures
+from elastic_rl.pipeline.rewarding import Rewarder
+from elastic_rl.pipeline.waits import Waits
+from elastic_rl.rewards import registry
+from elastic_rl.rewards.base import Reward
+
+SAMPLE = Sample((Segment((1, 2), (-0.5, -0.5), version=3),))
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+def test_group_is_dropped_after_its_attempts_while_the_reward_works() -> None:
+    failures = RewardFailures(attempts=3, max_share=0.5, window=8)
+    failures.rewarded(7)
+    assert [failures.failed([4], reward_works=True) for _ in range(3)] == [[], [], [4]]
+
+
+def test_no_group_is_dropped_while_the_reward_works_for_none() -> None:
+    failures = RewardFailures(attempts=1, max_share=1.0, window=8)
+    assert not any(failures.failed([0, 1, 2], reward_works=False) for _ in range(100))
+    assert not failures.is_exhausted([0, 1, 2])
+    assert failures.failed([1], reward_works=True) == [1]
+
+
+def test_share_of_dropped_groups_is_bounded_until_others_are_rewarded() -> None:
+    failures = RewardFailures(attempts=1, max_share=0.5, window=4)
+    assert failures.failed([0, 1, 2], reward_works=True) == [0, 1]
+    assert failures.is_exhausted([2]) and failures.failed([2], reward_works=True) == []
+    failures.rewarded(3)
+    assert failures.failed([2], reward_works=True) == [2]
+    assert RewardFailures(attempts=1, max_share=0.0, window=4).failed([0], reward_works=True) == []
+    assert RewardFailures(attempts=1, max_share=0.01, window=4).failed([0], reward_works=True) == [0]
+
+
+rounds = st.lists(st.tuples(st.sets(st.integers(0, 9), max_size=6), st.booleans(), st.integers(0, 3)), max_size=40)
+
+
+@given(rounds, st.integers(1, 4), st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.integers(1, 12))
+def test_drops_stay_within_attempts_and_share(rounds: list[tuple[set[int], bool, int]], attempts: int, share: float,
+                                              window: int) -> None:
+    failures = RewardFailures(attempts=attempts, max_share=share, window=window)
+    counted: dict[int, int] = {}
+    outcomes: list[bool] = []
+    for failed, works, rewarded in rounds:
+        failures.rewarded(rewarded)
+        outcomes += [False] * rewarded
+        dropped = failures.failed(sorted(failed), reward_works=works)
+        for group in failed if works else ():
+            counted[group] = counted.get(group, 0) + 1
+        assert works or not dropped
+        for group in dropped:
+            assert group in failed and counted.pop(group) >= attempts
+        outcomes += [True] * len(dropped)
+        assert sum(outcomes[-window:]) <= (max(1, int(share * window)) if share else 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 30)), max_size=40))
+def test_reports_are_rare_and_count_everything(added: list[tuple[int, float]]) -> None:
+    limit, now, reported, total, times = ReportLimit(60.0), 0.0, 0, 0, list[float]()
+    for count, pause_s in added:
+        now, total = now + pause_s, total + count
+        if told := limit.add(count, now):
+            times.append(now)
+            reported += told
+    assert reported + limit.add(0, now + 1000.0) == total
+    assert all(later - earlier >= 60.0 for earlier, later in zip(times, times[1:], strict=False))
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+class Loop:
+    """A rewarder whose waits end the test after some, and what it reported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reward: Any, *settings: str, waits: int = 1000) -> None:
+        stopping, self.texts, self.failed = threading.Event(), list[str](), list[tuple[list[int], str]]()
+
+        def report(stage: str, kind: str, what: str) -> None:
+            if kind:
+                self.texts.append(what)
+                if len(self.texts) > waits:
+                    stopping.set()
+
+        monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
+        monkeypatch.setattr("elastic_rl.pipeline.rewarding._SLICE_S", 0.01)
+        monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
+        cfg = config.load(overrides=["--rollout.reward=mine", *settings])
+        self.rewarder = Rewarder(cfg, Waits(report, stopping), other=lambda number: (Prompt((1,), str(number)), SAMPLE),
+                                 decode=lambda ids: " ".join(map(str, ids)),
+                                 on_failed=lambda ordinals, why: self.failed.append((list(ordinals), why)))
+
+    def groups(self, *ordinals: int) -> list[Group]:
+        return self.rewarder.groups([PromptRequest(i, Prompt((1,), str(i)), Sampling(4), 1) for i in ordinals],
+                                    [[SAMPLE] for _ in ordinals])
+
+
+async def _fails_for_odd_groups(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+    if int(prompt.text) % 2:
+        raise ValueError("odd")
+    return [Reward(1.0) for _ in samples]
+
+
+def test_group_whose_reward_fails_is_returned_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, _fails_for_odd_groups)
+    found = loop.groups(0, 1, 2, 4)
+    assert [(g.ordinal, bool(g.failed), g.rewards) for g in found] == [
+        (0, False, [1.0]), (1, True, [0.0]), (2, False, [1.0]), (4, False, [1.0])]
+    assert "ValueError: odd" in found[1].failed
+    assert [ordinals for ordinals, _ in loop.failed] == [[1]]
+
+
+def test_group_that_is_alone_is_dropped_when_the_reward_still_works_for_an_earlier_one(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, _fails_for_odd_groups)
+    loop.groups(0)
+    assert [bool(g.failed) for g in loop.groups(7)] == [True]
+
+
+def test_group_that_is_the_first_one_is_dropped_when_the_reward_works_for_a_held_out_prompt(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a restart of the actor; of the other prompts some make the reward fail too."""
+    assert [bool(g.failed) for g in Loop(monkeypatch, _fails_for_odd_groups).groups(7)] == [True]
+
+
+def test_first_group_is_waited_for_when_the_reward_works_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = [40]
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        away[0] -= 1
+        if away[0] > 0:
+            raise ConnectionError("the service is away")
+        return [Reward(1.0) for _ in samples]
+
+    assert [bool(g.failed) for g in Loop(monkeypatch, reward).groups(7)] == [False]
+
+
+def test_reward_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = [12]
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        if away[0] > 0:
+            away[0] -= 1
+            raise ConnectionError("the service is away")
+        return [Reward(1.0) for _ in samples]
+
+    loop = Loop(monkeypatch, reward)
+    assert not any(g.failed for g in loop.groups(0, 1))
+    assert any("the service is away" in text for text in loop.texts) and not loop.failed
+    away[0] = 12
+    assert not any(g.failed for g in loop.groups(2, 3)) and not loop.failed
+
+
+def test_reward_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, _fails_for_odd_groups, "--rollout.max_failed_rewards=0.1", "--rollout.reward_attempts=1",
+                "--rollout.groups_per_request=16", "--train.prompts_per_step=16", waits=20)
+    with pytest.raises(Fenced):
+        loop.groups(0, 1, 2, 3, 5)
+    assert "rollout.max_failed_rewards" in loop.texts[-1]
+
+
+def test_group_that_blocks_the_thread_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        if prompt.text == "0":
+            released.wait(30)
+        return [Reward(1.0) for _ in samples]
+
+    loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", waits=1 << 20)
+    loop.rewarder._cfg = loop.rewarder._cfg.model_copy(update={"rollout": loop.rewarder._cfg.rollout.model_copy(
+        update={"reward_timeout_s": 0.1, "reward_concurrency": 2})})
+    found = loop.groups(0, 1, 2, 3)
+    released.set()
+    assert [bool(g.failed) for g in found] == [True, False, False, False]
+
+
+def test_groups_beside_one_that_blocks_the_thread_are_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for something when the thread freezes, so all of them are under way as it is given up."""
+    released = threading.Event()
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        await asyncio.sleep(0.001)
+        if prompt.text == "5":
+            released.wait(30)
+        await asyncio.sleep(0.001)
+        return [Reward(1.0) for _ in samples]
+
+    loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", waits=1 << 20)
+    loop.rewarder._cfg = loop.rewarder._cfg.model_copy(update={"rollout": loop.rewarder._cfg.rollout.model_copy(
+        update={"reward_timeout_s": 0.5})})
+    found = loop.groups(*range(8))
+    released.set()
+    assert [g.ordinal for g in found if g.failed] == [5]
+
+
+def test_samples_are_decoded_for_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(float(sample.text == "1 2")) for sample in samples]
+
+    [group] = Loop(monkeypatch, reward).groups(0)
+    assert group.rewards == [1.0] and group.samples[0].text == "1 2"
+
+
+# -- the schedule ------------------------------------------------------------------------------------------------------
+
+
+def test_failed_group_is_never_trained_on_and_replaced() -> None:
+    steps = schedule.run(PLAN)
+    effect = next(steps)
+    trained: schedule.Train | None = None
+    outcome: Any = None
+    while trained is None:
+        if isinstance(effect, schedule.Resume):
+            outcome = schedule.State("rl", 0, 1, IntervalSet(), {})
+        elif isinstance(effect, schedule.Evaluate):
+            outcome = 0.0
+        elif isinstance(effect, schedule.Generate):
+            # More than the filters may drop.
+            outcome = [(Group(i, Prompt((1,)), (SAMPLE,), "failed" if i < PLAN.max_dropped_groups + 2 else ""), "")
+                       for i in effect.ordinals]
+        elif isinstance(effect, schedule.Train):
+            trained = effect
+            break
+        effect = steps.send(outcome)
+    failed = PLAN.max_dropped_groups + 2
+    assert [g.ordinal for g in trained.groups] == list(range(failed, failed + PLAN.groups_per_step))
+    assert {r: len(g) for r, g in trained.consumption.dropped.items()} == {schedule.REWARD_FAILED: failed}

@@ -1,0 +1,82 @@
+"""Which workers the driver adds to the router and removes from it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.driver.routing import Routes, Suspects, WorkerChanges, compare
+from elastic_rl.etcd.records import Engine, EngineState
+
+urls = st.frozensets(st.sampled_from([f"http://e{i}" for i in range(5)]))
+NOTHING = WorkerChanges()
+
+
+def engine(name: str, state: EngineState, epoch: int = 1, url: str = "") -> Engine:
+    return Engine(id=name, pool="rollout", state=state, epoch=epoch, url=url or f"http://{name}")
+
+
+def routes(*engines: Engine) -> Routes:
+    return Routes.from_engines(engines, epoch=1)
+
+
+def test_only_ready_engines_of_this_epoch_are_routable():
+    found = routes(engine("a", EngineState.READY), engine("b", EngineState.SYNCING), engine("c", EngineState.DRAINING),
+                   engine("d", EngineState.DEAD), engine("e", EngineState.QUARANTINED),
+                   engine("f", EngineState.READY, epoch=0))
+    assert found.routable == {"http://a"}
+    assert found.owned == {"http://a", "http://b", "http://c"}
+
+
+def test_engine_that_is_missing_twice_is_added():
+    ready = routes(engine("a", EngineState.READY))
+    first, suspects = compare(ready, set(), Suspects())
+    second, suspects = compare(ready, set(), suspects)
+    assert first == NOTHING and second == WorkerChanges(add=frozenset({"http://a"}))
+    assert compare(ready, {"http://a"}, suspects) == (NOTHING, Suspects())
+
+
+def test_engine_that_routes_itself_at_this_moment_is_left_alone():
+    """It is in the router before its record says READY, and its record says DRAINING before it leaves the router."""
+    suspects = Suspects()
+    for state in (EngineState.SYNCING, EngineState.READY, EngineState.DRAINING):
+        changes, suspects = compare(routes(engine("a", state)), {"http://a"}, suspects)
+        assert changes == NOTHING
+    # The runner has removed itself, and its record was deleted in the meantime.
+    changes, suspects = compare(routes(), {"http://a"}, suspects)
+    assert changes == NOTHING
+    assert compare(routes(), set(), suspects) == (NOTHING, Suspects())
+
+
+def test_worker_that_no_engine_owns_twice_is_removed():
+    first, suspects = compare(routes(), {"http://a"}, Suspects())
+    second, _ = compare(routes(engine("a", EngineState.DEAD)), {"http://a"}, suspects)
+    assert first == NOTHING and second == WorkerChanges(remove=frozenset({"http://a"}))
+
+
+def test_new_router_gets_all_ready_engines_at_once():
+    ready = routes(engine("a", EngineState.READY), engine("b", EngineState.READY), engine("c", EngineState.DRAINING))
+    changes, _ = compare(ready, set(), Suspects(), is_new=True)
+    assert changes == WorkerChanges(add=frozenset({"http://a", "http://b"}))
+
+
+@given(urls, urls, urls)
+def test_two_comparisons_make_the_list_right_and_the_third_changes_nothing(routable, others, listed):
+    found = Routes(routable, routable | others)
+    suspects = Suspects()
+    for _ in range(2):
+        changes, suspects = compare(found, listed, suspects)
+        assert changes.add <= found.routable and not changes.remove & found.owned
+        listed = (listed | changes.add) - changes.remove
+    assert found.routable <= listed <= found.owned
+    assert compare(found, listed, suspects)[0] == NOTHING
+
+
+@given(st.lists(st.tuples(urls, urls), max_size=8))
+def test_nothing_is_changed_that_one_comparison_alone_has_shown(readings):
+    suspects, before = Suspects(), None
+    for routable, listed in readings:
+        changes, suspects = compare(Routes(routable, routable), listed, suspects)
+        if before is None:
+            assert changes == NOTHING
+        else:
+            assert changes.add <= before[0] - before[1] and changes.remove <= before[1] - before[0]
+        before = routable, listed

@@ -1,0 +1,86 @@
+"""What the loop says while it waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from elastic_rl.errors import ElasticRLError, EtcdUnavailable, Fenced
+from elastic_rl.pipeline.waits import Waits
+
+
+class Reports(list[tuple[str, str]]):
+    def __call__(self, stage: str, kind: str, what: str) -> None:
+        self.append((stage, kind))
+
+
+def failing(*errors: Exception) -> Callable[[], str]:
+    """A call that raises these, one a time, and then succeeds."""
+    left = list(errors)
+
+    def call() -> str:
+        if left:
+            raise left.pop(0)
+        return "done"
+
+    return call
+
+
+def test_look_that_succeeds_does_not_end_the_wait_in_which_it_is_made() -> None:
+    """A wait whose every look ended it would never be old enough to be shown."""
+    reports = Reports()
+    waits = Waits(reports, threading.Event())
+    waits.stage("sync")
+    for _ in range(3):
+        assert waits.retry("etcd", lambda: "found") == "found"
+        waits.waits("engines", "engines that serve version 3")
+    assert reports == [("sync", "")] + 3 * [("sync", "engines")]
+    waits.works()
+    assert reports[-1] == ("sync", "") and waits.take_idle_s().keys() == {"sync"}
+
+
+def test_call_that_succeeds_ends_the_waits_for_its_own_attempts() -> None:
+    reports = Reports()
+    waits = Waits(reports, threading.Event())
+    waits.stage("train")
+    assert waits.retry("trainer", failing(EtcdUnavailable("away"), ElasticRLError("busy"))) == "done"
+    assert reports == [("train", ""), ("train", "etcd"), ("train", "trainer"), ("train", "")]
+
+
+def test_wait_for_a_call_that_fails_again_and_again_goes_on_while_it_is_repeated() -> None:
+    """Each attempt begins stages and waits of its own. The wait would otherwise always be new, and never shown."""
+    reports = Reports()
+    waits = Waits(reports, threading.Event())
+    attempts = failing(*[ElasticRLError("busy")] * 2)
+
+    def attempt() -> str:
+        waits.stage("advantage")
+        waits.retry("advantages", lambda: "computed")
+        waits.stage("train")
+        return attempts()
+
+    assert waits.retry("trainer", attempt) == "done"
+    kinds = [kind for _, kind in reports]
+    assert kinds == ["", "", *["trainer"] * (len(kinds) - 3), ""] and ("advantage", "trainer") in reports
+    assert waits.take_idle_s().keys() <= {"advantage", "train"}
+
+
+def test_other_waits_inside_a_repeated_call_are_shown_in_its_place() -> None:
+    reports = Reports()
+    waits = Waits(reports, threading.Event())
+    with waits.holding("dcs", "the commit"):
+        waits.works()
+        waits.waits("trainer", "the trainer to answer")
+        waits.works()
+    waits.works()
+    assert [kind for _, kind in reports] == ["dcs", "trainer", "dcs", ""]
+
+
+def test_loop_that_is_to_end_waits_no_more() -> None:
+    stopping = threading.Event()
+    waits = Waits(Reports(), stopping)
+    stopping.set()
+    with pytest.raises(Fenced):
+        waits.retry("trainer", failing(ElasticRLError("busy")))
