@@ -126,7 +126,7 @@ def test_rejection_sampling_loses_no_prompt_when_its_actor_is_replaced(dcs: DcsC
     try:
         first = job.start_actor()
         job.engines.open(2 * 2 + 1)  # two steps, and half of the third
-        job.wait_for(2)
+        wait_until(lambda: len(job.engines.asked) == 20, timeout_s=WAIT_S, what="half of the third step")
         second = job.start_actor()
         wait_until(lambda: fencing.current_term(job.etcd, job.keys) == 2, timeout_s=WAIT_S, what="the second term")
         job.engines.open(1000)

@@ -47,6 +47,7 @@ from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 
 START_S = 400.0
+STATE_EVERY = 2
 TOKEN = "token of the test"
 TESTS = str(Path(__file__).resolve().parents[2])
 
@@ -92,8 +93,9 @@ def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
         "etcd": {"call_timeout_s": 2.0}, "dcs": {"arena_bytes": 64 << 20},
         "sft": {"max_steps": 20, "eval_every_steps": 10, "eval_every_steps_near_target": 10,
                 "target_eval_accuracy": 1.0},
-        "train": {"state_every_steps": 2, "prompts_per_step": 8},
-        "algorithm": {"name": "support.failing_algorithm:spec", "kl_coef": 0.1, "reference_every_steps": 2},
+        "train": {"state_every_steps": STATE_EVERY, "prompts_per_step": 8},
+        "algorithm": {"name": "support.failing_algorithm:spec", "kl_coef": 0.1,
+                      "reference_every_steps": STATE_EVERY},
         # A rank that is lost must be noticed long before a collective times out.
         "trainer": {"tensor_parallel": 1, "pipeline_parallel": 2, "data_parallel": 1, "collective_timeout_s": 250.0,
                     "start_timeout_s": 260.0}})
@@ -350,15 +352,17 @@ def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> 
     await_end(ranks)
     group.start_agent()
     after = group.ready(after=before.group)
-    assert (after.phase, after.step, after.restarts) == ("rl", 2, 0)
+    saved = before.step // STATE_EVERY * STATE_EVERY
+    assert saved < before.step and (after.phase, after.step, after.restarts) == ("rl", saved, 0)
     assert after.policy_version > before.policy_version
 
 
 def test_reference_policy_is_stored_once_for_all_states_that_have_it(group: Group) -> None:
+    """The reference is made anew after each even step, and the step after one uses it still."""
     before = group.client.wait_ready()
-    assert before.step == 2
-    train(group, 3)
-    assert group.client.save("rl", 3)["committed"]
+    assert before.step % STATE_EVERY == 0
+    train(group, before.step + 1)
+    assert group.client.save("rl", before.step + 1)["committed"]
     numbers = before.state_version, group.client.wait_ready().state_version
     with Puller(group.etcd, group.keys, "test", io_timeout_s=10, security=Security(TOKEN)) as puller:
         stored = []
