@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import pickle
+import signal
 import socket
 import struct
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins import describe, text_of
+from elastic_rl.runtime import die_with_parent
 
 MAX_MESSAGE = 64 << 20
 """Bytes of a JSON message."""
@@ -73,6 +75,25 @@ def imported(name: str) -> Any:
     return found
 
 
+def guard_group(descriptor: int) -> None:
+    """Starts a process that kills this process group once this process ends, however it ends, so that nothing which a
+    user's function has started outlives it, or holds its connection open. ``descriptor``: of the connection. Call it
+    before there is another thread."""
+    parent = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if os.fork():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        return
+    try:
+        os.close(descriptor)
+        die_with_parent(signal.SIGTERM)
+        if os.getppid() == parent:  # else it has ended before the line above
+            signal.sigwait({signal.SIGTERM})
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    finally:
+        os._exit(1)
+
+
 class _Host:
     """Runs the calls in one event loop, so that a user's code keeps its connections and caches between them."""
 
@@ -115,6 +136,7 @@ class _Host:
 
 def main(descriptor: int) -> None:
     """Serves the function that the first frame describes."""
+    guard_group(descriptor)
     with socket.socket(fileno=descriptor) as connection:
         os.set_inheritable(descriptor, False)  # what the function starts does not get it
         _, _, size = HEAD.unpack(exactly(connection, HEAD.size))

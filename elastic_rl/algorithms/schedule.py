@@ -16,7 +16,8 @@ def learning_rate(cfg: Config, phase: str, step: int) -> float:
         raise ValueError(f"steps count from 1, got {step}")
     section, steps = (cfg.sft, cfg.sft.max_steps) if phase == "sft" else (cfg.train, cfg.train.steps)
     return section.lr * warmup(step, section.lr_warmup_steps) * decay(
-        section.lr_decay, step, steps, final=section.lr_final_fraction, fraction=section.lr_decay_fraction)
+        section.lr_decay, step, steps, warmup_steps=section.lr_warmup_steps, final=section.lr_final_fraction,
+        fraction=section.lr_decay_fraction)
 
 
 def warmup(step: int, steps: int) -> float:
@@ -24,14 +25,17 @@ def warmup(step: int, steps: int) -> float:
     return min(1.0, step / max(steps, 1))
 
 
-def decay(kind: LrDecay, step: int, steps: int, *, final: float, fraction: float) -> float:
-    """The part of the peak that a schedule of ``steps`` steps has left at one of them: 1 at the first, ``final`` at the
-    last and after it. ``linear`` and ``cosine`` (arXiv 1608.03983) fall all the way; ``wsd`` (arXiv 2404.06395) stays
-    at 1 and falls along a line over the last ``fraction`` of the steps; ``constant`` stays.
+def decay(kind: LrDecay, step: int, steps: int, *, warmup_steps: int, final: float, fraction: float) -> float:
+    """The part of the peak that a schedule of ``steps`` steps has left at one of them: 1 at the last step of the
+    warm-up, or the first step where there is none, and ``final`` at the last and after it. ``linear`` and ``cosine``
+    (arXiv 1608.03983) fall all the way; ``wsd`` (arXiv 2404.06395) stays at 1 and falls along a line over the last
+    ``fraction`` of the steps; ``constant`` stays.
     """
     if kind == "constant":
         return 1.0
-    first = 1.0 if kind != "wsd" else max(1.0, min(steps * (1 - fraction), steps - 1.0))
+    first = float(max(warmup_steps, 1))
+    if kind == "wsd":
+        first = max(first, min(steps * (1 - fraction), steps - 1.0))
     done = min(max(step - first, 0.0) / max(steps - first, 1.0), 1.0)
     if kind == "cosine":
         done = (1 - math.cos(math.pi * done)) / 2

@@ -11,12 +11,13 @@ import socket
 import sys
 
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugin_host import imported, receive, send
+from elastic_rl.plugin_host import guard_group, imported, receive, send
 from elastic_rl.plugins import describe, text_of
 
 
 def main(descriptor: int, function: str, memory_mb: int) -> None:
     """Serves ``module:function``, which is called with the JSON value of each job."""
+    guard_group(descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=descriptor) as connection:

@@ -81,10 +81,9 @@ class RolloutRole(Role):
         if not isinstance(self.generate_fn, OwnGenerate):
             return await self._group(prompt, min_version)
         setting, limit_s = self.ctx.config.rollout.generate, self.ctx.config.rollout.generate_timeout_s
-        bound = asyncio.timeout(limit_s)
         try:
-            await asyncio.to_thread(self.generate_fn.start)
-            async with bound:
+            await asyncio.to_thread(self.generate_fn.start)  # has a limit of its own
+            async with asyncio.timeout(limit_s):
                 return await self._group(prompt, min_version)
         except TimeoutError:
             return GenerateFault(f"rollout.generate={setting} took longer than {limit_s:g} s for group "

@@ -25,9 +25,17 @@ class ModelInput:
     """[R, P] int64: R sequences, right-padded; or packed, with R = 1: sequences one after another, without padding."""
     packed: tuple[int, ...] = ()
     """Lengths of the packed sequences, which add up to P; () for padded ones."""
+    padding: torch.Tensor | None = None
+    """[R, P] bool: where a row is filled up. None where no row is."""
+
+    @property
+    def positions(self) -> int:
+        """Number of positions that are not filled up."""
+        return self.tokens.numel() - (0 if self.padding is None else int(self.padding.sum()))
 
     def to(self, device: torch.device) -> ModelInput:
-        return ModelInput(self.tokens.to(device), self.packed)
+        return ModelInput(self.tokens.to(device), self.packed,
+                          None if self.padding is None else self.padding.to(device))
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class MicroBatch:
     def padded(cls, rows: torch.Tensor, batch: Batch) -> MicroBatch:
         """Samples in a row each."""
         tokens = batch["tokens"][:, :max(batch.width - 1, 1)]
-        return cls(rows, batch, ModelInput(tokens), torch.arange(batch.samples) * tokens.shape[1])
+        padding = torch.arange(tokens.shape[1])[None] >= positions(batch)[:, None]
+        return cls(rows, batch, ModelInput(tokens, padding=padding), torch.arange(batch.samples) * tokens.shape[1])
 
     @classmethod
     def packed(cls, rows: torch.Tensor, batch: Batch) -> MicroBatch:

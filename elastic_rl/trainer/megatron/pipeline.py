@@ -29,7 +29,7 @@ def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: 
     if policy.par.ep > 1:
         micros, finish = _as_many_as_others(policy, micros, finish)
     if train and policy.has_aux_loss:  # a collective, which a replica without samples takes part in
-        own = float(sum(micro.tokens.numel() for micro in micros))
+        own = float(sum(micro.positions for micro in micros))
         positions = torch.tensor([own], dtype=torch.float64, device=policy.par.device)
         policy.set_aux_loss_positions(int(sum_over_data(positions, policy.par)))
     if not micros:

@@ -81,16 +81,17 @@ class Policy:
         if width > length:
             tokens = torch.nn.functional.pad(tokens, (0, width - length))
         positions = torch.arange(width, device=tokens.device).expand(n, width)
+        padding = {"padding_mask": self._padding(given, width)} if self.has_aux_loss else {}
         if given.packed:
             # What fills the row up is a sequence too, so that it is in none of the others.
             lengths = given.packed + ((width - length,) if width > length else ())
-            logits: torch.Tensor = self.ddp(tokens, positions, None,
+            logits: torch.Tensor = self.ddp(tokens, positions, None, **padding,
                                             packed_seq_params=packed_sequences(lengths, tokens.device))
         else:
             # Transformer Engine masks by itself, without memory for the square of a long row.
             mask = torch.ones(width, width, dtype=torch.bool, device=tokens.device).triu(1)[None, None]\
                 if self._masks else None
-            logits = self.ddp(tokens, positions, mask)
+            logits = self.ddp(tokens, positions, mask, **padding)
         if not self.par.is_last_stage:
             return logits
         logits = logits[:, :length]
@@ -101,10 +102,19 @@ class Policy:
             logits[..., max(real, 0):] = torch.finfo(logits.dtype).min
         return logits
 
+    def _padding(self, given: ModelInput, width: int) -> torch.Tensor:
+        """[R, width] bool, on a later pipeline stage the columns of this rank's positions: what fills rows up, which
+        has no part in the load-balancing loss."""
+        given_here = torch.zeros_like(given.tokens, dtype=torch.bool) if given.padding is None else given.padding
+        mask = torch.nn.functional.pad(given_here, (0, width - given.tokens.shape[1]), value=True)
+        # Megatron gives each rank of a tensor-parallel group its columns on the first stage only.
+        return mask if self.par.pp_rank == 0 else mask.chunk(self.par.tp, dim=1)[self.par.tp_rank]
+
     def set_aux_loss_positions(self, positions: int) -> None:
         """Makes the load-balancing loss of a MoE model, in the backward pass of each micro-batch, the coefficient times
-        the micro-batch's part of ``positions``: of all replicas and micro-batches of a step."""
-        # Megatron multiplies by the positions of the micro-batch (``calculate_per_token_loss``).
+        the micro-batch's part of ``positions``: of all replicas and micro-batches of a step, without padding."""
+        # Megatron multiplies by the positions of the micro-batch (``calculate_per_token_loss``); of the whole one also
+        # with sequence parallelism, as long as it is given a padding mask.
         self.module.config.moe_aux_loss_coeff = self._aux_loss_coef / max(positions, 1)
 
     def shard_loader(self) -> ShardLoader:

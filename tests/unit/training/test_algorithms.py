@@ -150,16 +150,21 @@ def test_cosine_and_wsd_rates_at_known_steps() -> None:
 def test_sft_phase_has_a_schedule_of_its_own_over_its_own_steps() -> None:
     sft = SftConfig(lr=1e-3, max_steps=11, lr_warmup_steps=2, lr_decay="linear", lr_final_fraction=0.5)
     cfg = Config(sft=sft, train=TrainConfig(lr=5.0))
-    assert [learning_rate(cfg, "sft", step) for step in (1, 2, 6, 11)] == pytest.approx([5e-4, 9.5e-4, 7.5e-4, 5e-4])
+    assert [learning_rate(cfg, "sft", step) for step in (1, 2, 6, 11)] == pytest.approx(
+        [5e-4, 1e-3, 1e-3 - 5e-4 * 4 / 9, 5e-4])
 
 
 @thorough
-@given(st.sampled_from(["constant", "linear", "cosine", "wsd"]), st.integers(2, 400), st.floats(0, 1),
+@given(st.sampled_from(["constant", "linear", "cosine", "wsd"]), st.integers(2, 400), st.floats(0, 1), st.floats(0, 1),
        st.floats(0.001, 1))
-def test_decay_never_rises_and_ends_at_its_final_fraction(kind: Any, steps: int, final: float, fraction: float) -> None:
-    rates = [decay(kind, step, steps, final=final, fraction=fraction) for step in range(1, steps + 3)]
+def test_decay_begins_after_the_warm_up_never_rises_and_ends_at_its_final_fraction(
+        kind: Any, steps: int, warm: float, final: float, fraction: float) -> None:
+    warmup_steps = int(warm * (steps - 1))
+    rates = [decay(kind, step, steps, warmup_steps=warmup_steps, final=final, fraction=fraction)
+             for step in range(1, steps + 3)]
     assert all(a >= b - 1e-12 for a, b in pairwise(rates))
-    assert rates[0] == 1 and rates[steps - 1:] == pytest.approx([1.0 if kind == "constant" else final] * 3)
+    assert rates[:max(warmup_steps, 1)] == [1.0] * max(warmup_steps, 1)
+    assert rates[steps - 1:] == pytest.approx([1.0 if kind == "constant" else final] * 3)
 
 
 def test_constant_learning_rate_and_a_run_of_one_step() -> None:
@@ -171,10 +176,10 @@ def test_constant_learning_rate_and_a_run_of_one_step() -> None:
 
 
 @thorough
-@given(st.integers(1, 40), st.integers(1, 300), st.sampled_from(["linear", "constant", "cosine", "wsd"]))
-def test_learning_rate_warms_up_linearly(warmup: int, step: int, decay: str) -> None:
-    settings = {"steps": 300, "lr": 1e-3, "lr_decay": decay}
-    fraction = min(1.0, step / warmup)
-    assert rate(step, lr_warmup_steps=warmup, **settings) == pytest.approx(
-        rate(step, lr_warmup_steps=0, **settings) * fraction)
-    assert 0 < rate(step, lr_warmup_steps=warmup, **settings) <= 1e-3
+@given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["linear", "constant", "cosine", "wsd"]))
+def test_learning_rate_warms_up_linearly_to_its_peak(warmup: int, step: int, decay: str) -> None:
+    settings = {"steps": 300, "lr": 1e-3, "lr_decay": decay, "lr_warmup_steps": warmup}
+    assert rate(warmup, **settings) == 1e-3
+    if step < warmup:
+        assert rate(step, **settings) == pytest.approx(1e-3 * step / warmup)
+    assert 0 < rate(step, **settings) <= 1e-3

@@ -25,7 +25,7 @@ from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
 from elastic_rl.runtime import wait_until
 
 MODULE = r'''
-import asyncio, os, re, signal, sys, threading
+import asyncio, os, re, signal, subprocess, sys, threading
 from elastic_rl.rewards.base import Reward
 
 calls = 0
@@ -46,6 +46,10 @@ async def poison(prompt, samples):
     if what == "exit": sys.exit(3)
     if what == "_exit": os._exit(3)
     if what == "segv": os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "fork":
+        if not os.fork(): threading.Event().wait()
+        os._exit(3)
+    if what == "start": return [Reward(float(subprocess.Popen(["sleep", "600"]).pid)) for _ in samples]
     if what == "raise": raise ValueError("not this \udc80 one")
     if what == "nan": return [Reward(float("nan")) for _ in samples]
     if what == "string": return ["1.0" for _ in samples]
@@ -163,7 +167,8 @@ def test_cancelled_call_costs_those_beside_it_nothing(reward: Any) -> None:
     assert isinstance(given_up, TimeoutError) and found == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("what", "named"), [("_exit", "died .exit status 3"), ("segv", "died .signal 11")])
+@pytest.mark.parametrize(("what", "named"), [
+    ("_exit", "died .exit status 3"), ("segv", "died .signal 11"), ("fork", "died .exit status 3")])
 def test_process_that_dies_loses_its_call_and_is_replaced(reward: Any, what: str, named: str) -> None:
     with pytest.raises(CallLost, match=named):
         asyncio.run(_one(reward, what))
@@ -211,17 +216,25 @@ def test_process_ends_with_the_reward_and_with_its_owner() -> None:
     script = ("import asyncio\nfrom elastic_rl.data.samples import Prompt, Sample\n"
               "from elastic_rl.rewards.registry import make_reward\n"
               f"reward = make_reward({NAME!r}, {{}})\n"
-              "print(int(asyncio.run(reward(Prompt((1,), 'pid'), [Sample(())]))[0].value), flush=True)\n"
+              "for what in 'pid', 'start':\n"
+              "    print(int(asyncio.run(reward(Prompt((1,), what), [Sample(())]))[0].value), flush=True)\n"
               "asyncio.run(reward(Prompt((1,), 'block'), [Sample(())]))\n")
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert owner.stdout is not None
-    process = psutil.Process(int(owner.stdout.readline()))
+    processes = [psutil.Process(int(owner.stdout.readline())) for _ in range(2)]
     owner.kill()  # while a call is under way
     owner.wait(60)
     owner.stdout.close()
-    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, timeout_s=60,
-               what="the end of the process")
+    wait_until(lambda: all(map(_has_ended, processes)), timeout_s=60,
+               what="the end of the process and of the one that its function started")
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_each_group_that_hangs_or_kills_costs_itself_and_nothing_is_left_over() -> None:
