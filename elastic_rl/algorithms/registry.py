@@ -24,6 +24,7 @@ from elastic_rl.config import AlgorithmConfig, Config
 from elastic_rl.config.algorithm import Aggregate
 from elastic_rl.errors import ConfigError
 from elastic_rl.plugins import resolve
+from elastic_rl.telemetry.training_metrics import PUBLISH
 
 TokenLoss = Callable[[Tensor, LossBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
 """``(logp [M], the M tokens' other tensors and sequences, settings) -> (loss [M], stats [M] by name)``. The loss may
@@ -54,7 +55,7 @@ class AlgorithmSpec:
 RESERVED_STATS = frozenset((
     "loss", "tokens", "lr", "grad_norm", "train_s", "logprob_diff_mean", "logprob_diff_max", "tis_weight_mean",
     "tis_capped_fraction", "kl_reference", "reference_step", "entropy", "advantage_mean", "advantage_std",
-    "advantage_min", "advantage_max", "train_tokens_per_s", "tflops_per_rank", "mfu", "peak_memory_bytes"))
+    "advantage_min", "advantage_max", "train_tokens_per_s", "tflops_per_rank", "mfu", "peak_memory_bytes")) | PUBLISH
 """Metrics of the training step itself."""
 _NEEDS = ("old_logprobs", "advantages")
 _SUPPLIED = ("old_logprobs", "advantages", "ref_logprobs")
@@ -106,6 +107,12 @@ def _require_trainable(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> None:
         raise ConfigError(f"algorithm.kl_coef={algorithm.kl_coef} with algorithm.kl_estimator=k1 in the loss: the "
                           "expectation of its gradient is 0",
                           hint="set algorithm.kl_estimator to k2 or k3, or algorithm.kl_in to reward")
+    if algorithm.kl_coef and algorithm.kl_in == "reward" and spec.advantages is group_relative \
+            and algorithm.normalize_std:
+        raise ConfigError(f"algorithm.kl_in=reward with algorithm.name={algorithm.name!r}: in a group whose rewards "
+                          "are equal the noise of the divergence would be divided by its own standard deviation",
+                          hint="set algorithm.kl_in to loss, or algorithm.normalize_std to false, or algorithm.name to "
+                               "rloo or reinforce_pp")
 
 
 def _faults(spec: AlgorithmSpec) -> Iterator[str]:

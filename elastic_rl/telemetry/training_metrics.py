@@ -18,7 +18,8 @@ class Quantity:
 
 UPDATE: dict[str, Quantity] = {
     "loss": Quantity("", "loss of the last update, with what the settings add to it"),
-    "kl": Quantity("nats", "divergence of the policy from the one that sampled, k3 estimate, mean of the tokens"),
+    "kl": Quantity("nats", "divergence of the policy from the one that sampled (with `algorithm.tis_cap`: from the "
+                         "trainer's before the step), k3 estimate, mean of the tokens"),
     "kl_reference": Quantity("nats", "divergence of the policy from the reference policy, mean of the tokens; with "
                                      "`algorithm.kl_coef` or `algorithm.report_kl`"),
     "reference_step": Quantity("", "the RL step whose policy the reference is; 0: with which RL began"),

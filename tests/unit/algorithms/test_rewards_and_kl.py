@@ -179,7 +179,8 @@ def test_every_algorithm_is_found_by_its_name_and_needs_what_batches_have() -> N
 
 @pytest.mark.parametrize(("settings", "named"), [
     ({"name": "dr_grpo"}, "algorithm.constant_length_tokens"), ({"aggregate": "constant"}, "constant length"),
-    ({"kl_coef": 0.1, "kl_estimator": "k1"}, "algorithm.kl_estimator=k1 in the loss")])
+    ({"kl_coef": 0.1, "kl_estimator": "k1"}, "algorithm.kl_estimator=k1 in the loss"),
+    ({"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in=reward with algorithm.name='grpo'")])
 def test_settings_that_cannot_be_carried_out_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         algorithm_of(Config(algorithm=AlgorithmConfig(**settings)))
@@ -188,7 +189,7 @@ def test_settings_that_cannot_be_carried_out_are_refused(settings: dict[str, Any
 def test_reference_policy_is_used_where_the_settings_or_the_loss_ask_for_it() -> None:
     own = replace(ALGOS["grpo"], needs=("advantages", "ref_logprobs"))
     assert uses_reference(own, CFG) and not uses_reference(ALGOS["grpo"], CFG)
-    for asked in ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward"}, {"report_kl": True},
+    for asked in ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_in": "reward", "normalize_std": False}, {"report_kl": True},
                   {"report_kl": True, "kl_in": "reward", "kl_estimator": "k1"}):
         cfg = AlgorithmConfig(**asked)
         assert algorithm_of(Config(algorithm=cfg)) is ALGOS["grpo"]
