@@ -15,6 +15,7 @@ from elastic_rl.engine.generation import GENERATE_FNS
 from elastic_rl.engine.own_generate import OwnGenerate
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
 from elastic_rl.host import model_folder
+from elastic_rl.models.arch import ModelArch
 from elastic_rl.pipeline.sampled_modes import rejection_groups
 from elastic_rl.pipeline.sampling import decoder
 from elastic_rl.plugin_process import CallLost
@@ -26,6 +27,8 @@ from elastic_rl.rewards.registry import close_reward, make_reward
 _READ = 16
 """Prompts of each set that are read, spread over it."""
 _REWARDED = 4
+_LARGE = 512
+"""Hidden size from which on a model is not one that was made to be tried out."""
 _SHOWN = 200
 """Characters of a prompt that are shown."""
 
@@ -59,6 +62,7 @@ def check(cfg: Config) -> Iterator[Finding]:
         yield found
     made: list[CheckedSource] = []
     yield from _model_and_data(cfg, made.append)
+    yield from _of_defaults(cfg)
     for source in made:
         prompts = _of_prompts(cfg, source)
         yield prompts
@@ -128,6 +132,29 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         yield Finding("data", "not examined: it may need the model's tokenizer")
     else:
         yield _finding("data", data)
+
+
+def _of_defaults(cfg: Config) -> Iterator[Finding]:
+    """Settings that were left at defaults which are for the built-in model, of which a larger one would be ruined or
+    not fit into memory."""
+    if not cfg.model.path or not cfg.uses_trainer:
+        return
+    try:
+        if ModelArch.read(Path(cfg.model.path).expanduser()).hidden < _LARGE:
+            return
+    except ElasticRLError:
+        return  # a fault of the model's part
+    left = []
+    for section, name, applies in (("train", "lr", cfg.mode == "rl"), ("sft", "lr", cfg.sft.max_steps > 0),
+                                   ("sft", "max_steps", True),
+                                   ("trainer", "micro_batch_size", cfg.trainer.micro_batch_tokens is None)):
+        settings = getattr(cfg, section)
+        if applies and name not in settings.model_fields_set:
+            left.append(f"{section}.{name}={getattr(settings, name)}")
+    if left:
+        yield Finding("defaults", f"{', '.join(left)}: for the small built-in model",
+                      hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual, sft.max_steps=0 begins RL at "
+                           "once, and trainer.micro_batch_tokens bounds the memory of a pass")
 
 
 def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:

@@ -61,6 +61,7 @@ def plain_line(record: Record, steps: int) -> str:
     match record["kind"]:
         case "sft":
             return (f"SFT phase step {record['step']}: loss {_f(record.get('loss'))}, "
+                    f"eval loss {_f(record.get('eval_loss'))}, "
                     f"eval accuracy {_f(record.get('eval_accuracy'))}")
         case "step":
             ready = sum(e.get("state") == "ready" for e in record.get("engines") or [])
@@ -383,6 +384,7 @@ def _set_line(found: Record) -> str:
 
 def _of_sft(sft: Record) -> list[tuple[str, str]]:
     return [("SFT steps", str(sft["steps"])), ("loss", f"{_f(sft['loss_first'])} → {_f(sft['loss_last'])}"),
+            ("eval loss", f"{_f(sft['eval_loss_first'])} → {_f(sft['eval_loss_last'])}"),
             ("eval accuracy", f"{_f(sft['eval_accuracy_first'])} → {_f(sft['eval_accuracy_last'])}")]
 
 

@@ -10,9 +10,9 @@ from elastic_rl.config.section import LrDecay, Positive, Section
 
 
 class SftConfig(Section):
-    target_eval_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.4
-    """The SFT phase ends once the accuracy on ``eval_problems`` held-out problems reaches this value; RL improves on
-    it."""
+    target_eval_accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The SFT phase ends once the accuracy on ``eval_problems`` held-out problems reaches this value. null: 0.4, which
+    RL improves on; with ``mode: sft`` none, so that it ends after ``max_steps``."""
     max_steps: Annotated[int, Field(ge=0)] = 3000
     """Largest number of SFT steps; RL starts after them even below the target. 0: no SFT phase."""
     batch_size: Positive = 64

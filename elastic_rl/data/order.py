@@ -69,6 +69,17 @@ def order_of(source: Any, seed: int) -> Order:
     return made
 
 
+def sft_order(source: Any, seed: int) -> Order:
+    """The order in which supervised steps take the training prompts of a source: all of them once in each pass, in
+    other orders than RL takes them, which would else begin with the prompts that were imitated."""
+    return order_of(source, int.from_bytes(hashlib.sha256(f"sft/{seed}".encode()).digest()[:4], "little") & 0x7FFFFFFF)
+
+
+def sft_ordinals(batch_size: int, step: int) -> range:
+    """Of the prompts whose answers a supervised step imitates, in ``sft_order``. Steps count from 1."""
+    return range(batch_size * (step - 1), batch_size * step)
+
+
 def groups(order: Order, first_ordinal: int, count: int) -> list[int]:
     """Problem indices of the ordinals [first_ordinal, first_ordinal + count); ValueError for negative ones."""
     if first_ordinal < 0 or count < 0:

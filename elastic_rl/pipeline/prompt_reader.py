@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic_rl import plugins
 from elastic_rl.config import Config
-from elastic_rl.data.order import fingerprint
+from elastic_rl.data.order import Order, fingerprint, sft_order, sft_ordinals
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.sources import CheckedSource, read_order, read_prompts
 from elastic_rl.errors import Fenced, SourceFailed
@@ -24,11 +24,15 @@ class PromptReader:
     def __init__(self, cfg: Config, source: CheckedSource, waits: Waits, reads: SourceReads) -> None:
         self._cfg, self._source, self._waits, self._reads = cfg, source, waits, reads
         self._order = reads.read("be ordered", lambda: source.order(cfg.seed))
+        self._sft_order = reads.read("be ordered", lambda: sft_order(source, cfg.seed))
 
     def indices(self, ordinals: Sequence[int]) -> list[int]:
         """Of the training prompts of ordinals."""
+        return self._indices(self._order, ordinals)
+
+    def _indices(self, order: Order, ordinals: Sequence[int]) -> list[int]:
         return self._waits.retry("source", lambda: self._reads.read("give an order", lambda: read_order(
-            self._order, ordinals, len(self._source.train), named=self._cfg.data.source)))
+            order, ordinals, len(self._source.train), named=self._cfg.data.source)))
 
     def read(self, prompts: Sequence[Prompt], indices: Sequence[int], *, answers: bool = False) -> list[Prompt]:
         """Prompts of the source, as soon as it gives them. ``answers``: those without one are a fault of the source
@@ -40,6 +44,11 @@ class PromptReader:
     def training(self, ordinals: Sequence[int]) -> list[tuple[int, Prompt]]:
         """The training prompts of ordinals, each with its ordinal."""
         return list(zip(ordinals, self.read(self._source.train, self.indices(ordinals)), strict=True))
+
+    def demonstrations(self, step: int) -> list[Prompt]:
+        """The training prompts whose answers a supervised step imitates: the same ones whenever it is made."""
+        ordinals = sft_ordinals(self._cfg.sft.batch_size, step)
+        return self.read(self._source.train, self._indices(self._sft_order, ordinals), answers=True)
 
     def require_same(self, cursor: Mapping[str, Any], prompts: Sequence[Prompt]) -> str:
         """The fingerprint of ``prompts``. Waits while they are others than the job began with, by its cursor (I13)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -27,8 +26,6 @@ log = logging.getLogger(__name__)
 
 _REQUESTS = 64
 """Requests in flight at once."""
-_SFT_ORDINALS = 1 << 40
-"""Supervised steps take prompts at random from so many ordinals of the order, and so by its weights."""
 _POLL_S = 0.5
 _RETRY_S = (0.2, 4.0)
 """First and longest pause before a request that failed is sent again."""
@@ -49,13 +46,6 @@ Fenced."""
 def sampling_seed(seed: int, data_pass: int) -> int:
     """What engines derive the seeds of samples from; 31 bits."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{data_pass}".encode()).digest()[:4], "little") & 0x7FFFFFFF
-
-
-def sft_ordinals(cfg: Config, step: int) -> list[int]:
-    """Of the prompts whose answers a supervised step imitates, counted from 1. Chosen by the seed and the step only, so
-    that a resumed SFT phase has the same batches. Pure."""
-    drawn = random.Random(f"sft-{cfg.seed}-{step}")
-    return [drawn.randrange(_SFT_ORDINALS) for _ in range(cfg.sft.batch_size)]
 
 
 class Sampler:

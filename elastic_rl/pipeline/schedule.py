@@ -23,6 +23,8 @@ from elastic_rl.data.samples import Group
 from elastic_rl.trainer.progress import Phase
 
 _KEPT_EVALS = 4
+_SFT_TARGET = 0.4
+"""Of the phase before RL, where the settings have none."""
 REWARD_FAILED, GENERATE_FAILED = "reward failed", "generate failed"
 """Why groups are dropped whose reward failed, or for which the user's function to generate did."""
 
@@ -58,7 +60,7 @@ class Plan:
                    steps=cfg.train.steps if cfg.uses_trainer else math.ceil(groups / per_step),
                    max_staleness=cfg.train.max_staleness, eval_every_steps=cfg.train.eval_every_steps,
                    stop_eval_accuracy=cfg.train.stop_eval_accuracy, max_dropped_groups=cfg.rollout.max_dropped_groups,
-                   sft_max_steps=cfg.sft.max_steps, sft_target=cfg.sft.target_eval_accuracy,
+                   sft_max_steps=cfg.sft.max_steps, sft_target=_sft_target(cfg),
                    sft_eval_far=cfg.sft.eval_every_steps, sft_eval_near=cfg.sft.eval_every_steps_near_target)
 
 
@@ -228,6 +230,13 @@ def _sft(plan: Plan, state: State, position: _Position) -> Generator[Effect, Any
         if position.step >= plan.sft_max_steps:
             break
     return cursor
+
+
+def _sft_target(cfg: Config) -> float:
+    """The accuracy that ends the supervised phase; infinite where none does."""
+    if cfg.sft.target_eval_accuracy is not None:
+        return cfg.sft.target_eval_accuracy
+    return _SFT_TARGET if cfg.mode == "rl" else math.inf
 
 
 def _sft_interval(plan: Plan, accuracy: float | None) -> int:

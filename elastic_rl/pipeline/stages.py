@@ -43,7 +43,7 @@ from elastic_rl.pipeline.run_events import PRODUCER, RunEvents
 from elastic_rl.pipeline.run_log import JobStatusWriter, RunLog
 from elastic_rl.pipeline.sample_ring import SampleRing
 from elastic_rl.pipeline.sampled_modes import sampled_mode
-from elastic_rl.pipeline.sampling import Sampler, sft_ordinals
+from elastic_rl.pipeline.sampling import Sampler
 from elastic_rl.pipeline.schedule import Lost, Plan, State
 from elastic_rl.pipeline.source_reads import SourceReads
 from elastic_rl.pipeline.step_timer import StepTimer
@@ -264,10 +264,9 @@ class Pipeline:
     @execute.register
     def _sft_update(self, effect: schedule.SftUpdate) -> None:
         self.waits.stage("sft")
-        picks = self.prompts.indices(sft_ordinals(self.cfg, effect.step))
+        demonstrations = self.prompts.demonstrations(effect.step)
         began = time.monotonic()
-        metrics = self.trainer.update("sft", effect.step, _demonstrations(self.prompts.read(
-            self.source.train, picks, answers=True)), cursor=effect.cursor)
+        metrics = self.trainer.update("sft", effect.step, _demonstrations(demonstrations), cursor=effect.cursor)
         self._step = effect.step
         self._sft = {**{name: metrics.get(name) for name in ("loss", "grad_norm", "lr")},
                      "throughput": training_metrics.of_throughput(metrics),
@@ -279,12 +278,15 @@ class Pipeline:
         n = len(self.source.eval)
         picks = random.Random(f"sft-eval-{self.cfg.seed}").sample(range(n), min(self.cfg.sft.eval_problems, n))
         batch = _demonstrations(self.prompts.read(self.source.eval, picks, answers=True))
-        greedy = self.trainer.forward_logprobs(batch)["greedy"]
+        outputs = self.trainer.forward_logprobs(batch)
         # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
-        accuracy = float((greedy | ~batch["loss_mask"]).all(dim=1).float().mean())
+        accuracy = float((outputs["greedy"] | ~batch["loss_mask"]).all(dim=1).float().mean())
+        eval_loss = -float(outputs["logprobs"][batch["loss_mask"]].double().mean())
         assert self.status is not None
         spent_s = self._sft.pop("seconds", 0.0)
-        self.run_log.write("sft", step=effect.step, eval_accuracy=accuracy, **{"loss": None, **self._sft})
+        self.run_log.write("sft", step=effect.step, eval_accuracy=accuracy, eval_loss=eval_loss,
+                           epoch=effect.step * self.cfg.sft.batch_size / len(self.source.train),
+                           **{"loss": None, **self._sft})
         self._write(step=effect.step, eval_accuracy=accuracy,
                     productive_s=self.status.latest.productive_s + spent_s)
         return accuracy

@@ -132,16 +132,16 @@ def sft_evaluations(records: Iterable[Record]) -> list[Record]:
 
 
 def _sft(records: Sequence[Record]) -> Record | None:
-    """The supervised phase, by its evaluations; None where there was none. ``loss``: mean negative log-likelihood of a
-    token, in nats; accuracy: of whole answers."""
+    """The supervised phase, by its evaluations; None where there was none. ``loss``, and ``eval_loss`` of held-out
+    answers: mean negative log-likelihood of a token, in nats; accuracy: of whole answers."""
     evals = sft_evaluations(records)
     if not evals:
         return None
-    losses, accuracies = _numbers(evals, "loss"), _numbers(evals, "eval_accuracy")
-    return {"steps": int(evals[-1]["step"]),
-            "loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None,
-            "eval_accuracy_first": accuracies[0] if accuracies else None,
-            "eval_accuracy_last": accuracies[-1] if accuracies else None}
+    found: Record = {"steps": int(evals[-1]["step"])}
+    for name in ("loss", "eval_loss", "eval_accuracy"):
+        values = _numbers(evals, name)
+        found |= {f"{name}_first": values[0] if values else None, f"{name}_last": values[-1] if values else None}
+    return found
 
 
 def _output(records: Iterable[Record]) -> Record | None:

@@ -136,7 +136,8 @@ def _is_sft(report: Mapping[str, Any]) -> bool:
 
 def _sft_tiles(sft: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [("eval accuracy", _value(sft["eval_accuracy_last"], 3), f"from {_value(sft['eval_accuracy_first'], 3)}"),
-            ("loss", _value(sft["loss_last"], 3), f"from {_value(sft['loss_first'], 3)}"),
+            ("eval loss", _value(sft["eval_loss_last"], 3), f"from {_value(sft['eval_loss_first'], 3)}"),
+            ("training loss", _value(sft["loss_last"], 3), f"from {_value(sft['loss_first'], 3)}"),
             ("SFT steps", str(sft["steps"]), "")]
 
 

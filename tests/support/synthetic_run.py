@@ -16,8 +16,8 @@ def records(steps: int = 200, *, faults: bool = True, seed: int = 0) -> list[dic
     at = START
     for step in range(25, 176, 25):
         at += 2.2
-        out.append({"kind": "sft", "step": step, "loss": 2.3 - step / 110, "eval_accuracy": 0.41 * step / 175,
-                    "at": at})
+        out.append({"kind": "sft", "step": step, "loss": 2.3 - step / 110, "eval_loss": 2.4 - step / 120,
+                    "eval_accuracy": 0.41 * step / 175, "at": at})
     out.append({"kind": "eval", "step": 0, "eval_accuracy": 0.41, "at": at + 1})
     version, rewound, step = 1, False, 0
     while step < steps:

@@ -13,10 +13,9 @@ from elastic_rl.bench.loop.testbed import Testbed
 from elastic_rl.bench.loop.vs_trl import interpreter, run_program
 from elastic_rl.bench.measurement import Row
 from elastic_rl.config import Config
-from elastic_rl.data.order import order_of
+from elastic_rl.data.order import sft_order, sft_ordinals
 from elastic_rl.data.sources import make_source
 from elastic_rl.data.tokenizer import PAD_ID
-from elastic_rl.pipeline.sampling import sft_ordinals
 from elastic_rl.report.build import Record, read_records
 
 GOAL = 1.0
@@ -38,9 +37,9 @@ def measure(testbed: Testbed) -> Iterator[Row]:
 def spec(cfg: Config, model: Path) -> dict[str, Any]:
     """What the program is to do: the batches of the run, in order."""
     source = make_source(cfg)
-    order = order_of(source, cfg.seed)
+    order = sft_order(source, cfg.seed)
     prompts = [source.train[order.problem(ordinal)[0]] for step in range(1, cfg.sft.max_steps + 1)
-               for ordinal in sft_ordinals(cfg, step)]
+               for ordinal in sft_ordinals(cfg.sft.batch_size, step)]
     return {"model": str(model), "rows": [{"prompt": list(p.token_ids), "answer": list(p.answer_ids or ())}
                                           for p in prompts],
             "batch_size": cfg.sft.batch_size, "pad_id": PAD_ID, "lr": cfg.sft.lr, "seed": cfg.seed,

@@ -30,11 +30,10 @@ from elastic_rl.bench.loop.vs_trl_long import Bare
 from elastic_rl.bench.options import Options, Unmeasurable
 from elastic_rl.config import Config
 from elastic_rl.data.batch import collate
-from elastic_rl.data.order import order_of
+from elastic_rl.data.order import sft_order
 from elastic_rl.data.samples import Prompt, Sample, Segment, demonstration
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ConfigError
-from elastic_rl.pipeline.sampling import sft_ordinals
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +188,7 @@ def test_trainer_of_transformers_gets_the_batches_of_the_run(tmp_path: Path) -> 
     cfg = long_responses.configure_sft(tmp_path / "sft", Options(settings=("--sft.batch_size=4",)), 3, 1)
     source = make_source(cfg)
     given = sft_vs_transformers.spec(cfg, Path("model"))
-    second = [source.train[order_of(source, cfg.seed).problem(o)[0]] for o in sft_ordinals(cfg, 2)]
+    second = [source.train[sft_order(source, cfg.seed).problem(ordinal)[0]] for ordinal in range(4, 8)]
     assert given["rows"][4:8] == [{"prompt": list(p.token_ids), "answer": list(p.answer_ids or ())} for p in second]
     assert len(given["rows"]) == 12 and given["batch_size"] == 4
 

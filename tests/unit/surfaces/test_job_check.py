@@ -108,6 +108,18 @@ def test_reward_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
     assert "reward of the answers" not in found
 
 
+def test_defaults_of_the_built_in_model_are_pointed_out_for_a_larger_one(tmp_path: Path, model: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "defaults" not in by_part(text_job(tmp_path, model, ROWS))
+    monkeypatch.setattr("elastic_rl.job_check._LARGE", 1)
+    found = by_part(text_job(tmp_path, model, ROWS, "--trainer.micro_batch_tokens=64"))["defaults"]
+    assert not found.fault and found.hint
+    assert found.detail.startswith("train.lr=0.001, sft.lr=0.001, sft.max_steps=3000: for")
+    assert "defaults" not in by_part(text_job(tmp_path, model, ROWS, "--trainer.micro_batch_size=8",
+                                              "--train.lr=1e-6", "--sft.max_steps=0"))
+    assert "defaults" not in by_part(text_job(tmp_path, model, ROWS, "--mode=eval"))
+
+
 def test_supervised_job_needs_no_reward() -> None:
     found = by_part(config.load(overrides=["--mode=sft"]))
     assert "reward of the answers" not in found and not any(f.fault for f in found.values())

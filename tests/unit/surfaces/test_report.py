@@ -66,6 +66,8 @@ def test_report_of_a_supervised_job_shows_its_own_numbers() -> None:
     rows = [r for r in records() if r["kind"] == "sft"]
     report = _report([*rows, {**rows[-1], "loss": 0.5}])  # repeated after a restart
     assert report["sft"] == {"steps": 175, "loss_first": pytest.approx(2.3 - 25 / 110), "loss_last": 0.5,
+                             "eval_loss_first": pytest.approx(2.4 - 25 / 120),
+                             "eval_loss_last": pytest.approx(2.4 - 175 / 120),
                              "eval_accuracy_first": pytest.approx(0.41 / 7), "eval_accuracy_last": 0.41}
     page = html.render(report, rows)
     assert "SFT step" in page and "RL step" not in page and "Version lag" not in page

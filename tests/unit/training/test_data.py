@@ -17,7 +17,7 @@ from elastic_rl import config
 from elastic_rl.config import Config
 from elastic_rl.data.addition import Addition
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.order import PromptOrder, fingerprint
+from elastic_rl.data.order import PromptOrder, fingerprint, groups, order_of, sft_order, sft_ordinals
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.data.tokenizer import CHARACTERS, EOS_ID, VOCAB_SIZE, VOCABULARY, encode, make_tokenizer
@@ -288,6 +288,22 @@ def test_any_range_of_ordinals_equals_the_slice_of_the_whole(n: int, seed: int, 
 def test_epochs_and_seeds_have_different_shuffles() -> None:
     order = PromptOrder(200, 0)
     assert order.groups(0, 200) != order.groups(200, 200) != PromptOrder(200, 1).groups(200, 200)
+
+
+@thorough
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 5))
+def test_supervised_steps_take_every_prompt_once_in_each_pass(n: int, batch_size: int, seed: int) -> None:
+    source = type("Source", (), {"train": range(n)})
+    order = sft_order(source, seed)
+    taken = [order.problem(ordinal)[0] for step in range(1, 2 * n + 1) for ordinal in sft_ordinals(batch_size, step)]
+    for data_pass in range(2 * batch_size):
+        assert sorted(taken[data_pass * n:(data_pass + 1) * n]) == list(range(n))
+
+
+def test_supervised_steps_take_prompts_in_another_order_than_rl() -> None:
+    source = type("Source", (), {"train": range(200)})
+    assert groups(sft_order(source, 3), 0, 200) != groups(order_of(source, 3), 0, 200)
+    assert groups(sft_order(source, 3), 0, 200) != groups(sft_order(source, 4), 0, 200)
 
 
 def test_order_rejects_negative_ordinals_and_an_empty_problem_list() -> None:

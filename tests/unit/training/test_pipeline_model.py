@@ -172,6 +172,16 @@ def test_supervised_phase_is_evaluated_often_only_near_its_target(accuracy: floa
     assert schedule._sft_interval(plan, accuracy) == steps
 
 
+def test_supervised_phase_before_rl_has_a_target_and_alone_has_none() -> None:
+    alone = schedule.Plan.of(config.parse({"mode": "sft"}))
+    assert schedule.Plan.of(config.parse({})).sft_target == 0.4
+    assert schedule._sft_interval(alone, 1.0) == schedule._sft_interval(alone, 0.0) == alone.sft_eval_far
+    world = World(0, replace(PLAN, mode="sft", sft_target=alone.sft_target))
+    world.faults_left = 0
+    world.run()
+    assert world.trainer.progress.step == PLAN.sft_max_steps
+
+
 def test_update_that_repeats_groups_is_refused_although_its_term_and_step_are_right() -> None:
     """The set of groups is in the state, so that not even a writer with a wrong ledger trains one twice."""
     world = World(3)
