@@ -36,6 +36,8 @@ class Threshold:
     """At most, at the beginning."""
     after: float
     """At least, at the end."""
+    gain: float
+    """By how much at least the end is above the beginning: several standard errors of the two."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ def thresholds(path: Path = EXAMPLES / "thresholds.toml") -> dict[str, Threshold
     """By the name of the example. Raises ConfigError for a table that cannot hold."""
     found = {name: Threshold(**entry) for name, entry in tomllib.loads(path.read_text()).items()}
     for name, threshold in found.items():
-        if not 0 <= threshold.before < threshold.after <= 1:
-            raise ConfigError(f"{path.name}: {name} has before={threshold.before:g} and after={threshold.after:g}",
-                              hint="both are fractions, and after is the larger one")
+        if not 0 <= threshold.before < threshold.after <= 1 or not 0 < threshold.gain <= threshold.after:
+            raise ConfigError(f"{path.name}: {name} has before={threshold.before:g}, after={threshold.after:g} and "
+                              f"gain={threshold.gain:g}", hint="all are fractions, and after is the largest one")
     return found
 
 
@@ -87,6 +89,8 @@ def fault_of(code: int, before: float | None, after: float | None, threshold: Th
     faults = [f"began at {before:.2f}, more than {threshold.before:.2f}"] if before > threshold.before else []
     if after < threshold.after:
         faults.append(f"ended at {after:.2f}, less than {threshold.after:.2f}")
+    if after - before < threshold.gain:
+        faults.append(f"gained {after - before:.2f}, less than {threshold.gain:.2f}")
     return "; ".join(faults)
 
 

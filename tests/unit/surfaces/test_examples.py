@@ -102,9 +102,10 @@ def test_thresholds_are_those_of_examples_that_train() -> None:
 
 def test_threshold_that_proves_nothing_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "thresholds.toml"
-    table.write_text("[sft]\nbefore = 0.5\nafter = 0.5\n")
-    with pytest.raises(ConfigError, match=r"sft has before=0\.5 and after=0\.5"):
-        run_examples.thresholds(table)
+    for before, after, gain in ((0.5, 0.5, 0.1), (0.3, 0.5, 0.0), (0.3, 0.5, 0.6)):
+        table.write_text(f"[sft]\nbefore = {before}\nafter = {after}\ngain = {gain}\n")
+        with pytest.raises(ConfigError, match=rf"sft has before={before:g}, after={after:g} and gain={gain:g}"):
+            run_examples.thresholds(table)
 
 
 def test_examples_are_named_with_or_without_their_folder() -> None:
@@ -124,10 +125,10 @@ def test_accuracies_are_those_of_the_phase_that_the_example_shows(report: dict[s
 
 
 @pytest.mark.parametrize(("code", "before", "after", "fault"), [
-    (0, 0.3, 0.6, ""), (0, 0.4, 0.5, ""), (3, 0.3, 0.6, "exit code 3"), (0, 0.45, 0.6, "began at 0.45"),
-    (0, 0.3, 0.49, "ended at 0.49"), (0, None, None, "not evaluated")])
+    (0, 0.3, 0.6, ""), (0, 0.2, 0.5, ""), (0, 0.4, 0.52, "gained 0.12"), (3, 0.3, 0.6, "exit code 3"),
+    (0, 0.45, 0.6, "began at 0.45"), (0, 0.3, 0.49, "ended at 0.49"), (0, None, None, "not evaluated")])
 def test_run_is_judged_by_its_threshold(code: int, before: float | None, after: float | None, fault: str) -> None:
-    judged = run_examples.fault_of(code, before, after, run_examples.Threshold(0.4, 0.5))
+    judged = run_examples.fault_of(code, before, after, run_examples.Threshold(0.4, 0.5, 0.15))
     assert fault in judged and bool(judged) is bool(fault)
 
 
