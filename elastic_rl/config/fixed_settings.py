@@ -48,6 +48,7 @@ FIXED = (
     Rule("deterministic", "the steps so far were made the other way"),
     Rule("data.", "the trained and the held-out examples would not be those of the steps before"),
     Rule("model.", "the committed weights have this model's shape"),
+    Rule("sft.batch_size", "it gives each supervised step its prompts, so some would be skipped or imitated twice"),
     Rule("sft.", "the SFT phase is over, so it would have no effect", after_sft=True),
     Rule("eval.", "the prompts so far were evaluated the other way", modes=("eval",)),
     Rule("rejection.", "the samples so far were kept by the other rule", modes=("rejection_sampling",)),

@@ -60,6 +60,7 @@ def test_how_an_output_is_made_stays_in_its_mode_and_matters_in_no_other(mode: s
 def test_settings_of_the_sft_phase_may_change_until_it_is_over() -> None:
     assert changed({"sft": {"max_steps": 10}}, sft_is_over=False) == []
     assert changed({"sft": {"max_steps": 10}}, sft_is_over=True) == ["sft.max_steps"]
+    assert changed({"sft": {"batch_size": 10}}, sft_is_over=False) == ["sft.batch_size"]
 
 
 def test_whether_there_is_a_reference_policy_stays_once_rl_has_begun_and_what_it_weighs_may_change() -> None:
