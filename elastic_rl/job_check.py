@@ -153,8 +153,9 @@ def _of_defaults(cfg: Config) -> Iterator[Finding]:
             left.append(f"{section}.{name}={getattr(settings, name)}")
     if left:
         yield Finding("defaults", f"{', '.join(left)}: for the small built-in model",
-                      hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual, sft.max_steps=0 begins RL at "
-                           "once, and trainer.micro_batch_tokens bounds the memory of a pass")
+                      hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual, trainer.micro_batch_tokens "
+                           "bounds the memory of a pass" + (
+                               ", and sft.max_steps=0 begins RL at once" if cfg.mode == "rl" else ""))
 
 
 def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:

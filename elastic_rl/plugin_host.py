@@ -12,17 +12,18 @@ import inspect
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins import describe, text_of
-from elastic_rl.runtime import die_with_parent
 
 MAX_MESSAGE = 64 << 20
 """Bytes of a JSON message."""
@@ -31,6 +32,8 @@ CALL, CANCEL = b"c", b"x"
 HEAD = struct.Struct("!cQQ")
 """Of a frame: kind, number of the call, bytes that follow."""
 _LENGTH = struct.Struct("!I")
+_CLEAN_UP_S = 1.0
+"""For what was asked to end: multiprocessing's resource tracker removes the shared memory of its process then."""
 
 
 def send(connection: socket.socket, message: Any) -> None:
@@ -76,22 +79,24 @@ def imported(name: str) -> Any:
 
 
 def guard_group(descriptor: int) -> None:
-    """Starts a process that kills this process group once this process ends, however it ends, so that nothing which a
-    user's function has started outlives it, or holds its connection open. ``descriptor``: of the connection. Call it
+    """Starts a process that ends this process group once this process has ended, however it ends, so that nothing which
+    a user's function has started outlives it, or holds its connection open. ``descriptor``: of the connection. Call it
     before there is another thread."""
-    parent = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    if os.fork():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    this = os.pidfd_open(os.getpid())
+    if middle := os.fork():
+        os.waitpid(middle, 0)
+        os.close(this)
         return
     try:
-        os.close(descriptor)
-        die_with_parent(signal.SIGTERM)
-        if os.getppid() == parent:  # else it has ended before the line above
-            signal.sigwait({signal.SIGTERM})
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        if os.fork() == 0:  # no child of this process, which a user's function might wait for, or end with its children
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.close(descriptor)
+            select.select([this], [], [])  # until it has ended
+            os.killpg(os.getpgrp(), signal.SIGTERM)
+            time.sleep(_CLEAN_UP_S)
+            os.killpg(os.getpgrp(), signal.SIGKILL)
     finally:
-        os._exit(1)
+        os._exit(0)
 
 
 class _Host:

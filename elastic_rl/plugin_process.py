@@ -64,6 +64,13 @@ class PluginProcess:
             process = self._process = _Process(self._what)
         process.make(self._maker, self._arguments)
 
+    def start_first(self) -> None:
+        """As ``start``, where a setting is examined: also a process that does not start raises ConfigError."""
+        try:
+            self.start()
+        except PluginFailed as e:
+            raise ConfigError(e.message, hint=e.hint) from e
+
     async def call(self, *arguments: Any) -> Any:
         """What the function returns. A call that is cancelled is cancelled in the process too, which is killed if the
         call does not end soon. Raises PluginFailed with the text of what the function raises and for arguments that

@@ -27,13 +27,13 @@ def warmup(step: int, steps: int) -> float:
 
 def decay(kind: LrDecay, step: int, steps: int, *, warmup_steps: int, final: float, fraction: float) -> float:
     """The part of the peak that a schedule of ``steps`` steps has left at one of them: 1 at the last step of the
-    warm-up, or the first step where there is none, and ``final`` at the last and after it. ``linear`` and ``cosine``
-    (arXiv 1608.03983) fall all the way; ``wsd`` (arXiv 2404.06395) stays at 1 and falls along a line over the last
-    ``fraction`` of the steps; ``constant`` stays.
+    warm-up, or the first step where there is none, or the last but one of all; ``final`` at the last and after it.
+    ``linear`` and ``cosine`` (arXiv 1608.03983) fall all the way; ``wsd`` (arXiv 2404.06395) stays at 1 and falls along
+    a line over the last ``fraction`` of the steps; ``constant`` stays.
     """
     if kind == "constant":
         return 1.0
-    first = float(max(warmup_steps, 1))
+    first = float(max(min(warmup_steps, steps - 1), 1))
     if kind == "wsd":
         first = max(first, min(steps * (1 - fraction), steps - 1.0))
     done = min(max(step - first, 0.0) / max(steps - first, 1.0), 1.0)

@@ -384,7 +384,7 @@ def _set_line(found: Record) -> str:
 
 def _of_sft(sft: Record) -> list[tuple[str, str]]:
     return [("SFT steps", str(sft["steps"])), ("loss", f"{_f(sft['loss_first'])} → {_f(sft['loss_last'])}"),
-            ("eval loss", f"{_f(sft['eval_loss_first'])} → {_f(sft['eval_loss_last'])}"),
+            ("eval loss", f"{_f(sft.get('eval_loss_first'))} → {_f(sft.get('eval_loss_last'))}"),
             ("eval accuracy", f"{_f(sft['eval_accuracy_first'])} → {_f(sft['eval_accuracy_last'])}")]
 
 

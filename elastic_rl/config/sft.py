@@ -33,7 +33,8 @@ class SftConfig(Section):
     """Number of held-out problems that an evaluation of the SFT phase takes: the same random subset every time. With
     256 its standard error is 0.03 at an accuracy of 0.4. The evaluation at the start of RL takes all of them."""
     eval_every_steps: Positive = 20
-    """Number of SFT steps between two evaluations while the accuracy is below a quarter of the target."""
+    """Number of SFT steps between two evaluations while the accuracy is below a quarter of the target, and without a
+    target."""
     eval_every_steps_near_target: Positive = 2
     """Number of SFT steps between two evaluations from a quarter of the target on. The accuracy can then rise by 0.1
     within five steps, so a larger value overshoots the target."""

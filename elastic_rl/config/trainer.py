@@ -26,7 +26,7 @@ class TrainerConfig(Section):
     the state, bit for bit."""
     moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the load-balancing loss of a mixture-of-experts model (arXiv 2101.03961), added to the loss of
-    each step; 0: none. It is over all positions of a micro-batch, padding included."""
+    each step; 0: none. It is computed for each micro-batch, without its padding."""
     cpu_threads: Positive = 1
     """Number of threads with which a rank runs operators on the CPU. More ranks times threads than the host has cores
     is much slower than fewer."""

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.mixing import Concatenated, WeightedOrder
-from elastic_rl.data.order import Order, SequentialOrder
+from elastic_rl.data.order import Order, PromptOrder
 from elastic_rl.data.prompts import LazyPrompts, PromptMaker, contains, hashes
 from elastic_rl.data.rows import plain_json
 from elastic_rl.data.samples import Prompt
@@ -114,8 +114,8 @@ class ReasoningGym:
         return Concatenated([problems.trained(held_out) for problems in self._tasks])
 
     def order(self, seed: int) -> Order:
-        """Tasks by weight; the problems of each as they come, which is at random."""
-        parts: list[tuple[Order, int]] = [(SequentialOrder(p.size), p.size) for p in self._tasks]
+        """Tasks by weight."""
+        parts: list[tuple[Order, int]] = [(PromptOrder(p.size, seed), p.size) for p in self._tasks]
         return WeightedOrder(parts, [p.task.weight for p in self._tasks], seed)
 
 

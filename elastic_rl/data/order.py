@@ -47,21 +47,6 @@ class PromptOrder:
         return groups(self, first_ordinal, count)
 
 
-class SequentialOrder:
-    """Epoch after epoch from the first problem to the last, for problems that are drawn at random already."""
-
-    def __init__(self, n_train: int) -> None:
-        """Raises ValueError unless there is at least one problem."""
-        if n_train < 1:
-            raise ValueError(f"an order needs at least one problem, got {n_train}")
-        self._n = n_train
-
-    def problem(self, ordinal: int) -> tuple[int, int]:
-        """See ``Order``."""
-        epoch, position = _pass(ordinal, self._n)
-        return position, epoch
-
-
 def order_of(source: Any, seed: int) -> Order:
     """The order of a source's training prompts: its own, by its method ``order(seed)``, or shuffles of all."""
     own = getattr(source, "order", None)
@@ -70,8 +55,8 @@ def order_of(source: Any, seed: int) -> Order:
 
 
 def sft_order(source: Any, seed: int) -> Order:
-    """The order in which supervised steps take the training prompts of a source: all of them once in each pass, in
-    other orders than RL takes them, which would else begin with the prompts that were imitated."""
+    """The order in which supervised steps take the training prompts of a source: that of another seed, since RL would
+    else begin with the prompts that were imitated."""
     return order_of(source, int.from_bytes(hashlib.sha256(f"sft/{seed}".encode()).digest()[:4], "little") & 0x7FFFFFFF)
 
 

@@ -15,7 +15,7 @@ from elastic_rl.data.generated_tasks import ReasoningGym
 from elastic_rl.data.mix import Mix
 from elastic_rl.data.mixing import Concatenated
 from elastic_rl.data.model_tokenizer import ModelTokenizer
-from elastic_rl.data.order import Order, PromptOrder
+from elastic_rl.data.order import Order, PromptOrder, sft_order
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt
 from elastic_rl.data.tokenizer import CharacterTokenizer, Tokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
@@ -108,7 +108,8 @@ def make_source(cfg: Config) -> CheckedSource:
         fault = _fault_of_limits(source) or next(
             (f"gives {part}[0] {reason}" for part, prompt in first if (reason := prompt_fault(prompt))), "")
         if source.train:
-            read_order(source.order(cfg.seed), [0], len(source.train), named=named)
+            for order in (source.order(cfg.seed), *([sft_order(source, cfg.seed)] if cfg.imitates_answers else ())):
+                read_order(order, [0], len(source.train), named=named)
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # whatever a user's source raises: also SystemExit

@@ -22,10 +22,7 @@ class OwnGenerate:
         ConfigError."""
         self._process = PluginProcess(f"rollout.generate={plain(name, 200)}", f"{__name__}:serve", name, router_url,
                                       timeout_s, retries, vocabulary)
-        try:
-            self.start()
-        except PluginFailed as e:
-            raise ConfigError(e.message, hint=e.hint) from e
+        self._process.start_first()
 
     def start(self) -> None:
         """Replaces its process if need be; call it before calls. Raises PluginFailed."""

@@ -24,7 +24,8 @@ class PromptReader:
     def __init__(self, cfg: Config, source: CheckedSource, waits: Waits, reads: SourceReads) -> None:
         self._cfg, self._source, self._waits, self._reads = cfg, source, waits, reads
         self._order = reads.read("be ordered", lambda: source.order(cfg.seed))
-        self._sft_order = reads.read("be ordered", lambda: sft_order(source, cfg.seed))
+        self._sft_order = reads.read("be ordered", lambda: sft_order(source, cfg.seed)
+                                     ) if cfg.imitates_answers else None
 
     def indices(self, ordinals: Sequence[int]) -> list[int]:
         """Of the training prompts of ordinals."""
@@ -47,6 +48,7 @@ class PromptReader:
 
     def demonstrations(self, step: int) -> list[Prompt]:
         """The training prompts whose answers a supervised step imitates: the same ones whenever it is made."""
+        assert self._sft_order is not None  # the settings have supervised steps
         ordinals = sft_ordinals(self._cfg.sft.batch_size, step)
         return self.read(self._source.train, self._indices(self._sft_order, ordinals), answers=True)
 

@@ -241,7 +241,7 @@ def _sft_target(cfg: Config) -> float:
 
 def _sft_interval(plan: Plan, accuracy: float | None) -> int:
     """Supervised steps until the next evaluation: few from a quarter of the target accuracy on, where it rises fast."""
-    far = accuracy is not None and accuracy < 0.25 * plan.sft_target
+    far = math.isinf(plan.sft_target) or (accuracy is not None and accuracy < 0.25 * plan.sft_target)
     return plan.sft_eval_far if far else min(plan.sft_eval_near, plan.sft_eval_far)
 
 

@@ -285,7 +285,7 @@ class Pipeline:
         assert self.status is not None
         spent_s = self._sft.pop("seconds", 0.0)
         self.run_log.write("sft", step=effect.step, eval_accuracy=accuracy, eval_loss=eval_loss,
-                           epoch=effect.step * self.cfg.sft.batch_size / len(self.source.train),
+                           passes=effect.step * self.cfg.sft.batch_size / len(self.source.train),
                            **{"loss": None, **self._sft})
         self._write(step=effect.step, eval_accuracy=accuracy,
                     productive_s=self.status.latest.productive_s + spent_s)

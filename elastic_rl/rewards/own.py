@@ -25,10 +25,7 @@ class OwnReward:
         """Raises ConfigError."""
         self._process = PluginProcess(f"{setting}={plain(name, 200)}", f"{__name__}:serve", name, dict(options),
                                       setting, options_setting)
-        try:
-            self.start()
-        except PluginFailed as e:
-            raise ConfigError(e.message, hint=e.hint) from e
+        self._process.start_first()
 
     def start(self) -> None:
         """Replaces its process if need be; call it before calls. Raises PluginFailed."""
@@ -48,10 +45,7 @@ class OwnFilter:
         """``timeout_s``: of one call. Raises ConfigError."""
         self._process = PluginProcess(f"the filter {plain(name, 200)}", f"{__name__}:serve_filter", entry)
         self._timeout_s = timeout_s
-        try:
-            self._process.start()
-        except PluginFailed as e:
-            raise ConfigError(e.message, hint=e.hint) from e
+        self._process.start_first()
 
     def __call__(self, group: Group) -> str:
         """Why the group is dropped; "" keeps it. Raises PluginFailed and TimeoutError."""

@@ -48,7 +48,16 @@ class WorkerPool:
     async def call(self, job: Any, timeout_s: float) -> Any:
         """What the function returns for a JSON value, as JSON value. ``timeout_s`` counts from when a worker takes the
         call. Raises CallGivenUp, and PluginFailed for what the function raises and when no worker can be started."""
-        return await asyncio.wrap_future(self._threads.submit(self._call, job, timeout_s))
+        try:
+            submitted = self._threads.submit(self._call, job, timeout_s)
+        except RuntimeError as e:  # its threads take no more calls
+            raise PluginFailed(f"{self._named} is closed") from e
+        try:
+            return await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:
+            if self._closed and submitted.cancelled() and not _is_cancelled():
+                raise PluginFailed(f"{self._named} is closed") from None  # before a thread has taken the call
+            raise
 
     def close(self) -> None:
         """Kills the workers; calls in progress end with CallGivenUp."""
@@ -106,6 +115,12 @@ class WorkerPool:
         if "error" in answer:
             raise PluginFailed(f"{self._named} failed in its worker: {plain(str(answer['error']))}")
         return answer["value"]
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that runs."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class _Worker:

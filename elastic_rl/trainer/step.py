@@ -124,11 +124,11 @@ class TrainStep:
         worst = self._of_all([loss.logprob_diff_max], max_over_data)[0]
         return {**dict(zip(loss.sums, summed, strict=True)), "logprob_diff_max": worst, "tokens": tokens}
 
-    def forward_logprobs(self, share: Batch, *, greedy: bool = True) -> dict[str, torch.Tensor]:
-        """Of this rank's share, at the sampler's temperature: ``logprobs`` [n, T] fp32 of the loss tokens, 0 elsewhere,
-        and ``greedy`` [n, T] bool: whether the token is the most probable one, which needs all logits on each rank.
-        On every rank of the replica."""
-        return self._forward(share, self.cfg.rollout.temperature, greedy=greedy)
+    def forward_logprobs(self, share: Batch, phase: str = "rl", *, greedy: bool = True) -> dict[str, torch.Tensor]:
+        """Of this rank's share, at the sampler's temperature (in the SFT phase, which samples nothing, at 1):
+        ``logprobs`` [n, T] fp32 of the loss tokens, 0 elsewhere, and ``greedy`` [n, T] bool: whether the token is the
+        most probable one, which needs all logits on each rank. On every rank of the replica."""
+        return self._forward(share, 1.0 if phase == "sft" else self.cfg.rollout.temperature, greedy=greedy)
 
     # -- parts ----------------------------------------------------------------------------------------------------
     @torch.no_grad()

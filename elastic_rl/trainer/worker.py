@@ -247,7 +247,7 @@ class TrainerWorker:
 
     def _forward(self, command: Command, share: Batch) -> None:
         outputs = ({"logprobs": self._reference_logprobs(share)} if command.weights == "reference"
-                   else self.train_step.forward_logprobs(share))
+                   else self.train_step.forward_logprobs(share, self.progress.phase))
         if self.par.is_share_leader:
             self.board.put_output(command.id, save(outputs))
         parallel.barrier(self.par)  # once rank 0 says that it is done, every output is there

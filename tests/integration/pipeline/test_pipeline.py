@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
+from support.actor_runs import ActorRun
 from support.etcd_server import EtcdServers
 
 from elastic_rl import config
@@ -197,25 +198,16 @@ class SimulatedJob:
         self.trainer = TrainerWithoutTensors(etcd, keys, epoch)
         self.roles = Roles(self.trainer, etcd, keys)
         self.member = Membership(etcd, keys, "actor", "actor-1", ttl_s=10, epoch=epoch).start()
-        self.runs: list[tuple[threading.Thread, Pipeline, threading.Event, list[Exception]]] = []
+        self.runs: list[ActorRun] = []
         etcd.put(keys.engine("e"), Engine(id="e", pool="rollout", state=EngineState.READY, epoch=epoch,
                                           version=1 << 30).encode())
 
     def start_actor(self) -> list[Exception]:
         """One more replica of the actor; returns where the error appears that ends it."""
-        stopping, errors = threading.Event(), []
-        pipeline = Pipeline(self.ctx, self.etcd, self.member, self.roles, stopping)
-
-        def run() -> None:
-            try:
-                pipeline.run()
-            except Exception as e:
-                errors.append(e)
-
-        thread = threading.Thread(target=run, daemon=True)
-        self.runs.append((thread, pipeline, stopping, errors))
-        thread.start()
-        return errors
+        stopping = threading.Event()
+        run = ActorRun(Pipeline(self.ctx, self.etcd, self.member, self.roles, stopping), stopping)
+        self.runs.append(run)
+        return run.errors
 
     def status(self) -> JobStatus:
         found = self.etcd.get(self.keys.job_status())
@@ -231,10 +223,10 @@ class SimulatedJob:
         return self.status().waiting_for
 
     def finish(self) -> None:
-        wait_until(lambda: self.status().phase == "finished" or any(e for *_, e in self.runs[-1:]), timeout_s=WAIT_S,
-                   what="the end of the job")
-        assert self.runs[-1][3] == []
-        self.runs[-1][0].join(10)
+        wait_until(lambda: self.status().phase == "finished" or any(run.errors for run in self.runs[-1:]),
+                   timeout_s=WAIT_S, what="the end of the job")
+        assert self.runs[-1].errors == []
+        self.runs[-1].thread.join(10)
 
     def assert_exactly_once(self, *, best: int = 0) -> None:
         """``best``: which of the two samples of each group has the higher reward."""
@@ -251,9 +243,8 @@ class SimulatedJob:
         return [e.kind for e in events.recent(self.etcd, self.keys) if e.kind.startswith(prefix)]
 
     def close(self) -> None:
-        for thread, _, stopping, _ in self.runs:
-            stopping.set()
-            thread.join(20)
+        for run in self.runs:
+            run.stop(20)
         self.trainer.lose()
         self.member.close()
 
@@ -476,8 +467,7 @@ def test_step_that_the_trainer_did_after_its_actor_had_died_is_recorded_by_the_n
     job.trainer.frozen.set()
     wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a step in the trainer's queue")
     done = job.trainer.progress.step
-    job.runs[0][2].set()
-    job.runs[0][0].join(20)
+    job.runs[0].stop(20)
     job.trainer.frozen.clear()
     wait_until(lambda: job.trainer.progress.step == done + 1, timeout_s=WAIT_S, what="the step without an actor")
     assert job.etcd.get(job.keys.step_metrics(done + 1)) is None
@@ -493,9 +483,8 @@ def test_actor_that_died_in_mid_step_is_continued(job: SimulatedJob) -> None:
     job.trainer.frozen.set()
     wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a step in the trainer's queue")
     begun = GroupLease.decode(job.etcd.get(job.keys.group_lease("actor")).value).groups
-    job.runs[0][2].set()
-    job.runs[0][0].join(20)
-    assert isinstance(job.runs[0][3][0], Fenced)
+    job.runs[0].stop(20)
+    assert isinstance(job.runs[0].errors[0], Fenced)
     job.start_actor()
     wait_until(lambda: job.kinds("groups."), timeout_s=WAIT_S, what="the successor's report")
     job.trainer.frozen.clear()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.actor_runs import ActorRun
 from support.dcs_cluster import DcsCluster
 from support.etcd_server import EtcdServers
 
@@ -69,25 +70,16 @@ class Job:
                               epoch=dcs.epoch, model_dir=str(self.model))
         self.engines = Engines()
         self.member = Membership(self.etcd, self.keys, "actor", "actor-1", ttl_s=10, epoch=dcs.epoch).start()
-        self.runs: list[tuple[threading.Thread, threading.Event, list[Exception]]] = []
+        self.runs: list[ActorRun] = []
         self.etcd.put(self.keys.engine("e"), Engine(id="e", pool="rollout", state=EngineState.READY, epoch=dcs.epoch,
                                                     version=1 << 30).encode())
 
     def start_actor(self) -> list[Exception]:
         """One more replica of the actor; returns where the error appears that ends it."""
-        stopping, errors = threading.Event(), list[Exception]()
-        pipeline = Pipeline(self.ctx, self.etcd, self.member, self.engines, stopping)
-
-        def run() -> None:
-            try:
-                pipeline.run()
-            except Exception as e:
-                errors.append(e)
-
-        thread = threading.Thread(target=run, daemon=True)
-        self.runs.append((thread, stopping, errors))
-        thread.start()
-        return errors
+        stopping = threading.Event()
+        run = ActorRun(Pipeline(self.ctx, self.etcd, self.member, self.engines, stopping), stopping)
+        self.runs.append(run)
+        return run.errors
 
     def status(self) -> JobStatus:
         found = self.etcd.get(self.keys.job_status())
@@ -97,18 +89,18 @@ class Job:
         wait_until(lambda: self.status().step >= step, timeout_s=WAIT_S, what=f"step {step}")
 
     def finish(self) -> None:
-        wait_until(lambda: self.status().phase == "finished" or any(e for *_, e in self.runs[-1:]), timeout_s=WAIT_S,
-                   what="the end of the job")
-        assert not self.runs[-1][2], self.runs[-1][2]
+        wait_until(lambda: self.status().phase == "finished" or any(run.errors for run in self.runs[-1:]),
+                   timeout_s=WAIT_S, what="the end of the job")
+        assert not self.runs[-1].errors, self.runs[-1].errors
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.cfg.job_dir / name).read_bytes().splitlines()]
 
     def close(self) -> None:
-        for thread, stopping, _ in self.runs:
-            stopping.set()
+        for run in self.runs:
+            run.stopping.set()
             self.engines.open(1000)
-            thread.join(WAIT_S)
+            run.stop(WAIT_S)
         self.member.close()
 
 

@@ -168,6 +168,18 @@ def test_close_ends_a_call_and_its_worker(pool: WorkerPool) -> None:
     assert time.monotonic() - began < 10.0 and not psutil.pid_exists(worker)
 
 
+def test_close_ends_calls_that_wait_for_a_worker_too(pool: WorkerPool) -> None:
+    async def closed_meanwhile() -> list[Any]:
+        calls = [asyncio.ensure_future(pool.call(["sleep", 60], 50.0)) for _ in range(20)]
+        await asyncio.sleep(0)
+        pool.close()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert {type(error) for error in asyncio.run(closed_meanwhile())} <= {PluginFailed, CallGivenUp}
+    with pytest.raises(PluginFailed, match="is closed"):
+        _call(pool, "pid")
+
+
 def test_module_that_cannot_be_imported_is_a_fault_with_its_reason() -> None:
     pool = WorkerPool("no.such.module:work", 1, memory_mb=1024)
     with pytest.raises(PluginFailed, match="ModuleNotFoundError"):

@@ -49,6 +49,11 @@ async def poison(prompt, samples):
     if what == "fork":
         if not os.fork(): threading.Event().wait()
         os._exit(3)
+    if what == "children":
+        import psutil
+        for child in psutil.Process().children(recursive=True): child.kill()
+        try: os.wait()
+        except ChildProcessError: pass
     if what == "start": return [Reward(float(subprocess.Popen(["sleep", "600"]).pid)) for _ in samples]
     if what == "raise": raise ValueError("not this \udc80 one")
     if what == "nan": return [Reward(float("nan")) for _ in samples]
@@ -174,6 +179,11 @@ def test_process_that_dies_loses_its_call_and_is_replaced(reward: Any, what: str
         asyncio.run(_one(reward, what))
     start_reward(reward)
     assert asyncio.run(_one(reward, "ok")) == 1.0
+
+
+def test_function_that_ends_or_waits_for_its_children_finds_only_its_own(reward: Any) -> None:
+    pid = asyncio.run(_one(reward, "pid"))
+    assert asyncio.run(_one(reward, "children")) == 1.0 and asyncio.run(_one(reward, "pid")) == pid
 
 
 @pytest.mark.parametrize(("what", "named"), [

@@ -175,7 +175,7 @@ def test_supervised_phase_is_evaluated_often_only_near_its_target(accuracy: floa
 def test_supervised_phase_before_rl_has_a_target_and_alone_has_none() -> None:
     alone = schedule.Plan.of(config.parse({"mode": "sft"}))
     assert schedule.Plan.of(config.parse({})).sft_target == 0.4
-    assert schedule._sft_interval(alone, 1.0) == schedule._sft_interval(alone, 0.0) == alone.sft_eval_far
+    assert {schedule._sft_interval(alone, accuracy) for accuracy in (None, 0.0, 1.0)} == {alone.sft_eval_far}
     world = World(0, replace(PLAN, mode="sft", sft_target=alone.sft_target))
     world.faults_left = 0
     world.run()
