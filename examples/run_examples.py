@@ -143,12 +143,13 @@ def _report(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends the process at the end, if it runs: with the signal on which it takes its cluster down."""
+    """Ends the process at the end, if it runs: with a signal on which it takes its cluster down. No SIGINT: started in
+    the background of a shell script, it would ignore that."""
     try:
         yield
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             try:
                 process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
