@@ -161,6 +161,8 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
         metrics_of_step = TrainStep(policy, adam, corrected, par).train(
             synthetic(cfg, 64).shares(par.dp)[par.dp_rank], "rl", 1)
         return {k: torch.tensor([v]) for k, v in metrics_of_step.items() if k != "train_s"} if par.rank == 0 else {}
+    if scenario == "temperature":
+        return at_temperature(policy, adam, cfg, par)
     if scenario == "load":
         return state(policy, adam)
     if scenario == "undisturbed":
@@ -257,6 +259,16 @@ def one_sample(train_step: TrainStep) -> dict[str, torch.Tensor]:
     metrics = train_step.train(share, "rl", 1)
     Throughput(policy.arch, cfg.device, par, torch.float32).of_step(share, 1, metrics["train_s"])
     return out | {f"trained {name}": t.clone() for _, name, t in weights(policy, BUCKET)}
+
+
+def at_temperature(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """Log-probs of each phase with a sampler of temperature 0.5, with tokens and mask; by the number of the replica."""
+    cooled = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"temperature": 0.5})})
+    train_step = TrainStep(policy, adam, cooled, par)
+    share = share_of(synthetic(cfg, 16), train_step)
+    found = {phase: train_step.forward_logprobs(share, phase, greedy=False)["logprobs"] for phase in ("rl", "sft")}
+    found |= {name: share[name] for name in ("tokens", "loss_mask")}
+    return {f"{name} {par.dp_rank}": t.contiguous() for name, t in found.items()} if par.is_share_leader else {}
 
 
 def steps(train_step: TrainStep, numbers: range) -> dict[str, torch.Tensor]:

@@ -81,6 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                          Scenario("algorithms", "algorithms", hf16), Scenario("padded", "padded", hf13),
                          Scenario("failing", "failing", hf16), Scenario("corrected", "corrected", hf16),
                          Scenario("cuts", "cuts", hf16), Scenario("reference", "reference", hf16),
+                         Scenario("temperature", "temperature", hf16),
                          *(Scenario(kind, kind, hf16) for kind in (FREE, HELD))]
             if sizes in RECOMPUTED:
                 scenarios.append(Scenario("recompute", "recompute", hf16))
@@ -107,6 +108,20 @@ def test_logits_equal_transformers_and_exported_weights_equal_imported_ones(runs
     weights = dict(reference.named_parameters())
     assert set(weights) == set(result) - {"logits"}
     assert all(torch.equal(result[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_log_probs_are_those_of_the_sampler_s_temperature_but_in_the_supervised_phase(runs: Runs, sizes: Sizes) -> None:
+    found = runs.results[sizes]["temperature"]
+    for replica in range(sizes[2]):
+        tokens, mask = found[f"tokens {replica}"], found[f"loss_mask {replica}"]
+        with torch.no_grad():
+            logits = runs.references[16](tokens).logits[:, :-1]
+        for phase, temperature in (("rl", 0.5), ("sft", 1.0)):
+            expected = (logits / temperature).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+            logprobs = found[f"{phase} {replica}"]
+            assert mask.any() and not logprobs[~mask].any()
+            torch.testing.assert_close(logprobs[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-4, atol=1e-5)
 
 
 def test_loss_and_gradients_do_not_depend_on_the_parallel_sizes(runs: Runs) -> None:
