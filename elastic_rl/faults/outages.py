@@ -27,6 +27,8 @@ class _Outage:
     """What the outages have in common. ``said``: what the run's status said that it waits for."""
 
     name = ""
+    part = ""
+    """What the run is to say that it waits for; "": whatever it says."""
 
     def __init__(self, context: FaultContext) -> None:
         self.context, self.said, self.step = context, "", 0
@@ -37,8 +39,9 @@ class _Outage:
     def detected(self) -> bool:
         """The run says that it waits; or it went on so soon that there was nothing to say."""
         status = self.context.status()
-        if status is not None and status.waiting_for:
-            self.said = f"{status.waiting_kind}: {status.waiting_for}"
+        said = f"{status.waiting_kind}: {status.waiting_for}" if status is not None and status.waiting_for else ""
+        if said and self.part in said:  # it may wait for something else in the moment in which this fault begins
+            self.said = said
             return True
         return self.healed()
 
@@ -78,7 +81,7 @@ class ServiceKilled(_Outage):
 
 
 class AllEnginesKilled(_Outage):
-    name = "all_engines_killed"
+    name, part = "all_engines_killed", "engines"
 
     def inject(self) -> tuple[str, str]:
         wait_until(lambda: len(self.context.ready()) >= self.context.cfg.rollout.engines, timeout_s=INJECT_TIMEOUT_S,
@@ -143,7 +146,7 @@ class SecondActor(_Outage):
 class TrainerStopped(_Outage):
     """SIGSTOP of the trainer's agent and of all its ranks: nobody in the group can notice."""
 
-    name = "trainer_stopped"
+    name, part = "trainer_stopped", "trainer"
 
     def inject(self) -> tuple[str, str]:
         self._begins()
