@@ -56,15 +56,15 @@ def test_stale_leader_writes_are_refused_when_leaders_are_killed_and_frozen(
 
         # Stopped as the leader with writes in flight: it resumes as a stale leader and must not write.
         replicas.kill(second, signal.SIGSTOP)
-        runtime.wait_until(lambda: frozen(replicas.running[second]), timeout_s=5, what="the freeze")
+        runtime.wait_until(lambda: frozen(replicas.running[second]), timeout_s=60, what="the freeze")
         with ThreadPoolExecutor(4) as late:
             pending = [late.submit(patch, replicas.urls[second], n, 20.0) for n in range(61, 65)]
-            runtime.wait_until(lambda: etcd.get(keys.leader(second)) is None, timeout_s=10, what="its lease's end")
+            runtime.wait_until(lambda: etcd.get(keys.leader(second)) is None, timeout_s=60, what="its lease's end")
             more(writer, 10)
             assert frozen(replicas.running[second])
             replicas.kill(second, signal.SIGCONT)
             late_writes = [p.result(timeout=25) for p in pending]
-        runtime.wait_until(lambda: etcd.get(keys.leader(second)), timeout_s=10, what="its next candidacy")
+        runtime.wait_until(lambda: etcd.get(keys.leader(second)), timeout_s=60, what="its next candidacy")
         more(writer, 10)
     finally:
         writer.close()

@@ -63,7 +63,7 @@ class OneNode:
     def stop_node(self) -> None:
         assert self.node is not None
         stop(self.node.pid)
-        self.node.wait(timeout=10)
+        self.node.wait(timeout=60)
 
     def run(self, what: str, *args: object, point: str = "") -> subprocess.CompletedProcess[str]:
         """An actor's step, from start to end; it dies at ``point``."""
@@ -109,7 +109,7 @@ class OneNode:
             collector.close()
             client.close()
         assert len(list(SHM.glob(f"elastic-rl-{self.keys.job}-*"))) == 1
-        wait_until(lambda: not list(self.folder.rglob("*.partial")), timeout_s=10, what="the end of partial files")
+        wait_until(lambda: not list(self.folder.rglob("*.partial")), timeout_s=60, what="the end of partial files")
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_killed_publisher_leaves_a_whole_version_or_none(dcs: OneNode, point: st
 def test_killed_puller_leaves_no_pin(dcs: OneNode, point: str) -> None:
     dcs.publish(1)
     assert dcs.run("pull", point=point).returncode == KILLED
-    wait_until(lambda: pins.pinned(dcs.etcd, dcs.keys, "policy") == set(), timeout_s=10, what="the end of its pin")
+    wait_until(lambda: pins.pinned(dcs.etcd, dcs.keys, "policy") == set(), timeout_s=60, what="the end of its pin")
     dcs.publish(2)
     assert dcs.require_whole() == 2
     dcs.require_clean()  # version 1 goes, too

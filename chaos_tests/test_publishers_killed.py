@@ -41,7 +41,7 @@ def node(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path
         yield await_node(etcd, keys, process)
     finally:
         stop(process.pid)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def publisher(etcd_servers: EtcdServers, keys: Keys, epoch: int) -> subprocess.Popen[str]:
@@ -68,7 +68,7 @@ def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
             assert victim.stdout.readline(), "the publisher must have committed before it is killed"
         threading.Event().wait(rng.uniform(0.0, 0.02))  # somewhere in the next publish
         victim.kill()
-        assert victim.wait(timeout=10) == -9
+        assert victim.wait(timeout=60) == -9
         victim.stdout.close()
         interrupted += any(v.state is VersionState.STAGING for v in versions(etcd, keys))
         collector.sweep([])
@@ -85,7 +85,7 @@ def test_killed_publishers_never_show_incomplete_versions_and_leave_nothing(
     assert successor.stdout is not None
     last = int(successor.stdout.readline())
     successor.kill()
-    successor.wait(timeout=10)
+    successor.wait(timeout=60)
     successor.stdout.close()
 
     wait_until(lambda: follower.seen and follower.seen[-1] >= last, timeout_s=20, what="the follower at the head")
@@ -110,4 +110,4 @@ def test_stopped_node_removes_its_segment(node: DcsNode) -> None:
     segment = Path(node.arena_path)
     assert segment.parent == SHM and segment.exists()
     stop(node.pid)
-    wait_until(lambda: not segment.exists(), timeout_s=10, what="the end of the segment")
+    wait_until(lambda: not segment.exists(), timeout_s=60, what="the end of the segment")

@@ -62,7 +62,7 @@ class Replicas:
     def config_file(self, name: str) -> Path:
         self._tokens()
         path = self.folder / f"config-{name}.yaml"
-        coordinator = {"lease_ttl_s": 2, "reconcile_interval_s": 0.2, "host_lost_s": 0.5,
+        coordinator = {"lease_ttl_s": 5, "reconcile_interval_s": 0.2, "host_lost_s": 0.5,
                        **self.settings.get("coordinator", {}),
                        **({"host": self.hosts[name].address} if name in self.hosts else {})}
         path.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self.folder), "etcd":
@@ -140,7 +140,7 @@ class Replicas:
         process = self.running[name]
         process.send_signal(sig)
         if sig == signal.SIGKILL:
-            process.wait(5)
+            process.wait(60)
             assert process.returncode == -signal.SIGKILL
             del self.running[name]
 

@@ -99,9 +99,12 @@ class DcsCluster(Nodes):
             self.killed.discard(node)
 
     def kill(self, node: str) -> None:
-        """Kills a node and waits until its registration has ended."""
+        """Kills a node and ends its registration, as the end of its lease would some seconds later."""
+        registered = self.etcd.get(self.keys.dcs_node(node))
         super().kill(node)
         self.killed.add(node)
+        if registered is not None:
+            self.etcd.revoke(registered.lease)
         self.await_unregistered(node)
 
     def stop(self, node: str) -> None:
@@ -114,7 +117,7 @@ class DcsCluster(Nodes):
         """SIGSTOP; returns when the kernel has stopped it."""
         process = self.processes[node]
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, timeout_s=10,
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, timeout_s=60,
                    what="the stop")
 
     def await_unregistered(self, node: str) -> None:
@@ -144,7 +147,7 @@ class DcsCluster(Nodes):
         return out
 
     def publisher(self, node: str = "a", *, stream: str = "policy", epoch: int = 0, chunk_bytes: int = CHUNK,
-                  replicas: int = 1, staging_ttl_s: int = 5, kind: type[Publisher] = Publisher) -> Publisher:
+                  replicas: int = 1, staging_ttl_s: int = 10, kind: type[Publisher] = Publisher) -> Publisher:
         return self.stack.enter_context(kind(
             self.etcd, self.keys, stream, epoch=epoch or self.epoch, owner=f"test-{next(self._names)}",
             chunk_bytes=chunk_bytes, replicas=replicas, staging_ttl_s=staging_ttl_s, io_timeout_s=10, node=node))
@@ -200,7 +203,7 @@ class DcsCluster(Nodes):
 
     def await_unpinned(self, stream: str = "policy") -> None:
         """Nodes unpin what no reader has open any more, soon after its release."""
-        wait_until(lambda: not pins.pinned(self.etcd, self.keys, stream), timeout_s=10, what="the end of the pins")
+        wait_until(lambda: not pins.pinned(self.etcd, self.keys, stream), timeout_s=30, what="the end of the pins")
 
     def states(self, stream: str = "policy") -> dict[int, VersionState]:
         return {v.number: v.state for v in reads.list_versions(self.etcd, self.keys, stream)}

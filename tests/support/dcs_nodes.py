@@ -26,8 +26,9 @@ def spawn_node(etcd_servers: Sequence[str], keys: Keys, node_id: str, folder: Pa
     settings = {"arena_bytes": 32 << 20, "disk_dir": folder / "disk", "disk_bytes": 0, "verify_every_s": 0, **dcs}
     return spawn(python(
         "elastic_rl.dcs.node.service", "--etcd", ",".join(etcd_servers), "--id", node_id, f"--job={keys.job}",
-        f"--run_dir={folder / 'runs'}", "--coordinator.lease_ttl_s=2",
-        # A longer attempt than in production: tests share their cores with much else.
+        # Longer limits than in production: tests share their cores with much else, and a node that gets no time for a
+        # while is not what they are about.
+        f"--run_dir={folder / 'runs'}", "--coordinator.lease_ttl_s=10",
         "--etcd.call_timeout_s=2", *(f"--dcs.{key}={value}" for key, value in settings.items())),
         log=folder / f"{node_id}.log")
 
@@ -61,10 +62,10 @@ class Nodes:
 
     def kill(self, node: str) -> None:
         self.processes[node].kill()
-        assert self.processes[node].wait(timeout=10) == -signal.SIGKILL
+        assert self.processes[node].wait(timeout=60) == -signal.SIGKILL
 
     def close(self) -> None:
         for process in self.processes.values():
             process.send_signal(signal.SIGCONT)
             stop(process.pid)
-            process.wait(timeout=10)
+            process.wait(timeout=60)

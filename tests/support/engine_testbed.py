@@ -214,7 +214,7 @@ class EngineTestbed:
             thread.join(30)
         self.publisher.close()
         stop(self.node.pid)
-        self.node.wait(10)
+        self.node.wait(60)
         self.router.stop()
         self.etcd.close()
         sweep(self.ctx.config.cluster_dir)
@@ -247,7 +247,7 @@ def suspended(pid: int) -> Iterator[None]:
     """SIGSTOP, seen to work, and SIGCONT at the end if the process still exists."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout_s=5, what="the stop")
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, timeout_s=60, what="the stop")
         yield
     finally:
         if psutil.pid_exists(pid):

@@ -98,7 +98,7 @@ class EtcdServers:
         """Index of the leading member, by its own status; ``besides``: a member that is left out."""
         with self.connect() as etcd:
             return wait_until(lambda: [i for i, s in enumerate(etcd.statuses()) if s.is_leader and i != besides],
-                              timeout_s=10, what="an etcd leader")[0]
+                              timeout_s=60, what="an etcd leader")[0]
 
     def ask(self, path: str, body: dict[str, Any], *, token: str = "", verify: ssl.SSLContext | bool = True) -> Any:
         """A call of etcd's HTTP gateway, for what our client does not offer. Needs ``gateway``."""
@@ -110,7 +110,7 @@ class EtcdServers:
 
     def kill(self, i: int) -> None:
         self.processes[i].kill()
-        self.processes[i].wait(5)
+        self.processes[i].wait(60)
 
     def restart(self, i: int) -> None:
         """Starts a killed member again on its data."""
@@ -121,7 +121,7 @@ class EtcdServers:
         """SIGSTOP; returns when the kernel has stopped it."""
         process = self.processes[i]
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, timeout_s=5, what="SIGSTOP")
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, timeout_s=60, what="SIGSTOP")
 
     def cont(self, i: int) -> None:
         self.processes[i].send_signal(signal.SIGCONT)
@@ -133,4 +133,4 @@ class EtcdServers:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait(5)
+            process.wait(60)

@@ -91,4 +91,4 @@ def collecting() -> Iterator[Collector]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join(60)

@@ -54,7 +54,7 @@ class RankProcesses:
 
     def close(self) -> None:
         stop(self._process.pid, grace_s=0.5)
-        self._process.wait(10)
+        self._process.wait(60)
         self._log.close()
 
 

@@ -68,7 +68,7 @@ class Link:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(cut(), self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(cut(), self._loop).result(60)
 
     @property
     def held(self) -> int:
@@ -133,7 +133,7 @@ class Links:
         async def make() -> Link:
             return Link(self._loop, target_port, bytes_per_s)
 
-        link = asyncio.run_coroutine_threadsafe(make(), self._loop).result(5)
+        link = asyncio.run_coroutine_threadsafe(make(), self._loop).result(60)
         self._links.append(link)
         return link
 
@@ -145,7 +145,7 @@ class Links:
         for link in self._links:
             link.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
         self._loop.close()
 
 

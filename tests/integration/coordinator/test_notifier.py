@@ -210,7 +210,7 @@ def test_result_is_announced_and_a_replica_that_lost_the_leadership_sends_nothin
     notifier.on_result(announced.set)
     try:
         notifier.send(ok, notification(leads=False))
-        assert result(notifier, ok) == AttemptResult("g1", 1, False, NOT_LEADING) and announced.wait(10)
+        assert result(notifier, ok) == AttemptResult("g1", 1, False, NOT_LEADING) and announced.wait(60)
         assert not service.titles
         notifier.send(ok, notification(2))
         assert result(notifier, ok) == AttemptResult("g1", 2, True) and service.titles == ["title"]

@@ -73,7 +73,7 @@ def actor(etcd_servers: EtcdServers, keys: Keys, tmp_path: Path) -> Iterator[sub
                                    cwd=program.parents[2])
         yield process
         process.kill()
-        process.wait(5)
+        process.wait(60)
 
 
 class View:

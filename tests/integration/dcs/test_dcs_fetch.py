@@ -69,7 +69,7 @@ class Fleet:
         self.process[node_id] = spawn(python(
             "elastic_rl.dcs.node.service", "--etcd", ",".join(self.etcd_servers.endpoints), "--id", node_id,
             f"--job={self.keys.job}", f"--run_dir={self.folder / 'runs'}",
-            "--coordinator.lease_ttl_s=3", "--etcd.call_timeout_s=2",
+            "--coordinator.lease_ttl_s=10", "--etcd.call_timeout_s=2",
             *(f"--dcs.{key}={value}" for key, value in settings.items())), log=self.folder / f"{node_id}.log")
 
     def publisher(self, node: str = SOURCE) -> Publisher:
@@ -102,14 +102,14 @@ class Fleet:
 
     def kill(self, node: str) -> None:
         self.process[node].kill()
-        self.process[node].wait(5)
+        self.process[node].wait(60)
 
     def close(self) -> None:
         for close in reversed(self.closing):
             close()
         for process in self.process.values():
             stop(process.pid)
-            process.wait(10)
+            process.wait(60)
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_concurrent_pulls_of_one_version_make_one_transfer_and_one_pin(fleet: Fl
     for pulled in found:
         pulled.confirm()
         pulled.close()
-    wait_until(lambda: not fleet.etcd.range(prefix)[0], timeout_s=10, what="the end of the pin")
+    wait_until(lambda: not fleet.etcd.range(prefix)[0], timeout_s=60, what="the end of the pin")
     assert fleet.stat("a")["pending"] == 0
 
 
@@ -301,7 +301,7 @@ def test_refused_part_ends_the_pull_and_the_next_one_continues(fleet: Fleet) -> 
     with puller.pull("policy") as pulled:
         assert_same(pulled, tensors)
     assert fleet.sent(SOURCE) < 1.3 * nbytes
-    wait_until(lambda: fleet.stat("a")["located"] == 0, timeout_s=10, what="the end of the reading")
+    wait_until(lambda: fleet.stat("a")["located"] == 0, timeout_s=60, what="the end of the reading")
 
 
 def test_tensor_of_several_chunks_is_contiguous_after_a_pull(fleet: Fleet) -> None:

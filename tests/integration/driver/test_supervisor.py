@@ -126,7 +126,7 @@ def test_requested_restart_of_the_job_is_carried_out_once(job: SupervisedJob, be
     second = job.await_driver(2)
     assert second == first + 2, "the request began one epoch, the new driver another"
     assert not before.is_running()
-    wait_until(lambda: not open_requests(job.etcd, job.keys), timeout_s=10, what="the acknowledgement")
+    wait_until(lambda: not open_requests(job.etcd, job.keys), timeout_s=60, what="the acknowledgement")
     await_polls()
     assert len(job.starts()) == 2 and job.driver().is_running()
     assert job.events() == [], "the leader has reported this restart"
@@ -138,7 +138,7 @@ def test_request_that_a_newer_driver_has_carried_out_is_only_acknowledged(job: S
     job.start("works")
     job.await_driver(1)
     job.etcd.put(job.keys.restart(JOB), RestartRequest(target=JOB, generation=1, epoch=epoch - 1).encode())
-    wait_until(lambda: not open_requests(job.etcd, job.keys), timeout_s=10, what="the acknowledgement")
+    wait_until(lambda: not open_requests(job.etcd, job.keys), timeout_s=60, what="the acknowledgement")
     await_polls()
     assert len(job.starts()) == 1 and job.finish() == 0
 

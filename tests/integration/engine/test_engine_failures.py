@@ -118,7 +118,7 @@ def test_files_of_an_engine_killed_with_its_runner_are_swept_by_its_tag(testbed:
         files = sglang_files(pids)
     finally:
         os.kill(runner.pid, signal.SIGKILL)
-        runner.wait(10)
+        runner.wait(60)
     await_gone(pids)
     assert [f for f in files if f.exists()], "every file is gone already: this test shows nothing"
 

@@ -165,7 +165,7 @@ def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_wai
 def test_engine_waits_for_a_router_that_is_away_and_follows_the_head_meanwhile(testbed: EngineTestbed) -> None:
     testbed.stop_engines()
     os.kill(testbed.router.pid, signal.SIGKILL)
-    wait_until(lambda: not testbed.router.alive(), timeout_s=10, what="the router's end")
+    wait_until(lambda: not testbed.router.alive(), timeout_s=60, what="the router's end")
     name = f"unrouted-{secrets.token_hex(2)}"
     testbed.start_engine(name)
 

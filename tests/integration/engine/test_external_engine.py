@@ -31,7 +31,7 @@ def foreign(testbed: EngineTestbed) -> Iterator[ForeignServer]:
                alive=lambda: server.process.poll() is None)
     yield server
     stop(server.process.pid)
-    server.process.wait(10)
+    server.process.wait(60)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_client_works_over_tls_as_a_user(guarded: Guarded, keys: Keys) -> None:
     with guarded.servers.connect() as etcd, etcd.keepalive(5) as kept:
         revision = etcd.put(keys.root + "a", b"1")
         with etcd.watch(keys.root, start_revision=revision) as watch:
-            event = watch.get(5)
+            event = watch.get(30)
             assert event is not None and event.kv.value == b"1"
             etcd.put(keys.root + "leased", b"", lease=kept.id)
         (status,) = etcd.statuses()
@@ -145,9 +145,9 @@ def test_missing_permission_is_named_and_the_client_recovers_once_granted(guarde
             with pytest.raises(EtcdDenied, match="permission denied.*readwrite on the prefix /elastic_rl/"):
                 etcd.put(keys.root + "x", b"")
             with etcd.watch(keys.root, start_revision=1) as watch, pytest.raises(EtcdDenied):
-                watch.get(10)
+                watch.get(30)
             with pytest.raises(EtcdDenied):
-                heads.get(5)
+                heads.get(30)
             guarded.allow(f"{ROOT}/")
             etcd.put(keys.root + "x", b"")
             assert heads.get(0.2) is None
@@ -162,15 +162,15 @@ def test_auth_token_lost_by_etcd_is_renewed_under_watch_lease_and_leader(guarded
         revision = etcd.put(keys.root + "n", b"0", lease=kept.id)
         with etcd.watch(keys.root + "n", start_revision=revision + 1) as watch:
             etcd.put(keys.root + "n", b"1", lease=kept.id)
-            first = watch.get(5)
+            first = watch.get(30)
             assert first is not None and first.kv.value == b"1"
             guarded.servers.kill(0)
             guarded.servers.restart(0)
             etcd.put(keys.root + "n", b"2", lease=kept.id)
-            second = watch.get(10)
+            second = watch.get(30)
             assert second is not None and second.kv.value == b"2"
         assert kept.alive
-        wait_until(lambda: election.is_leader, timeout_s=15, what="the leader")
+        wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
         assert etcd.txn(election.guard, [Op.put(keys.root + "led", b"")]).succeeded
         election.stop()
 
@@ -255,7 +255,7 @@ def test_watch_survives_a_renewal_and_half_renewed_files_are_not_used(
                                  tls_key=str(tmp_path / "client.key")) as etcd:
         revision = etcd.put(keys.root + "n", b"0")
         with etcd.watch(keys.root + "n", start_revision=revision) as watch:
-            assert watch.get(5) is not None  # the stream is open
+            assert watch.get(30) is not None  # the stream is open
             channels = etcd._channels._members._channels
             (tmp_path / "client.pem").write_bytes(second.cert.read_bytes())  # its key is not there yet
             etcd.put(keys.root + "n", b"1")
@@ -263,13 +263,13 @@ def test_watch_survives_a_renewal_and_half_renewed_files_are_not_used(
             _install(second, guarded.good, tmp_path)
             etcd.put(keys.root + "n", b"2")
             assert etcd._channels._members._channels is not channels, "the renewed files are not used"
-            seen = [event.kv.value for _ in range(2) if (event := watch.get(5)) is not None]
+            seen = [event.kv.value for _ in range(2) if (event := watch.get(30)) is not None]
             assert seen == [b"1", b"2"]
             monkeypatch.setattr(access, "_RETIRE_S", 0.0)
             etcd.put(keys.root + "n", b"3")  # now the old channels are closed, and the watch resumes on the new ones
             with pytest.raises(ValueError, match="closed"):
                 channels[0].unary_unary("/x")(b"")
-            event = watch.get(10)
+            event = watch.get(30)
             assert event is not None and event.kv.value == b"3"
 
 
@@ -320,7 +320,7 @@ def test_full_database_is_reported_at_once_and_members_and_leaders_survive_it(tm
     try:
         with servers.start().connect() as etcd, Membership(etcd, keys, "worker", "w", ttl_s=3).start() as member:
             election = Election(etcd, keys, "a", "", 3).start()
-            wait_until(lambda: election.is_leader, timeout_s=10, what="the leader")
+            wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
             with ThreadPoolExecutor(8) as threads:  # several on their way at once: some are applied *and* refused
                 refused = dict(threads.map(lambda n: _fill(etcd, f"{keys.root}fill/{n}/"), range(8)))
             assert len(refused) == 8 and all("compact and defragment" in str(e) for e in refused.values())
@@ -338,7 +338,7 @@ def test_full_database_is_reported_at_once_and_members_and_leaders_survive_it(tm
             for alarm in servers.ask("maintenance/alarm", {"action": "GET"})["alarms"]:
                 servers.ask("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
             member.progress(99, "again")
-            wait_until(lambda: members(etcd, keys)[0].phase == "again", timeout_s=10, what="the member's next beat")
+            wait_until(lambda: members(etcd, keys)[0].phase == "again", timeout_s=60, what="the member's next beat")
             assert etcd.txn(election.guard, [Op.put(keys.root + "led", b"")]).succeeded
             election.stop()
     finally:

@@ -47,7 +47,7 @@ class Outage:
         self.near.compact(self.near.put(keys.root + "last", b""))
         self.servers.restart(VICTIM)
         with self.servers.connect_at(VICTIM) as back:
-            wait_until(lambda: back.get(keys.root + "last"), timeout_s=10, what="the member's return")
+            wait_until(lambda: back.get(keys.root + "last"), timeout_s=60, what="the member's return")
         self.link.cut()
         self.link.resume()
 
@@ -71,7 +71,7 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
     far, near = outage.far, outage.near
     _head(near, keys, 1)
     first = Election(near, keys, "first", "", 60).start()
-    wait_until(lambda: first.is_leader, timeout_s=10, what="the first leader")
+    wait_until(lambda: first.is_leader, timeout_s=60, what="the first leader")
     woken = threading.Event()
     waker, second = WatchTrigger(far, keys, woken.set), Election(far, keys, "second", "", 60)
     client = Client(ChangeStream(far, keys, "far", max_subscribers=4))
@@ -81,14 +81,14 @@ def test_every_watcher_resynchronizes_after_a_compaction_it_missed(outage: Outag
         cleanup.callback(waker.stop)
         second.start()
         cleanup.callback(second.stop)
-        wait_until(lambda: near.get(keys.leader("second")), timeout_s=10, what="the second candidate")
+        wait_until(lambda: near.get(keys.leader("second")), timeout_s=60, what="the second candidate")
         heads = cleanup.enter_context(HeadWatch(far, keys, "policy"))
-        assert getattr(heads.get(10), "number", 0) == 1
+        assert getattr(heads.get(30), "number", 0) == 1
         witness = cleanup.enter_context(far.watch(keys.root, start_revision=near.range(keys.root)[1] + 1))
         stream = background.submit(asyncio.run, client.run())
-        assert client.open.wait(10)
+        assert client.open.wait(60)
         events.emit(near, keys, "before", "x", "m")
-        wait_until(lambda: client.saw("before"), timeout_s=10, what="the first event")
+        wait_until(lambda: client.saw("before"), timeout_s=60, what="the first event")
 
         outage.begin()
         _head(near, keys, 2)

@@ -90,7 +90,7 @@ def test_leader_compacts_exactly_what_is_older_than_the_history(etcd_servers: Et
         leads[0] = True
         maintenance.tick()
         assert _compacted(etcd, old - 1) and not _compacted(etcd, young)
-        event = watch.get(5)  # a watch that keeps up notices nothing
+        event = watch.get(30)  # a watch that keeps up notices nothing
         assert event is not None and event.kv.mod_revision == young
 
         etcd.compact(young)  # the leader of another job, with a shorter history
@@ -117,7 +117,7 @@ def test_full_etcd_recovers_and_its_leader_keeps_the_term(small: EtcdServers, ke
     with small.connect() as etcd:
         election = Election(etcd, keys, "a", "", 3).start()
         try:
-            wait_until(lambda: election.is_leader, timeout_s=10, what="the leader")
+            wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
             token = election.guard
             _overwrite(etcd, keys)
             assert _alarms(etcd) == {NO_SPACE}

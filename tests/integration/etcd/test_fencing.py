@@ -55,7 +55,7 @@ def test_event_of_an_old_epoch_is_refused_with_its_change(etcd: EtcdClient, keys
 def test_event_of_a_superseded_leader_is_refused(etcd: EtcdClient, keys: Keys) -> None:
     election = Election(etcd, keys, "a", "", 60).start()
     try:
-        wait_until(lambda: election.is_leader, timeout_s=10, what="the leader")
+        wait_until(lambda: election.is_leader, timeout_s=60, what="the leader")
         assert election.writer.emit("pool.scaled", "rollout", "m") is not None
         held = election.guard
         etcd.delete(keys.leader("a"))  # its lease ended by etcd's clock, and not yet by its own

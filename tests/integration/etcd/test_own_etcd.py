@@ -30,7 +30,7 @@ def endpoint(folder: Path) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_etcd_has_no_http_gateway_for_web_pages(endpoint: str) -> None:

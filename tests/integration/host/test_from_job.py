@@ -76,7 +76,7 @@ def jobs(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path
         yield Jobs(keys, new, info, tmp_path / "runs", weights, etcd)
     finally:
         stop(process.pid)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def test_new_job_begins_with_the_newest_policy_of_the_other_one(jobs: Jobs) -> None:

@@ -226,7 +226,7 @@ class SimulatedJob:
         wait_until(lambda: self.status().phase == "finished" or any(run.errors for run in self.runs[-1:]),
                    timeout_s=WAIT_S, what="the end of the job")
         assert self.runs[-1].errors == []
-        self.runs[-1].thread.join(10)
+        self.runs[-1].thread.join(60)
 
     def assert_exactly_once(self, *, best: int = 0) -> None:
         """``best``: which of the two samples of each group has the higher reward."""

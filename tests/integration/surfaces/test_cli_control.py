@@ -132,7 +132,7 @@ def control(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory,
         finally:
             for process in made.running:
                 process.kill()
-                process.wait(10)
+                process.wait(60)
             made.replicas.close()
 
 

@@ -85,7 +85,7 @@ def command(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: P
         yield VersionsCommand(etcd, keys, node, process, tmp_path / "runs", model_dir, capsys)
     finally:
         stop(process.pid)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def test_ls_shows_every_version_and_the_head(command: VersionsCommand) -> None:
@@ -220,7 +220,7 @@ def test_recover_rebuilds_a_lost_catalog(command: VersionsCommand) -> None:
 
 def test_recover_without_anything_to_recover_from_says_what_is_needed(command: VersionsCommand) -> None:
     stop(command.process.pid)
-    command.process.wait(timeout=10)
+    command.process.wait(timeout=60)
     command.etcd.delete_prefix(f"{command.keys.root}dcs/")
     code, _, err = command.run("recover")
     assert code == 2 and "dcs.disk_dir" in err and "dcs.durable_url" in err

@@ -348,7 +348,7 @@ def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> 
     ranks = group.ranks()
     assert len(ranks) == 2
     os.kill(group.agent.pid, signal.SIGKILL)
-    group.agent.wait(timeout=5)
+    group.agent.wait(timeout=60)
     await_end(ranks)
     group.start_agent()
     after = group.ready(after=before.group)

@@ -195,7 +195,7 @@ def test_link_passes_bytes_unchanged_and_counts_them_at_both_ends() -> None:
                 pouring = threading.Thread(target=protocol.send, args=(far, {}, data))
                 pouring.start()
                 assert bytes(protocol.receive(near)[1]) == data
-                pouring.join(10)
+                pouring.join(60)
             assert near.recv(1) == b"", "the end of one side did not reach the other"
     counts = links.counts()
     assert counts["server"]["out"] == counts["caller"]["into"] > 1 << 20

@@ -370,7 +370,7 @@ def test_concurrent_callers_share_one_verification(node: Node) -> None:
         while chunk.copy is None or chunk.copy.users < 8:
             threading.Event().wait(0.001)
     for caller in callers:
-        caller.join(10)
+        caller.join(60)
     assert node.table._tiers.verifications == before + 1
 
 
@@ -462,7 +462,7 @@ def test_concurrent_writers_readers_and_drops_see_only_right_bytes(folder: Path)
     threading.Event().wait(1.5)
     ended.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "a deadlock"
     node.saver.stop(5)
     assert not wrong

@@ -215,12 +215,12 @@ def test_opening_is_cancelled_when_its_last_reader_leaves(node: Node, monkeypatc
 
     monkeypatch.setattr(node.fetcher, "fetch", fetch)
     readers = [node.versions.acquire(STREAM, 1) for _ in range(2)]
-    assert begun.wait(10) and readers[0].wait(0).steps >= 0
+    assert begun.wait(60) and readers[0].wait(0).steps >= 0
     node.versions.release(readers[0])
     assert not ended.wait(0.05), "a reader is left"
     node.versions.release(readers[1])
-    assert ended.wait(10)
-    wait_until(lambda: not node.pins.held, timeout_s=10, what="the end of the pin")
+    assert ended.wait(60)
+    wait_until(lambda: not node.pins.held, timeout_s=60, what="the end of the pin")
     node.assert_nothing_open()
 
 

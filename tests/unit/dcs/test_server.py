@@ -162,7 +162,7 @@ def test_caller_that_sends_its_hello_byte_by_byte_is_disconnected_at_the_deadlin
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
         ended.set()
-        thread.join(10)
+        thread.join(60)
     finally:
         node.close()
 

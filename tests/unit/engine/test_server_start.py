@@ -70,5 +70,5 @@ def test_condemned_server_is_killed_and_says_why(server: SGLangServer) -> None:
     server.start()
     server.condemn("no sign of life")
     assert not server.alive() and server.failure == "no sign of life"
-    server._process.wait(10)
+    server._process.wait(60)
     server.close()

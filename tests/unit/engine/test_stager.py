@@ -94,7 +94,7 @@ def test_client_reports_that_it_cannot_connect(monkeypatch: pytest.MonkeyPatch) 
 
 def test_client_reports_a_timeout() -> None:
     secret, go = stager.new_secret(), threading.Event()
-    start(secret, 0, Loader(on_add=lambda: go.wait(10)))
+    start(secret, 0, Loader(on_add=lambda: go.wait(60)))
     with pytest.raises(StagingFailed, match="within"):
         stage(secret, {}, timeout_s=0.1)
     go.set()

@@ -166,7 +166,7 @@ def test_live_model_computes_the_same_while_versions_are_staged():
     for seed in range(50):
         staging.fill(version(seed))
     stop.set()
-    thread.join(10)
+    thread.join(60)
     assert seen and all(seen)
 
 

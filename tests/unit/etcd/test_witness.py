@@ -90,7 +90,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.stdout.readline()
     yield process
     process.kill()
-    process.wait(5)
+    process.wait(60)
 
 
 def test_process_is_seen_running_stopped_and_gone_before_its_parent_waits_for_it(
@@ -98,14 +98,14 @@ def test_process_is_seen_running_stopped_and_gone_before_its_parent_waits_for_it
     started = start_ticks(child.pid)
     assert started > 0 and look_at(child.pid, started).state is ProcessState.RUNNING
     child.send_signal(signal.SIGSTOP)
-    wait_until(lambda: look_at(child.pid, started).state is ProcessState.STOPPED, timeout_s=10, what="SIGSTOP")
+    wait_until(lambda: look_at(child.pid, started).state is ProcessState.STOPPED, timeout_s=60, what="SIGSTOP")
     stopped = look_at(child.pid, started)
     assert look_at(child.pid, started) == stopped, "it has not run in between"
     child.send_signal(signal.SIGCONT)
-    wait_until(lambda: look_at(child.pid, started).state is ProcessState.RUNNING, timeout_s=10, what="SIGCONT")
-    wait_until(lambda: look_at(child.pid, started).ran > stopped.ran, timeout_s=10, what="its run")
+    wait_until(lambda: look_at(child.pid, started).state is ProcessState.RUNNING, timeout_s=60, what="SIGCONT")
+    wait_until(lambda: look_at(child.pid, started).ran > stopped.ran, timeout_s=60, what="its run")
     child.kill()
-    wait_until(lambda: look_at(child.pid, started).state is ProcessState.GONE, timeout_s=10, what="its end")
+    wait_until(lambda: look_at(child.pid, started).state is ProcessState.GONE, timeout_s=60, what="its end")
 
 
 def test_another_process_with_the_same_pid_is_not_the_one_that_was_meant() -> None:

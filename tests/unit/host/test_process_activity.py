@@ -44,7 +44,7 @@ def test_busy_process_works_and_a_stopped_one_does_nothing(start: Start) -> None
 
     wait_until(worked, timeout_s=60, what="CPU time")
     os.kill(child.pid, signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED, timeout_s=10, what="the stop")
+    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED, timeout_s=60, what="the stop")
     meter.since()
     assert {meter.since() for _ in range(1000)} == {Since()}
 

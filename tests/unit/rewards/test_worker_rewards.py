@@ -121,7 +121,7 @@ def test_worker_serves_calls_until_one_takes_too_long(pool: WorkerPool) -> None:
     began = time.monotonic()
     with pytest.raises(CallGivenUp, match="took longer than 0.3 s and was killed"):
         _call(pool, "sleep", 60, timeout_s=0.3)
-    assert time.monotonic() - began < 5.0 and not psutil.pid_exists(first)
+    assert time.monotonic() - began < 40.0 and not psutil.pid_exists(first)
     assert _call(pool, "pid") != first and _call(pool, "calls") == 2
 
 
@@ -149,7 +149,7 @@ def test_children_of_a_worker_end_with_it(pool: WorkerPool) -> None:
     child = psutil.Process(_call(pool, "child"))
     with pytest.raises(CallGivenUp):
         _call(pool, "sleep", 60, timeout_s=0.2)
-    psutil.wait_procs([child], timeout=5)
+    psutil.wait_procs([child], timeout=30)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
@@ -165,7 +165,7 @@ def test_close_ends_a_call_and_its_worker(pool: WorkerPool) -> None:
     began = time.monotonic()
     with pytest.raises(PluginFailed):
         asyncio.run(closed_meanwhile())
-    assert time.monotonic() - began < 10.0 and not psutil.pid_exists(worker)
+    assert time.monotonic() - began < 40.0 and not psutil.pid_exists(worker)
 
 
 def test_close_ends_calls_that_wait_for_a_worker_too(pool: WorkerPool) -> None:
@@ -207,7 +207,7 @@ asyncio.run(pool.call(["sleep", 300], 290.0))
     assert owner.stdout is not None
     worker = psutil.Process(int(owner.stdout.readline()))
     owner.kill()
-    owner.wait(10)
+    owner.wait(60)
     psutil.wait_procs([worker], timeout=5)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
