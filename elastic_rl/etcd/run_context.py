@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from elastic_rl.config import Config
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.files import replace_file
 
 if TYPE_CHECKING:
     from elastic_rl.etcd.client import EtcdClient
@@ -38,10 +39,7 @@ class RunContext(BaseModel):
         """Writes the file whole or not at all, readable by its owner only, and returns its path."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        partial.touch(mode=0o600)
-        partial.write_text(self.model_dump_json(indent=1))
-        partial.replace(target)
+        replace_file(target, self.model_dump_json(indent=1), mark=str(os.getpid()), private=True)
         return target
 
     @classmethod

@@ -10,8 +10,8 @@ import yaml
 
 from elastic_rl import config
 from elastic_rl.config import Config, reading
-from elastic_rl.coordinator.api.auth import write_private
 from elastic_rl.errors import ConfigError
+from elastic_rl.files import replace_file
 
 FILE = "config.yaml"
 _LOCATION = ("job", "run_dir")
@@ -30,7 +30,7 @@ def save(cfg: Config, cluster_dir: Path) -> Path:
 def restore(values: Mapping[str, Any], cluster_dir: Path) -> Path:
     """Stores settings as ``stored`` read them."""
     path = cluster_dir / FILE
-    write_private(path, yaml.safe_dump(dict(values), sort_keys=False))
+    replace_file(path, yaml.safe_dump(dict(values), sort_keys=False), private=True)
     return path
 
 

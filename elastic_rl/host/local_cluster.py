@@ -29,6 +29,7 @@ from elastic_rl.dcs.storage.arena import Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.files import replace_file
 from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, leftovers, processes
 from elastic_rl.host.processes import PidRecord, PidRecords
 from elastic_rl.telemetry.log_files import tail
@@ -301,7 +302,7 @@ class Cluster:
                       f"only: put it back, or delete {table.name} to withdraw all tokens and create new ones")
             return credentials
         if not viewer.exists():
-            auth.write_private(viewer, read_token(credentials, auth.Role.VIEWER))
+            replace_file(viewer, read_token(credentials, auth.Role.VIEWER), private=True)
         if not table.exists():
             auth.write_table(self.dir, {role.value: read_token(credentials, role) for role in auth.Role})
         return credentials
@@ -310,7 +311,7 @@ class Cluster:
         """Creates the secret that clients of the DCS nodes must present, unless the configuration names one."""
         path = self.dir / TOKEN_FILE
         if not self.cfg.dcs.token_file and not path.exists():
-            auth.write_private(path, new_token())
+            replace_file(path, new_token(), private=True)
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")

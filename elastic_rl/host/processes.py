@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from elastic_rl.errors import PreflightFailed
+from elastic_rl.files import replace_file
 from elastic_rl.runtime import start_child
 from elastic_rl.telemetry.log_files import open_log
 
@@ -180,9 +181,7 @@ class PidRecords:
     def add(self, name: str, pid: int, url: str = "") -> PidRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
         record = PidRecord.of(name, pid, url)
-        partial = self.folder / f".{name}.partial"
-        partial.write_text(json.dumps(asdict(record)))
-        partial.rename(self.folder / f"{name}.json")
+        replace_file(self.folder / f"{name}.json", json.dumps(asdict(record)))
         return record
 
     def all(self) -> list[PidRecord]:

@@ -25,7 +25,8 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState
 from elastic_rl.etcd.transaction import Compare, Op
-from elastic_rl.pipeline.pieces import Piece, PieceFolder, replace, sweep_partial
+from elastic_rl.files import replace_file
+from elastic_rl.pipeline.pieces import Piece, PieceFolder, sweep_partial
 
 
 class Policy(Protocol):
@@ -149,7 +150,7 @@ class Output:
         self._pieces.join(self._named(), self._file, alive=self._alive, term=self._term)
         text = json.dumps(summarise(self._file), indent=2) + "\n"
         try:
-            replace(summary, lambda file: file.write(text.encode()), mark=str(self._term))
+            replace_file(summary, text, mark=str(self._term), durable=True)
         except OSError as e:
             raise OutputFailed(f"{summary} cannot be written: {e.strerror or e}", hint="make room") from e
 

@@ -7,7 +7,6 @@ file. Which pieces belong to the output is not known here: etcd says so (``pipel
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from elastic_rl.errors import OutputFailed
+from elastic_rl.files import replace_file
 
 _NAME = re.compile(r"(\d{8,})-(\d+)\.jsonl(\.partial)?")
 _COPY_BYTES = 1 << 20
@@ -37,7 +37,7 @@ class PieceFolder:
         """Writes a piece, whole and for good; one of this name is replaced. ``lines``: each with its newline."""
         with self._explained("written"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace(self._path(piece), lambda file: file.writelines(lines))
+            replace_file(self._path(piece), lambda file: file.writelines(lines), durable=True)
 
     def require(self, pieces: Iterable[Piece]) -> None:
         """Raises OutputFailed unless every piece is there."""
@@ -60,7 +60,7 @@ class PieceFolder:
                     raise self._gone(piece) from e
 
         with self._explained("joined"):
-            replace(target, copy, mark=str(term))
+            replace_file(target, copy, mark=str(term), durable=True)
 
     def sweep(self, keep: Callable[[Piece], bool], term: int) -> None:
         """Deletes what was written in terms up to ``term`` and is not to be kept, and the folder once it is empty. What
@@ -98,24 +98,3 @@ def sweep_partial(path: Path, term: int) -> None:
         if mark.isdecimal() and int(mark) <= term:
             with contextlib.suppress(OSError):
                 partial.unlink()
-
-
-def replace(path: Path, write: Callable[[IO[bytes]], object], *, mark: str = "") -> None:
-    """Replaces a file by what ``write`` writes, as a whole and for good. ``mark``: part of the name that it has
-    meanwhile. Raises OSError, and what ``write`` raises; then the file is as it was."""
-    partial = path.with_name(f"{path.name}{'.' if mark else ''}{mark}.partial")
-    try:
-        with partial.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

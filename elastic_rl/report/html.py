@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from elastic_rl.files import replace_file
 from elastic_rl.report import charts
 from elastic_rl.report.build import effective_steps, percentile, sft_evaluations, version_lags
 from elastic_rl.report.curves import curves
@@ -70,9 +71,7 @@ def write(report: Mapping[str, Any], records: Sequence[dict[str, Any]], job_dir:
     job_dir.mkdir(parents=True, exist_ok=True)
     page = job_dir / "report.html"
     for path, text in ((job_dir / "report.json", json.dumps(report, indent=2) + "\n"), (page, render(report, records))):
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text)
-        partial.rename(path)
+        replace_file(path, text)
     return page
 
 

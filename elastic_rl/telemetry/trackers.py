@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from elastic_rl.files import replace_file
+
 log = logging.getLogger(__name__)
 
 _MAX_QUEUED = 1000
@@ -147,9 +149,7 @@ class WandB:
             return self._known
 
     def _save(self) -> None:
-        partial = self._file.with_name(f".{self._file.name}.partial")
-        partial.write_text(json.dumps(self._known))
-        partial.rename(self._file)
+        replace_file(self._file, json.dumps(self._known))
 
 
 class _TrackerThread:

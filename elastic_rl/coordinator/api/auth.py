@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import threading
 from enum import StrEnum
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_rl.errors import ConfigError
+from elastic_rl.files import replace_file
 
 TABLE, CREDENTIALS, VIEWER_TOKEN = "tokens.json", "credentials.json", "viewer.token"
 """Files in a cluster's folder: digests for the replicas, tokens by role for the command line, and the viewer's token
@@ -73,8 +73,8 @@ def create_tokens(folder: Path) -> Path:
     """Writes a table with a new token for each role, and the tokens, into ``folder``; each file is readable by its
     owner only. Returns the path of the credentials."""
     tokens = {role.value: new_token() for role in Role}
-    write_private(folder / CREDENTIALS, json.dumps(tokens, indent=2))
-    write_private(folder / VIEWER_TOKEN, tokens[Role.VIEWER])
+    replace_file(folder / CREDENTIALS, json.dumps(tokens, indent=2), private=True)
+    replace_file(folder / VIEWER_TOKEN, tokens[Role.VIEWER], private=True)
     write_table(folder, tokens)
     return folder / CREDENTIALS
 
@@ -82,16 +82,7 @@ def create_tokens(folder: Path) -> Path:
 def write_table(folder: Path, tokens: dict[str, str]) -> None:
     """Writes the table of tokens by role into ``folder``."""
     entries = [Token(name=role, role=Role(role), sha256=digest(token)) for role, token in tokens.items()]
-    write_private(folder / TABLE, _Table(tokens=entries).model_dump_json(indent=2))
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replaces a file, at once and readable by its owner only."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-        f.write(text)
-    partial.rename(path)
+    replace_file(folder / TABLE, _Table(tokens=entries).model_dump_json(indent=2), private=True)
 
 
 class TokenTable:

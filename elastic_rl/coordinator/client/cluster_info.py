@@ -8,6 +8,7 @@ from pathlib import Path
 
 from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.errors import ConfigError
+from elastic_rl.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,7 @@ class ClusterInfo:
         return read_token(Path(self.tokens_file), role) if self.tokens_file else ""
 
     def save(self) -> None:
-        path = Path(self.cluster_dir) / "cluster.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=2))
-        partial.rename(path)
+        replace_file(Path(self.cluster_dir) / "cluster.json", json.dumps(asdict(self), indent=2))
 
     @classmethod
     def load(cls, cluster_dir: Path) -> ClusterInfo | None:

@@ -22,7 +22,6 @@ import contextlib
 import errno
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +35,7 @@ from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
 from elastic_rl.errors import CatalogMismatch, ChunkCorrupt, ChunkMissing, Conflict, DiskFull, NodeUnavailable
 from elastic_rl.etcd.records import Version
+from elastic_rl.files import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class VersionIndex:
             value = {"schema": SCHEMA, "catalog": catalog, "commits": commits,
                      "versions": [v.model_dump(mode="json") for v in versions.values()]}
             try:
-                _replace(self._file, json.dumps(value).encode())
+                replace_file(self._file, json.dumps(value), durable=True)
             except OSError as e:
                 kind = DiskFull if e.errno in (errno.ENOSPC, errno.EDQUOT) else NodeUnavailable
                 raise kind(f"{self._file} cannot be written: {e.strerror}", hint="look at dcs.disk_dir") from e
@@ -180,18 +180,3 @@ def versions_of(raw: Sequence[Any]) -> list[Version]:
 def names_of(raw: Sequence[Any]) -> list[VersionName]:
     """Version names of a request. Raises ValueError and TypeError."""
     return [VersionName(str(stream), int(number), str(manifest)) for stream, number, manifest in raw]
-
-
-def _replace(file: Path, data: bytes) -> None:
-    """Replaces a file's content, as a whole and for good."""
-    partial = file.with_name(f"{file.name}.partial")
-    with partial.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    partial.rename(file)
-    fd = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,0 +1,49 @@
+"""Replacing a file as a whole: who reads it finds what was there before or all of what is new, also after kill -9."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+
+def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object], *, mark: str = "",
+                 private: bool = False, durable: bool = False) -> None:
+    """Replaces a file by ``content``, or by what it writes when called with the open file.
+
+    ``mark``: part of the name of the unfinished file, ``NAME[.MARK].partial``, where several processes may write at
+    once. What a killed process leaves there is replaced by the next one with this mark. ``private``: readable by its
+    owner only. ``durable``: when this returns, the new content also survives a loss of power.
+
+    Raises OSError, and what ``content`` raises; then the file is as it was.
+    """
+    partial = path.with_name(f"{path.name}{'.' if mark else ''}{mark}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        # Exclusively, so that a link that somebody has put there is not written through.
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        with os.fdopen(fd, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        partial.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
