@@ -6,10 +6,11 @@ are a function.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
-from support.actor_runs import ActorRun
+from support.actor_runs import WAIT_S, ThreadedJob
 from support.etcd_server import EtcdServers
 
 from elastic_rl import config
@@ -33,9 +34,8 @@ from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import Engine, EngineState, GroupLease, JobStatus, RestartRequest, StepMetrics
+from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.pipeline.stages import Pipeline
 from elastic_rl.report.build import read_records
 from elastic_rl.runtime import wait_until
 from elastic_rl.trainer.progress import Progress
@@ -44,7 +44,6 @@ from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate
 from elastic_rl.trainer.service.server import TrainerService
 
 STEPS = 6
-WAIT_S = 60.0
 
 
 class TrainerWithoutTensors:
@@ -183,50 +182,24 @@ class Roles:
         return [[r - sum(row) / len(row) for r in row] for row in rewards]
 
 
-class SimulatedJob:
+class SimulatedJob(ThreadedJob):
     """One job and its parts."""
 
+    roles: Roles
+
     def __init__(self, etcd: EtcdClient, endpoints: list[str], keys: Keys, folder: Path, **settings: str) -> None:
-        self.etcd, self.keys = etcd, keys
         epoch = fencing.raise_epoch(etcd, keys, holder="test").number
         given = {"job": keys.job, "run_dir": str(folder), "data.options.operand_below": "10", "sft.max_steps": "4",
                  "sft.batch_size": "8", "sft.target_eval_accuracy": "0.9", "train.steps": str(STEPS),
                  "train.prompts_per_step": "8", "train.group_size": "2", "train.eval_every_steps": "3",
                  "rollout.groups_per_request": "3", "train.stop_eval_accuracy": "null"} | settings
         self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in given.items()])
-        self.ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch, model_dir="")
+        ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch, model_dir="")
         self.trainer = TrainerWithoutTensors(etcd, keys, epoch)
-        self.roles = Roles(self.trainer, etcd, keys)
-        self.member = Membership(etcd, keys, "actor", "actor-1", ttl_s=10, epoch=epoch).start()
-        self.runs: list[ActorRun] = []
-        etcd.put(keys.engine("e"), Engine(id="e", pool="rollout", state=EngineState.READY, epoch=epoch,
-                                          version=1 << 30).encode())
+        super().__init__(etcd, ctx, Roles(self.trainer, etcd, keys))
 
-    def start_actor(self) -> list[Exception]:
-        """One more replica of the actor; returns where the error appears that ends it."""
-        stopping = threading.Event()
-        run = ActorRun(Pipeline(self.ctx, self.etcd, self.member, self.roles, stopping), stopping)
-        self.runs.append(run)
-        return run.errors
-
-    def status(self) -> JobStatus:
-        found = self.etcd.get(self.keys.job_status())
-        return JobStatus.decode(found.value) if found else JobStatus(phase="")
-
-    def wait_for(self, step: int) -> None:
-        wait_until(lambda: self.status().phase == "rl" and self.status().step >= step, timeout_s=WAIT_S,
-                   what=f"step {step}")
-
-    def wait_waiting(self, kind: str) -> str:
-        """What the run says it waits for, once it waits for this."""
-        wait_until(lambda: self.status().waiting_kind == kind, timeout_s=WAIT_S, what=f"a wait for {kind}")
-        return self.status().waiting_for
-
-    def finish(self) -> None:
-        wait_until(lambda: self.status().phase == "finished" or any(run.errors for run in self.runs[-1:]),
-                   timeout_s=WAIT_S, what="the end of the job")
-        assert self.runs[-1].errors == []
-        self.runs[-1].thread.join(60)
+    def wait_for(self, step: int, *, phase: str = "rl") -> None:
+        super().wait_for(step, phase=phase)
 
     def assert_exactly_once(self, *, best: int = 0) -> None:
         """``best``: which of the two samples of each group has the higher reward."""
@@ -243,17 +216,28 @@ class SimulatedJob:
         return [e.kind for e in events.recent(self.etcd, self.keys) if e.kind.startswith(prefix)]
 
     def close(self) -> None:
-        for run in self.runs:
-            run.stop(20)
+        super().close()
         self.trainer.lose()
-        self.member.close()
+
+
+MakeJob = Callable[..., SimulatedJob]
 
 
 @pytest.fixture
-def job(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[SimulatedJob]:
-    made = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path)
-    yield made
-    made.close()
+def make_job(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[MakeJob]:
+    """Makes a job with further settings, which is closed with the test."""
+    with contextlib.ExitStack() as stack:
+        def make(**settings: str) -> SimulatedJob:
+            made = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **settings)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def job(make_job: MakeJob) -> SimulatedJob:
+    return make_job()
 
 
 def test_job_is_done_through_a_lost_trainer_absent_engines_and_a_frozen_trainer(job: SimulatedJob) -> None:
@@ -327,22 +311,17 @@ def test_what_the_trainer_answers_is_in_the_metrics_of_each_step(job: SimulatedJ
         assert len(point.encode()) < 2048
 
 
-def test_each_evaluation_set_is_evaluated_and_shown_by_name(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+def test_each_evaluation_set_is_evaluated_and_shown_by_name(make_job: MakeJob, etcd: EtcdClient, keys: Keys) -> None:
     parts = [{"source": "addition", "name": name, "options": {"operand_below": below}}
              for name, below in (("small", 6), ("large", 10))]
-    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
-        "data.source": "mix", "data.options": json.dumps({"parts": parts})})
-    try:
-        job.start_actor()
-        job.finish()
-        assert job.status().eval_accuracy == 1.0 and job.status().eval_sets == {"small": 1.0, "large": 1.0}
-        last = StepMetrics.decode(etcd.get(keys.step_metrics(STEPS)).value)  # type: ignore[union-attr]
-        assert last.eval_sets == {"small": 1.0, "large": 1.0}
-        found = [r for r in read_records(job.cfg.job_dir / "steps.jsonl") if r["kind"] == "eval"]
-        assert [r["step"] for r in found] == [0, 3, 6] and all(len(r["eval_sets"]) == 2 for r in found)
-    finally:
-        job.close()
+    job = make_job(**{"data.source": "mix", "data.options": json.dumps({"parts": parts})})
+    job.start_actor()
+    job.finish()
+    assert job.status().eval_accuracy == 1.0 and job.status().eval_sets == {"small": 1.0, "large": 1.0}
+    last = StepMetrics.decode(etcd.get(keys.step_metrics(STEPS)).value)  # type: ignore[union-attr]
+    assert last.eval_sets == {"small": 1.0, "large": 1.0}
+    found = [r for r in read_records(job.cfg.job_dir / "steps.jsonl") if r["kind"] == "eval"]
+    assert [r["step"] for r in found] == [0, 3, 6] and all(len(r["eval_sets"]) == 2 for r in found)
 
 
 def test_step_whose_loss_fails_after_an_update_is_not_repeated_before_the_trainer_is_restarted(job: SimulatedJob
@@ -371,53 +350,47 @@ def test_responses_that_never_end_by_themselves_are_said_once(job: SimulatedJob)
 
 
 def test_long_responses_lose_reward_before_advantages_are_made_of_it(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+        make_job: MakeJob, etcd: EtcdClient, keys: Keys) -> None:
     """The first sample of a group is right and has the answer's tokens, the second is wrong and has one."""
-    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{"algorithm.overlong_buffer_tokens": "1000"})
-    try:
-        limit = make_source(job.cfg).max_response_tokens
-        job.start_actor()
-        job.finish()
-        for _, batch in job.trainer.trained:
-            lengths = batch["loss_mask"].sum(dim=1).view(-1, 2)
-            expected = (1 - (lengths[:, 0] - lengths[:, 1]) / limit) / 2
-            torch.testing.assert_close(batch["advantages"].view(-1, 2), torch.stack([expected, -expected], dim=1))
-        metrics = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
-        assert {m.reward for m in metrics} == {0.5}, "rewards are shown as they were given"
-    finally:
-        job.close()
+    job = make_job(**{"algorithm.overlong_buffer_tokens": "1000"})
+    limit = make_source(job.cfg).max_response_tokens
+    job.start_actor()
+    job.finish()
+    for _, batch in job.trainer.trained:
+        lengths = batch["loss_mask"].sum(dim=1).view(-1, 2)
+        expected = (1 - (lengths[:, 0] - lengths[:, 1]) / limit) / 2
+        torch.testing.assert_close(batch["advantages"].view(-1, 2), torch.stack([expected, -expected], dim=1))
+    metrics = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
+    assert {m.reward for m in metrics} == {0.5}, "rewards are shown as they were given"
 
 
 def test_divergence_from_the_reference_lowers_rewards_before_advantages_are_made_of_them(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> None:
+        make_job: MakeJob, etcd: EtcdClient, keys: Keys) -> None:
     """Each token was sampled with a log-prob of -0.5, and has -1 under the reference. A trainer that is lost while it
     is asked is asked again."""
-    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
+    job = make_job(**{
         "algorithm.kl_coef": "0.1", "algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1",
         "algorithm.normalize_std": "false"})
-    try:
-        job.start_actor()
-        job.wait_for(2)
-        job.trainer.frozen.set()
-        wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a command in the queue")
-        job.trainer.lose()
-        job.trainer.frozen.clear()
-        job.trainer.form()
-        job.finish()
-        assert set(job.trainer.reference_passes) == set(range(1, STEPS + 1))
-        for _, batch in job.trainer.trained:
-            lengths = batch["loss_mask"].sum(dim=1).view(-1, 2)
-            expected = (1 - 0.1 * 0.5 * (lengths[:, 0] - lengths[:, 1])) / 2
-            torch.testing.assert_close(batch["advantages"].view(-1, 2), torch.stack([expected, -expected], dim=1))
-            assert "ref_logprobs" not in batch
-        assert audit([(s.step, s.consumed) for s in job.trainer.saved if s.phase == "rl"], groups_per_step=8).clean
-        metrics = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
-        assert {m.reward for m in metrics} == {0.5}, "rewards are shown as they were given"
-        lines = [json.loads(line) for line in (job.cfg.job_dir / "steps.jsonl").read_text().splitlines()]
-        steps = [line["algorithm"]["kl_reference"] for line in lines if line["kind"] == "step"]
-        assert len(steps) >= STEPS and all(found == pytest.approx(0.5) for found in steps)
-    finally:
-        job.close()
+    job.start_actor()
+    job.wait_for(2)
+    job.trainer.frozen.set()
+    wait_until(lambda: not job.trainer.board._commands.empty(), timeout_s=WAIT_S, what="a command in the queue")
+    job.trainer.lose()
+    job.trainer.frozen.clear()
+    job.trainer.form()
+    job.finish()
+    assert set(job.trainer.reference_passes) == set(range(1, STEPS + 1))
+    for _, batch in job.trainer.trained:
+        lengths = batch["loss_mask"].sum(dim=1).view(-1, 2)
+        expected = (1 - 0.1 * 0.5 * (lengths[:, 0] - lengths[:, 1])) / 2
+        torch.testing.assert_close(batch["advantages"].view(-1, 2), torch.stack([expected, -expected], dim=1))
+        assert "ref_logprobs" not in batch
+    assert audit([(s.step, s.consumed) for s in job.trainer.saved if s.phase == "rl"], groups_per_step=8).clean
+    metrics = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
+    assert {m.reward for m in metrics} == {0.5}, "rewards are shown as they were given"
+    lines = [json.loads(line) for line in (job.cfg.job_dir / "steps.jsonl").read_text().splitlines()]
+    steps = [line["algorithm"]["kl_reference"] for line in lines if line["kind"] == "step"]
+    assert len(steps) >= STEPS and all(found == pytest.approx(0.5) for found in steps)
 
 
 def test_trainer_that_is_overloaded_or_not_heard_is_waited_for_and_not_lost(job: SimulatedJob) -> None:
@@ -541,8 +514,8 @@ def test_actor_resumes_from_the_trainers_progress_alone(job: SimulatedJob) -> No
     assert [step for step, _ in job.trainer.trained] == [STEPS]
 
 
-def test_reward_that_raises_is_shown_and_retried(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys,
-                                                 tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_that_raises_is_shown_and_retried(
+        make_job: MakeJob, etcd: EtcdClient, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_reward.py").write_text(
         "from elastic_rl.rewards.base import Reward\n"
         "from pathlib import Path\n"
@@ -551,22 +524,18 @@ def test_reward_that_raises_is_shown_and_retried(etcd_servers: EtcdServers, etcd
         "        raise RuntimeError('the judge is away')\n"
         "    return [Reward(float(i), {'position': i}) for i, _ in enumerate(samples)]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{"rollout.reward": "my_reward:reward"})
-    try:
-        job.start_actor()
-        assert "the judge is away" in job.wait_waiting("plugin")
-        (tmp_path / "corrected").touch()
-        job.finish()
-        job.assert_exactly_once(best=1)
-        last = StepMetrics.decode(etcd.range(keys.steps_prefix())[0][-1].value)
-        assert last.reward_parts == {"position": 0.5}
-    finally:
-        job.close()
+    job = make_job(**{"rollout.reward": "my_reward:reward"})
+    job.start_actor()
+    assert "the judge is away" in job.wait_waiting("plugin")
+    (tmp_path / "corrected").touch()
+    job.finish()
+    job.assert_exactly_once(best=1)
+    last = StepMetrics.decode(etcd.range(keys.steps_prefix())[0][-1].value)
+    assert last.reward_parts == {"position": 0.5}
 
 
 def test_source_that_is_away_or_slow_when_an_actor_starts_is_waited_for(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-        ) -> None:
+        make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "far_source.py").write_text(
         "import time\n"
         "from pathlib import Path\n"
@@ -579,8 +548,7 @@ def test_source_that_is_away_or_slow_when_an_actor_starts_is_waited_for(
         "    return Addition({'operand_below': 10}, seed=seed, eval_fraction=eval_fraction)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("elastic_rl.pipeline.source_reads.SHOWN_AFTER_S", 0.3)
-    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
-        "data.source": "far_source:far", "data.options": "{}"})
+    job = make_job(**{"data.source": "far_source:far", "data.options": "{}"})
     try:
         job.start_actor()
         assert "the file system is away" in job.wait_waiting("plugin")
@@ -592,12 +560,10 @@ def test_source_that_is_away_or_slow_when_an_actor_starts_is_waited_for(
     finally:
         (tmp_path / "mounted").touch()
         (tmp_path / "read").touch()
-        job.close()
 
 
 def test_groups_whose_reward_fails_are_on_the_record_and_replaced(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-        ) -> None:
+        make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "picky_reward.py").write_text(
         "from elastic_rl.rewards.base import Reward\n"
         "async def reward(prompt, samples):\n"
@@ -605,34 +571,27 @@ def test_groups_whose_reward_fails_are_on_the_record_and_replaced(
         "        raise ValueError('not this prompt')\n"
         "    return [Reward(float(i)) for i, _ in enumerate(samples)]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{"rollout.reward": "picky_reward:reward"})
-    try:
-        job.start_actor()
-        job.finish()
-        job.assert_exactly_once(best=1)
-        consumed = job.trainer.saved[-1].consumed
-        dropped = consumed.dropped.get("reward failed", 0)
-        assert consumed.dropped.keys() == {"reward failed"} and dropped > 0
-        assert consumed.trained == len(consumed.groups) - dropped == STEPS * 8
-        assert job.kinds("reward.") == ["reward.failed"], "rarely, whatever fails"
-    finally:
-        job.close()
+    job = make_job(**{"rollout.reward": "picky_reward:reward"})
+    job.start_actor()
+    job.finish()
+    job.assert_exactly_once(best=1)
+    consumed = job.trainer.saved[-1].consumed
+    dropped = consumed.dropped.get("reward failed", 0)
+    assert consumed.dropped.keys() == {"reward failed"} and dropped > 0
+    assert consumed.trained == len(consumed.groups) - dropped == STEPS * 8
+    assert job.kinds("reward.") == ["reward.failed"], "rarely, whatever fails"
 
 
 def test_groups_that_a_filter_drops_are_on_the_record_and_replaced(
-        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-        ) -> None:
+        make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_filter.py").write_text(
         "def odd(group):\n    return 'odd' if group.ordinal % 4 == 1 else ''\n")
     monkeypatch.syspath_prepend(tmp_path)
-    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{"rollout.filters": "['my_filter:odd']"})
-    try:
-        job.start_actor()
-        job.finish()
-        job.assert_exactly_once()
-        consumed = job.trainer.saved[-1].consumed
-        dropped = [g for g in consumed.groups if g % 4 == 1]
-        assert consumed.dropped == {"odd": len(dropped)} and len(dropped) >= STEPS
-        assert consumed.trained == len(consumed.groups) - len(dropped) == STEPS * 8
-    finally:
-        job.close()
+    job = make_job(**{"rollout.filters": "['my_filter:odd']"})
+    job.start_actor()
+    job.finish()
+    job.assert_exactly_once()
+    consumed = job.trainer.saved[-1].consumed
+    dropped = [g for g in consumed.groups if g % 4 == 1]
+    assert consumed.dropped == {"odd": len(dropped)} and len(dropped) >= STEPS
+    assert consumed.trained == len(consumed.groups) - len(dropped) == STEPS * 8

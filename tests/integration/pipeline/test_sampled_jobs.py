@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.actor_runs import ActorRun
+from support.actor_runs import WAIT_S, ThreadedJob
 from support.dcs_cluster import DcsCluster
 from support.etcd_server import EtcdServers
 
@@ -23,13 +23,10 @@ from elastic_rl.errors import EngineFailed, Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import Engine, EngineState, JobStatus, OutputState, StepMetrics
+from elastic_rl.etcd.records import OutputState, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.pipeline.stages import Pipeline
 from elastic_rl.runtime import wait_until
 
-WAIT_S = 120.0
 WIDE = {"data.options.operand_below": "8", "data.eval_fraction": "0.3", "rollout.groups_per_request": "4"}
 
 
@@ -58,40 +55,18 @@ class Engines:
         raise AssertionError("nothing is trained")
 
 
-class Job:
-    """One job; its actors run in threads."""
+class Job(ThreadedJob):
+    """One job, whose roles are ``Engines``."""
+
+    roles: Engines
 
     def __init__(self, dcs: DcsCluster, folder: Path, **given: str) -> None:
-        self.dcs, self.etcd, self.keys = dcs, dcs.etcd, dcs.keys
         self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in {
             **WIDE, "job": dcs.keys.job, "run_dir": str(folder), **given}.items()])
         self.model = make_model_dir(folder / "model", self.cfg)
-        self.ctx = RunContext(config=self.cfg, etcd_endpoints=dcs.etcd_servers.endpoints, job=dcs.keys.job,
-                              epoch=dcs.epoch, model_dir=str(self.model))
-        self.engines = Engines()
-        self.member = Membership(self.etcd, self.keys, "actor", "actor-1", ttl_s=10, epoch=dcs.epoch).start()
-        self.runs: list[ActorRun] = []
-        self.etcd.put(self.keys.engine("e"), Engine(id="e", pool="rollout", state=EngineState.READY, epoch=dcs.epoch,
-                                                    version=1 << 30).encode())
-
-    def start_actor(self) -> list[Exception]:
-        """One more replica of the actor; returns where the error appears that ends it."""
-        stopping = threading.Event()
-        run = ActorRun(Pipeline(self.ctx, self.etcd, self.member, self.engines, stopping), stopping)
-        self.runs.append(run)
-        return run.errors
-
-    def status(self) -> JobStatus:
-        found = self.etcd.get(self.keys.job_status())
-        return JobStatus.decode(found.value) if found else JobStatus(phase="")
-
-    def wait_for(self, step: int) -> None:
-        wait_until(lambda: self.status().step >= step, timeout_s=WAIT_S, what=f"step {step}")
-
-    def finish(self) -> None:
-        wait_until(lambda: self.status().phase == "finished" or any(run.errors for run in self.runs[-1:]),
-                   timeout_s=WAIT_S, what="the end of the job")
-        assert not self.runs[-1].errors, self.runs[-1].errors
+        super().__init__(dcs.etcd, RunContext(
+            config=self.cfg, etcd_endpoints=dcs.etcd_servers.endpoints, job=dcs.keys.job, epoch=dcs.epoch,
+            model_dir=str(self.model)), Engines())
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.cfg.job_dir / name).read_bytes().splitlines()]
@@ -99,9 +74,8 @@ class Job:
     def close(self) -> None:
         for run in self.runs:
             run.stopping.set()
-            self.engines.open(1000)
-            run.stop(WAIT_S)
-        self.member.close()
+            self.roles.open(1000)
+        super().close()
 
 
 @pytest.fixture
@@ -117,11 +91,11 @@ def test_rejection_sampling_loses_no_prompt_when_its_actor_is_replaced(dcs: DcsC
         "rejection.prompts": "40", "rollout.filters": '[{name: difficulty, low: 0.1, high: 0.9}]'})
     try:
         first = job.start_actor()
-        job.engines.open(2 * 2 + 1)  # two steps, and half of the third
-        wait_until(lambda: len(job.engines.asked) == 20, timeout_s=WAIT_S, what="half of the third step")
+        job.roles.open(2 * 2 + 1)  # two steps, and half of the third
+        wait_until(lambda: len(job.roles.asked) == 20, timeout_s=WAIT_S, what="half of the third step")
         second = job.start_actor()
         wait_until(lambda: fencing.current_term(job.etcd, job.keys) == 2, timeout_s=WAIT_S, what="the second term")
-        job.engines.open(1000)
+        job.roles.open(1000)
         job.finish()
         assert not second
         wait_until(lambda: bool(first), timeout_s=WAIT_S, what="the end of the first actor")
@@ -129,7 +103,7 @@ def test_rejection_sampling_loses_no_prompt_when_its_actor_is_replaced(dcs: DcsC
         rows = job.rows("kept.jsonl")
         assert [row["ordinal"] for row in rows] == list(range(40)), "each prompt once, in order"
         assert all((row["reward"], row["response"], row["versions"]) == (1.0, row["answer"], [1]) for row in rows)
-        assert len(job.engines.asked) > 40, "the step that was under way was sampled again"
+        assert len(job.roles.asked) > 40, "the step that was under way was sampled again"
         summary = json.loads((job.cfg.job_dir / "kept.json").read_text())
         assert (summary["prompts"], summary["samples"], summary["kept"]) == (40, 120, 40)
         assert summary["reward_mean"] == pytest.approx(1 / 3) and summary["kept_reward_mean"] == 1.0
@@ -158,10 +132,10 @@ def test_filtered_prompts_are_dropped_on_the_record_and_no_other_takes_their_pla
         "train.prompts_per_step": "8", "train.group_size": "2", "rejection.prompts": "16",
         "rollout.filters": '[{name: difficulty, low: 0.9, high: 1.0}]'})
     try:
-        job.engines.open(1000)
+        job.roles.open(1000)
         job.start_actor()
         job.finish()
-        assert job.rows("kept.jsonl") == [] and len(job.engines.asked) == 16
+        assert job.rows("kept.jsonl") == [] and len(job.roles.asked) == 16
         assert sum(json.loads((job.cfg.job_dir / "kept.json").read_text())["dropped"].values()) == 16
         assert sum(job.status().dropped_groups.values()) == 16
     finally:
@@ -176,13 +150,13 @@ def test_evaluation_goes_on_where_its_actor_was_replaced_and_waits_for_engines(d
             for name, below in (("small", 5), ("large", 7))]})})
     try:
         job.start_actor()
-        job.engines.open(2)
+        job.roles.open(2)
         job.wait_for(1)
         second = job.start_actor()
-        job.engines.away.set()
+        job.roles.away.set()
         wait_until(lambda: job.status().waiting_kind == "engines", timeout_s=WAIT_S, what="a wait for the engines")
-        job.engines.away.clear()
-        job.engines.open(1000)
+        job.roles.away.clear()
+        job.roles.open(1000)
         job.finish()
         assert not second
         result = json.loads((job.cfg.job_dir / "eval.json").read_text())
@@ -204,7 +178,7 @@ def test_disk_without_room_is_waited_for(dcs: DcsCluster, tmp_path: Path) -> Non
     in_the_way = job.cfg.job_dir / "eval"
     in_the_way.write_text("")
     try:
-        job.engines.open(1000)
+        job.roles.open(1000)
         job.start_actor()
         wait_until(lambda: job.status().waiting_kind == "disk", timeout_s=WAIT_S, what="a wait for the disk")
         assert "make room" in job.status().waiting_for
