@@ -123,7 +123,8 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
             rejection_groups(cfg, source)
         made(source)
         sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in source.evals.items())
-        return (f"{cfg.data.source}: {len(source.train)} prompts to train on, to evaluate {sets}; prompts of up to "
+        trained = f"{len(source.train)} prompts to train on, " if cfg.uses_training_prompts else ""
+        return (f"{cfg.data.source}: {trained}to evaluate {sets}; prompts of up to "
                 f"{source.max_prompt_tokens} tokens, responses of up to {source.max_response_tokens}")
 
     found = _finding("model", model)
@@ -168,7 +169,7 @@ def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:
             if longer := next((p for p in read if len(p.token_ids) > source.max_prompt_tokens), None):
                 raise ConfigError(f"a prompt of {name} has {len(longer.token_ids)} tokens, but the source allows "
                                   f"{source.max_prompt_tokens}", hint="correct max_prompt_tokens")
-            shown = shown or _as_text(source, read[0])
+            shown = shown or (_as_text(source, read[0]) if read else "")
         return f"the first one: {plain(shown, _SHOWN)!r}"
 
     return _finding("prompts", examine)
@@ -187,8 +188,9 @@ def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
 
     def examine() -> str:
         nonlocal unrewarded
-        prompts = [p for p in read_prompts(source.train, range(min(_REWARDED, len(source.train))),
-                                           named=cfg.data.source, answers=False) if p.answer_ids]
+        given = source.train or source.eval
+        prompts = [p for p in read_prompts(given, range(min(_REWARDED, len(given))), named=cfg.data.source,
+                                           answers=False) if p.answer_ids]
         if not prompts:
             return "not tried: the data have no answers"
         decode = decoder(source)

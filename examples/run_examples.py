@@ -24,6 +24,8 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.host.processes import python
 
 EXAMPLES = Path(__file__).resolve().parent
+POLICY_OF = {"eval": "sft", "rejection_sampling": "sft"}
+"""Examples whose engines serve the policy that another example has made."""
 _STOP_S = 180.0
 """For a run that is interrupted: it takes its cluster down."""
 
@@ -46,6 +48,7 @@ class Result:
 
     example: str
     seed: int
+    job: str
     before: float | None
     after: float | None
     seconds: float
@@ -108,8 +111,9 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def run(name: str, seed: int, limit_s: float, threshold: Threshold | None) -> Result:
-    """Trains an example as a job of its own, on a cluster of its own. Its output goes to a file that is named."""
+def run(name: str, seed: int, limit_s: float, threshold: Threshold | None, *arguments: str) -> Result:
+    """Trains an example as a job of its own, on a cluster of its own. Its output goes to a file that is named.
+    ``arguments``: further ones of ``elastic-rl train``."""
     job = f"{name.replace('_', '-')[:20]}-s{seed}-{time.strftime('%m%d-%H%M%S')}"
     settings = [f"--job={job}", f"--seed={seed}"]
     cfg = config.load(EXAMPLES / f"{name}.yaml", settings)
@@ -119,7 +123,8 @@ def run(name: str, seed: int, limit_s: float, threshold: Threshold | None) -> Re
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(python("elastic_rl.cli.main", "train", "-c", str(EXAMPLES / f"{name}.yaml"),
-                                          "--with-cluster", *settings), stdout=output, stderr=subprocess.STDOUT,
+                                          "--with-cluster", *settings, *arguments),
+                                   stdout=output, stderr=subprocess.STDOUT,
                                    env={**os.environ, "PYTHONPATH": os.pathsep.join(  # for code of examples
                                        filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))})
         with _stopped(process):
@@ -129,7 +134,7 @@ def run(name: str, seed: int, limit_s: float, threshold: Threshold | None) -> Re
             except subprocess.TimeoutExpired:
                 fault = f"did not end in {limit_s:g} s"
     before, after = accuracies(_report(cfg.job_dir / "report.json"))
-    return Result(name, seed, before, after, time.monotonic() - began,
+    return Result(name, seed, job, before, after, time.monotonic() - began,
                   fault or fault_of(process.returncode, before, after, threshold))
 
 
@@ -171,13 +176,38 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError:
         parser.error(f"--seeds={given.seeds} is no list of numbers, as 0,1,2")
     subprocess.run([sys.executable, str(EXAMPLES / "make_assets.py")], check=True, stdout=subprocess.DEVNULL)
-    results = []
-    for name in names:
-        for seed in seeds:
-            results.append(run(name, seed, given.limit_s, known.get(name)))
-            print(table(results)[-1], flush=True)
+    results = run_all([(name, seed) for name in names for seed in seeds], known, given.limit_s)
     print("", *table(results), sep="\n")
     return int(any(result.fault for result in results))
+
+
+def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], limit_s: float) -> list[Result]:
+    """Runs examples, each by name and seed, and before them those whose policy they take: the cluster of such a one
+    stays up to the end."""
+    done: dict[tuple[str, int], Result] = {}
+    taken = {(POLICY_OF[name], seed) for name, seed in wanted if name in POLICY_OF}
+    with contextlib.ExitStack() as clusters:
+        def require(name: str, seed: int) -> Result:
+            if (name, seed) in done:
+                return done[name, seed]
+            arguments = [f"--from-job={require(POLICY_OF[name], seed).job}"] if name in POLICY_OF else []
+            if (name, seed) in taken:
+                arguments.append("--keep-up")
+            result = done[name, seed] = run(name, seed, limit_s, known.get(name), *arguments)
+            if (name, seed) in taken:
+                clusters.callback(_down, result)
+            print(table([result])[-1], flush=True)
+            return result
+
+        for name, seed in wanted:
+            require(name, seed)
+    return list(done.values())
+
+
+def _down(result: Result) -> None:
+    """Ends the cluster of a run."""
+    subprocess.run(python("elastic_rl.cli.main", "down", "-c", str(EXAMPLES / f"{result.example}.yaml"),
+                          f"--job={result.job}"), check=False, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,11 @@ class Config(Section):
         return self.uses_trainer and self.sft.max_steps > 0
 
     @property
+    def uses_training_prompts(self) -> bool:
+        """Whether the source's prompts to train on are used, be it to sample them only."""
+        return self.mode != "eval"
+
+    @property
     def logprob_tolerance(self) -> float:
         """``train.logprob_tolerance``, or what is usual for the dtype."""
         usual = {"float32": 1e-4, "bfloat16": 0.5}[self.device.dtype]

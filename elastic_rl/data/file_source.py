@@ -54,7 +54,8 @@ class FileSource:
         self.max_prompt_tokens = self._options.max_prompt_tokens
         self.max_response_tokens = self._options.max_response_tokens
 
-        self._rows = self._opened(self._options.paths, "data.options.paths")
+        paths = self._options.paths
+        self._rows = FilesRows([]) if paths is None else self._opened(paths, "data.options.paths")
         sets = {name: self._opened(paths, f"data.options.{'eval_paths' if name == 'eval' else f'evals.{name}'}")
                 for name, paths in self._options.eval_sets.items()}
         self._split: Permutation | None = None
@@ -148,6 +149,8 @@ class FileSource:
     def train(self) -> Sequence[Prompt]:
         """What is trained on. The scan, if one is needed, is done when this is first read."""
         options = self._options
+        if options.paths is None:
+            return []
         rules = scan.Rules(options.max_prompt_tokens if options.long_prompts == "drop" else None,
                            options.duplicates == "drop", options.overlap)
         kept = self._scanned(rules) if rules.need_a_scan else None

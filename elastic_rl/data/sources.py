@@ -21,6 +21,9 @@ from elastic_rl.data.tokenizer import CharacterTokenizer, Tokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins import describe, plain, resolve, text_of
 
+MAX_SET_NAME = 64
+"""Characters in the name of an evaluation set."""
+
 
 class DataSource(Protocol):
     """Prompts by index, tokenized. The same options, seed and files give the same prompts in every process: a prompt
@@ -81,6 +84,7 @@ class CheckedSource:
     """A source as it was when it was made: nothing but reading a prompt calls the user's code again."""
 
     train: Sequence[Prompt]
+    """Empty where the job does not use them."""
     eval: Sequence[Prompt]
     stop_token_ids: tuple[int, ...]
     max_prompt_tokens: int
@@ -103,9 +107,9 @@ def make_source(cfg: Config) -> CheckedSource:
     named = cfg.data.source
     tokenizer = ModelTokenizer(cfg.model.path) if cfg.model.path else CharacterTokenizer()
     try:
-        source = _check(_made(named, cfg.data.options, cfg.seed, cfg, tokenizer))
+        source = _check(_made(named, cfg.data.options, cfg.seed, cfg, tokenizer), train=cfg.uses_training_prompts)
         first = [(part, prompts[0]) for part, prompts in (("train", source.train), ("eval", source.eval)) if prompts]
-        fault = _fault_of_limits(source) or next(
+        fault = _fault_of_limits(source) or _fault_of_names(source) or next(
             (f"gives {part}[0] {reason}" for part, prompt in first if (reason := prompt_fault(prompt))), "")
         if source.train:
             for order in (source.order(cfg.seed), *([sft_order(source, cfg.seed)] if cfg.imitates_answers else ())):
@@ -123,10 +127,10 @@ def make_source(cfg: Config) -> CheckedSource:
     if fault:
         raise ConfigError(f"data.source={named!r} {fault}", hint="DataSource in elastic_rl/data/sources.py says what "
                           "a source has")
-    for part, what in ((source.eval, "evaluate"), (source.train, "train")):
-        if not part:
+    for part, what, needed in ((source.eval, "evaluate", True), (source.train, "train", cfg.uses_training_prompts)):
+        if needed and not part:
             raise ConfigError(f"the data source {named!r} has no prompt to {what} on",
-                              hint="check data.options and data.eval_fraction")
+                              hint="check data.options, such as paths, and data.eval_fraction")
     if cfg.imitates_answers and any(prompt.answer_ids is None for _, prompt in first):
         raise ConfigError(f"the data source {named!r} has no answers to imitate",
                           hint="set sft.max_steps to 0, or give the source's prompts answer_ids")
@@ -163,8 +167,8 @@ def _taken(named: str, factory: Callable[..., Any]) -> list[str]:
     return [p.name for p in by_name if p.name != options and p.name in OFFERED]
 
 
-def _check(made: Any) -> CheckedSource:
-    """Raises whatever the attributes of a user's source raise."""
+def _check(made: Any, *, train: bool) -> CheckedSource:
+    """``train``: whether the prompts to train on are used. Raises whatever the attributes of a user's source raise."""
     main = made.eval
     held_out, sets = _Counted(main), {str(k): v for k, v in dict(getattr(made, "evals", None) or {}).items()}
     eval_name = next((name for name, prompts in sets.items() if prompts is main), "eval")
@@ -172,10 +176,11 @@ def _check(made: Any) -> CheckedSource:
     named = {id(prompts): name for name, prompts in sets.items()}
     parts = [named.get(id(part), "") for part in main.parts] if isinstance(main, Concatenated) else []
     own = getattr(made, "order", None)
-    train = _Counted(made.train)
-    return CheckedSource(train, held_out, tuple(made.stop_token_ids), made.max_prompt_tokens, made.max_response_tokens,
-                    evals, eval_name, tuple(parts) if all(parts) else (), getattr(made, "tokenizer", None),
-                    own if own is not None else lambda seed: PromptOrder(len(train), seed))
+    trained = _Counted(made.train) if train else ()
+    return CheckedSource(trained, held_out, tuple(made.stop_token_ids), made.max_prompt_tokens,
+                         made.max_response_tokens, evals, eval_name, tuple(parts) if all(parts) else (),
+                         getattr(made, "tokenizer", None),
+                         own if own is not None else lambda seed: PromptOrder(len(trained), seed))
 
 
 def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str) -> list[int]:
@@ -226,6 +231,13 @@ def prompt_fault(prompt: object, *, answers: bool = False) -> str:
 
 def _are_token_ids(ids: object) -> bool:
     return isinstance(ids, tuple) and all(type(t) is int and 0 <= t < MAX_TOKEN_IDS for t in ids)
+
+
+def _fault_of_names(source: CheckedSource) -> str:
+    """What is wrong with the names of a source's evaluation sets, which are shown everywhere; "" for nothing."""
+    wrong = next((name for name in source.evals if not 0 < len(name) <= MAX_SET_NAME or not name.isprintable()), None)
+    return "" if wrong is None else (f"has an evaluation set with the name {plain(wrong, 100)!r}: a name has 1 to "
+                                     f"{MAX_SET_NAME} printable characters")
 
 
 def _fault_of_limits(source: CheckedSource) -> str:

@@ -51,8 +51,9 @@ class FileOptions(PromptOptions):
     """``data.options`` of the sources ``jsonl`` and ``parquet``. Columns are named as ``column``, or ``column.field``
     for a field of a column that holds objects."""
 
-    paths: Paths
-    """File, pattern (``*``, ``?``, ``[...]``, ``**``), or a list of them."""
+    paths: Paths | None = None
+    """File, pattern (``*``, ``?``, ``[...]``, ``**``), or a list of them. What is evaluated only (``mode: eval``) needs
+    none beside ``eval_paths`` or ``evals``."""
     prompt_key: str = ""
     """Column of the prompt's text."""
     messages_key: str = ""
@@ -86,6 +87,8 @@ class FileOptions(PromptOptions):
             raise ValueError("messages_key needs apply_chat_template: true")
         if "answer" in self.metadata_keys:
             raise ValueError("metadata has the answer as 'answer' already: leave it out of metadata_keys")
+        if self.paths is None and not self.eval_sets:
+            raise ValueError("set paths; or, with mode: eval, files to evaluate in eval_paths or evals")
         if "eval" in self.evals and self.eval_paths is not None:
             raise ValueError("the evaluation set of eval_paths is called eval: rename the one in evals")
         return self

@@ -23,12 +23,13 @@ class PromptReader:
 
     def __init__(self, cfg: Config, source: CheckedSource, waits: Waits, reads: SourceReads) -> None:
         self._cfg, self._source, self._waits, self._reads = cfg, source, waits, reads
-        self._order = reads.read("be ordered", lambda: source.order(cfg.seed))
-        self._sft_order = reads.read("be ordered", lambda: sft_order(source, cfg.seed)
-                                     ) if cfg.imitates_answers else None
+        self._order, self._sft_order = reads.read("be ordered", lambda: (
+            source.order(cfg.seed) if cfg.uses_training_prompts else None,
+            sft_order(source, cfg.seed) if cfg.imitates_answers else None))
 
     def indices(self, ordinals: Sequence[int]) -> list[int]:
         """Of the training prompts of ordinals."""
+        assert self._order is not None  # the mode has training prompts
         return self._indices(self._order, ordinals)
 
     def _indices(self, order: Order, ordinals: Sequence[int]) -> list[int]:

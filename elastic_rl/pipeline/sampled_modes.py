@@ -87,7 +87,9 @@ class EvaluationMode:
         """See ``SampledMode``."""
         own = self._cfg.eval
         return {"job": self._cfg.job, "model": self._cfg.model.path, "seed": self._cfg.seed,
-                "temperature": own.temperature, "samples_per_prompt": own.samples, "main": self._source.eval_name,
+                "reward": self._cfg.rollout.reward, "reward_options": self._cfg.rollout.reward_options,
+                "temperature": own.temperature, "samples_per_prompt": own.samples, "pass_reward": own.pass_reward,
+                "main": self._source.eval_name,
                 "sets": eval_summary.summarise_rows(
                     eval_summary.read_rows(file, alive), samples=own.samples, pass_reward=own.pass_reward,
                     main=self._source.eval_name, parts=self._source.eval_parts)}

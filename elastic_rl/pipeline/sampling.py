@@ -57,7 +57,7 @@ class Sampler:
         """``no_engine``: says which engines are missing while none serves; else "". Raises ConfigError for a setting
         that names nothing."""
         self._cfg, self._source, self._generate, self._waits = cfg, source, generate, waits
-        self._order = order_of(source, cfg.seed)
+        self._order = order_of(source, cfg.seed) if cfg.uses_training_prompts else None
         self._no_engine = no_engine
         self._on_failed = on_failed
         self._rewarder = Rewarder(cfg, waits, other=self._other, decode=decoder(source),
@@ -78,6 +78,7 @@ class Sampler:
     def training_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int) -> list[tuple[Group, str]]:
         """A group for each (ordinal, prompt), and the reason of the first filter that drops it, or "". One whose reward
         failed says so itself, and no filter sees it."""
+        assert self._order is not None  # the mode has training prompts
         # A prompt returns once in each of its passes over the data, so pass and prompt stand for the group.
         groups = self._groups([PromptRequest(
             ordinal, prompt, self._sampling(self._cfg.rollout.temperature, sampling_seed(

@@ -22,6 +22,7 @@ from support.hosts import Host
 OPERATOR, VIEWER = "an-operators-token", "a-viewers-token"
 AUTH = {"Authorization": f"Bearer {OPERATOR}"}
 """Headers of a request that may do anything."""
+LEASE_TTL_S = 5
 _START_S = 90.0
 """Several processes may start at once on a busy machine; one that ends at its start is noticed at once."""
 
@@ -62,7 +63,7 @@ class Replicas:
     def config_file(self, name: str) -> Path:
         self._tokens()
         path = self.folder / f"config-{name}.yaml"
-        coordinator = {"lease_ttl_s": 5, "reconcile_interval_s": 0.2, "host_lost_s": 0.5,
+        coordinator = {"lease_ttl_s": LEASE_TTL_S, "reconcile_interval_s": 0.2, "host_lost_s": 0.5,
                        **self.settings.get("coordinator", {}),
                        **({"host": self.hosts[name].address} if name in self.hosts else {})}
         path.write_text(yaml.safe_dump({"job": self.keys.job, "run_dir": str(self.folder), "etcd":

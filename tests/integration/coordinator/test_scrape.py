@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.coordinators import AUTH, Replicas
+from support.coordinators import AUTH, LEASE_TTL_S, Replicas
 from support.etcd_server import EtcdServers
 from support.monitoring import expressions, metrics_of, promtool
 
@@ -107,9 +107,9 @@ def test_every_metric_of_the_rules_and_the_dashboard_is_exported(
         found = scrape(replicas, "a")
         assert found["engine_version_lag", (("engine", "e1"),)] == 1
         assert found["dcs_arena_used_bytes", (("node", "n0"),)] == 60
-        assert 0 <= found["member_heartbeat_age_seconds", (("role", "rollout"),)] < 5
+        assert 0 <= found["member_heartbeat_age_seconds", (("role", "rollout"),)] < 60
         assert 0 <= found["member_lease_left_seconds", (("role", "rollout"),)] <= 5 * LEASE_HEARTBEATS
-        assert 0 <= found["leader_lease_left_seconds", ()] <= 2
+        assert 0 <= found["leader_lease_left_seconds", ()] <= LEASE_TTL_S
         assert found["etcd_member_up", (("endpoint", replicas.etcd_servers[0]),)] == 1
         assert found["etcd_db_bytes", (("endpoint", replicas.etcd_servers[0]),)] > 0
         assert 0.2 < found["job_effective_time_ratio", ()] <= 0.5

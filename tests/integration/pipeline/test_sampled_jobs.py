@@ -161,6 +161,7 @@ def test_evaluation_goes_on_where_its_actor_was_replaced_and_waits_for_engines(d
         assert not second
         result = json.loads((job.cfg.job_dir / "eval.json").read_text())
         small, large = (result["sets"][name]["prompts"] for name in ("small", "large"))
+        assert (result["reward"], result["reward_options"]) == (job.cfg.rollout.reward, job.cfg.rollout.reward_options)
         assert list(result["sets"]) == ["eval", "small", "large"] and result["sets"]["eval"]["prompts"] == small + large
         assert [(row["set"], row["index"], row["sample"]) for row in job.rows("eval.jsonl")] == [
             (name, i, n) for name, count in (("small", small), ("large", large)) for i in range(count) for n in (0, 1)]

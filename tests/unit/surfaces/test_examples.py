@@ -143,6 +143,8 @@ def _program(folder: Path, accuracy: float, then: str) -> list[str]:
 import json, sys, time
 from elastic_rl import config
 cfg = config.load(sys.argv[sys.argv.index("-c") + 1], [a for a in sys.argv if a.startswith("--job=")])
+if "down" in sys.argv:
+    sys.exit((cfg.job_dir / "is-down").touch())
 cfg.job_dir.mkdir(parents=True)
 (cfg.job_dir / "report.json").write_text(json.dumps(
     {{"steps": 5, "eval_accuracy_first": 0.3, "eval_accuracy_last": {accuracy}}}))
@@ -169,6 +171,21 @@ def test_each_run_is_a_job_of_its_own_that_is_shown_and_judged(
     if not limit:
         logs = [assets / line.rpartition("see ")[2] for line in out.splitlines() if ": see " in line]
         assert ["--seed=0" in logs[0].read_text(), "--seed=3" in logs[1].read_text()] == [True, True]
+
+
+def test_examples_that_take_anothers_policy_run_after_it_while_its_cluster_is_up(
+        assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(assets)
+    program = _program(tmp_path, 0.9, "")
+    monkeypatch.setattr(run_examples, "python", lambda module, *args: [*program, *args])
+    assert set(run_examples.POLICY_OF) | set(run_examples.POLICY_OF.values()) <= set(run_examples.examples([]))
+    results = run_examples.run_all([("eval", 5), ("rejection_sampling", 5), ("sft", 5)], {}, 60.0)
+    assert [(r.example, r.fault) for r in results] == [("sft", ""), ("eval", ""), ("rejection_sampling", "")]
+    logs = {r.example: (assets / "runs" / f"{r.job}.log").read_text() for r in results}
+    sft = results[0]
+    assert "--keep-up" in logs["sft"] and "--from-job" not in logs["sft"]
+    assert all(f"--from-job={sft.job}" in logs[name] for name in ("eval", "rejection_sampling"))
+    assert [r.example for r in results if (assets / "runs" / r.job / "is-down").exists()] == ["sft"]
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["sft", "--seeds", "one"]])

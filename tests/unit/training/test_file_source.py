@@ -42,13 +42,25 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def make(folder: Path, model: Path | str, kind: str = "jsonl", *, seed: int = 0, eval_fraction: float = 0.1,
-         **options: Any) -> Any:
+         mode: str = "rl", **options: Any) -> Any:
     if not {"prompt_key", "messages_key", "template"} & options.keys():
         options["prompt_key"] = "question"
     given = {"max_prompt_tokens": 64, "max_response_tokens": 8} | options
     return make_source(config.parse({
-        "seed": seed, "run_dir": str(folder / "runs"), "model": {"path": str(model)}, "sft": {"max_steps": 0},
+        "mode": mode, "seed": seed, "run_dir": str(folder / "runs"), "model": {"path": str(model)},
+        "sft": {"max_steps": 0},
         "data": {"source": kind, "options": given, "eval_fraction": eval_fraction}}))
+
+
+def test_files_to_evaluate_are_enough_to_evaluate(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": f"what is {n}"} for n in range(9)])
+    given = {"evals": {"sums": {"paths": path}}}
+    source = make(tmp_path, model, mode="eval", **given)
+    assert len(source.eval) == 9 and len(source.train) == 0 and source.eval_name == "sums"
+    with pytest.raises(ConfigError, match="no prompt to train on"):
+        make(tmp_path, model, **given)
+    with pytest.raises(ConfigError, match="set paths; or, with mode: eval"):
+        make(tmp_path, model, mode="eval")
 
 
 def texts(prompts: Sequence[Prompt]) -> list[str]:

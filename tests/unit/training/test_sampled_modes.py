@@ -148,6 +148,16 @@ def test_main_set_of_a_source_that_does_not_name_it_is_called_eval() -> None:
     assert {name: score.prompts for name, score in scores.items()} == {"eval": 2, "hard": 1}
 
 
+def test_prompts_to_train_on_are_not_looked_at_where_nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"data": {"source": f"{__name__}:_Source"}, "sft": {"max_steps": 0}}
+    monkeypatch.setattr(_Source, "train", property(lambda self: 1 / 0))
+    source = make_source(config.parse({**settings, "mode": "eval"}))
+    assert len(source.train) == 0 and len(source.eval) == 2
+    for mode in ("rl", "rejection_sampling"):
+        with pytest.raises(ConfigError, match="ZeroDivisionError"):
+            make_source(config.parse({**settings, "mode": mode}))
+
+
 # -- what is kept -----------------------------------------------------------------------------------------------------
 @given(st.lists(st.builds(sample, st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3),
                           finish=st.sampled_from(["stop", "length", "abort"])), max_size=8),
