@@ -13,8 +13,10 @@ import asyncio
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, overload
 
 from elastic_rl.data.samples import Prompt, Sample
@@ -22,6 +24,9 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.worker_pool import WorkerPool
 
+_MAX_PROCESSES = 256
+_MIN_MEMORY_MB = 256
+"""Python with its libraries needs most of it."""
 SampleReward = Callable[[str, Prompt], float | Reward | Awaitable[float | Reward]]
 """From the text of a response and its prompt to what it is worth; plain or async."""
 
@@ -58,7 +63,12 @@ def per_sample(function: SampleReward | None = None, /, *, timeout_s: float = 10
     An ``async`` function is called in the process of the loop. A plain one runs in ``processes`` processes of its own,
     which import its module, have ``memory_mb`` MiB of address space each, and are killed when a response takes longer
     than ``timeout_s`` seconds. Of the prompt it gets ``token_ids``, ``text``, ``answer_ids`` and ``metadata``.
+
+    Raises ValueError for limits that no call could keep.
     """
+    if not 0 < timeout_s < math.inf or not 1 <= processes <= _MAX_PROCESSES or not memory_mb >= _MIN_MEMORY_MB:
+        raise ValueError(f"per_sample: timeout_s={timeout_s!r}, processes={processes!r}, memory_mb={memory_mb!r}, but "
+                         f"it needs a time above 0, 1 to {_MAX_PROCESSES} processes and at least {_MIN_MEMORY_MB} MiB")
     if function is None:
         return lambda given: PerSample(given, timeout_s, processes, memory_mb)
     return PerSample(function, timeout_s, processes, memory_mb)
@@ -128,7 +138,7 @@ def _marked(name: str) -> PerSample:
 
 def _as_reward(given: Any) -> Any:
     """A number as Reward; anything else as it is, for whoever checks rewards."""
-    return Reward(given) if isinstance(given, int | float) else given
+    return Reward(float(given)) if isinstance(given, Real) else given
 
 
 def require_reward_fn(found: object, setting: str, name: str) -> None:

@@ -18,6 +18,7 @@ import pytest
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugin_host import MAX_MESSAGE
+from elastic_rl.rewards import forms
 from elastic_rl.rewards.base import Reward, RewardFn
 from elastic_rl.rewards.registry import close_reward, make_reward
 from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
@@ -50,7 +51,7 @@ def work(job):
 def length(text, prompt):
     return len(text) + prompt.metadata.get("more", 0)
 
-@per_sample(timeout_s=0.5, processes=1)
+@per_sample(timeout_s=3.0, processes=1)
 def hangs_on_x(text, prompt):
     while text == "x": pass
     return Reward(1.0, {"part": 0.5})
@@ -58,6 +59,11 @@ def hangs_on_x(text, prompt):
 @per_sample
 async def later(text, prompt):
     return float(text)
+
+@per_sample
+def of_numpy(text, prompt):
+    import numpy as np
+    return {"float32": np.float32(0.5), "int": np.int64(2), "bool": True}[text]
 
 @per_sample
 def no_number(text, prompt):
@@ -219,13 +225,22 @@ def test_function_of_one_sample_is_a_reward() -> None:
     assert _rewards(make_reward("reward_plugin:length", {}), PROMPT, "", "abc") == [Reward(10.0), Reward(13.0)]
     assert _rewards(make_reward("reward_plugin:later", {}), PROMPT, "1.5") == [Reward(1.5)]
     assert _rewards(make_reward("reward_plugin:hangs_on_x", {}), PROMPT, "y") == [Reward(1.0, {"part": 0.5})]
+    assert _rewards(make_reward("reward_plugin:of_numpy", {}), PROMPT, "float32", "int", "bool") == [
+        Reward(0.5), Reward(2.0), Reward(1.0)]
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": 0.0}, {"timeout_s": float("inf")}, {"timeout_s": float("nan")},
+                                    {"processes": 0}, {"processes": 10_000}, {"memory_mb": 1}])
+def test_limits_that_no_call_can_keep_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"per_sample: .*{next(iter(limits))}"):
+        forms.per_sample(**limits)
 
 
 def test_function_that_hangs_or_returns_nonsense_fails_its_group_only() -> None:
     reward = make_reward("reward_plugin:hangs_on_x", {})
 
     async def both() -> None:
-        with pytest.raises(PluginFailed, match="took longer than 0.5 s"):
+        with pytest.raises(PluginFailed, match="took longer than 3 s"):
             await reward(PROMPT, [Sample((), text="y"), Sample((), text="x")])
         assert len(await reward(PROMPT, [Sample((), text="y")])) == 1
 
