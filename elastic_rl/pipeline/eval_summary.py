@@ -65,7 +65,8 @@ class SetSummary:
         before = reward - self.mean
         self.mean += before / self.prompts
         self.squares += before * (reward - self.mean)
-        right = sum(r >= self.pass_reward for r in rewards)
+        # The 0 of a failed reward says nothing of the sample, and might be enough.
+        right = sum(r >= self.pass_reward and not row.get("failed") for r, row in zip(rewards, rows, strict=True))
         for k in ks(self.samples_per_prompt):
             self.passed[k] = self.passed.get(k, 0.0) + pass_at_k(len(rows), right, k)
         self.failed += any(row.get("failed") for row in rows)

@@ -90,6 +90,12 @@ def test_prompt_of_a_part_counts_for_the_main_set_too() -> None:
     assert (found["other"]["truncated"], found["other"]["failed_rewards"]) == (1.0, 1)
 
 
+def test_failed_reward_is_never_right() -> None:
+    given = [*rows("a", [[-1.0, 0.5]]), *(row | {"index": 1} for row in rows("a", [[0.0, 0.0]], failed="no answer"))]
+    found = eval_summary.summarise_rows(given, samples=2, pass_reward=-0.5, main="a", parts=())
+    assert found["a"]["pass_at"] == {"1": 0.25, "2": 0.5} and found["a"]["failed_rewards"] == 1
+
+
 def test_file_of_samples_that_is_cut_off_is_no_result(tmp_path: Path) -> None:
     (tmp_path / "eval.jsonl").write_text('{"set": "eval"}\n{"set"')
     with pytest.raises(OutputFailed, match="cannot be read"):
