@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
 
-from elastic_rl import config
+from elastic_rl import config, files
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
@@ -31,7 +31,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState
 from elastic_rl.etcd.transaction import TxnResult
-from elastic_rl.pipeline import pieces, schedule
+from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.output import Output
 from elastic_rl.pipeline.pieces import Piece, PieceFolder
 from elastic_rl.pipeline.schedule import Lost, Plan, State
@@ -185,7 +185,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[World]:
         fsync(fd)
         worlds[-1].place()
 
-    monkeypatch.setattr(pieces.os, "fsync", place)
+    monkeypatch.setattr(files.os, "fsync", place)
     return worlds
 
 
