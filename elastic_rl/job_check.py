@@ -14,7 +14,7 @@ from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
 from elastic_rl.engine.generation import GENERATE_FNS
 from elastic_rl.engine.own_generate import OwnGenerate
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
-from elastic_rl.host import model_folder
+from elastic_rl.host import checkpoint_room, model_folder
 from elastic_rl.models.arch import ModelArch
 from elastic_rl.pipeline.sampled_modes import rejection_groups
 from elastic_rl.pipeline.sampling import decoder
@@ -129,10 +129,21 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
 
     found = _finding("model", model)
     yield found
+    if facts is not None:
+        arch = facts.arch
+        yield _finding("checkpoints", lambda: _room(cfg, arch))
     if found.fault and cfg.data.source != "addition":
         yield Finding("data", "not examined: it may need the model's tokenizer")
     else:
         yield _finding("data", data)
+
+
+def _room(cfg: Config, arch: ModelArch) -> str:
+    sizes = checkpoint_room.version_sizes(cfg, arch)
+    if found := list(checkpoint_room.faults(cfg, sizes)):
+        raise ConfigError("; ".join(f.message for f in found), hint="; ".join(f.fix for f in found))
+    state = f", one of the trainer's state {sizes.trainer_state >> 20} MiB" if sizes.trainer_state else ""
+    return f"a version of the policy has {sizes.policy >> 20} MiB{state}"
 
 
 def _of_defaults(cfg: Config) -> Iterator[Finding]:

@@ -150,7 +150,7 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
         yield Fault(f"{folder} has {surplus[0]}, and config.json says num_hidden_layers={arch.layers}",
                     "correct num_hidden_layers in config.json, or download the model again")
     wrong = [(name, shape) for name in arch.hf_names()
-             if name in shapes and (shape := _shape_of(name, arch)) and shapes[name] != shape]
+             if name in shapes and (shape := shape_of(name, arch)) and shapes[name] != shape]
     for name, shape in wrong[:_SHOWN]:
         yield Fault(f"{name} has shape {shapes[name]} where config.json says {shape}",
                     "correct config.json, which is not that of these weights, or download the model again")
@@ -164,7 +164,7 @@ def _layer_of(name: str) -> int:
     return int(part) if name.startswith("model.layers.") and part.isdecimal() else -1
 
 
-def _shape_of(name: str, arch: ModelArch) -> list[int]:
+def shape_of(name: str, arch: ModelArch) -> list[int]:
     """The shape that a tensor of the model has by its config; [] where its name does not say."""
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     ffn = arch.moe.ffn if arch.moe is not None else arch.ffn

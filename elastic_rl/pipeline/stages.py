@@ -57,7 +57,8 @@ log = logging.getLogger(__name__)
 
 _LOST_RETRY_S = (0.5, 10.0)
 """Pauses after losses of the trainer with no step between them."""
-_SAVE_AGAIN_S = 1.0
+_SAVE_AGAIN_S = (1.0, 15.0)
+"""Pauses between commits of a state that the checkpoint service did not take."""
 _FENCE_CHECK_S = 5.0
 _LAST_STEP = "last_step"
 """In the cursor: what is known of a step before it is trained."""
@@ -391,10 +392,12 @@ class Pipeline:
 
         if save():
             return
-        with self.waits.holding("dcs", "the checkpoint service to commit the last state"):
+        backoff = RetryBackoff(*_SAVE_AGAIN_S)
+        with self.waits.holding("dcs", "the checkpoint service to commit the last state: see the alert publish.failed"):
             self.waits.works()  # but for what is held
             while not save():
-                self.waits.pause(_SAVE_AGAIN_S)
+                backoff.failed(time.monotonic())
+                self.waits.pause(backoff.left_s(time.monotonic()))
 
     @execute.register
     def _write_samples(self, effect: schedule.Write) -> None:

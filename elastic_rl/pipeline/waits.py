@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 _RETRY_S = (0.1, 2.0)
 """First and longest pause between two attempts."""
+_OWN_AFTER_S = 5.0
+"""A wait within an attempt that is repeated takes the place of what the attempts wait for after this time. Shorter ones
+are part of the attempt; they would else be shown in turns with it, each too young to be seen."""
 _LOG_AFTER_S = 1.0
 """Shorter waits are part of a step and are not logged."""
 
@@ -48,6 +51,8 @@ class Waits:
         self._since = self._counted_from = 0.0
         self._logged = False
         self._held: _Wait | None = None
+        self._within: _Wait | None = None
+        """A wait for something else while one is held."""
         self._idle_s: dict[str, float] = {}
 
     def stage(self, name: str) -> None:
@@ -58,7 +63,7 @@ class Waits:
 
     def works(self) -> None:
         """The loop does not wait (any more), but for a wait that is held: see ``holding``. Raises Fenced."""
-        held = self._held
+        held, self._within = self._held, None
         if held is not None:
             self._set(held.kind, held.what, held.since)
         elif self._kind:
@@ -67,8 +72,13 @@ class Waits:
     def waits(self, kind: str, what: str) -> None:
         """The loop waits for a part of the system. Call it again and again while it does. Raises Fenced when the loop
         is to end."""
-        held = self._held
-        self._wait(_Wait(kind, what, held.since if held is not None and held.kind == kind else time.monotonic()))
+        held, now = self._held, time.monotonic()
+        if held is None or held.kind == kind:
+            self._wait(_Wait(kind, what, now if held is None else held.since))
+            return
+        if self._within is None or self._within.kind != kind:
+            self._within = _Wait(kind, what, now)
+        self._wait(_Wait(kind, what, self._within.since) if now - self._within.since >= _OWN_AFTER_S else held)
 
     def _wait(self, wait: _Wait) -> None:
         if self._stopping.is_set():
@@ -90,8 +100,9 @@ class Waits:
 
     @contextlib.contextmanager
     def holding(self, kind: str, what: str, since: float | None = None) -> Iterator[None]:
-        """Inside, the loop waits for this whenever it waits for nothing else: an attempt that is repeated begins new
-        stages and waits, and without this each would end the wait before it is old enough to be shown."""
+        """Inside, the loop waits for this whenever it waits for nothing else, or not for long: an attempt that is
+        repeated begins new stages and waits, and without this each would end the wait before it is old enough to be
+        shown."""
         outer, self._held = self._held, _Wait(kind, what, time.monotonic() if since is None else since)
         try:
             yield

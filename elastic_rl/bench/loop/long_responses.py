@@ -30,7 +30,8 @@ _CHARACTERS = "".join(map(chr, (*range(0x21, 0x7F), *range(0xC0, 0xCF))))
 _VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, *_CHARACTERS, UNKNOWN])}
 _SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 7, "num_heads": 8, "num_kv_heads": 4,
           "head_dim": 64, "max_positions": 320}
-_SETTINGS = (f"--data.source={__name__}:make_source", f"--rollout.reward={__name__}:even_tokens")
+_SETTINGS = (f"--data.source={__name__}:make_source", f"--rollout.reward={__name__}:even_tokens",
+             f"--dcs.arena_bytes={1 << 30}", f"--dcs.disk_bytes={4 << 30}")
 
 
 def configure_rl(folder: Path, options: Options, steps: int) -> Config:

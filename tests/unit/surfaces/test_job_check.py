@@ -69,6 +69,16 @@ def test_job_on_a_file_is_sound(tmp_path: Path, model: Path) -> None:
     assert "get 1, 1, 1, 1" in found["reward of the answers"].detail
 
 
+def test_checkpoint_service_without_room_for_the_model_is_refused(tmp_path: Path, model: Path) -> None:
+    enough = by_part(text_job(tmp_path, model, ROWS))["checkpoints"]
+    assert "a version of the policy has" in enough.detail and not enough.fault
+    cfg = text_job(tmp_path, model, ROWS, "--dcs.arena_bytes=1048576", "--dcs.disk_bytes=0", "--dcs.keep_versions=1000")
+    found = by_part(cfg)["checkpoints"]
+    assert "dcs.arena_bytes=1048576" in found.fault and "--dcs.arena_bytes=" in found.hint
+    with pytest.raises(ConfigError, match="has no room"):
+        job_check.require(cfg)
+
+
 def test_answers_that_get_nothing_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_zero_reward.py").write_text(
         "from elastic_rl.rewards.base import Reward\n"

@@ -67,15 +67,31 @@ def test_wait_for_a_call_that_fails_again_and_again_goes_on_while_it_is_repeated
     assert waits.take_idle_s().keys() <= {"advantage", "train"}
 
 
-def test_other_waits_inside_a_repeated_call_are_shown_in_its_place() -> None:
+def test_other_waits_inside_a_repeated_call_are_shown_in_its_place_once_they_are_long(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turns with it, each would be too young to be seen."""
+    now = [100.0]
+    monkeypatch.setattr("elastic_rl.pipeline.waits.time.monotonic", lambda: now[0])
     reports = Reports()
     waits = Waits(reports, threading.Event())
     with waits.holding("dcs", "the commit"):
+        for _ in range(2):
+            waits.works()
+            for _ in range(3):
+                waits.waits("trainer", "the trainer to answer")
+                now[0] += 2.0
         waits.works()
-        waits.waits("trainer", "the trainer to answer")
+        for _ in range(5):
+            waits.waits("trainer", "the trainer to answer")
+            waits.waits("engines", "engines")
+            now[0] += 4.0
+        for _ in range(3):
+            waits.waits("trainer", "the trainer to answer")
+            now[0] += 4.0
         waits.works()
     waits.works()
-    assert [kind for _, kind in reports] == ["dcs", "trainer", "dcs", ""]
+    kinds = [kind for _, kind in reports]
+    assert kinds == ["dcs"] * (4 + 4 + 1 + 10 + 2) + ["trainer", "dcs", ""]
 
 
 def test_loop_that_is_to_end_waits_no_more() -> None:
