@@ -394,8 +394,10 @@ class Pipeline:
             return
         backoff = RetryBackoff(*_SAVE_AGAIN_S)
         with self.waits.holding("dcs", "the checkpoint service to commit the last state: see the alert publish.failed"):
-            self.waits.works()  # but for what is held
-            while not save():
+            while True:
+                self.waits.works()  # but for what is held, which is shown when it has lasted a while
+                if save():
+                    return
                 backoff.failed(time.monotonic())
                 self.waits.pause(backoff.left_s(time.monotonic()))
 
