@@ -1,4 +1,5 @@
-"""Replacing a file as a whole: who reads it finds what was there before or all of what is new, also after kill -9."""
+"""Replacing a file as a whole: who reads it finds what was there before or all of what is new, also after kill -9. One
+process at a time writes a file, or each with a mark of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
     once. What a killed process leaves there is replaced by the next one with this mark. ``private``: readable by its
     owner only. ``durable``: when this returns, the new content also survives a loss of power.
 
-    Raises OSError, and what ``content`` raises; then the file is as it was.
+    Raises OSError, and what ``content`` raises; then the file is as it was, but for an OSError of a durable one's last
+    sync, which leaves the new content.
     """
     partial = path.with_name(f"{path.name}{'.' if mark else ''}{mark}.partial")
     partial.unlink(missing_ok=True)

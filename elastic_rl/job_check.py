@@ -29,6 +29,10 @@ _READ = 16
 _REWARDED = 4
 _LARGE = 512
 """Hidden size from which on a model is not one that was made to be tried out."""
+_AT_FIRST = ("checkpoints", "evaluation sets")
+"""Parts that are required of a new job only."""
+_MAX_SET_NAME = 64
+"""Characters in the name of an evaluation set, which is shown everywhere."""
 _SHOWN = 200
 """Characters of a prompt that are shown."""
 
@@ -44,10 +48,11 @@ class Finding:
     hint: str = ""
 
 
-def require(cfg: Config) -> None:
+def require(cfg: Config, *, begun: bool = False) -> None:
     """Raises ConfigError with everything that is wrong with what the settings name. Reads the data's first prompts
-    only, and calls no reward: it is done at each start of a job."""
-    faults = [f for f in (*_plug_ins(cfg), *_model_and_data(cfg)) if f.fault]
+    only, and calls no reward: it is done at each start of a job. ``begun``: the job has committed something; then
+    nothing is refused that cannot be changed any more, or without which it may still go on."""
+    faults = [f for f in (*_plug_ins(cfg), *_model_and_data(cfg)) if f.fault and not (begun and f.part in _AT_FIRST)]
     if faults:
         raise ConfigError("\n  ".join(f.fault for f in faults),
                           hint="; ".join(dict.fromkeys(f.hint for f in faults if f.hint)))
@@ -115,8 +120,9 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         arch = facts.arch
         return f"{cfg.model.path}: {arch.layers} layers, hidden size {arch.hidden}, {arch.vocab} tokens"
 
-    def data() -> str:
+    def data(found: Callable[[CheckedSource], object]) -> str:
         source = make_source(cfg)
+        found(source)
         if facts is not None or not cfg.model.path:
             model_folder.require_positions(cfg, facts, source.max_prompt_tokens + source.max_response_tokens)
         if cfg.mode == "rejection_sampling":
@@ -135,7 +141,17 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
     if found.fault and cfg.data.source != "addition":
         yield Finding("data", "not examined: it may need the model's tokenizer")
     else:
-        yield _finding("data", data)
+        sources: list[CheckedSource] = []
+        yield _finding("data", lambda: data(sources.append))
+        for source in sources:
+            yield from _of_set_names(source)
+
+
+def _of_set_names(source: CheckedSource) -> Iterator[Finding]:
+    wrong = [name for name in source.evals if not 0 < len(name) <= _MAX_SET_NAME or not name.isprintable()]
+    if wrong:
+        yield Finding("evaluation sets", fault=f"the name {plain(wrong[0], 100)!r} of an evaluation set",
+                      hint=f"names of sets have 1 to {_MAX_SET_NAME} printable characters")
 
 
 def _room(cfg: Config, arch: ModelArch) -> str:

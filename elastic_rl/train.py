@@ -157,7 +157,7 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
     if begun is not None:
         cfg = inherited_model.with_inherited_model(cfg, begun.from_job)
         job_spec.require_same(cfg, decided)
-        job_check.require(cfg)
+        job_check.require(cfg, begun=True)
         return cfg
     version = 0
     if not from_job and decided.spec is not None and decided.spec.from_job and (

@@ -111,10 +111,14 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def run(name: str, seed: int, limit_s: float, threshold: Threshold | None, *arguments: str) -> Result:
+def job_of(name: str, seed: int) -> str:
+    """A name for the job of a run, which no other one has."""
+    return f"{name.replace('_', '-')[:20]}-s{seed}-{time.strftime('%m%d-%H%M%S')}"
+
+
+def run(name: str, seed: int, job: str, limit_s: float, threshold: Threshold | None, *arguments: str) -> Result:
     """Trains an example as a job of its own, on a cluster of its own. Its output goes to a file that is named.
     ``arguments``: further ones of ``elastic-rl train``."""
-    job = f"{name.replace('_', '-')[:20]}-s{seed}-{time.strftime('%m%d-%H%M%S')}"
     settings = [f"--job={job}", f"--seed={seed}"]
     cfg = config.load(EXAMPLES / f"{name}.yaml", settings)
     log = cfg.run_dir / f"{job}.log"
@@ -148,8 +152,8 @@ def _report(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends the process at the end, if it runs: with a signal on which it takes its cluster down. No SIGINT: started in
-    the background of a shell script, it would ignore that."""
+    """Ends the process at the end, if it runs: with a signal on which it takes its cluster down, unless that is to
+    stay. No SIGINT: started in the background of a shell script, it would ignore that."""
     try:
         yield
     finally:
@@ -183,31 +187,37 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], limit_s: float) -> list[Result]:
     """Runs examples, each by name and seed, and before them those whose policy they take: the cluster of such a one
-    stays up to the end."""
+    stays up to the end, however that comes. What would take the policy of a run that failed is not started."""
     done: dict[tuple[str, int], Result] = {}
     taken = {(POLICY_OF[name], seed) for name, seed in wanted if name in POLICY_OF}
     with contextlib.ExitStack() as clusters:
         def require(name: str, seed: int) -> Result:
-            if (name, seed) in done:
-                return done[name, seed]
-            arguments = [f"--from-job={require(POLICY_OF[name], seed).job}"] if name in POLICY_OF else []
+            if (name, seed) not in done:
+                done[name, seed] = result = start(name, seed, job_of(name, seed))
+                print(table([result])[-1], flush=True)
+            return done[name, seed]
+
+        def start(name: str, seed: int, job: str) -> Result:
+            arguments = []
+            if name in POLICY_OF:
+                base = require(POLICY_OF[name], seed)
+                if base.fault:
+                    return Result(name, seed, job, None, None, 0.0, f"needs {base.example}, which failed")
+                arguments.append(f"--from-job={base.job}")
             if (name, seed) in taken:
                 arguments.append("--keep-up")
-            result = done[name, seed] = run(name, seed, limit_s, known.get(name), *arguments)
-            if (name, seed) in taken:
-                clusters.callback(_down, result)
-            print(table([result])[-1], flush=True)
-            return result
+                clusters.callback(_down, name, job)
+            return run(name, seed, job, limit_s, known.get(name), *arguments)
 
         for name, seed in wanted:
             require(name, seed)
     return list(done.values())
 
 
-def _down(result: Result) -> None:
-    """Ends the cluster of a run."""
-    subprocess.run(python("elastic_rl.cli.main", "down", "-c", str(EXAMPLES / f"{result.example}.yaml"),
-                          f"--job={result.job}"), check=False, stdout=subprocess.DEVNULL)
+def _down(name: str, job: str) -> None:
+    """Ends the cluster of a run. Raises CalledProcessError when it cannot be ended."""
+    subprocess.run(python("elastic_rl.cli.main", "down", "-c", str(EXAMPLES / f"{name}.yaml"), f"--job={job}"),
+                   check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,6 @@ class FileSource:
         self.max_prompt_tokens = self._options.max_prompt_tokens
         self.max_response_tokens = self._options.max_response_tokens
 
-        paths = self._options.paths
-        self._rows = FilesRows([]) if paths is None else self._opened(paths, "data.options.paths")
         sets = {name: self._opened(paths, f"data.options.{'eval_paths' if name == 'eval' else f'evals.{name}'}")
                 for name, paths in self._options.eval_sets.items()}
         self._split: Permutation | None = None
@@ -68,6 +66,12 @@ class FileSource:
         self.eval: Sequence[Prompt] = next(iter(self.evals.values()))
         self._held_out: np.ndarray | None = None
         self._excluded = np.zeros(0, np.uint64)
+
+    @cached_property
+    def _rows(self) -> FilesRows:
+        """The rows of the training files, which are opened when they are first used."""
+        paths = self._options.paths
+        return FilesRows([]) if paths is None else self._opened(paths, "data.options.paths")
 
     # -- files --------------------------------------------------------------------------------------------------------
     def _opened(self, paths: str | list[str], setting: str) -> FilesRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
@@ -80,11 +81,19 @@ class Mix:
         for source in self._sources:
             if hasattr(source, "exclude"):  # a source of the user's sees to this itself
                 source.exclude(held_out)
-        self.train = Concatenated([_named(source.train, name) for source, name in
-                                   zip(self._sources, self._names, strict=True)])
+
+    @cached_property
+    def train(self) -> Concatenated:
+        """What is trained on: read from the parts when it is first used."""
+        return Concatenated([_named(source.train, name) for source, name in
+                             zip(self._sources, self._names, strict=True)])
 
     def order(self, seed: int) -> Order:
-        """Parts by weight, each in its own order."""
+        """Parts by weight, each in its own order. Raises ConfigError for a part without a prompt."""
+        for name, prompts in zip(self._names, self.train.parts, strict=True):
+            if not len(prompts):
+                raise ConfigError(f"the part {name!r} of the mix has no prompt to train on",
+                                  hint="check its options, such as paths")
         parts = [(order_of(source, _seed_of(seed, name)), len(source.train))
                  for source, name in zip(self._sources, self._names, strict=True)]
         return WeightedOrder(parts, [part.weight for part in self._parts], seed)

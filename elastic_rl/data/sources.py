@@ -21,9 +21,6 @@ from elastic_rl.data.tokenizer import CharacterTokenizer, Tokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins import describe, plain, resolve, text_of
 
-MAX_SET_NAME = 64
-"""Characters in the name of an evaluation set."""
-
 
 class DataSource(Protocol):
     """Prompts by index, tokenized. The same options, seed and files give the same prompts in every process: a prompt
@@ -109,7 +106,7 @@ def make_source(cfg: Config) -> CheckedSource:
     try:
         source = _check(_made(named, cfg.data.options, cfg.seed, cfg, tokenizer), train=cfg.uses_training_prompts)
         first = [(part, prompts[0]) for part, prompts in (("train", source.train), ("eval", source.eval)) if prompts]
-        fault = _fault_of_limits(source) or _fault_of_names(source) or next(
+        fault = _fault_of_limits(source) or next(
             (f"gives {part}[0] {reason}" for part, prompt in first if (reason := prompt_fault(prompt))), "")
         if source.train:
             for order in (source.order(cfg.seed), *([sft_order(source, cfg.seed)] if cfg.imitates_answers else ())):
@@ -231,13 +228,6 @@ def prompt_fault(prompt: object, *, answers: bool = False) -> str:
 
 def _are_token_ids(ids: object) -> bool:
     return isinstance(ids, tuple) and all(type(t) is int and 0 <= t < MAX_TOKEN_IDS for t in ids)
-
-
-def _fault_of_names(source: CheckedSource) -> str:
-    """What is wrong with the names of a source's evaluation sets, which are shown everywhere; "" for nothing."""
-    wrong = next((name for name in source.evals if not 0 < len(name) <= MAX_SET_NAME or not name.isprintable()), None)
-    return "" if wrong is None else (f"has an evaluation set with the name {plain(wrong, 100)!r}: a name has 1 to "
-                                     f"{MAX_SET_NAME} printable characters")
 
 
 def _fault_of_limits(source: CheckedSource) -> str:

@@ -21,45 +21,62 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class VersionSizes:
-    """Bytes of one version of each stream. Small tensors, such as norms, are not counted."""
+    """Bytes of what is published. Small tensors, such as norms, are not counted."""
 
     policy: int
-    trainer_state: int
-    """0 where there is no trainer. Its weights are those of the policy of the same step, so they take no room twice."""
+    trainer_state: int = 0
+    """With the weights, which are those of the policy of the same step and take no room twice; without the reference
+    policy. 0 where there is no trainer."""
+    reference: int = 0
+    """Of the reference policy, which all states of the trainer share."""
 
 
 def version_sizes(cfg: Config, arch: ModelArch) -> VersionSizes:
     """Weights in the dtype of the run; of the trainer two moments of Adam in fp32 and, where weights are not in fp32,
-    masters, and the weights of the reference policy."""
+    masters."""
     parameters = sum(math.prod(shape) for name in arch.hf_names() if (shape := shape_of(name, arch)))
     item = _ITEM_BYTES[cfg.device.dtype]
     policy = parameters * item
     if not cfg.uses_trainer:
-        return VersionSizes(policy, 0)
+        return VersionSizes(policy)
     masters = 0 if item == 4 else 4 * parameters
-    reference = policy if cfg.mode == "rl" and cfg.algorithm.measures_kl else 0
-    return VersionSizes(policy, policy + 8 * parameters + masters + reference)
+    return VersionSizes(policy, policy + 8 * parameters + masters,
+                        policy if cfg.mode == "rl" and cfg.algorithm.measures_kl else 0)
 
 
 def faults(cfg: Config, sizes: VersionSizes) -> Iterator[Fault]:
     """What has no room on a node that serves the whole job, and what to set."""
     dcs = cfg.dcs
-    largest = max(sizes.policy, sizes.trainer_state)
-    in_memory = largest + (sizes.policy if cfg.uses_engines and cfg.uses_trainer else 0)
-    kept = max(sizes.policy, sizes.trainer_state) * dcs.keep_versions
-    if dcs.keep_bytes:
-        kept = max(largest, min(kept, dcs.keep_bytes))
-    if not dcs.disk_bytes:
-        in_memory = max(in_memory, kept + largest)
+    published = max(sizes.policy, sizes.trainer_state) + sizes.reference
+    pulled = sizes.policy if cfg.uses_engines and cfg.uses_trainer else 0
+    stored = published + _kept(cfg, sizes)
+    in_memory = published + pulled if dcs.disk_bytes else max(published + pulled, stored)
     if dcs.arena_bytes < in_memory:
         what = ("of the largest version and of the policy that is pulled meanwhile" if dcs.disk_bytes
                 else "of all versions that are kept, and of the next one: there is no disk (dcs.disk_bytes=0)")
         yield Fault(f"dcs.arena_bytes={dcs.arena_bytes} ({dcs.arena_bytes // _MIB} MiB) has no room for the "
                     f"{in_memory // _MIB} MiB {what}", f"set --dcs.arena_bytes={_suggested(in_memory)}")
-    elif dcs.disk_bytes and dcs.arena_bytes + dcs.disk_bytes < kept + largest:
-        yield Fault(f"dcs.disk_bytes={dcs.disk_bytes} ({dcs.disk_bytes // _MIB} MiB) and the arena have no room for "
-                    f"the {(kept + largest) // _MIB} MiB of {dcs.keep_versions} versions and of the next one",
-                    f"set --dcs.disk_bytes={_suggested(kept + largest)}, or a smaller --dcs.keep_versions")
+    if 0 < dcs.disk_bytes < stored:
+        yield Fault(f"dcs.disk_bytes={dcs.disk_bytes} ({dcs.disk_bytes // _MIB} MiB) has no room for the "
+                    f"{stored // _MIB} MiB of all versions that are kept, and of the next one",
+                    f"set --dcs.disk_bytes={_suggested(stored)}, or a smaller --dcs.keep_versions")
+
+
+def _kept(cfg: Config, sizes: VersionSizes) -> int:
+    """Bytes of the versions that are kept, beside the one that is published, when a run has made as many."""
+    dcs = cfg.dcs
+    if not cfg.uses_trainer or dcs.keep_age_s:
+        # Without a trainer one version is published, and again the same; by age, the number depends on the speed.
+        return sizes.trainer_state
+    states = _limited(dcs.keep_versions * sizes.trainer_state, sizes.trainer_state, dcs.keep_bytes)
+    # Policies of steps whose state is not saved have weights of their own. The newest one often has a state.
+    between = dcs.keep_versions - 1 if cfg.mode == "rl" and cfg.train.state_every_steps > 1 else 0
+    return states + _limited(between * sizes.policy, 0, dcs.keep_bytes)
+
+
+def _limited(nbytes: int, newest: int, keep_bytes: int) -> int:
+    """Of one stream, of which the newest version is always kept."""
+    return max(newest, min(nbytes, keep_bytes)) if keep_bytes else nbytes
 
 
 def _suggested(nbytes: int) -> int:

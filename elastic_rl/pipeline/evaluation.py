@@ -15,7 +15,7 @@ PIECE = 1024
 """Prompts whose samples are in memory at once: a set may have a million. More would not keep the engines busier: this
 is 64 requests of the default size, which is as many as are in flight."""
 _NAMED = 64
-"""Sets that records of etcd have."""
+"""Sets that records of etcd have, and characters of a set's name there: a new job has no longer ones."""
 
 EvaluatePiece = Callable[[str, range], Sequence[Group]]
 """From the name of a set and indices of its prompts to the group of each. It waits for whatever is away."""
@@ -73,5 +73,5 @@ def further_sets(scores: Mapping[str, SetScore], main: str) -> dict[str, float]:
 
 
 def bounded(accuracies: Mapping[str, float]) -> dict[str, float]:
-    """As records of etcd have them: the first so many."""
-    return dict(list(accuracies.items())[:_NAMED])
+    """As records of etcd have them: the first so many, with names of a bounded length."""
+    return {name[:_NAMED]: accuracy for name, accuracy in list(accuracies.items())[:_NAMED]}

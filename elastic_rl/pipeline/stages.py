@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 _LOST_RETRY_S = (0.5, 10.0)
 """Pauses after losses of the trainer with no step between them."""
 _SAVE_AGAIN_S = (1.0, 15.0)
-"""Pauses between commits of a state that the checkpoint service did not take."""
+"""Pauses before a commit is asked for again that the checkpoint service did not take."""
 _FENCE_CHECK_S = 5.0
 _LAST_STEP = "last_step"
 """In the cursor: what is known of a step before it is trained."""

@@ -18,9 +18,11 @@ T = TypeVar("T")
 
 _RETRY_S = (0.1, 2.0)
 """First and longest pause between two attempts."""
-_OWN_AFTER_S = 5.0
-"""A wait within an attempt that is repeated takes the place of what the attempts wait for after this time. Shorter ones
-are part of the attempt; they would else be shown in turns with it, each too young to be seen."""
+_SAID_AFTER_S, _OWN_AFTER_S = 5.0, 60.0
+"""A wait within an attempt that is repeated is part of it: after the first time the text says so, after the second one
+it takes the attempts' place. In turns with them, each would be too young to be seen."""
+_SHOW_EVERY_S = 1.0
+"""In a pause: what is waited for is written once it is old enough."""
 _LOG_AFTER_S = 1.0
 """Shorter waits are part of a step and are not logged."""
 
@@ -47,7 +49,7 @@ class Waits:
         """``stopping``: ends every wait with Fenced."""
         self._report, self._stopping = report, stopping
         self._stage = ""
-        self._kind = ""
+        self._kind = self._what = ""
         self._since = self._counted_from = 0.0
         self._logged = False
         self._held: _Wait | None = None
@@ -78,7 +80,12 @@ class Waits:
             return
         if self._within is None or self._within.kind != kind:
             self._within = _Wait(kind, what, now)
-        self._wait(_Wait(kind, what, self._within.since) if now - self._within.since >= _OWN_AFTER_S else held)
+        lasted = now - self._within.since
+        if lasted >= _OWN_AFTER_S:
+            self._wait(_Wait(kind, what, self._within.since))
+        else:
+            self._wait(_Wait(held.kind, f"{held.what} (now for {what})" if lasted >= _SAID_AFTER_S else held.what,
+                             held.since))
 
     def _wait(self, wait: _Wait) -> None:
         if self._stopping.is_set():
@@ -86,7 +93,7 @@ class Waits:
         self._set(wait.kind, wait.what, wait.since)
 
     def _set(self, kind: str, what: str, since: float) -> None:
-        now = time.monotonic()
+        now, self._what = time.monotonic(), what
         if kind != self._kind:
             if self._kind:
                 self._idle_s[self._stage] = self._idle_s.get(self._stage, 0.0) + now - self._counted_from
@@ -111,8 +118,14 @@ class Waits:
 
     def pause(self, seconds: float) -> None:
         """Raises Fenced when the loop is to end."""
-        if self._stopping.wait(seconds):
-            raise Fenced("this loop is to end")
+        end = time.monotonic() + seconds
+        while not self._stopping.wait(min(seconds, _SHOW_EVERY_S)):
+            seconds = end - time.monotonic()
+            if seconds <= 0:
+                return
+            if self._kind:
+                self._report(self._stage, self._kind, self._what)
+        raise Fenced("this loop is to end")
 
     def retry(self, kind: str, call: Callable[[], T], *, end_on: tuple[type[Exception], ...] = ()) -> T:
         """The result of a call that fails because some part is away, as soon as it succeeds. ``end_on``: errors that

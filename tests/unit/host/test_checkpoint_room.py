@@ -35,35 +35,48 @@ PARAMETERS = 2 * 50 * 8 + 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 24)
 """By hand: embedding and head; in each layer queries, keys and values, output, MLP."""
 
 
-@pytest.mark.parametrize(("settings", "a_weight", "a_state"), [
-    ({"device__dtype": "float32"}, 4, 4 + 8), ({"device__dtype": "bfloat16"}, 2, 2 + 8 + 4),
-    ({"device__dtype": "bfloat16", "algorithm__kl_coef": 0.1}, 2, 2 + 8 + 4 + 2), ({"mode": "eval"}, 4, 0)])
-def test_sizes_are_those_of_what_is_published(arch: ModelArch, settings: dict[str, Any], a_weight: int, a_state: int
-                                              ) -> None:
-    assert version_sizes(of(**settings), arch) == VersionSizes(PARAMETERS * a_weight, PARAMETERS * a_state)
+@pytest.mark.parametrize(("settings", "policy", "state", "reference"), [
+    ({"device__dtype": "float32"}, 4, 4 + 8, 0), ({"device__dtype": "bfloat16"}, 2, 2 + 8 + 4, 0),
+    ({"device__dtype": "bfloat16", "algorithm__kl_coef": 0.1}, 2, 2 + 8 + 4, 2), ({"mode": "eval"}, 4, 0, 0)])
+def test_sizes_are_those_of_what_is_published(arch: ModelArch, settings: dict[str, Any], policy: int, state: int,
+                                              reference: int) -> None:
+    assert version_sizes(of(**settings), arch) == VersionSizes(
+        PARAMETERS * policy, PARAMETERS * state, PARAMETERS * reference)
+
+
+def dcs(**mib: int) -> dict[str, Any]:
+    return {f"dcs__{key}": value if key == "keep_versions" or value == 1 else value * MIB for key, value in mib.items()}
 
 
 SIZES = VersionSizes(policy=100 * MIB, trainer_state=300 * MIB)
+STORED = 300 + 4 * 300 + 3 * 100
+"""MiB: the next state, those that are kept, and the policies of steps between them."""
 
 
 @pytest.mark.parametrize(("settings", "named"), [
-    ({"arena_bytes": 399 * MIB}, "dcs.arena_bytes=.* has no room for the 400 MiB"),
-    ({"arena_bytes": 400 * MIB, "disk_bytes": 1099 * MIB}, "dcs.disk_bytes=.* have no room for the 1500 MiB"),
-    ({"arena_bytes": 1499 * MIB, "disk_bytes": 0}, "there is no disk")])
-def test_what_has_no_room_is_refused_and_fits_with_what_is_suggested(settings: dict[str, int], named: str) -> None:
-    def given(values: dict[str, int]) -> Config:
-        return of(**{f"dcs__{key}": value for key, value in values.items()})
-
-    [found] = faults(given(settings), SIZES)
+    (dcs(arena_bytes=399, disk_bytes=STORED), "dcs.arena_bytes=.* has no room for the 400 MiB"),
+    (dcs(arena_bytes=10_000, disk_bytes=STORED - 1), f"dcs.disk_bytes=.* has no room for the {STORED} MiB"),
+    (dcs(arena_bytes=STORED - 1, disk_bytes=0), f"for the {STORED} MiB .* there is no disk"),
+    ({**dcs(arena_bytes=400, disk_bytes=1499), "train__state_every_steps": 1}, "for the 1500 MiB")])
+def test_what_has_no_room_is_refused_and_fits_with_what_is_suggested(settings: dict[str, Any], named: str) -> None:
+    [found] = faults(of(**settings), SIZES)
     assert re.search(named, found.message)
-    for _ in range(2):  # a larger arena may show that the disk is too small
-        for fault in faults(given(settings), SIZES):
-            [(key, value)] = re.findall(r"--dcs\.(\w+)=(\d+)", fault.fix)[:1]
-            settings = {**settings, key: int(value)}
-    assert list(faults(given(settings), SIZES)) == []
+    [(key, value)] = re.findall(r"--dcs\.(\w+)=(\d+)", found.fix)
+    assert list(faults(of(**settings | {f"dcs__{key}": value}), SIZES)) == []
 
 
-def test_room_that_is_just_enough_is_enough() -> None:
-    for settings in ({"arena_bytes": 400 * MIB, "disk_bytes": 1100 * MIB}, {"arena_bytes": 1500 * MIB, "disk_bytes": 0},
-                     {"arena_bytes": 400 * MIB, "disk_bytes": 200 * MIB, "keep_bytes": 1}):
-        assert list(faults(of(**{f"dcs__{k}": v for k, v in settings.items()}), SIZES)) == []
+@pytest.mark.parametrize("settings", [
+    dcs(arena_bytes=400, disk_bytes=STORED), dcs(arena_bytes=STORED, disk_bytes=0),
+    dcs(arena_bytes=400, disk_bytes=601, keep_bytes=1),
+    {**dcs(arena_bytes=400, disk_bytes=600), "dcs__keep_age_s": 9},
+    {**dcs(arena_bytes=400, disk_bytes=1500), "train__state_every_steps": 1}])
+def test_room_that_is_just_enough_is_enough(settings: dict[str, Any]) -> None:
+    assert list(faults(of(**settings), SIZES)) == []
+
+
+@pytest.mark.parametrize("mode", ["eval", "rejection_sampling"])
+def test_job_without_a_trainer_needs_room_for_one_policy(mode: str) -> None:
+    only = VersionSizes(policy=100 * MIB)
+    assert list(faults(of(mode=mode, **dcs(arena_bytes=100, disk_bytes=100)), only)) == []
+    assert list(faults(of(mode=mode, **dcs(arena_bytes=100, disk_bytes=0)), only)) == []
+    assert len(list(faults(of(mode=mode, **dcs(arena_bytes=99, disk_bytes=100)), only))) == 1

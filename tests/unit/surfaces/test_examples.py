@@ -188,6 +188,33 @@ def test_examples_that_take_anothers_policy_run_after_it_while_its_cluster_is_up
     assert [r.example for r in results if (assets / "runs" / r.job / "is-down").exists()] == ["sft"]
 
 
+def test_cluster_that_stays_for_another_example_ends_however_the_runs_end(
+        assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(assets)
+    program, jobs = _program(tmp_path, 0.9, ""), []
+    monkeypatch.setattr(run_examples, "python", lambda module, *args: [*program, *args])
+
+    def interrupted(name: str, seed: int, job: str, *_: object) -> None:
+        jobs.append(job)
+        config.load(EXAMPLES / "sft.yaml", [f"--job={job}"]).job_dir.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(run_examples, "run", interrupted)
+        run_examples.run_all([("eval", 6)], {}, 60.0)
+    assert len(jobs) == 1 and (assets / "runs" / jobs[0] / "is-down").exists()
+
+
+def test_example_without_the_policy_that_it_takes_is_a_failure(
+        assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(assets)
+    program = _program(tmp_path, 0.9, "sys.exit(7)")
+    monkeypatch.setattr(run_examples, "python", lambda module, *args: [*program, *args])
+    results = run_examples.run_all([("eval", 7)], {}, 60.0)
+    assert [(r.example, r.fault) for r in results] == [
+        ("sft", "ended with exit code 7"), ("eval", "needs sft, which failed")]
+
+
 @pytest.mark.parametrize("arguments", [["nonsense"], ["sft", "--seeds", "one"]])
 def test_wrong_arguments_end_before_anything_is_run(arguments: list[str]) -> None:
     ended = subprocess.run([sys.executable, str(EXAMPLES / "run_examples.py"), *arguments], capture_output=True,

@@ -77,6 +77,18 @@ def test_checkpoint_service_without_room_for_the_model_is_refused(tmp_path: Path
     assert "dcs.arena_bytes=1048576" in found.fault and "--dcs.arena_bytes=" in found.hint
     with pytest.raises(ConfigError, match="has no room"):
         job_check.require(cfg)
+    job_check.require(cfg, begun=True)  # it may fit after all, and to refuse it would end it
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\nb"])
+def test_names_of_evaluation_sets_are_those_that_can_be_shown(tmp_path: Path, model: Path, name: str) -> None:
+    (tmp_path / "held_out.jsonl").write_text('{"question": "what?", "answer": "7"}\n')
+    cfg = text_job(tmp_path, model, ROWS, "--data.options.evals=" + json.dumps(
+        {name: {"paths": str(tmp_path / "held_out.jsonl")}}))
+    assert "of an evaluation set" in by_part(cfg)["evaluation sets"].fault
+    with pytest.raises(ConfigError, match="64 printable characters"):
+        job_check.require(cfg)
+    job_check.require(cfg, begun=True)
 
 
 def test_answers_that_get_nothing_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,26 @@ def make(folder: Path, model: Path | str, kind: str = "jsonl", *, seed: int = 0,
         "data": {"source": kind, "options": given, "eval_fraction": eval_fraction}}))
 
 
+def make_mix(folder: Path, model: Path, mode: str, options: Mapping[str, Any]) -> Any:
+    return make_source(config.parse({
+        "mode": mode, "run_dir": str(folder / "runs"), "model": {"path": str(model)}, "sft": {"max_steps": 0},
+        "data": {"source": "mix", "options": options}}))
+
+
 def test_files_to_evaluate_are_enough_to_evaluate(tmp_path: Path, model: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": f"what is {n}"} for n in range(9)])
     given = {"evals": {"sums": {"paths": path}}}
     source = make(tmp_path, model, mode="eval", **given)
     assert len(source.eval) == 9 and len(source.train) == 0 and source.eval_name == "sums"
+    assert len(make(tmp_path, model, mode="eval", paths="/of/another/machine.jsonl", **given).eval) == 9
+    mixed = {"parts": [{"source": "jsonl", "options": {
+        "prompt_key": "question", "max_prompt_tokens": 64, "max_response_tokens": 8, "paths": path, **given}}]}
+    assert len(make_mix(tmp_path, model, "eval", mixed).eval) == 9  # also where each would be trained on
+    [part] = mixed["parts"]
+    mixed["parts"] = [{**part, "name": "sums", "options": {k: v for k, v in part["options"].items() if k != "paths"}},
+                      {**part, "name": "whole", "options": {**part["options"], "overlap": "unchecked"}}]
+    with pytest.raises(ConfigError, match="part 'sums' of the mix has no prompt to train on"):
+        make_mix(tmp_path, model, "rl", mixed)
     with pytest.raises(ConfigError, match="no prompt to train on"):
         make(tmp_path, model, **given)
     with pytest.raises(ConfigError, match="set paths; or, with mode: eval"):

@@ -373,7 +373,6 @@ def _make(monkeypatch: pytest.MonkeyPatch, factory: Any, *settings: str) -> Any:
 @pytest.mark.parametrize("changed", [
     {"train": [{}]}, {"eval": [{}]}, {"train": {}}, {"train": {1: PROMPT}}, {"train": None}, {"stop_token_ids": 1},
     {"stop_token_ids": "1"}, {"max_prompt_tokens": "4"}, {"max_response_tokens": 4.0}, {"max_response_tokens": 0},
-    {"evals": {"": [PROMPT]}}, {"evals": {"x" * 65: [PROMPT]}}, {"evals": {"a\nb": [PROMPT]}},
     {"train": [Prompt(())]}, {"train": [Prompt([1])]}, {"train": [Prompt((1,), answer_ids=())]}])
 def test_source_of_wrong_types_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="mine"):

@@ -67,31 +67,48 @@ def test_wait_for_a_call_that_fails_again_and_again_goes_on_while_it_is_repeated
     assert waits.take_idle_s().keys() <= {"advantage", "train"}
 
 
-def test_other_waits_inside_a_repeated_call_are_shown_in_its_place_once_they_are_long(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_inside_a_repeated_call_are_part_of_its_own_until_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """In turns with it, each would be too young to be seen."""
-    now = [100.0]
+    now, said = [100.0], list[tuple[str, str]]()
     monkeypatch.setattr("elastic_rl.pipeline.waits.time.monotonic", lambda: now[0])
+    waits = Waits(lambda stage, kind, what: said.append((kind, what)), threading.Event())
+
+    def waited(seconds: int) -> set[tuple[str, str]]:
+        said.clear()
+        for _ in range(seconds):
+            waits.waits("trainer", "the trainer")
+            now[0] += 1.0
+        return set(said)
+
+    with waits.holding("dcs", "the commit"):
+        waits.works()
+        for _ in range(3):  # attempts
+            assert waited(5) == {("dcs", "the commit")}
+            assert waited(50) == {("dcs", "the commit (now for the trainer)")}
+            waits.waits("engines", "engines")
+            waits.works()
+            assert said[-2:] == [("dcs", "the commit")] * 2
+        assert waited(60)
+        assert waited(9) == {("trainer", "the trainer")}, "this is no attempt of the commit any more"
+        waits.works()
+        assert said[-1] == ("dcs", "the commit")
+    waits.works()
+    assert said[-1] == ("", "")
+
+
+def test_wait_goes_on_to_be_reported_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.pipeline.waits._SHOW_EVERY_S", 0.01)
     reports = Reports()
     waits = Waits(reports, threading.Event())
+    waits.stage("save")
+    waits.pause(0.05)
+    assert reports == [("save", "")], "it works"
     with waits.holding("dcs", "the commit"):
-        for _ in range(2):
-            waits.works()
-            for _ in range(3):
-                waits.waits("trainer", "the trainer to answer")
-                now[0] += 2.0
         waits.works()
-        for _ in range(5):
-            waits.waits("trainer", "the trainer to answer")
-            waits.waits("engines", "engines")
-            now[0] += 4.0
-        for _ in range(3):
-            waits.waits("trainer", "the trainer to answer")
-            now[0] += 4.0
-        waits.works()
-    waits.works()
-    kinds = [kind for _, kind in reports]
-    assert kinds == ["dcs"] * (4 + 4 + 1 + 10 + 2) + ["trainer", "dcs", ""]
+        waits.pause(0.0)
+        assert reports == [("save", ""), ("save", "dcs")]
+        waits.pause(0.05)
+    assert len(reports) > 2 and set(reports[2:]) == {("save", "dcs")}
 
 
 def test_loop_that_is_to_end_waits_no_more() -> None:
