@@ -27,7 +27,8 @@ _PORTS = range(20_000, 30_000)
 """Below the ports that Linux gives to outgoing connections (from 32768 on), one of which could take a server's port
 before the server binds it, and below those of Kubernetes' services (30000 to 32767)."""
 _PORT_TRIES = 100
-_given_ports: deque[int] = deque(maxlen=256)
+_given_ports: deque[tuple[int, socket.socket]] = deque(maxlen=256)
+"""Each with what claims it."""
 T = TypeVar("T")
 _forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forker")
 """PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one."""
@@ -64,15 +65,19 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free now, and that this process was not given lately. Another process may take it before the
-    caller binds it, but no outgoing connection does. Raises OSError for a host that is not this one."""
+    """A TCP port that is free now, and that neither this process nor another one of this project on this host, which
+    still runs, was given lately: a server may bind it many seconds later. A foreign process may take it before that,
+    but no outgoing connection does. Raises OSError for a host that is not this one."""
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_PORTS)
-        if port in _given_ports:
-            continue
-        with contextlib.suppress(OSError), socket.socket(_family(host)) as s:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as claimed, socket.socket(_family(host)) as s:
+            claim = claimed.enter_context(socket.socket(socket.AF_UNIX))
+            claim.bind(f"\0elastic-rl/port/{port}")  # an abstract name, which ends with this process
             s.bind((host, port))
-            _given_ports.append(port)
+            if len(_given_ports) == _given_ports.maxlen:
+                _given_ports.popleft()[1].close()
+            _given_ports.append((port, claim))
+            claimed.pop_all()
             return port
     with socket.socket(_family(host)) as s:
         s.bind((host, 0))

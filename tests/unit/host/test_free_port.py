@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Iterator
 
@@ -14,11 +16,12 @@ from elastic_rl import runtime
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """A socket on the first of the only two ports that can be given."""
-    with socket.socket() as taken:
-        port = runtime.free_port()
-        taken.bind(("127.0.0.1", port))
-        monkeypatch.setattr(runtime, "_PORTS", (port, runtime.free_port()))
+    with socket.socket() as taken, socket.socket() as other:
+        taken.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(runtime, "_PORTS", (taken.getsockname()[1], other.getsockname()[1]))
         monkeypatch.setattr(runtime, "_given_ports", deque(maxlen=2))
+        other.close()
         yield taken
 
 
@@ -32,6 +35,28 @@ def test_port_that_is_taken_or_was_given_before_is_not_given(taken: socket.socke
     first, second = runtime._PORTS
     assert runtime.free_port() == second
     assert runtime.free_port() not in (first, second), "there is none left, so the kernel gives one"
+
+
+def test_port_that_another_process_was_given_and_has_not_bound_yet_is_not_given() -> None:
+    program = ("import sys\nfrom elastic_rl import runtime\nruntime._PORTS = (int(sys.argv[1]),)\n"
+               "print(runtime.free_port(), flush=True)\nsys.stdin.read()")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", program, str(port)], stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE, text=True)
+
+    with start() as first, start() as second:
+        assert first.stdout is not None and second.stdout is not None
+        given = {int(first.stdout.readline()), int(second.stdout.readline())}
+        assert port in given and len(given) == 2
+        first.kill()
+        second.kill()
+    with start() as third:
+        assert third.stdout is not None and int(third.stdout.readline()) == port, "a claim ends with its process"
+        third.kill()
 
 
 def test_address_of_another_host_is_an_error() -> None:
