@@ -40,10 +40,11 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
             partial.unlink(missing_ok=True)
         raise
     if durable:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder, such as that of a file that was renamed, survive a loss of power. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

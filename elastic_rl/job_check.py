@@ -14,7 +14,7 @@ from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
 from elastic_rl.engine.generation import GENERATE_FNS
 from elastic_rl.engine.own_generate import OwnGenerate
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
-from elastic_rl.host import checkpoint_room, model_folder
+from elastic_rl.host import checkpoint_capacity, model_folder
 from elastic_rl.models.arch import ModelArch
 from elastic_rl.pipeline.sampled_modes import rejection_groups
 from elastic_rl.pipeline.sampling import decoder
@@ -29,7 +29,7 @@ _READ = 16
 _REWARDED = 4
 _LARGE = 512
 """Hidden size from which on a model is not one that was made to be tried out."""
-_AT_FIRST = ("checkpoints", "evaluation sets")
+_NEW_JOBS_ONLY = ("checkpoints", "evaluation sets")
 """Parts that are required of a new job only."""
 _MAX_SET_NAME = 64
 """Characters in the name of an evaluation set, which is shown everywhere."""
@@ -52,7 +52,8 @@ def require(cfg: Config, *, begun: bool = False) -> None:
     """Raises ConfigError with everything that is wrong with what the settings name. Reads the data's first prompts
     only, and calls no reward: it is done at each start of a job. ``begun``: the job has committed something; then
     nothing is refused that cannot be changed any more, or without which it may still go on."""
-    faults = [f for f in (*_plug_ins(cfg), *_model_and_data(cfg)) if f.fault and not (begun and f.part in _AT_FIRST)]
+    faults = [f for f in (*_plug_ins(cfg), *_model_and_data(cfg))
+              if f.fault and not (begun and f.part in _NEW_JOBS_ONLY)]
     if faults:
         raise ConfigError("\n  ".join(f.fault for f in faults),
                           hint="; ".join(dict.fromkeys(f.hint for f in faults if f.hint)))
@@ -110,6 +111,7 @@ def _plug_ins(cfg: Config) -> Iterator[Finding]:
 def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambda source: None) -> Iterator[Finding]:
     """``made``: gets the source, if the data and the model fit."""
     facts: model_folder.Facts | None = None
+    source: CheckedSource | None = None
 
     def model() -> str:
         nonlocal facts
@@ -120,9 +122,9 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         arch = facts.arch
         return f"{cfg.model.path}: {arch.layers} layers, hidden size {arch.hidden}, {arch.vocab} tokens"
 
-    def data(found: Callable[[CheckedSource], object]) -> str:
+    def data() -> str:
+        nonlocal source
         source = make_source(cfg)
-        found(source)
         if facts is not None or not cfg.model.path:
             model_folder.require_positions(cfg, facts, source.max_prompt_tokens + source.max_response_tokens)
         if cfg.mode == "rejection_sampling":
@@ -137,26 +139,25 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
     yield found
     if facts is not None:
         arch = facts.arch
-        yield _finding("checkpoints", lambda: _room(cfg, arch))
+        yield _finding("checkpoints", lambda: _capacity(cfg, arch))
     if found.fault and cfg.data.source != "addition":
         yield Finding("data", "not examined: it may need the model's tokenizer")
     else:
-        sources: list[CheckedSource] = []
-        yield _finding("data", lambda: data(sources.append))
-        for source in sources:
-            yield from _of_set_names(source)
+        yield _finding("data", data)
+        if source is not None:
+            yield from _of_eval_set_names(source)
 
 
-def _of_set_names(source: CheckedSource) -> Iterator[Finding]:
+def _of_eval_set_names(source: CheckedSource) -> Iterator[Finding]:
     wrong = [name for name in source.evals if not 0 < len(name) <= _MAX_SET_NAME or not name.isprintable()]
     if wrong:
         yield Finding("evaluation sets", fault=f"the name {plain(wrong[0], 100)!r} of an evaluation set",
                       hint=f"names of sets have 1 to {_MAX_SET_NAME} printable characters")
 
 
-def _room(cfg: Config, arch: ModelArch) -> str:
-    sizes = checkpoint_room.version_sizes(cfg, arch)
-    if found := list(checkpoint_room.faults(cfg, sizes)):
+def _capacity(cfg: Config, arch: ModelArch) -> str:
+    sizes = checkpoint_capacity.version_sizes(cfg, arch)
+    if found := list(checkpoint_capacity.faults(cfg, sizes)):
         raise ConfigError("; ".join(f.message for f in found), hint="; ".join(f.fix for f in found))
     state = f", one of the trainer's state {sizes.trainer_state >> 20} MiB" if sizes.trainer_state else ""
     return f"a version of the policy has {sizes.policy >> 20} MiB{state}"

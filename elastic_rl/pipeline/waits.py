@@ -53,7 +53,7 @@ class Waits:
         self._since = self._counted_from = 0.0
         self._logged = False
         self._held: _Wait | None = None
-        self._within: _Wait | None = None
+        self._nested: _Wait | None = None
         """A wait for something else while one is held."""
         self._idle_s: dict[str, float] = {}
 
@@ -65,7 +65,7 @@ class Waits:
 
     def works(self) -> None:
         """The loop does not wait (any more), but for a wait that is held: see ``holding``. Raises Fenced."""
-        held, self._within = self._held, None
+        held, self._nested = self._held, None
         if held is not None:
             self._set(held.kind, held.what, held.since)
         elif self._kind:
@@ -78,11 +78,11 @@ class Waits:
         if held is None or held.kind == kind:
             self._wait(_Wait(kind, what, now if held is None else held.since))
             return
-        if self._within is None or self._within.kind != kind:
-            self._within = _Wait(kind, what, now)
-        lasted = now - self._within.since
+        if self._nested is None or self._nested.kind != kind:
+            self._nested = _Wait(kind, what, now)
+        lasted = now - self._nested.since
         if lasted >= _OWN_AFTER_S:
-            self._wait(_Wait(kind, what, self._within.since))
+            self._wait(_Wait(kind, what, self._nested.since))
         else:
             self._wait(_Wait(held.kind, f"{held.what} (now for {what})" if lasted >= _SAID_AFTER_S else held.what,
                              held.since))

@@ -21,6 +21,7 @@ from typing import Any
 
 from elastic_rl.dcs import failpoints
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, DiskFull, PreflightFailed
+from elastic_rl.files import sync_folder
 
 _CHUNK = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _PARTIAL = ".partial"
@@ -141,7 +142,7 @@ class WriteBatch:
         with self._removed_on_failure(path.with_name(path.name + _PARTIAL)) as partial:
             if not path.parent.exists():
                 path.parent.mkdir()
-                _sync_folder(disk.folder)
+                sync_folder(disk.folder)
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             self._files[digest] = fd, partial, nbytes
             try:
@@ -162,7 +163,7 @@ class WriteBatch:
             for digest, (_, partial, _) in self._files.items():
                 partial.rename(self._disk.path(digest))
                 renamed.append(digest)
-            _in_parallel(_sync_folder, {self._disk.path(digest).parent for digest in renamed})
+            _in_parallel(sync_folder, {self._disk.path(digest).parent for digest in renamed})
             failpoints.reach("disk.saved")
         except OSError as e:
             for digest in renamed:
@@ -227,11 +228,3 @@ def _locked(path: Path, job: str) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

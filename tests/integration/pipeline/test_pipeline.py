@@ -60,9 +60,9 @@ class TrainerWithoutTensors:
         self.loss_fails = threading.Event()
         self.loss_fails_late = threading.Event()
         """After an update of a step that is no saved one."""
-        self.no_room = threading.Event()
-        """Not for what is saved, which takes a second to be found."""
-        self.refused_saves: list[float] = []
+        self.rejects_saves = threading.Event()
+        """Each attempt takes a second and is not committed."""
+        self.rejected_saves: list[float] = []
         """When."""
         self.republished = 0
         self.form()
@@ -129,11 +129,11 @@ class TrainerWithoutTensors:
                 return {}
             self.board.put_output(command.id, save({"logprobs": torch.zeros(mask.shape), "greedy": mask.clone()}))
             return {}
-        if command.kind is CommandKind.SAVE and self.no_room.is_set():
+        if command.kind is CommandKind.SAVE and self.rejects_saves.is_set():
             self.board.waits_for = "the trainer to commit its state"
             self._stop.wait(1.0)
             self.board.waits_for = ""
-            self.refused_saves.append(time.monotonic())
+            self.rejected_saves.append(time.monotonic())
             return {"committed": False}
         if command.kind is CommandKind.SAVE:
             if command.begin_rl:
@@ -303,14 +303,14 @@ def test_state_that_is_not_committed_is_a_wait_that_is_shown_and_repeated_ever_l
     job = make_job(**{"train.steps": str(STEPS + 1)})  # the last one is not saved with its step
     job.start_actor()
     job.wait_for(1)
-    job.trainer.no_room.set()
+    job.trainer.rejects_saves.set()
     assert "the checkpoint service to commit the last state" in job.wait_waiting("dcs")
     since = job.status().waiting_since
-    wait_until(lambda: len(job.trainer.refused_saves) >= 4, timeout_s=WAIT_S, what="some attempts")
+    wait_until(lambda: len(job.trainer.rejected_saves) >= 4, timeout_s=WAIT_S, what="some attempts")
     assert (job.status().waiting_kind, job.status().waiting_since) == ("dcs", since)
-    *_, before, last = job.trainer.refused_saves[:4]
+    *_, before, last = job.trainer.rejected_saves[:4]
     assert last - before > 2.5, "one second of the attempt, and a pause of at least 3 s"
-    job.trainer.no_room.clear()
+    job.trainer.rejects_saves.clear()
     job.finish()
     assert job.trainer.saved[-1].step == STEPS + 1
 

@@ -96,7 +96,7 @@ def test_batch_whose_sync_fails_stores_none_of_its_chunks(disk: DiskFolder, monk
     def fail(folder: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("elastic_rl.dcs.storage.disk._sync_folder", fail)
+    monkeypatch.setattr("elastic_rl.dcs.storage.disk.sync_folder", fail)
     with pytest.raises(OSError, match="Input/output"), disk.batch() as batch:
         for digest in (before[:2] + "0" * 30, before[:2] + "1" * 30):  # in a folder that is there
             batch.add(digest, memoryview(b"y" * 10))

@@ -14,7 +14,7 @@ from elastic_rl.host.model_folder import Fault, shape_of
 from elastic_rl.models.arch import ModelArch
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_ROOM = 1.25
+_HEADROOM = 1.25
 """What is suggested, over what is needed: space comes in chunks, and versions that are pulled stay a little longer."""
 _MIB = 1 << 20
 
@@ -81,4 +81,4 @@ def _limited(nbytes: int, newest: int, keep_bytes: int) -> int:
 
 def _suggested(nbytes: int) -> int:
     """With some room, in whole MiB."""
-    return math.ceil(nbytes * _ROOM / _MIB) * _MIB
+    return math.ceil(nbytes * _HEADROOM / _MIB) * _MIB

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_rl import config
 from elastic_rl.config import Config
-from elastic_rl.host.checkpoint_room import VersionSizes, faults, version_sizes
+from elastic_rl.host.checkpoint_capacity import VersionSizes, faults, version_sizes
 from elastic_rl.models.arch import ModelArch
 
 MIB = 1 << 20
