@@ -175,16 +175,14 @@ def _of_defaults(cfg: Config) -> Iterator[Finding]:
         return  # a fault of the model's part
     left = []
     for section, name, applies in (("train", "lr", cfg.mode == "rl"), ("sft", "lr", cfg.sft.max_steps > 0),
-                                   ("sft", "max_steps", True),
-                                   ("trainer", "micro_batch_size", cfg.trainer.micro_batch_tokens is None)):
+                                   ("sft", "max_steps", True)):
         settings = getattr(cfg, section)
         if applies and name not in settings.model_fields_set:
             left.append(f"{section}.{name}={getattr(settings, name)}")
     if left:
         yield Finding("defaults", f"{', '.join(left)}: for the small built-in model",
-                      hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual, trainer.micro_batch_tokens "
-                           "bounds the memory of a pass" + (
-                               ", and sft.max_steps=0 begins RL at once" if cfg.mode == "rl" else ""))
+                      hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual" + (
+                          ", and sft.max_steps=0 begins RL at once" if cfg.mode == "rl" else ""))
 
 
 def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:

@@ -111,9 +111,6 @@ class Config(Section):
         if trainer.data_parallel % trainer.expert_parallel:
             yield (f"trainer.data_parallel={trainer.data_parallel} is not a multiple of trainer.expert_parallel="
                    f"{trainer.expert_parallel}")
-        if trainer.packing and trainer.micro_batch_tokens is None:
-            yield ("trainer.packing=true without trainer.micro_batch_tokens, which bounds the length of a row: set it, "
-                   "to at least the tokens of a long sequence")
         if self.device.type == "cpu" and self.device.dist_backend == "nccl":
             yield "device.dist_backend=nccl with device.type=cpu: nccl connects GPUs; set it to auto or gloo"
         if self.deterministic and self.train.max_staleness:

@@ -30,16 +30,12 @@ class TrainerConfig(Section):
     cpu_threads: Positive = 1
     """Number of threads with which a rank runs operators on the CPU. More ranks times threads than the host has cores
     is much slower than fewer."""
-    micro_batch_size: Positive = 512
-    """Number of sequences in one forward and backward pass of a rank, each padded to the longest of its replica's share
-    of the batch, while ``micro_batch_tokens`` is null."""
-    micro_batch_tokens: Positive | None = None
+    micro_batch_tokens: Positive = 8192
     """Largest number of tokens, padding included, in one forward and backward pass of a rank; a longer sequence passes
-    alone. Sequences of like lengths pass together, and replicas get shares of a batch with as many tokens, instead of
-    as many sequences. null: ``micro_batch_size`` sequences, in order. For responses of different lengths."""
-    packing: bool = False
-    """Whether sequences pass through the model one after another in one row, without padding, instead of in a row each.
-    No sequence sees another one. Needs ``micro_batch_tokens``."""
+    alone."""
+    packing: bool = True
+    """Whether sequences pass through the model one after another in one row, without padding, instead of in a row each
+    with others of like lengths. No sequence sees another one."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again instead of keeping them (arXiv 2205.05198). ``selective``: the
     scores of the attention, of which fused attention (Transformer Engine, or ``packing``) keeps none anyway. ``full``:

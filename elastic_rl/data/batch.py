@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from elastic_rl.data import shares
 from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.data.shares import balanced
 from elastic_rl.errors import ConfigError
 
 
@@ -113,26 +113,23 @@ class Batch:
         return Batch({name: (tensor[:, :width] if SCHEMA[name].dims == ("N", "T") else tensor)[part]
                       for name, tensor in self.tensors.items()})
 
-    def share_rows(self, count: int, *, by_tokens: bool = False) -> list[torch.Tensor]:
-        """For each of ``count`` data-parallel replicas the numbers of its samples, ascending: in order, shares then
-        differ by one sample at most, or ``by_tokens``, as ``shares.balanced`` does."""
-        parts = (shares.balanced(self["lengths"].tolist(), count) if by_tokens
-                 else shares.in_order(self.samples, count))
-        return [torch.tensor(list(rows), dtype=torch.int64) for rows in parts]
+    def share_rows(self, count: int) -> list[torch.Tensor]:
+        """For each of ``count`` data-parallel replicas the numbers of its samples, ascending, with about as many tokens
+        each (``balanced``)."""
+        return [torch.tensor(rows, dtype=torch.int64) for rows in balanced(self["lengths"].tolist(), count)]
 
-    def shares(self, count: int, *, by_tokens: bool = False) -> list[Batch]:
+    def shares(self, count: int) -> list[Batch]:
         """Splits the samples over data-parallel replicas, as ``share_rows``. Each share is as wide as its own longest
         sample: one long response does not pad the shares of all replicas."""
-        parts = self.share_rows(count, by_tokens=by_tokens)
-        return [self.rows(rows, width=self._longest(rows)) for rows in parts]
+        return [self.rows(rows, width=self._longest(rows)) for rows in self.share_rows(count)]
 
-    def joined(self, values: Sequence[torch.Tensor], *, by_tokens: bool = False) -> torch.Tensor:
+    def joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """[N, T] of this batch from values [n, t] of each of its ``shares``, in their order; padding is 0 or False.
 
         Raises ConfigError for values that are not those of the shares.
         """
         out = values[0].new_zeros(self["tokens"].shape)
-        for rows, own in zip(self.share_rows(len(values), by_tokens=by_tokens), values, strict=True):
+        for rows, own in zip(self.share_rows(len(values)), values, strict=True):
             expected = [len(rows), self._longest(rows)]
             if list(own.shape) != expected:
                 raise ConfigError(f"the values of a share must be {expected}, not {list(own.shape)}")

@@ -7,11 +7,6 @@ import heapq
 from collections.abc import Sequence
 
 
-def in_order(samples: int, count: int) -> list[range]:
-    """For each of ``count`` replicas its rows of the batch: consecutive ones, whose numbers differ by one at most."""
-    return [range(samples * i // count, samples * (i + 1) // count) for i in range(count)]
-
-
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     """For each of ``count`` replicas its rows of a batch whose sequences have these lengths, in ascending order.
 

@@ -118,7 +118,6 @@ class Pipeline:
         self.samples = SampleWriter(SampleRing(self.etcd, self.keys, self.writer), self.ctx.model_dir)
         security = Security.from_config(self.cfg.dcs, self.cfg.cluster_dir / TOKEN_FILE)
         self.trainer = TrainerClient(self.etcd, self.keys, security, epoch=self.ctx.epoch, term=self.term,
-                                     shares_by_tokens=self.cfg.trainer.micro_batch_tokens is not None,
                                      on_wait=self._on_trainer_wait)
         with contextlib.ExitStack() as closing:
             closing.callback(self.run_log.close)

@@ -73,10 +73,6 @@ def positions(batch: Batch) -> torch.Tensor:
 
 def cut(share: Batch, cfg: TrainerConfig) -> list[MicroBatch]:
     """The micro-batches of a share, as the settings have them. Every sample is in one of them."""
-    if cfg.micro_batch_tokens is None:
-        size = cfg.micro_batch_size
-        return [MicroBatch.padded(torch.arange(share.samples)[at:at + size], share.rows(slice(at, at + size)))
-                for at in range(0, share.samples, size)]
     lengths = positions(share).tolist()
     arrange, make = (pack, MicroBatch.packed) if cfg.packing else (cut_by_length, MicroBatch.padded)
     found = []

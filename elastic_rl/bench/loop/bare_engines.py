@@ -181,7 +181,7 @@ def _write(cfg: Config, groups: Sequence[Group], target: Path) -> list[Path]:
     values = advantages(torch.tensor([g.rewards for g in groups]), cfg.algorithm).flatten().tolist()
     batch: Batch = collate([(g.prompt, s) for g in groups for s in g.samples], values)
     paths = [target.with_name(f"{target.name}-{i}.safetensors") for i in range(cfg.trainer.data_parallel)]
-    shares = batch.shares(len(paths), by_tokens=cfg.trainer.micro_batch_tokens is not None)
+    shares = batch.shares(len(paths))
     for path, share in zip(paths, shares, strict=True):
         path.write_bytes(share.to_bytes())
     return paths

@@ -18,23 +18,25 @@ GOAL = 0.9
 def measure(testbed: Testbed) -> Iterator[Row]:
     records = testbed.long_run().records
     shares = testbed.long_engines().shares[WARM_ROUNDS:]
-    yield from rows(records, [loss_tokens(paths) for paths in shares], testbed.long_trainer())
+    updates = testbed.long_run().cfg.train.updates_per_step
+    yield from rows(records, [updates * sequence_tokens(paths) for paths in shares], testbed.long_trainer())
 
 
 def rows(records: Sequence[Record], tokens: Sequence[int], seconds: Sequence[float]) -> list[Row]:
-    """From the records of the run, and the trained tokens and seconds of each step of the bare ranks. Pure."""
-    steps = [s for s in timed_steps(records)[WARM_STEPS:] if s.get("tokens") and s.get("train_s")]
-    service = [s["tokens"] / s["seconds"]["train"] for s in steps]
+    """From the records of the run, and the tokens of all updates and seconds of each step of the bare ranks. Pure."""
+    steps = [s for s in timed_steps(records)[WARM_STEPS:] if s.get("train_s") and "train_tokens_per_s" in
+             (s.get("throughput") or {})]
+    ranks = [s["throughput"]["train_tokens_per_s"] for s in steps]
+    service = [rate * s["train_s"] / s["seconds"]["train"] for rate, s in zip(ranks, steps, strict=True)]
     bare = median(n / s for n, s in zip(tokens, seconds, strict=True))
-    others = {"the same ranks alone": bare} | (
-        {"the ranks' own step, in the run": median(s["tokens"] / s["train_s"] for s in steps)} if steps else {})
+    others = {"the same ranks alone": bare} | ({"the ranks' own step, in the run": median(ranks)} if ranks else {})
     return [Row.of("trainer-vs-megatron", "tokens trained a second, over those of the same ranks alone; limit: those",
                    [rate / bare for rate in service], "×", op=">=", goal=GOAL, limit=1.0),
-            Row.of("trainer-tokens-per-s", "tokens of responses trained a second, by all updates of a step", service,
-                   "1/s", op=">=", limit=bare, alternatives=others)]
+            Row.of("trainer-tokens-per-s", "tokens trained a second, prompts included, by all updates of a step",
+                   service, "1/s", op=">=", limit=bare, alternatives=others)]
 
 
-def loss_tokens(shares: Sequence[Path]) -> int:
-    """Tokens of a batch that are trained on. ``shares``: the files of the data-parallel ranks."""
+def sequence_tokens(shares: Sequence[Path]) -> int:
+    """Tokens of a batch, prompts included and padding not. ``shares``: the files of the data-parallel ranks."""
     from elastic_rl.data.batch import Batch  # it imports torch
-    return sum(Batch.from_bytes(path.read_bytes()).loss_tokens for path in shares)
+    return sum(int(Batch.from_bytes(path.read_bytes())["lengths"].sum()) for path in shares)

@@ -3,6 +3,7 @@ imported once the CPU's stand-ins are installed."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 class PackedAttention(DotProductAttention):
     """Megatron's attention; of a packed row each sequence attends to itself, by torch's fused kernel, which keeps no
-    scores for the backward pass. So neither time nor memory depends on what else is in the row."""
+    scores for the backward pass. So neither time nor memory depends on what else is in the row. Neighbours of the same
+    length, of which short responses have many, take one call of the kernel."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
                 attn_mask_type: Any = None, attention_bias: torch.Tensor | None = None,
@@ -22,8 +24,12 @@ class PackedAttention(DotProductAttention):
             padded: torch.Tensor = super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
             return padded
         assert attention_bias is None, "no model here has one"
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(*(x.transpose(0, 1)[None].split(lengths, dim=2) for x in (query, key, value)), strict=True)
-        out = torch.cat([torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True) for q, k, v in parts], dim=2)
-        return out[0].transpose(0, 1)
+        runs = [(length, len(list(same))) for length, same in groupby(packed_seq_params.cu_seqlens_q.diff().tolist())]
+        parts = zip(*(x.split([length * count for length, count in runs]) for x in (query, key, value)), strict=True)
+        out = []
+        for (length, count), qkv in zip(runs, parts, strict=True):
+            q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)  # [count, heads, length, dim]
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+            out.append(attended.transpose(1, 2).flatten(0, 1))
+        return torch.cat(out)

@@ -68,12 +68,10 @@ class TrainerClient:
     """Client of one actor: every command carries its fencing token (epoch, term)."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, *, epoch: int, term: int,
-                 shares_by_tokens: bool = False, on_wait: Callable[[str], None] = lambda text: None) -> None:
-        """``shares_by_tokens``: replicas get about as many tokens each, instead of as many samples. ``on_wait`` is
-        called again and again during a wait, with what is waited for; "" for a trainer that answers. It may raise,
-        which ends the wait."""
+                 on_wait: Callable[[str], None] = lambda text: None) -> None:
+        """``on_wait`` is called again and again during a wait, with what is waited for; "" for a trainer that answers.
+        It may raise, which ends the wait."""
         self._etcd, self._keys, self._epoch, self._term, self._on_wait = etcd, keys, epoch, term, on_wait
-        self._by_tokens = shares_by_tokens
         context = security.client_context
         self._http = http_client.client(
             timeout=_REQUEST_S, verify=context if context is not None else True,
@@ -162,7 +160,7 @@ class TrainerClient:
         command_id = self._new_id()
         self._command(CommandKind.FORWARD_LOGPROBS, batch=batch, command_id=command_id, **fields)
         outputs = list(self._threads.map(lambda url: self._output(url, command_id), self._shares))
-        return {name: batch.joined([o[name] for o in outputs], by_tokens=self._by_tokens) for name in outputs[0]}
+        return {name: batch.joined([o[name] for o in outputs]) for name in outputs[0]}
 
     def save(self, phase: Phase, step: int, *, begin_rl: bool = False, publish: bool = False,
              cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -212,7 +210,7 @@ class TrainerClient:
                 sent = False  # it is not known: it was lost before it was queued
 
     def _send_shares(self, batch_id: str, batch: Batch) -> None:
-        bodies = [share.to_bytes() for share in batch.shares(len(self._shares), by_tokens=self._by_tokens)]
+        bodies = [share.to_bytes() for share in batch.shares(len(self._shares))]
 
         def put(url: str, body: bytes) -> httpx.Response:
             return self._http.put(f"{url}/v1/batches/{batch_id}/share", content=body,

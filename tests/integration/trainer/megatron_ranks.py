@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ALL: {"name": "gspo", **_ADDITIONS, "kl_estimator": "k2"}}
 """Settings of the algorithm whose gradients are compared, by a name for them."""
 CUTS: dict[str, dict[str, Any]] = {
-    "small micro-batches": {"micro_batch_size": 7}, "budget": {"micro_batch_tokens": 40},
+    "small micro-batches": {"micro_batch_tokens": 40, "packing": False},
     "packed": {"micro_batch_tokens": 40, "packing": True},
     "packed again": {"micro_batch_tokens": 40, "packing": True},
     "packed, one sequence each": {"micro_batch_tokens": 1, "packing": True}}
@@ -214,8 +214,7 @@ def with_trainer(cfg: Config, **trainer: Any) -> Config:
 
 def share_of(batch: Batch, train_step: TrainStep) -> Batch:
     """As the actor sends it."""
-    par, cfg = train_step.par, train_step.cfg
-    return batch.shares(par.dp, by_tokens=cfg.trainer.micro_batch_tokens is not None)[par.dp_rank]
+    return batch.shares(train_step.par.dp)[train_step.par.dp_rank]
 
 
 def restore(policy: Policy, adam: Adam, kept: Reference, state_file: str, updates: int) -> None:
@@ -329,7 +328,7 @@ def cuts(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torc
         found = gradients(train_step, algorithm_of(cfg), batch)
         outputs = train_step.forward_logprobs(share_of(batch, train_step))
         if par.is_share_leader:
-            rows = batch.share_rows(par.dp, by_tokens="micro_batch_tokens" in settings)[par.dp_rank].tolist()
+            rows = batch.share_rows(par.dp)[par.dp_rank].tolist()
             found |= {f"logprobs {row}": outputs["logprobs"][i, :batch["lengths"][row]] for i, row in enumerate(rows)}
         out |= {f"{cut}/{name}": tensor for name, tensor in found.items()}
     return out

@@ -55,7 +55,7 @@ def make_config(sizes: Sizes, model: dict[str, Any] | None = None, aux: float = 
     return config.parse({"seed": 3, "device": {"type": "cpu"}, "train": {"max_grad_norm": 0.05},
                          "model": {**(model or {}), **({} if model else {"family": "qwen3_moe"})}, "trainer": {
                              "tensor_parallel": tp, "pipeline_parallel": pp, "data_parallel": dp,
-                             "expert_parallel": ep, "micro_batch_size": 24, "moe_aux_loss_coef": aux}})
+                             "expert_parallel": ep, "micro_batch_tokens": 200, "moe_aux_loss_coef": aux}})
 
 
 def make_reference(folder: Path, name: str) -> torch.nn.Module:

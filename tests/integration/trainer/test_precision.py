@@ -39,7 +39,7 @@ class Group:
             "seed": 3, "device": {"type": "cpu", "dtype": self.dtype}, "model": model,
             "train": {"max_grad_norm": self.max_grad_norm, "lr": LR, "lr_warmup_steps": 0}, "trainer": {
                 "tensor_parallel": self.tp, "pipeline_parallel": self.pp, "data_parallel": self.dp,
-                "expert_parallel": self.ep, "distributed_optimizer": self.distributed, "micro_batch_size": 24}})
+                "expert_parallel": self.ep, "distributed_optimizer": self.distributed, "micro_batch_tokens": 200}})
 
 
 SHARDED, WHOLE = Group(dp=2, distributed=True), Group(dp=2)

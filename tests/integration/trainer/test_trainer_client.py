@@ -48,7 +48,7 @@ def give_back_tokens(boards: list[Board], shapes: list[tuple[int, ...]], stoppin
 
 
 @contextlib.contextmanager
-def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys, *, by_tokens: bool = False) -> Iterator[TrainerClient]:
+def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys) -> Iterator[TrainerClient]:
     """A client of the services of these boards, one a replica."""
     with contextlib.ExitStack() as stack:
         services = [TrainerService(board, "127.0.0.1", Security("secret"), Batch.from_bytes).start()
@@ -60,16 +60,14 @@ def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys, *, by_tokens: b
         boards[0].set_status(ready=True, group=member.incarnation, epoch=1, step=0, phase="sft", policy_version=0,
                              state_version=0, restarts=0, cursor={}, consumed={},
                              share_urls=[service.url for service in services])
-        client = TrainerClient(etcd, keys, Security("secret"), epoch=1, term=1, shares_by_tokens=by_tokens)
+        client = TrainerClient(etcd, keys, Security("secret"), epoch=1, term=1)
         stack.callback(client.close)
         yield client
 
 
-@pytest.mark.parametrize("by_tokens", [False, True])
-def test_logprobs_of_all_replicas_come_back_in_the_order_of_the_batch(etcd: EtcdClient, keys: Keys, by_tokens: bool
-                                                                      ) -> None:
+def test_logprobs_of_all_replicas_come_back_in_the_order_of_the_batch(etcd: EtcdClient, keys: Keys) -> None:
     boards, stopping, shapes = [Board(1 << 20), Board(1 << 20)], threading.Event(), list[tuple[int, ...]]()
-    with client_of(boards, etcd, keys, by_tokens=by_tokens) as client, contextlib.ExitStack() as stack:
+    with client_of(boards, etcd, keys) as client, contextlib.ExitStack() as stack:
         ranks = threading.Thread(target=give_back_tokens, args=(boards, shapes, stopping))
         ranks.start()
         stack.callback(ranks.join)
@@ -77,7 +75,7 @@ def test_logprobs_of_all_replicas_come_back_in_the_order_of_the_batch(etcd: Etcd
         found = client.forward_logprobs(batch())
     assert torch.equal(found["logprobs"], batch()["tokens"].float())
     assert torch.equal(found["greedy"], batch()["loss_mask"])
-    assert shapes == ([(16, 9), (17, 8)] if by_tokens else [(24, 9), (9, 3)])
+    assert shapes == [(16, 9), (17, 8)]
 
 
 def test_share_beyond_the_limit_is_refused_with_the_setting_that_raises_it(etcd: EtcdClient, keys: Keys) -> None:

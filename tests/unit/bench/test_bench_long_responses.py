@@ -104,8 +104,8 @@ def test_source_refuses_options() -> None:
 # -- vs-trl-long ------------------------------------------------------------------------------------------------------
 def step(number: int, at: float, **fields: Any) -> dict[str, Any]:
     return {"kind": "step", "step": number, "at": at, "samples": 32, "response_tokens": {"mean": 100.0},
-            "seconds": {"total": 9.0, "generate": 3.0, "train": 5.0, "sync": 1.0}, "tokens": 1000.0, "train_s": 4.0,
-            **fields}
+            "seconds": {"total": 9.0, "generate": 3.0, "train": 5.0, "sync": 1.0}, "train_s": 4.0,
+            "throughput": {"train_tokens_per_s": 250.0}, **fields}
 
 
 RECORDS = [step(n, 10.0 * n) for n in range(1, 7)]
@@ -164,7 +164,7 @@ def test_rows_are_measured_on_one_run_with_its_parts(tmp_path: Path, monkeypatch
         rows = {r.id: r for r in (*vs_trl_long.measure(testbed), *trainer_vs_megatron.measure(testbed))}
     assert rows["vs-trl-long"].value == 1.5 and rows["vs-trl-long"].limit == 3.0
     assert rows["vs-trl-long-tokens"].value == 1.0
-    assert rows["trainer-vs-megatron"].value == pytest.approx(200.0 / (1000 / 3.0))
+    assert rows["trainer-vs-megatron"].value == pytest.approx(200.0 / (2 * 2 * 502 / 3.0))
     assert asked == ["run", "trl", "engines", "trainer"]
 
 
@@ -175,12 +175,12 @@ def test_trainer_is_compared_by_tokens_a_second() -> None:
     assert rate.alternatives == {"the same ranks alone": 250.0, "the ranks' own step, in the run": 250.0}
 
 
-def test_trained_tokens_of_a_batch_are_those_of_all_its_files(tmp_path: Path) -> None:
+def test_tokens_of_a_batch_are_those_of_all_its_files(tmp_path: Path) -> None:
     pairs = [(p := Prompt((5, 6), "", tuple(range(7, 7 + n))), demonstration(p)) for n in (1, 4, 9)]
     paths = [tmp_path / str(i) for i in range(2)]
     for path, share in zip(paths, collate(pairs).shares(2), strict=True):
         path.write_bytes(share.to_bytes())
-    assert trainer_vs_megatron.loss_tokens(paths) == 14
+    assert trainer_vs_megatron.sequence_tokens(paths) == 3 * 2 + 14
 
 
 # -- sft-vs-transformers ----------------------------------------------------------------------------------------------

@@ -58,7 +58,6 @@ def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("model.rms_norm_eps=0", "model.rms_norm_eps"), ("model.head_dim=15", "model.head_dim=15 is odd"),
     ("rollout.temperature=1e-300", "rollout.temperature"), ("dcs.arena_bytes=99999999999999999999", "dcs.arena_bytes"),
     ("device={type: cpu, dist_backend: nccl}", "nccl connects GPUs"),
-    ("trainer={packing: true}", "trainer.packing=true without trainer.micro_batch_tokens"),
     ("coordinator.hang_min_s=601", "hang_max_s=600"), ("failure_policy.backoff_initial_s=301", "backoff_max_s=300"),
 ])
 def test_invalid_value_is_reported_with_its_key(override: str, said: str) -> None:

@@ -134,11 +134,10 @@ def test_defaults_of_the_built_in_model_are_pointed_out_for_a_larger_one(tmp_pat
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     assert "defaults" not in by_part(text_job(tmp_path, model, ROWS))
     monkeypatch.setattr("elastic_rl.job_check._LARGE", 1)
-    found = by_part(text_job(tmp_path, model, ROWS, "--trainer.micro_batch_tokens=64"))["defaults"]
+    found = by_part(text_job(tmp_path, model, ROWS))["defaults"]
     assert not found.fault and found.hint
     assert found.detail.startswith("train.lr=0.001, sft.lr=0.001, sft.max_steps=3000: for")
-    assert "defaults" not in by_part(text_job(tmp_path, model, ROWS, "--trainer.micro_batch_size=8",
-                                              "--train.lr=1e-6", "--sft.max_steps=0"))
+    assert "defaults" not in by_part(text_job(tmp_path, model, ROWS, "--train.lr=1e-6", "--sft.max_steps=0"))
     assert "defaults" not in by_part(text_job(tmp_path, model, ROWS, "--mode=eval"))
 
 
