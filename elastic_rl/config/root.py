@@ -111,6 +111,13 @@ class Config(Section):
         if trainer.data_parallel % trainer.expert_parallel:
             yield (f"trainer.data_parallel={trainer.data_parallel} is not a multiple of trainer.expert_parallel="
                    f"{trainer.expert_parallel}")
+        if trainer.context_parallel > 1 and not trainer.packing:
+            yield (f"trainer.context_parallel={trainer.context_parallel} with trainer.packing=false: only packed rows "
+                   "are split by positions; set trainer.packing=true")
+        if trainer.context_parallel > 1 and trainer.moe_aux_loss_coef:
+            yield (f"trainer.moe_aux_loss_coef={trainer.moe_aux_loss_coef} with trainer.context_parallel="
+                   f"{trainer.context_parallel}: the load-balancing loss of split sequences is not computed; set one "
+                   "of them to its default")
         if self.device.type == "cpu" and self.device.dist_backend == "nccl":
             yield "device.dist_backend=nccl with device.type=cpu: nccl connects GPUs; set it to auto or gloo"
         if self.deterministic and self.train.max_staleness:

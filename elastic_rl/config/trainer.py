@@ -11,10 +11,13 @@ from elastic_rl.config.section import Positive, Seconds, Section
 
 class TrainerConfig(Section):
     tensor_parallel: Positive = 1
-    """Number of ranks that each layer is split over. The number of ranks is this times ``pipeline_parallel`` times
-    ``data_parallel``."""
+    """Number of ranks that each layer is split over. The number of ranks is this times ``context_parallel`` times
+    ``pipeline_parallel`` times ``data_parallel``."""
     pipeline_parallel: Positive = 1
     """Number of stages that the layers are split into, evenly."""
+    context_parallel: Positive = 1
+    """Number of ranks that the positions of each sequence are split over, for sequences that are too long for the
+    memory of one. Needs ``packing``."""
     data_parallel: Positive = 2
     """Number of model replicas that a batch is split over."""
     expert_parallel: Positive = 1
@@ -31,8 +34,8 @@ class TrainerConfig(Section):
     """Number of threads with which a rank runs operators on the CPU. More ranks times threads than the host has cores
     is much slower than fewer."""
     micro_batch_tokens: Positive = 8192
-    """Largest number of tokens, padding included, in one forward and backward pass of a rank; a longer sequence passes
-    alone."""
+    """Largest number of tokens, padding included, in one forward and backward pass of a rank (of each of the ranks that
+    share its sequences); a longer sequence passes alone."""
     packing: bool = True
     """Whether sequences pass through the model one after another in one row, without padding, instead of in a row each
     with others of like lengths. No sequence sees another one."""
@@ -54,4 +57,4 @@ class TrainerConfig(Section):
     @property
     def ranks(self) -> int:
         """Number of processes in the trainer group."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel

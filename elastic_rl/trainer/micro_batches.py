@@ -15,6 +15,7 @@ import torch
 
 from elastic_rl.config import TrainerConfig
 from elastic_rl.data.batch import Batch
+from elastic_rl.trainer.context_parallel import multiple
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class ModelInput:
     tokens: torch.Tensor
     """[R, P] int64: R sequences, right-padded; or packed, with R = 1: sequences one after another, without padding."""
     packed: tuple[int, ...] = ()
-    """Lengths of the packed sequences, which add up to P; () for padded ones."""
+    """Lengths of the packed sequences, which add up to P; () for padded ones. With context parallelism each is filled
+    up to a multiple of its chunks."""
     padding: torch.Tensor | None = None
     """[R, P] bool: where a row is filled up. None where no row is."""
 
@@ -58,11 +60,13 @@ class MicroBatch:
         return cls(rows, batch, ModelInput(tokens, padding=padding), torch.arange(batch.samples) * tokens.shape[1])
 
     @classmethod
-    def packed(cls, rows: torch.Tensor, batch: Batch) -> MicroBatch:
-        """At least one sample, all in one row."""
-        lengths = positions(batch)
-        inside = torch.arange(batch.width)[None] < lengths[:, None]
-        tokens = batch["tokens"][inside][None]
+    def packed(cls, rows: torch.Tensor, batch: Batch, multiple: int = 1) -> MicroBatch:
+        """At least one sample, all in one row. ``multiple``: to multiples of which each sequence is filled up."""
+        own = positions(batch)
+        lengths = filled_up(own, multiple)
+        given = torch.nn.functional.pad(batch["tokens"], (0, multiple - 1))
+        columns = torch.arange(given.shape[1])[None]
+        tokens = given.masked_fill(columns >= own[:, None], 0)[columns < lengths[:, None]][None]
         return cls(rows, batch, ModelInput(tokens, tuple(lengths.tolist())), lengths.cumsum(0) - lengths)
 
 
@@ -71,14 +75,20 @@ def positions(batch: Batch) -> torch.Tensor:
     return (batch["lengths"] - 1).clamp(min=1)
 
 
+def filled_up(lengths: torch.Tensor, multiple: int) -> torch.Tensor:
+    """The least multiples that are not less."""
+    return (lengths + multiple - 1) // multiple * multiple
+
+
 def cut(share: Batch, cfg: TrainerConfig) -> list[MicroBatch]:
     """The micro-batches of a share, as the settings have them. Every sample is in one of them."""
-    lengths = positions(share).tolist()
-    arrange, make = (pack, MicroBatch.packed) if cfg.packing else (cut_by_length, MicroBatch.padded)
+    step, budget = multiple(cfg.context_parallel), cfg.micro_batch_tokens * cfg.context_parallel
+    chosen = (pack(filled_up(positions(share), step).tolist(), budget) if cfg.packing
+              else cut_by_length(positions(share).tolist(), budget))
     found = []
-    for chosen in arrange(lengths, cfg.micro_batch_tokens):
-        rows = torch.tensor(chosen)
-        found.append(make(rows, share.rows(rows, width=int(share["lengths"][rows].max()))))
+    for rows in map(torch.tensor, chosen):
+        batch = share.rows(rows, width=int(share["lengths"][rows].max()))
+        found.append(MicroBatch.packed(rows, batch, step) if cfg.packing else MicroBatch.padded(rows, batch))
     return found
 
 

@@ -17,6 +17,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import PluginFailed
 from elastic_rl.trainer.broadcast import first_text
+from elastic_rl.trainer.context_parallel import joined, own_positions, places
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.parallel import ParallelDims, from_last_stage, max_over_data, sum_over_data
 from elastic_rl.trainer.megatron.pipeline import run
@@ -36,22 +37,35 @@ class LossTokens:
     at: torch.Tensor
     """[M] position of the sample whose logits predict the token."""
     targets: torch.Tensor
-    """[M] the token."""
+    """[m] the tokens that this rank has the logits for: all M, without context parallelism."""
     where: tuple[torch.Tensor, torch.Tensor]
-    """Row and column [M] of that position in what goes through the model."""
+    """Row and column [m] of these positions in this rank's logits."""
+    own: torch.Tensor
+    """[m] which of the M tokens these are."""
+    par: ParallelDims
 
     @classmethod
-    def of(cls, micro: MicroBatch, device: torch.device) -> LossTokens:
+    def of(cls, micro: MicroBatch, par: ParallelDims) -> LossTokens:
         rows, at = micro.batch["loss_mask"][:, 1:].nonzero(as_tuple=True)
         flat, width = micro.starts[rows] + at, micro.input.tokens.shape[1]
-        return cls(rows.to(device), at.to(device), micro.batch["tokens"][rows, at + 1].to(device),
-                   ((flat // width).to(device), (flat % width).to(device)))
+        own = torch.arange(len(rows))
+        if par.cp > 1:
+            found = places(own_positions(micro.input.packed, par.cp, par.cp_rank), width)[flat]
+            own = (found >= 0).nonzero()[:, 0]
+            flat, width = found[own], width // par.cp
+        targets = micro.batch["tokens"][rows[own], at[own] + 1]
+        return cls(rows.to(par.device), at.to(par.device), targets.to(par.device),
+                   ((flat // width).to(par.device), (flat % width).to(par.device)), own.to(par.device), par)
 
     def logits(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        """[M, padded_vocab / TP] fp32: this rank's columns for each token, as a sampler of this temperature has them;
-        a copy. ``logits``: of all that went through the model, [R, P, padded_vocab / TP]."""
+        """[m, padded_vocab / TP] fp32: this rank's columns for each token, as a sampler of this temperature has them;
+        a copy. ``logits``: of all that went through the model, [R, P / CP, padded_vocab / TP]."""
         picked = logits[self.where].float()
         return picked / temperature if temperature != 1.0 else picked
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] of this rank's values [m] and of those of the others of its context-parallel group."""
+        return values if self.par.cp == 1 else joined(values, self.own, len(self.rows), self.par.cp_group)
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """[M] from a tensor [N] (one value a sample) or [N, T] (one a token)."""
@@ -102,12 +116,14 @@ class TrainStep:
         def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
             nonlocal failure
             part = micros[number].batch
-            index = LossTokens.of(micros[number], self.par.device)
+            index = LossTokens.of(micros[number], self.par)
             if not len(index.rows):
                 return logits.sum() * 0.0
             picked = index.logits(logits, self._temperature(needs))
             entropies = self._entropy(picked, loss)
-            logp = token_logprobs(picked, index.targets)  # overwrites them
+            logp = index.joined(token_logprobs(picked, index.targets))  # overwrites them
+            if entropies is not None:
+                entropies = index.joined(entropies)
             names = (*needs, *(("trainer_logprobs",) if "trainer_logprobs" in part else ()))
             batch = LossBatch({name: index.values(part[name]) for name in names}, index.rows, part.samples)
             try:
@@ -139,12 +155,12 @@ class TrainStep:
         micros = cut(share, self.cfg.trainer)
 
         def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
-            index = LossTokens.of(micros[number], self.par.device)
+            index = LossTokens.of(micros[number], self.par)
             if len(index.rows):
                 where = (micros[number].rows.to(self.par.device)[index.rows], index.at + 1)
-                logprobs[where] = token_logprobs(index.logits(logits, temperature), index.targets)
+                logprobs[where] = index.joined(token_logprobs(index.logits(logits, temperature), index.targets))
                 if greedy:
-                    best[where] = (most_probable(logits[index.where]) == index.targets).float()
+                    best[where] = index.joined((most_probable(logits[index.where]) == index.targets).float())
             return logits.new_zeros(())
 
         self._run(micros, finish, train=False)
@@ -162,7 +178,7 @@ class TrainStep:
         return self.cfg.rollout.temperature if compares else 1.0
 
     def _entropy(self, logits: torch.Tensor, loss: UpdateLoss) -> torch.Tensor | None:
-        """[M] of the distributions with these columns [M, padded_vocab / TP]; None when nothing asks for it."""
+        """[m] of the distributions with these columns [m, padded_vocab / TP]; None when nothing asks for it."""
         if not loss.wants_entropy:
             return None
         with torch.set_grad_enabled(bool(loss.entropy_coef)):

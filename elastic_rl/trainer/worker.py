@@ -361,10 +361,11 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
 
     board = Board(ctx.config.trainer.max_share_bytes)
     # The ranks of a stage and of one replica are consecutive, so the first ranks are those of the first stage.
-    stage, tp = ctx.config.trainer.ranks // ctx.config.trainer.pipeline_parallel, ctx.config.trainer.tensor_parallel
+    trainer = ctx.config.trainer
+    stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel
     service = TrainerService(
         board, ctx.host, Security.from_config(ctx.config.dcs, ctx.config.cluster_dir / TOKEN_FILE),
-        check_share).start() if rank < stage and rank % tp == 0 else None
+        check_share).start() if rank < stage and rank % replica == 0 else None
     member = Membership(etcd, ctx.keys, "trainer", f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,
                         url=service.url if service is not None else "", epoch=ctx.epoch,
                         info={"restarts": restarts()}).start()
@@ -375,7 +376,7 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
         if rank == 0:
             kind = "trainer.restarted" if restarts() else "trainer.started"
             fencing.emit(etcd, ctx.keys, ctx.epoch, kind, "trainer",
-                         f"group of {par.world} ranks, TP={par.tp} PP={par.pp} DP={par.dp}",
+                         f"group of {par.world} ranks, TP={par.tp} CP={par.cp} PP={par.pp} DP={par.dp}",
                          severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),
                          incarnation=member.incarnation)
         freeze_heap()

@@ -53,7 +53,7 @@ def extras(policy: Policy, adam: Adam, bucket_bytes: int) -> Iterator[Iterator[N
     """
     for kind, shards in adam.whole_state():
         yield owned_tensors(policy, shards, bucket_bytes, f"{kind}.", _SECTIONS[kind])
-    if policy.par.dp_rank == 0:
+    if policy.par.dp_rank == policy.par.cp_rank == 0:
         yield _random_states(policy.par)
 
 

@@ -9,6 +9,7 @@ import torch
 from elastic_rl.config import Config
 from elastic_rl.models.arch import ModelArch
 from elastic_rl.models.layout import AttentionDims
+from elastic_rl.trainer.context_parallel import multiple
 from elastic_rl.trainer.megatron.megatron_cpu import cuda_literals
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 
@@ -25,7 +26,7 @@ def build(arch: ModelArch, dims: AttentionDims, cfg: Config, par: ParallelDims) 
     config = TransformerConfig(
         num_layers=arch.layers, hidden_size=arch.hidden, ffn_hidden_size=arch.ffn, num_attention_heads=arch.heads,
         num_query_groups=arch.kv_heads, kv_channels=arch.head_dim, tensor_model_parallel_size=par.tp,
-        pipeline_model_parallel_size=par.pp, variable_seq_lengths=par.pp > 1,
+        pipeline_model_parallel_size=par.pp, context_parallel_size=par.cp, variable_seq_lengths=par.pp > 1,
         moe_token_dispatcher_type="alltoall",  # also of a dense model: the default refuses variable lengths
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16,
         use_cpu_initialization=par.device.type == "cpu",
@@ -56,10 +57,11 @@ def wrap(model: torch.nn.Module, cfg: Config) -> Any:
 
 
 def padded_length(config: Any, length: int) -> int:
-    """Positions to which sequences of ``length`` are padded: a multiple of the tensor-parallel size with sequence
-    parallelism, which gives each rank as many."""
-    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return -(-length // multiple) * multiple
+    """Positions to which rows of ``length`` are padded: a multiple of the tensor-parallel size with sequence
+    parallelism, which gives each rank as many, and with context parallelism of the chunks of a sequence."""
+    of_tensor = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    divisor = of_tensor * multiple(config.context_parallel_size)
+    return -(-length // divisor) * divisor
 
 
 class RMSNorm(torch.nn.RMSNorm):

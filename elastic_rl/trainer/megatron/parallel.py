@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_rl.config import Config
+from elastic_rl.config import Config, TrainerConfig
 from elastic_rl.errors import ConfigError
 
 FENCED_EXIT = 3
@@ -19,7 +19,7 @@ FENCED_EXIT = 3
 @dataclass(frozen=True)
 class ParallelDims:
     """Sizes of the trainer group and the coordinates of this rank. The ranks of one tensor-parallel group are
-    consecutive, and so are those of one pipeline stage."""
+    consecutive; within a pipeline stage those of one replica are, and those of the stage are."""
 
     rank: int
     world: int
@@ -31,11 +31,16 @@ class ParallelDims:
     pp: int = 1
     pp_rank: int = 0
     ep: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+    own_replica_group: dist.ProcessGroup | None = None
+    """The ranks of this one's replica, with context parallelism, for which Megatron has no group."""
 
     @property
     def ep_rank(self) -> int:
-        """Which part of the experts this rank holds. The parts are spread over replicas that follow one another."""
-        return self.dp_rank % self.ep
+        """Which part of the experts this rank holds. The parts are spread over the ranks of a stage that follow one
+        another, but for those of a tensor-parallel group."""
+        return (self.dp_rank * self.cp + self.cp_rank) % self.ep
 
     @property
     def is_last_stage(self) -> bool:
@@ -56,16 +61,18 @@ class ParallelDims:
     @property
     def is_share_leader(self) -> bool:
         """Whether this rank receives the share of a batch for its data-parallel replica."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
     @property
     def share_leader(self) -> int:
         """The rank that receives the share of this rank's replica. Replicas follow one another within a stage."""
-        return self.dp_rank * self.tp
+        return self.dp_rank * self.cp * self.tp
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold one replica of the model; None when this rank alone does."""
+        if self.cp > 1:
+            return self.own_replica_group
         if self.tp * self.pp == 1:
             return None
         from megatron.core import parallel_state
@@ -79,7 +86,14 @@ class ParallelDims:
         return parallel_state.get_tensor_model_parallel_group()
 
     @property
+    def cp_group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_context_parallel_group()
+
+    @property
     def dp_group(self) -> dist.ProcessGroup:
+        """One rank of each replica: that with the same positions, layers and parts of them as this one."""
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_group()
@@ -108,6 +122,7 @@ def init(cfg: Config) -> ParallelDims:
     world = dist.get_world_size()
     if world != trainer.ranks:
         raise ConfigError(f"{world} ranks for trainer.tensor_parallel={trainer.tensor_parallel} "
+                          f"x trainer.context_parallel={trainer.context_parallel} "
                           f"x trainer.pipeline_parallel={trainer.pipeline_parallel} "
                           f"x trainer.data_parallel={trainer.data_parallel}")
     from megatron.core import parallel_state
@@ -115,13 +130,26 @@ def init(cfg: Config) -> ParallelDims:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
+        context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=trainer.expert_parallel,
         distributed_timeout_minutes=max(1, round(trainer.collective_timeout_s / 60)),
         create_gloo_process_groups=False)
     return ParallelDims(rank=dist.get_rank(), world=world, tp=trainer.tensor_parallel,
                         tp_rank=parallel_state.get_tensor_model_parallel_rank(), dp=trainer.data_parallel,
                         dp_rank=parallel_state.get_data_parallel_rank(), device=device, pp=trainer.pipeline_parallel,
-                        pp_rank=parallel_state.get_pipeline_model_parallel_rank(), ep=trainer.expert_parallel)
+                        pp_rank=parallel_state.get_pipeline_model_parallel_rank(), ep=trainer.expert_parallel,
+                        cp=trainer.context_parallel, cp_rank=parallel_state.get_context_parallel_rank(),
+                        own_replica_group=_replica_group(trainer, timeout) if trainer.context_parallel > 1 else None)
+
+
+def _replica_group(trainer: TrainerConfig, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of this rank's replica. A collective."""
+    size = trainer.tensor_parallel * trainer.context_parallel  # of a replica's ranks in a stage
+    stage = size * trainer.data_parallel
+    own, _ = dist.new_subgroups_by_enumeration(
+        [[first + replica * size + i for first in range(0, trainer.ranks, stage) for i in range(size)]
+         for replica in range(trainer.data_parallel)], timeout=timeout)
+    return own
 
 
 def sum_over_data(values: torch.Tensor, par: ParallelDims) -> torch.Tensor:

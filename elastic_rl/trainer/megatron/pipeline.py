@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic_rl.trainer.context_parallel import multiple
 from elastic_rl.trainer.megatron.megatron_cpu import cuda_literals
 from elastic_rl.trainer.megatron.parallel import max_over_data, sum_over_data
 from elastic_rl.trainer.megatron.policy import Policy
@@ -52,10 +53,11 @@ def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: 
 
 def _as_many_as_others(policy: Policy, micros: Sequence[ModelInput], finish: Finish
                        ) -> tuple[list[ModelInput], Finish]:
-    """As many micro-batches as the replica that has most: one token each, without a loss."""
+    """As many micro-batches as the replica that has most: one token for each chunk, without a loss."""
     own, most = len(micros), torch.tensor([float(len(micros))], device=policy.par.device)
     missing = int(max_over_data(most, policy.par)) - own
-    fill = ModelInput(torch.zeros(1, 1, dtype=torch.int64, device=policy.par.device))
+    size = multiple(policy.par.cp)
+    fill = ModelInput(torch.zeros(1, size, dtype=torch.int64, device=policy.par.device), (size,) if size > 1 else ())
 
     def finish_own(number: int, logits: torch.Tensor) -> torch.Tensor:
         return finish(number, logits) if number < own else logits.sum() * 0.0

@@ -15,6 +15,7 @@ from elastic_rl.dcs.versions import hf_folder
 from elastic_rl.errors import ConfigError
 from elastic_rl.models.arch import ModelArch, whole_model_name
 from elastic_rl.models.layout import ShardLayout
+from elastic_rl.trainer.context_parallel import own_positions
 from elastic_rl.trainer.megatron import gpt_model
 from elastic_rl.trainer.megatron.hf_layout import ShardRange
 from elastic_rl.trainer.megatron.parallel import ParallelDims
@@ -72,7 +73,8 @@ class Policy:
     def forward(self, given: ModelInput) -> torch.Tensor:
         """From tokens [R, P] int64 to this rank's columns of the logits [R, P, padded_vocab / TP]; before the last
         pipeline stage to the hidden states [P, R, hidden]. Of packed sequences none sees another one, and the positions
-        of each count from 0: their logits are those of the sequences in rows of their own, up to rounding.
+        of each count from 0: their logits are those of the sequences in rows of their own, up to rounding. With context
+        parallelism each rank is given all tokens, and computes its own P / CP positions (``own_positions``).
 
         Padding columns hold the dtype's minimum, so that they have no probability.
         """
@@ -80,11 +82,13 @@ class Policy:
         width = gpt_model.padded_length(self.module.config, length)
         if width > length:
             tokens = torch.nn.functional.pad(tokens, (0, width - length))
-        positions = torch.arange(width, device=tokens.device).expand(n, width)
+        # What fills the row up is a sequence too, so that it is in none of the others.
+        lengths = given.packed + ((width - length,) if given.packed and width > length else ())
+        if self.par.cp > 1:
+            tokens = tokens[:, own_positions(lengths, self.par.cp, self.par.cp_rank).to(tokens.device)]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(n, -1)  # Megatron rotates by others
         padding = {"padding_mask": self._padding(given, width)} if self.has_aux_loss else {}
         if given.packed:
-            # What fills the row up is a sequence too, so that it is in none of the others.
-            lengths = given.packed + ((width - length,) if width > length else ())
             logits: torch.Tensor = self.ddp(tokens, positions, None, **padding,
                                             packed_seq_params=packed_sequences(lengths, tokens.device))
         else:
@@ -94,7 +98,7 @@ class Policy:
             logits = self.ddp(tokens, positions, mask, **padding)
         if not self.par.is_last_stage:
             return logits
-        logits = logits[:, :length]
+        logits = logits[:, :length // self.par.cp]
         first = self.par.tp_rank * logits.shape[-1]
         real = self.dims.vocab - first
         if real < logits.shape[-1]:

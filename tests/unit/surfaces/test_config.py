@@ -58,6 +58,8 @@ def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("model.rms_norm_eps=0", "model.rms_norm_eps"), ("model.head_dim=15", "model.head_dim=15 is odd"),
     ("rollout.temperature=1e-300", "rollout.temperature"), ("dcs.arena_bytes=99999999999999999999", "dcs.arena_bytes"),
     ("device={type: cpu, dist_backend: nccl}", "nccl connects GPUs"),
+    ("trainer={context_parallel: 2, packing: false}", "trainer.context_parallel=2 with trainer.packing=false"),
+    ("trainer={context_parallel: 2, moe_aux_loss_coef: 0.1}", "the load-balancing loss of split sequences"),
     ("coordinator.hang_min_s=601", "hang_max_s=600"), ("failure_policy.backoff_initial_s=301", "backoff_max_s=300"),
 ])
 def test_invalid_value_is_reported_with_its_key(override: str, said: str) -> None:

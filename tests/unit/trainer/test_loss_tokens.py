@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.data.batch import Batch
+from elastic_rl.trainer.context_parallel import multiple, own_positions
+from elastic_rl.trainer.megatron.parallel import ParallelDims
 from elastic_rl.trainer.micro_batches import MicroBatch
 from elastic_rl.trainer.step import LossTokens
+
+
+def of_context(cp: int, cp_rank: int) -> ParallelDims:
+    return ParallelDims(cp_rank, cp, 1, 0, 1, 0, torch.device("cpu"), cp=cp, cp_rank=cp_rank)
+
 
 masks = st.integers(2, 6).flatmap(lambda width: st.lists(
     st.lists(st.booleans(), min_size=width - 1, max_size=width - 1), min_size=1, max_size=5))
@@ -27,7 +34,7 @@ def test_values_and_logits_of_loss_tokens_are_those_of_their_sample_and_position
     batch = Batch({"tokens": tokens, "lengths": torch.tensor(lengths),
                    "loss_mask": torch.tensor([[False, *row] for row in rows])})
     micro = (MicroBatch.packed if packed else MicroBatch.padded)(torch.arange(n), batch)
-    index = LossTokens.of(micro, torch.device("cpu"))
+    index = LossTokens.of(micro, of_context(1, 0))
     # The mask of a row begins with its second token: nothing predicts the first.
     expected = [(i, t + 1) for i, row in enumerate(rows) for t, trained in enumerate(row) if trained]
     assert index.rows.tolist() == [i for i, _ in expected]
@@ -39,3 +46,23 @@ def test_values_and_logits_of_loss_tokens_are_those_of_their_sample_and_position
     assert picked.shape == (len(expected), vocab)
     for (i, t), found in zip(expected, picked, strict=True):
         torch.testing.assert_close(found, logits[i, t - 1] / temperature)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(2, 3))
+def test_each_loss_token_is_found_at_the_one_rank_that_has_its_position(lengths: list[int], cp: int) -> None:
+    width = max(lengths)
+    inside = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    tokens = torch.arange(1, len(lengths) * width + 1).view(-1, width) * inside
+    batch = Batch({"tokens": tokens, "lengths": torch.tensor(lengths),
+                   "loss_mask": inside & (torch.arange(width) > 0)})
+    micro = MicroBatch.packed(torch.arange(len(lengths)), batch, multiple(cp))
+    found: dict[int, int] = {}
+    for rank in range(cp):
+        index = LossTokens.of(micro, of_context(cp, rank))
+        of_rank = micro.input.tokens[:, own_positions(micro.input.packed, cp, rank)]
+        # These tokens count up, so that each predicts the next one.
+        predicted = index.logits(of_rank[..., None], 1.0)[:, 0].long() + 1
+        assert predicted.tolist() == index.targets.tolist()
+        assert not found.keys() & set(index.own.tolist())
+        found |= dict(zip(index.own.tolist(), index.targets.tolist(), strict=True))
+    assert [found[i] for i in range(len(found))] == tokens[batch["loss_mask"]].tolist()

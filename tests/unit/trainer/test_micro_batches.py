@@ -64,10 +64,11 @@ def test_packed_micro_batch_stays_within_the_budget_and_no_two_fit_into_one(leng
     assert len(filled) < 2 or filled[0] + filled[1] > budget
 
 
-SETTINGS = [{"micro_batch_tokens": 40, "packing": False}, {"micro_batch_tokens": 40}]
+SETTINGS = [{"micro_batch_tokens": 40, "packing": False}, {"micro_batch_tokens": 40},
+            {"micro_batch_tokens": 20, "context_parallel": 2}]
 
 
-@pytest.mark.parametrize("given_settings", SETTINGS, ids=["padded", "packed"])
+@pytest.mark.parametrize("given_settings", SETTINGS, ids=["padded", "packed", "split"])
 @thorough
 @given(lengths=lengths_of)
 def test_what_goes_through_the_model_is_each_sequence_without_its_last_token(
@@ -83,7 +84,9 @@ def test_what_goes_through_the_model_is_each_sequence_without_its_last_token(
             start, taken = int(micro.starts[i]), max(lengths[row] - 1, 1)
             assert flat[start:start + taken].tolist() == share["tokens"][row, :taken].tolist()
             if micro.input.packed:
-                assert micro.input.packed[i] == taken
+                chunks = 4 if "context_parallel" in given_settings else 1
+                assert micro.input.packed[i] == -(-taken // chunks) * chunks
+                assert not flat[start + taken:start + micro.input.packed[i]].any()
             assert float(micro.batch["advantages"][i]) == row
             assert micro.batch["tokens"][i, :lengths[row]].tolist() == share["tokens"][row, :lengths[row]].tolist()
 

@@ -1,0 +1,131 @@
+"""Context parallelism against one rank alone: real Megatron ranks over gloo that share the positions of sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.rank_processes import RankProcesses, Scenario, Tensors
+from transformers import AutoModelForCausalLM
+
+from elastic_rl import config
+from elastic_rl.config import Config
+from elastic_rl.data.tiny_model import make_model_dir
+
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all groups
+
+Sizes = tuple[int, int, int, int]
+"""TP, CP, PP, DP."""
+ALONE: Sizes = (1, 1, 1, 1)
+SPLIT: list[Sizes] = [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2), (1, 3, 1, 1)]
+EXPERTS: list[Sizes] = [ALONE, (2, 2, 1, 1), (1, 2, 1, 2)]
+
+
+def make_config(sizes: Sizes, family: str = "qwen3", *, distributed_optimizer: bool = False) -> Config:
+    tp, cp, pp, dp = sizes
+    moe = family == "qwen3_moe"
+    return config.parse({"seed": 3, "device": {"type": "cpu"}, "train": {"max_grad_norm": 0.05},
+                         "model": {"family": family}, "trainer": {
+                             "tensor_parallel": tp, "context_parallel": cp, "pipeline_parallel": pp,
+                             "data_parallel": dp, "expert_parallel": dp if moe else 1,
+                             "distributed_optimizer": distributed_optimizer, "micro_batch_tokens": 100}})
+
+
+@dataclass
+class Runs:
+    """Results of every group. Each group starts once and performs all its scenarios."""
+
+    folder: Path
+    dense: dict[Sizes, dict[str, Tensors]] = field(default_factory=dict)
+    distributed: Tensors = field(default_factory=dict)
+    """The state after two steps with the distributed optimizer, whose parts are spread over context-parallel ranks too.
+    """
+    experts: dict[Sizes, dict[str, Tensors]] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("context")
+    dense = make_model_dir(folder / "dense", make_config(ALONE))
+    experts = make_model_dir(folder / "experts", make_config(ALONE, "qwen3_moe"))
+    runs, ranks, saved = Runs(folder), RankProcesses(folder), folder / "state.safetensors"
+    try:
+        runs.distributed = ranks.run(folder / "distributed", make_config((1, 2, 1, 2), distributed_optimizer=True),
+                                     [Scenario("train", "train", dense)])["train"]
+        save_file(runs.distributed, saved)
+        for sizes in (ALONE, *SPLIT):
+            scenarios = [Scenario(kind, kind, dense) for kind in (
+                "algorithms", "packed", "temperature", "one sample", "train", "failing")]
+            runs.dense[sizes] = ranks.run(folder / str(sizes), make_config(sizes), [
+                *scenarios, Scenario("restore", "restore", dense, str(saved))])
+        for sizes in EXPERTS:
+            scenarios = [Scenario(kind, kind, experts) for kind in ("gradients", "packed", "one sample")]
+            runs.experts[sizes] = ranks.run(folder / f"experts {sizes}", make_config(sizes, "qwen3_moe"), scenarios)
+    finally:
+        ranks.close()
+    return runs
+
+
+def assert_close(found: Tensors, expected: Tensors, sizes: Sizes) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-4, atol=2e-6,
+                                   msg=lambda m, n=name: f"{n} at TP, CP, PP, DP = {sizes}: {m}")
+
+
+@pytest.mark.parametrize("scenario", ["algorithms", "packed", "one sample"])
+@pytest.mark.parametrize("sizes", SPLIT)
+def test_gradients_and_metrics_of_every_algorithm_are_those_of_one_rank(runs: Runs, sizes: Sizes, scenario: str
+                                                                        ) -> None:
+    """Those of losses of whole sequences too, whose tokens are on several ranks. Sequences have several lengths, hardly
+    any of which is a multiple of the chunks."""
+    assert_close(runs.dense[sizes][scenario], runs.dense[ALONE][scenario], sizes)
+
+
+@pytest.mark.parametrize("sizes", SPLIT)
+def test_log_probs_are_those_of_transformers(runs: Runs, sizes: Sizes) -> None:
+    found = runs.dense[sizes]["temperature"]
+    reference = AutoModelForCausalLM.from_pretrained(runs.folder / "dense", dtype=torch.float32).eval()
+    for replica in range(sizes[3]):
+        tokens, mask = found[f"tokens {replica}"], found[f"loss_mask {replica}"]
+        with torch.no_grad():
+            logits = reference(tokens).logits[:, :-1]
+        for phase, temperature in (("rl", 0.5), ("sft", 1.0)):
+            expected = (logits / temperature).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+            logprobs = found[f"{phase} {replica}"]
+            assert mask.any() and not logprobs[~mask].any()
+            torch.testing.assert_close(logprobs[:, 1:][mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", SPLIT)
+def test_state_after_two_steps_is_that_of_one_rank_and_is_restored_bit_for_bit(runs: Runs, sizes: Sizes) -> None:
+    """Each tensor is saved once, though all ranks of a context-parallel group have it."""
+    alone = without_random_states(runs.dense[ALONE]["train"])
+    for trained in (runs.dense[sizes]["train"], runs.distributed):
+        for name, tensor in alone.items():
+            torch.testing.assert_close(trained[name], tensor, rtol=2e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    saved, restored = without_random_states(runs.distributed), without_random_states(runs.dense[sizes]["restore"])
+    assert saved.keys() == restored.keys()
+    assert not [name for name, tensor in saved.items() if not torch.equal(restored[name], tensor)]
+
+
+def without_random_states(state: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in state.items() if not name.startswith("rng.")}
+
+
+@pytest.mark.parametrize("sizes", SPLIT)
+def test_loss_that_fails_on_one_rank_is_raised_on_all_and_leaves_no_rank_waiting(runs: Runs, sizes: Sizes) -> None:
+    found, ranks = runs.dense[sizes]["failing"], math.prod(sizes)
+    for kind in ("raises", "no_gradient", "not_finite"):
+        assert {f"{kind} {rank}" for rank in range(ranks)} <= found.keys()
+
+
+@pytest.mark.parametrize("scenario", ["gradients", "packed", "one sample"])
+@pytest.mark.parametrize("sizes", EXPERTS[1:])
+def test_gradients_of_a_mixture_of_experts_are_those_of_one_rank(runs: Runs, sizes: Sizes, scenario: str) -> None:
+    """With expert parallelism a replica without samples fills up with micro-batches of its own."""
+    assert_close(runs.experts[sizes][scenario], runs.experts[ALONE][scenario], sizes)
