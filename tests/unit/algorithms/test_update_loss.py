@@ -108,6 +108,22 @@ def test_divergence_and_entropy_are_added_with_their_coefficients(estimator: Any
     torch.testing.assert_close(entropies.grad, torch.full((5,), -0.4 / 5))
 
 
+def test_importance_weights_are_no_part_of_divergence_and_entropy() -> None:
+    """These are of the policy that is trained, whatever the engine sampled with."""
+    batch = make_batch([2, 3])
+    entropies = torch.rand(5, generator=torch.Generator().manual_seed(3))
+    added = {}
+    for cap in (None, 1.5):
+        gradients = []
+        for settings_ in ({}, {"kl_coef": 0.7, "entropy_coef": 0.4}):
+            loss, logp, own = loss_of(AlgorithmConfig(tis_cap=cap, **settings_), batch), log_probs(batch), entropies * 1
+            loss.add(logp, batch, own.requires_grad_() if settings_ else None).backward()
+            gradients.append((logp.grad, own.grad))
+        added[cap] = (gradients[1][0] - gradients[0][0], gradients[1][1])
+    torch.testing.assert_close(added[1.5][0], added[None][0])
+    torch.testing.assert_close(added[1.5][1], added[None][1])
+
+
 def test_reported_divergence_changes_no_gradient() -> None:
     batch = make_batch([2, 3])
     loss, logp, plain = loss_of(AlgorithmConfig(report_kl=True), batch), log_probs(batch), log_probs(batch)

@@ -178,6 +178,12 @@ def test_best_whole_and_different_samples_are_kept(samples: list[Sample], keep: 
     assert not chosen or max(left, default=0.0) <= min(c.reward for c in chosen)
 
 
+def test_of_equal_responses_the_best_is_kept_and_of_equal_rewards_the_earlier_one() -> None:
+    rule = RejectionConfig(keep=4)
+    assert keeping.best([sample(0.5, 1), sample(1.0, 1), sample(1.0, 2), sample(1.0, 2)], rule) == [1, 2]
+    assert keeping.best([sample(0.5, 1), sample(0.5, 2), sample(1.0, 3)], rule) == [2, 0, 1]
+
+
 def test_summary_of_what_was_kept_has_no_mean_of_nothing() -> None:
     empty = keeping.kept_summary({}, ConsumedGroups())
     assert (empty["samples"], empty["reward_mean"], empty["kept_reward_mean"]) == (0, None, None)
