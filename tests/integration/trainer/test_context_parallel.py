@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from elastic_rl import config
 from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import make_model_dir
+from elastic_rl.trainer.megatron import megatron_cpu
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all groups
 
@@ -129,3 +130,27 @@ def test_loss_that_fails_on_one_rank_is_raised_on_all_and_leaves_no_rank_waiting
 def test_gradients_of_a_mixture_of_experts_are_those_of_one_rank(runs: Runs, sizes: Sizes, scenario: str) -> None:
     """With expert parallelism a replica without samples fills up with micro-batches of its own."""
     assert_close(runs.experts[sizes][scenario], runs.experts[ALONE][scenario], sizes)
+
+
+@pytest.mark.parametrize(("cp", "cp_rank"), [(1, 0), (2, 0), (2, 1), (4, 1)])
+def test_what_attention_keeps_for_the_backward_pass_grows_with_the_length_and_not_with_its_square(cp: int, cp_rank: int
+                                                                                                  ) -> None:
+    megatron_cpu.install()
+    from elastic_rl.trainer.megatron.packed_attention import attend
+
+    def kept(length: int) -> int:
+        sizes: dict[int, int] = {}
+        tensors = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor)  # so that no other one gets its memory
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        q, k, v = (torch.randn(1, heads, n, 16, requires_grad=True) for heads, n in (
+            (4, length // cp), (2, length), (2, length)))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            attend(q, k, v, 0.25, cp, cp_rank)
+        return sum(sizes.values())
+
+    assert kept(2048) <= 2.1 * kept(1024)
