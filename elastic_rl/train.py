@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
 from elastic_rl import job_check
@@ -38,7 +37,7 @@ from elastic_rl.etcd.records import JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
-from elastic_rl.host import inherited_model, job_spec, leftovers, processes
+from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes
 from elastic_rl.host.service_supervisor import ServiceSupervisor
 from elastic_rl.pipeline.run_log import RunLog
 from elastic_rl.report import build as report_build
@@ -130,7 +129,7 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
         cfg = _admit(etcd, cfg, from_job)
         model_dir = cfg.model.path or str(inherited_model.folder(cfg))
-        (cfg.job_dir / "config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
+        cluster_settings.save(cfg, cfg.job_dir)
         ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir)
         _reopen(etcd, ctx)
     return ctx

@@ -1,4 +1,5 @@
-"""The settings that a cluster was started with, in its folder, and those of a command line on top of them."""
+"""The settings that a cluster was started with, in its folder, and those of a command line on top of them. Those of a
+run are stored in the same way, in the folder of its job."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ def location(given: Mapping[str, Any]) -> Config:
     return config.parse({key: given[key] for key in _LOCATION if key in given})
 
 
-def save(cfg: Config, cluster_dir: Path) -> Path:
+def save(cfg: Config, folder: Path) -> Path:
     """Stores the settings, readable by their owner only: URLs of alerts and of the durable store hold passwords."""
-    return restore(cfg.model_dump(mode="json"), cluster_dir)
+    return restore(cfg.model_dump(mode="json"), folder)
 
 
-def restore(values: Mapping[str, Any], cluster_dir: Path) -> Path:
+def restore(values: Mapping[str, Any], folder: Path) -> Path:
     """Stores settings as ``stored`` read them."""
-    path = cluster_dir / FILE
+    path = folder / FILE
     replace_file(path, yaml.safe_dump(dict(values), sort_keys=False), private=True)
     return path
 

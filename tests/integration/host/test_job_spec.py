@@ -58,6 +58,16 @@ def test_first_start_records_the_settings_and_later_ones_keep_the_record(job: Jo
     assert spec(etcd, job.keys) == first
 
 
+def test_stored_settings_of_a_run_are_readable_by_their_owner_only(job: Job) -> None:
+    """They hold secrets; an earlier release left them readable by everybody."""
+    file = job.cfg().job_dir / "config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("of an earlier release")
+    cfg = job.start(alerts={"urls": ["json://user:password@host/"]})
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert config.load(file) == cfg, "whole, so that it can be given to -c"
+
+
 def test_resumed_job_with_other_settings_is_refused_with_each_of_them(job: Job, etcd: EtcdClient) -> None:
     job.start()
     commit_steps(etcd, job.keys)
