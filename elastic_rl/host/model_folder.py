@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 256 << 20
 """Of a tokenizer.json or an index; those of large models have some tens of MiB."""
 _SHOWN = 4
-"""Tensors of a wrong shape that are named."""
+"""Tensors that are named, of those that are missing or have a wrong shape."""
 _MAX_HEADER_BYTES = 100 << 20
 """Of a safetensors file, as the format allows."""
 
@@ -142,14 +143,16 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
         except ConfigError as e:
             yield Fault(e.message, again)
             return
-    lacking = [name for name in arch.hf_names() if name not in shapes]
+    # No more than say what is missing: a damaged config.json may have layers and experts for more than memory holds.
+    wanted = list(islice(arch.hf_names(), len(shapes) + _SHOWN))
+    lacking = [name for name in wanted if name not in shapes][:_SHOWN]
     if lacking:
-        yield Fault(f"{folder} has no tensor {', '.join(lacking[:3])} ({len(lacking)} of the {arch.family.model_type} "
-                    "model's are missing)", again)
+        more = " and more" if len(lacking) == _SHOWN else ""
+        yield Fault(f"{folder} has no tensor {', '.join(lacking)}{more} of the {arch.family.model_type} model", again)
     if surplus := sorted(name for name in shapes if _layer_of(name) >= arch.layers):
         yield Fault(f"{folder} has {surplus[0]}, and config.json says num_hidden_layers={arch.layers}",
                     "correct num_hidden_layers in config.json, or download the model again")
-    wrong = [(name, shape) for name in arch.hf_names()
+    wrong = [(name, shape) for name in wanted
              if name in shapes and (shape := shape_of(name, arch)) and shapes[name] != shape]
     for name, shape in wrong[:_SHOWN]:
         yield Fault(f"{name} has shape {shapes[name]} where config.json says {shape}",
@@ -194,7 +197,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         return {name: [int(n) for n in entry["shape"]] for name, entry in tensors.items()}
     except OSError as e:
         raise ConfigError(f"cannot read {file}: {e.strerror}") from e
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+    except (ValueError, OverflowError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"{file} is not a valid safetensors file: {e}") from e
 
 
@@ -215,7 +218,7 @@ def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
         yield Fault(f"the tokenizer has token id {largest}, and the model's vocab_size is {vocab}",
                     "use the tokenizer that belongs to the model")
     eos = eos.get("content") if isinstance(eos, dict) else eos
-    if not eos or eos not in ids:
+    if not isinstance(eos, str) or not eos or eos not in ids:
         yield Fault(f"{settings} names no eos_token that {path.name} has ({eos!r})",
                     "use a tokenizer with an end-of-sequence token")
     elif ids[eos] not in facts.eos_ids:
@@ -225,14 +228,16 @@ def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Tokens of a tokenizer.json with their ids, added ones included."""
-    model = tokenizer.get("model")
+    """Tokens of a tokenizer.json with their ids, added ones included; {} where it is damaged."""
+    model, more = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict | list) or not isinstance(more, list):
+        return {}
     if isinstance(vocab, dict):
         ids = {str(token): i for token, i in vocab.items() if isinstance(i, int)}
     else:  # Unigram: [token, score] in the order of the ids
-        ids = {str(entry[0]): i for i, entry in enumerate(vocab or []) if isinstance(entry, list) and entry}
-    for added in tokenizer.get("added_tokens") or []:
+        ids = {str(entry[0]): i for i, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    for added in more:
         if isinstance(added, dict) and isinstance(added.get("id"), int):
             ids[str(added.get("content"))] = added["id"]
     return ids

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from elastic_rl.errors import ConfigError
 from elastic_rl.models.families import FAMILIES
@@ -20,6 +21,9 @@ _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's rotary embedding has built in; of llama3 scaling only the factor can be chosen."""
+_MAX_SIZE = (1 << 31) - 1
+_MAX_COUNT = 10_000
+"""Of layers, and of experts of each."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,11 @@ class ModelArch:
         head_dim = (hidden // heads if family.head_dim_from_width and raw.get("head_dim") is None and heads
                     else found.size("head_dim"))
         moe = None if not family.experts else MoeArch(
-            found.size("num_experts", "num_local_experts"), found.size("num_experts_per_tok"),
+            found.size("num_experts", "num_local_experts", most=_MAX_COUNT), found.size("num_experts_per_tok"),
             found.size("moe_intermediate_size"), raw.get("norm_topk_prob") is True)
         theta, factor = _rope(raw, where)
-        arch = cls(family, found.size("num_hidden_layers"), hidden, found.size("intermediate_size"), heads,
-                   found.size("num_key_value_heads"), head_dim, found.size("vocab_size"),
+        arch = cls(family, found.size("num_hidden_layers", most=_MAX_COUNT), hidden, found.size("intermediate_size"),
+                   heads, found.size("num_key_value_heads"), head_dim, found.size("vocab_size"),
                    found.size("max_position_embeddings"), theta, found.positive("rms_norm_eps"),
                    raw.get("tie_word_embeddings") is True, factor, moe)
         if found.wrong:
@@ -154,7 +158,7 @@ def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}", hint="download the model again") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path} is not JSON: {e}", hint="download the model again") from e
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no JSON object", hint="download the model again")
@@ -162,26 +166,31 @@ def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
 
 
 class _Sizes:
-    """Positive numbers of a config.json; what is none is noted and read as 1."""
+    """Positive numbers of a config.json; what is none, or too large for any model, is noted and read as 1."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self._raw = raw
         self.wrong: list[str] = []
 
-    def size(self, *keys: str) -> int:
+    def size(self, *keys: str, most: int = _MAX_SIZE) -> int:
         """The value of the first key that is there."""
         value = next((self._raw[key] for key in keys if key in self._raw), None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
             return value
         self.wrong.append(keys[0])
         return 1
 
     def positive(self, key: str) -> float:
         value = self._raw.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        if _is_positive(value):
             return float(value)
         self.wrong.append(key)
         return 1.0
+
+
+def _is_positive(value: Any) -> TypeGuard[float]:
+    """Whether it is a positive number that a float can be."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, float | None]:
@@ -195,13 +204,13 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, float | None]:
     if kind not in ("default", "llama3") or partial != 1.0:
         what = f"scaling {kind!r}" if partial == 1.0 else f"of a part of each head (partial_rotary_factor={partial})"
         raise ConfigError(f"{where}: rope {what} is not supported", hint="supported: default and llama3")
-    if not isinstance(theta, int | float) or not theta > 0:
+    if not _is_positive(theta):
         raise ConfigError(f"{where}: rope_theta={theta!r} is no positive number", hint="download the model again")
     if kind == "default":
         return float(theta), None
     factor = rope.get("factor")
     other = {key: rope.get(key) for key, value in _LLAMA3.items() if rope.get(key) != value}
-    if other or not isinstance(factor, int | float) or factor < 1:
+    if other or not _is_positive(factor) or factor < 1:
         raise ConfigError(f"{where}: llama3 rope scaling with {other or {'factor': factor}} is not supported",
                           hint=f"supported: a factor of at least 1 with {_LLAMA3}, as in Llama 3.1 to 3.3")
     return float(theta), float(factor)

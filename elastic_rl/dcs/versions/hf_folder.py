@@ -144,8 +144,8 @@ def files_of(folder: Path) -> list[Path]:
             files = [folder / n for n in names]
         else:
             files = sorted(folder.glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, AttributeError) as e:
-        raise ConfigError(f"{index} cannot be read: {e}") from e
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
+        raise ConfigError(f"{index} cannot be read: {e}", hint="download the model again") from e
     missing = [f.name for f in files if not f.is_file()]
     if missing or not files:
         raise ConfigError(f"{folder} has no {', '.join(missing) or 'safetensors files'}",

@@ -171,6 +171,14 @@ def _export(target: Path, like: Path, tensors: Iterable[tuple[str, torch.Tensor]
     hf_folder.write(target, TENSORS.items() if tensors is None else tensors, like, shard_bytes=1 << 20, force=True)
 
 
+@pytest.mark.parametrize("index", ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": 5, "b": "c"}}', "[" * 100_000,
+                                   '{"weight_map": {"a": ["b"]}}'], ids=["number", "mixed", "deep", "list"])
+def test_damaged_index_of_an_hf_folder_is_an_error(tmp_path: Path, index: str) -> None:
+    (tmp_path / hf_folder.INDEX).write_text(index)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        hf_folder.files_of(tmp_path)
+
+
 @pytest.mark.parametrize("extra", ["thesis.docx", "sub/config.json", ".git/HEAD"])
 def test_forced_export_replaces_model_folders_only(tmp_path: Path, like: Path, extra: str) -> None:
     target = tmp_path / "out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.host import model_folder, preflight
 from elastic_rl.host.preflight import Verdict
 from elastic_rl.trainer.megatron.policy import ModelArch
+
+DEEP = "[" * 100_000
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,11 @@ def edit(path: Path, **values: Any) -> None:
 
 def truncate(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
+
+
+def header(folder: Path, text: str) -> None:
+    """Gives the model's safetensors file another header."""
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode())
 
 
 def messages(folder: Path, **settings: Any) -> str:
@@ -79,6 +87,15 @@ def test_what_the_trainer_refuses_is_refused_before_the_start(folder: Path, chan
     ("config.json", {"num_key_value_heads": 4}, "model.layers.0.self_attn.k_proj.weight has shape"),
     ("config.json", {"intermediate_size": 8}, "model.layers.0.mlp.down_proj.weight has shape"),
     ("config.json", {"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight"),
+    ("config.json", {"num_hidden_layers": 10_000}, "no tensor model.layers.2.input_layernorm.weight"),
+    ("config.json", {"num_hidden_layers": 10**9}, "no valid num_hidden_layers"),
+    ("config.json", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta"),
+    ("config.json", {"rms_norm_eps": 10**400}, "no valid rms_norm_eps"),
+    ("config.json", {"rms_norm_eps": math.inf}, "no valid rms_norm_eps"),
+    ("tokenizer_config.json", {"eos_token": ["a"]}, "names no eos_token"),
+    ("tokenizer_config.json", {"eos_token": {"content": {}}}, "names no eos_token"),
+    ("tokenizer.json", {"model": {"vocab": 5}}, "no vocabulary"), ("tokenizer.json", {"added_tokens": 5},
+                                                                   "no vocabulary"),
     ("config.json", {"model_type": "qwen2", "head_dim": 24}, "q_proj.bias"),
     ("generation_config.json", {"eos_token_id": [5, 6]}, "not the model's eos_token_id (5, 6)"),
     ("tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []}, "no vocabulary")])
@@ -104,7 +121,12 @@ def test_pipeline_stages_are_checked_against_the_models_own_layers(folder: Path)
      "part-9.safetensors"),
     (lambda f: truncate(f / "model.safetensors", 9000), "has 9000 bytes of"),
     (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "is not a valid safetensors file"),
-    (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a valid safetensors file")])
+    (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a valid safetensors file"),
+    (lambda f: header(f, '{"w": {"data_offsets": [0, 0], "shape": [Infinity]}}'), "is not a valid safetensors file"),
+    (lambda f: header(f, '{"w": {"data_offsets": [0, Infinity], "shape": []}}'), "is not a valid safetensors file"),
+    (lambda f: header(f, DEEP), "is not a valid safetensors file"),
+    (lambda f: (f / "config.json").write_text(DEEP), "config.json is not JSON"),
+    (lambda f: (f / "tokenizer.json").write_text(DEEP), "tokenizer.json is not JSON")])
 def test_missing_or_damaged_file_is_named(folder: Path, damage: Callable[[Path], object], said: str) -> None:
     damage(folder)
     assert said in messages(folder)
@@ -126,6 +148,12 @@ def test_experts_are_checked_against_the_parallel_sizes(tmp_path: Path, folder: 
     assert "moe_intermediate_size=9 is not a multiple of trainer.tensor_parallel=2" in messages(made)
     assert "has 3 experts, and trainer.expert_parallel=2" in messages(made, **trainer)
     assert "has no experts, and trainer.expert_parallel=2" in messages(folder, **trainer)
+
+
+def test_more_experts_than_memory_has_room_for_are_not_listed(tmp_path: Path) -> None:
+    made = make_model_dir(tmp_path / "m", config.parse({"model": {"family": "qwen3_moe"}}))
+    edit(made / "config.json", num_hidden_layers=10_000, num_experts=10_000)
+    assert "no tensor model.layers.0.mlp.experts.4." in messages(made, trainer={"tensor_parallel": 1})
 
 
 def test_name_of_a_hub_is_no_folder() -> None:
