@@ -8,8 +8,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -17,11 +19,12 @@ from safetensors.torch import save_file
 from elastic_rl.errors import ConfigError, DiskFull
 
 INDEX = "model.safetensors.index.json"
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".index.json")
-"""Suffixes of files that hold weights, or list them."""
-_MODEL_FILES = ("*.safetensors", "*.index.json", "*.bin", "config.json", "generation_config.json", "*tokenizer*",
-                "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken",
-                "chat_template.*", "*preprocessor_config.json", "README.md", "LICENSE*", ".gitattributes")
+_COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+           "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "chat_template.*", "*preprocessor_config.json",
+           "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Names of the files of a model that an export has beside its weights. A folder may hold anything else, such as the
+weights in other formats, or secrets."""
+_MODEL_FILES = (*_COPIED, "*.safetensors", "*.index.json", "*.bin", ".gitattributes")
 """Names of files that a model folder may have, and that an export with ``force`` deletes."""
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -43,13 +46,15 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
         raise ConfigError(f"{like} has no config.json to copy", hint="name a model folder with --like")
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
+        _remove_leftovers(folder, "partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for path in like.iterdir():
-            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+            if path.is_file() and _is_named(path, _COPIED):
                 shutil.copy(path, partial / path.name)
         _write_shards(partial, tensors, shard_bytes, progress)
         _replace(folder, partial)
+        _remove_leftovers(folder, "old")  # not before: until now it may have been the only model there
     except (OSError, SafetensorError) as e:
         if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(e):
             raise DiskFull(f"{folder.parent} has no room for the model; nothing was left there",
@@ -60,6 +65,18 @@ def write(folder: Path, tensors: Tensors, like: Path, *, shard_bytes: int, force
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sorted(p.name for p in folder.iterdir())
+
+
+def _is_named(path: Path, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(path.name, pattern) for pattern in patterns)
+
+
+def _remove_leftovers(folder: Path, kind: str) -> None:
+    """Removes what exports to ``folder`` that were killed on this machine have left beside it."""
+    for path in folder.parent.glob(f".{escape(folder.name)}.*.{kind}"):
+        pid = path.name.split(".")[-2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _require_replaceable(folder: Path, like: Path, *, force: bool) -> None:
@@ -79,7 +96,7 @@ def _require_replaceable(folder: Path, like: Path, *, force: bool) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no model folder: it has no config.json", hint="name another folder")
     for entry in entries:
-        known = any(fnmatch(entry.name, pattern) for pattern in _MODEL_FILES) or (like / entry.name).is_file()
+        known = _is_named(entry, _MODEL_FILES) or (like / entry.name).is_file()
         if entry.is_symlink() or not entry.is_file() or not known:
             raise ConfigError(f"{folder} holds {entry.name}, which is no file of a model; --force would delete it",
                               hint="move it away, or name another folder")

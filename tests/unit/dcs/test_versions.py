@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -135,14 +137,47 @@ def test_export_refuses_nonempty_folder(tmp_path: Path, like: Path) -> None:
     assert (target / "precious").exists()
 
 
-def test_failed_export_leaves_nothing(tmp_path: Path, like: Path) -> None:
-    def broken():
-        yield "a", torch.ones(1000)
-        raise RuntimeError("the node died")
+def _broken() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.ones(1000)
+    raise RuntimeError("the node died")
 
+
+def test_failed_export_leaves_nothing(tmp_path: Path, like: Path) -> None:
     with pytest.raises(RuntimeError):
-        hf_folder.write(tmp_path / "out", broken(), like, shard_bytes=100, force=False)
+        hf_folder.write(tmp_path / "out", _broken(), like, shard_bytes=100, force=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like"]
+
+
+def test_export_removes_what_killed_exports_to_the_folder_have_left(tmp_path: Path, like: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead = [tmp_path / f".out.{ended.pid}.{kind}" for kind in ("partial", "old")]
+    kept = [tmp_path / f".out.{os.getppid()}.partial", tmp_path / f".out2.{ended.pid}.partial", tmp_path / ".out.x.old"]
+    for path in (*dead, *kept):
+        path.mkdir()
+        (path / "part-1").write_bytes(b"weights")
+    _export(tmp_path / "out", like)
+    assert not any(path.exists() for path in dead) and all(path.exists() for path in kept)
+
+
+def test_failed_export_keeps_the_old_model_of_a_killed_one(tmp_path: Path, like: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    old = tmp_path / f".out.{ended.pid}.old"
+    old.mkdir()
+    with pytest.raises(RuntimeError):
+        _export(tmp_path / "out", like, _broken())
+    assert old.exists()
+
+
+def test_export_copies_files_of_a_model_only(tmp_path: Path, like: Path) -> None:
+    for name in ("consolidated.00.pth", "model.gguf", "tf_model.h5", "flax_model.msgpack", ".env", "notes.txt"):
+        (like / name).write_bytes(b"x")
+    own = {"config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja", "LICENSE.txt"}
+    for name in own:
+        (like / name).write_text("{}")
+    _export(tmp_path / "out", like)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == own | {"model.safetensors"}
 
 
 def test_export_to_full_disk_raises_disk_full_and_leaves_nothing(tmp_path: Path, like: Path) -> None:
