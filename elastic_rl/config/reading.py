@@ -21,6 +21,23 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyErro
 _MAX_SHOWN = 200
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice: PyYAML would take the last one without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(problem="a key is there for the second time", problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+
+def _loaded(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every dotted key of a configuration, sections included."""
     keys = []
@@ -38,7 +55,7 @@ def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = yaml.safe_load(Path(path).read_text())
+            loaded = _loaded(Path(path).read_text())
         except OSError as e:
             raise ConfigError(f"cannot read the config {path}: {e.strerror}", hint="name a readable YAML file") from e
         except _NOT_YAML as e:
@@ -64,9 +81,9 @@ def validate(model: type[_Model], found: Mapping[str, Any]) -> _Model:
 def _set(found: dict[str, Any], override: str) -> None:
     key, sep, text = override.removeprefix("--").partition("=")
     if not sep or not key:
-        raise ConfigError(f"{override!r} is not of the form --key.sub=value")
+        raise ConfigError("an override is not of the form --key.sub=value")  # not shown: it may hold secrets
     try:
-        value = yaml.safe_load(text)
+        value = _loaded(text)
     except _NOT_YAML as e:
         shown = "" if secrets.is_secret(key) else f": {_shortened(text)}"
         raise ConfigError(f"the value of --{key} is not YAML{shown} ({_fault(e)})",

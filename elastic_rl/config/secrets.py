@@ -12,8 +12,9 @@ _SECTIONS = ("alerts", "dcs.durable_url")
 
 
 def is_secret(key: str) -> bool:
-    """Whether values of the dotted key, or of a key below it, may be secret."""
-    return any(key == secret or key.startswith(f"{secret}.") for secret in _SECTIONS)
+    """Whether values of the dotted key, or of a key below it, may be secret. A section that has such a key counts too:
+    what should be below it may have been written in its place."""
+    return any(f"{key}.".startswith(f"{secret}.") or secret.startswith(f"{key}.") for secret in _SECTIONS)
 
 
 def redacted_url(url: str) -> str:

@@ -153,6 +153,27 @@ def test_file_that_cannot_be_decoded_is_a_config_error_without_its_text(content:
     assert "secret-token" not in str(e.value)
 
 
+def test_key_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text("train:\n  steps: 3\nseed: 1\ntrain:\n  group_size: 4\n")
+    with pytest.raises(ConfigError, match=r"twice\.yaml is not YAML: .*second time in line 4, column 1"):
+        config.load(file)
+    file.write_text("train:\n  steps: 3\n  steps: 4\n")
+    with pytest.raises(ConfigError, match="in line 3, column 3"):
+        config.load(file)
+    with pytest.raises(ConfigError, match=r"--train is not YAML.*second time"):
+        config.load(None, ["--train={steps: 3, steps: 4}"])
+
+
+def test_key_that_is_merged_may_be_given_again(tmp_path: Path) -> None:
+    file = tmp_path / "merged.yaml"
+    file.write_text("train: &a {steps: 3, group_size: 4}\ndata: {options: {of: {b: &b {<<: *a, steps: 5}}}}\n"
+                    "rollout: {reward_options: {<<: *b, steps: 6}}\n")
+    cfg = config.load(file)
+    assert cfg.data.options["of"]["b"] == {"steps": 5, "group_size": 4}
+    assert cfg.rollout.reward_options == {"steps": 6, "group_size": 4}
+
+
 @pytest.mark.parametrize("ports", ["[0, 1]", "[1, 65536]", "[-1, 2]", "[8400, 8400]"])
 def test_coordinator_ports_are_valid_and_distinct(ports: str) -> None:
     with pytest.raises(ConfigError, match=r"coordinator"):
@@ -162,7 +183,8 @@ def test_coordinator_ports_are_valid_and_distinct(ports: str) -> None:
 @pytest.mark.parametrize("override", [
     "--alerts=slack://secret-token", "--alerts.urls=slack://secret-token", "--alerts.urls=[[slack://secret-token]]",
     "--alerts.routes=[slack://secret-token]", "--dcs.durable_url=[s3://secret-token@bucket]",
-    "--alerts.urls=[slack://secret-token"])
+    "--alerts.urls=[slack://secret-token", "--dcs={durable_url: 's3://secret-token@host/b', ]",
+    "--dcs=s3://secret-token@host/b", "--=s3://secret-token@host/b"])
 def test_errors_hold_no_secrets(override: str) -> None:
     with pytest.raises(ConfigError) as e:
         config.load(None, [override])
