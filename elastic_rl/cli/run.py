@@ -20,6 +20,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 
 if TYPE_CHECKING:
     from elastic_rl.config import Config
+    from elastic_rl.host.local_cluster import Cluster
     from elastic_rl.job_check import Finding
 
 _VIEW_ETCD_BUDGET_S = 1.0
@@ -78,12 +79,22 @@ def train(ctx: typer.Context, file: File = None,
         finally:
             if with_cluster and not keep_up:
                 with ignore_signals():
-                    _say("stopping the cluster")
-                    cluster.down()
+                    _stop(cluster, after=sys.exception())
     if with_cluster and keep_up:
         out.print("the cluster keeps running", highlight=False)
         _print_access(info)
     raise typer.Exit(code)
+
+
+def _stop(cluster: Cluster, *, after: BaseException | None) -> None:
+    """Stops a cluster. Where that fails too, ``after`` an error, that first one is the error of the command."""
+    _say("stopping the cluster")
+    try:
+        cluster.down()
+    except ElasticRLError as e:
+        if after is None:
+            raise
+        err.print(f"the cluster cannot be stopped: {tables.printable(e.message)}", markup=False, highlight=False)
 
 
 def _train(cfg: Config, info: Any, *, faults: bool, from_job: str) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from elastic_rl.config.section import Positive, Seconds, Section
+from elastic_rl.config.section import PathText, Positive, Seconds, Section
 
 
 class AlertRoute(Section):
@@ -27,7 +27,7 @@ class AlertConfig(Section):
     """Apprise URLs of notification services that get every alert."""
     routes: list[AlertRoute] = []
     """Notification services that get some alerts, selected by tag: a pager only errors, a chat everything."""
-    config_file: str = ""
+    config_file: PathText = ""
     """Path of an Apprise configuration file (YAML or text) with more URLs and tags. Tags select alerts as those of
     ``alerts.routes`` do; the tag ``always`` selects every alert."""
     severity_tags: dict[Literal["info", "warning", "error"], list[str]] = {

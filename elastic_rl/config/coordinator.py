@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from elastic_rl.config.section import Positive, Seconds, Section
+from elastic_rl.config.section import PathText, Positive, Seconds, Section
 
 
 class CoordinatorConfig(Section):
@@ -63,12 +63,12 @@ class CoordinatorConfig(Section):
     advertise_host: str = ""
     """Host name or address under which other replicas and clients reach the admin API. Empty: ``host`` or, where that
     is 0.0.0.0, the address of the route to etcd. With TLS the certificate must be valid for it."""
-    tls_cert: str = ""
+    tls_cert: PathText = ""
     """PEM file with the certificate (chain) of the admin API. With ``tls_key`` the API speaks TLS only. A renewed file
     is used without a restart."""
-    tls_key: str = ""
+    tls_key: PathText = ""
     """PEM file with the private key of ``tls_cert``."""
-    tls_ca: str = ""
+    tls_ca: PathText = ""
     """PEM file of the authority against which replicas and clients verify the admin API. Empty: the authorities of the
     system."""
     max_requests: Positive = 128

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from elastic_rl.config.section import Positive, Seconds, Section
+from elastic_rl.config.section import PathText, Positive, Seconds, Section
 
 
 class Stream(StrEnum):
@@ -43,7 +43,7 @@ class DcsConfig(Section):
     disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Bytes of disk that a node may use: a copy of every committed chunk, so that a restarted node still has them, and
     the chunks that do not fit into the arena. 0: memory only."""
-    disk_dir: str = ""
+    disk_dir: PathText = ""
     """Folder for the chunks on disk, one subfolder a node. Empty: the cluster's folder."""
     verify_every_s: Annotated[float, Field(ge=0)] = 60.0
     """A node verifies a chunk's digest again before it serves the chunk when the last verification is more than this
@@ -101,14 +101,14 @@ class DcsConfig(Section):
     """Every n-th copy at ``durable_url`` holds the whole version; those between hold what changed against it. 1: every
     copy is whole."""
 
-    tls_cert: str = ""
+    tls_cert: PathText = ""
     """PEM file with the certificate (chain) of the node. With ``tls_key`` and ``tls_ca``, nodes and their clients speak
     TLS and verify each other."""
-    tls_key: str = ""
+    tls_key: PathText = ""
     """PEM file with the private key of ``tls_cert``."""
-    tls_ca: str = ""
+    tls_ca: PathText = ""
     """PEM file of the authority that the certificates of all nodes and clients must come from."""
-    token_file: str = ""
+    token_file: PathText = ""
     """File with the secret that clients of the nodes must present. Empty: ``elastic-rl up`` makes one for the job."""
 
     @model_validator(mode="after")

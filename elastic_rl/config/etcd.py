@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from elastic_rl.config.section import Positive, Seconds, Section
+from elastic_rl.config.section import PathText, Positive, Seconds, Section
 
 
 class EtcdConfig(Section):
@@ -31,19 +31,19 @@ class EtcdConfig(Section):
     the members one by one (a member does not answer meanwhile), end the alarm NOSPACE. Needs etcd's root role where
     etcd has users. Turn it off where others maintain etcd; without either, a full etcd accepts no writes."""
 
-    tls_ca: str = ""
+    tls_ca: PathText = ""
     """PEM file of the authority that signed the members' certificates. When it is set, every connection to etcd uses
     TLS."""
-    tls_cert: str = ""
+    tls_cert: PathText = ""
     """PEM file with this client's certificate, for an etcd that runs with ``--client-cert-auth``."""
-    tls_key: str = ""
+    tls_key: PathText = ""
     """PEM file with the private key of ``tls_cert``."""
     tls_server_name: str = ""
     """Host name that the members' certificates are valid for, where it differs from that in ``endpoints``."""
     user: str = ""
     """User name for an etcd with authentication. The user needs read and write access to the prefix
     ``/elastic_rl/``."""
-    password_file: str = ""
+    password_file: PathText = ""
     """Text file with the user's password. It is read at each sign-in, so a new password needs no restart."""
 
     @model_validator(mode="after")

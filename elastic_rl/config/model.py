@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from elastic_rl.config.section import Positive, Section
+from elastic_rl.config.section import PathText, Positive, Section
 
 
 class ModelConfig(Section):
-    path: str = ""
+    path: PathText = ""
     """Folder of a Hugging Face model to start from, of one of the families that ``model.family`` lists. Empty: a small
     model of the shape below, initialised from the seed."""
     family: Literal["qwen3", "llama", "qwen2", "qwen3_moe"] = "qwen3"

@@ -24,7 +24,7 @@ from elastic_rl.config.failure_policy import FailurePolicyConfig
 from elastic_rl.config.model import ModelConfig
 from elastic_rl.config.rejection import RejectionConfig
 from elastic_rl.config.rollout import RolloutConfig
-from elastic_rl.config.section import Section
+from elastic_rl.config.section import FolderPath, Section
 from elastic_rl.config.sft import SftConfig
 from elastic_rl.config.telemetry import TelemetryConfig
 from elastic_rl.config.train import TrainConfig
@@ -52,7 +52,7 @@ class Config(Section):
     same samples and weights, bit for bit, also with other engines and when engines and trainer ranks fail on the way.
     Slower: kernels whose results do not depend on the batch on GPUs, one sequence at a time in each engine on a CPU.
     External engines must be started like that too."""
-    run_dir: Path = Path("runs")
+    run_dir: FolderPath = Path("runs")
     """Folder of all jobs: reports are in ``<run_dir>/<job>``; logs, pids and addresses of the cluster in
     ``<run_dir>/<job>/cluster``."""
     device: DeviceConfig = DeviceConfig()

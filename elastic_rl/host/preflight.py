@@ -229,7 +229,7 @@ def _files(cfg: Config) -> Iterable[Finding]:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free / 2**30
-    if not os.access(folder, os.W_OK):
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield Finding("run_dir", Verdict.FAILED, f"{folder} cannot be written to",
                       "set another --run_dir, or make it writable")
     else:

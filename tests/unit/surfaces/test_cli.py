@@ -383,3 +383,13 @@ def test_down_below_a_file_says_what_is_in_the_way(tmp_path: Path, capsys: pytes
     assert run("down", f"--run_dir={file}", "--job=nobody") == 2
     assert f"{file} is not a folder" in capsys.readouterr().err.replace("\n", "")
     assert run("down", f"--run_dir={tmp_path / 'nowhere'}", "--job=nobody") == 0
+
+
+def test_cluster_that_can_neither_start_nor_stop_shows_why_it_does_not_start(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert run("train", "--with-cluster", f"--run_dir={file / 'x'}", "--job=nobody") == 2
+    said = capsys.readouterr().err.replace("\n", "")
+    assert "error: cannot create" in said and "the cluster cannot be stopped" in said
+    assert "error: " + str(file) not in said, "that of stopping is not the error of the command"

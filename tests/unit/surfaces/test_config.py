@@ -76,6 +76,15 @@ def test_file_that_is_not_a_mapping_is_refused_by_name(text: str, tmp_path: Path
         config.load(file)
 
 
+@pytest.mark.parametrize("key", ["run_dir", "model.path", "dcs.disk_dir", "dcs.token_file", "alerts.config_file"])
+@pytest.mark.parametrize("path", ["~nosuch-user/x", "a\\0b", "\\ud800"])
+def test_path_that_no_file_has_is_refused(key: str, path: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        config.load(None, [f'--{key}="{path}"'])
+    assert f"{key}: " in str(e.value)
+    assert config.load(None, [f"--{key}=~/x"])
+
+
 def test_missing_file_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         config.load("nowhere.yaml")
