@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+_Options = TypeVar("_Options", dict[str, Any], list[str | dict[str, Any]])
 _MAX_DEPTH = 50
 _MAX_VALUES = 100_000
 _MAX_BITS = 4096
 
 
-def require_json(options: dict[str, Any]) -> dict[str, Any]:
+def require_json(options: _Options) -> _Options:
     """Raises ValueError for what the other processes of the run, which get the settings as JSON, would not get."""
     for number, (value, depth) in enumerate(_nested(options)):
         if depth > _MAX_DEPTH:

@@ -63,8 +63,8 @@ class RolloutConfig(Section):
     @field_validator("filters")
     @classmethod
     def _require_names(cls, filters: list[str | dict[str, Any]]) -> list[str | dict[str, Any]]:
-        """Raises ValueError for a filter with options, but without a name."""
-        for entry in filters:
+        """Raises ValueError for a filter with options, but without a name, and for what JSON does not have."""
+        for entry in require_json(filters):
             if isinstance(entry, dict) and not isinstance(entry.get("name"), str):
                 raise ValueError(f"a filter with options needs a name: {{name: …}}, not {entry}")
         return filters

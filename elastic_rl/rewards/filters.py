@@ -24,6 +24,8 @@ def length(*, max_prompt_tokens: float = math.inf, min_response_tokens: float = 
            max_response_tokens: float = math.inf) -> Filter:
     """Drops a group with a longer prompt, or whose responses are shorter or longer in the mean, in tokens."""
     _require_ascending("min_response_tokens", min_response_tokens, "max_response_tokens", max_response_tokens)
+    if not isinstance(max_prompt_tokens, int | float):
+        raise ValueError(f"max_prompt_tokens={max_prompt_tokens!r} must be a number")
 
     def drop_reason(group: Group) -> str:
         mean = sum(len(s.response_ids) for s in group.samples) / max(1, len(group.samples))

@@ -242,6 +242,15 @@ def test_options_that_json_does_not_have_are_refused(options: str, said: str) ->
     assert said in str(e.value)
 
 
+@pytest.mark.parametrize(("entry", "said"), [
+    ("{name: difficulty, high: .inf}", "a number is inf"), ('{name: "m:f", a: "\\ud800"}', "surrogate"),
+    ('"\\ud800"', "surrogate"), ("&x {name: length, a: *x}", "contains itself"), ("{name: length, 1: 2}", "filters")])
+def test_filters_that_json_does_not_have_are_refused(entry: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.filters") as e:
+        config.load(None, [f"--rollout.filters=[{entry}]"])
+    assert said in str(e.value)
+
+
 def test_options_that_json_has_are_kept() -> None:
     options = {"a": [1, 2.5, True, None, "é", {"b": [[]]}]}
     shared = ["x"]

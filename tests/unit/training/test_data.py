@@ -130,6 +130,7 @@ def test_length_drops_long_prompts_and_responses_of_the_wrong_mean_length() -> N
     ("uniform", "did you mean 'uniform_reward'"), ({"name": "difficult"}, "did you mean 'difficulty'"),
     ({"name": "difficulty", "lowest": 1}, "cannot be made: TypeError.*lowest"),
     ({"name": "difficulty", "low": 2}, "low=2 and high=1.0"), ({"name": "length", "max_response_tokens": "x"}, "'x'"),
+    ({"name": "length", "max_prompt_tokens": "500 tokens"}, "max_prompt_tokens='500 tokens' must be a number"),
     ({"name": "uniform_reward", "low": 1}, "has no options"), ({"name": "no.such:make", "a": 1}, "no.such")])
 def test_wrong_filter_is_a_wrong_setting(setting: str | dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
