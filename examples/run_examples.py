@@ -15,7 +15,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,22 @@ def job_of(name: str, seed: int) -> str:
     return f"{name.replace('_', '-')[:20]}-s{seed}-{time.strftime('%m%d-%H%M%S')}"
 
 
+def settings_of(seed: int, job: str) -> list[str]:
+    """Those of a run, on top of its example's."""
+    return [f"--job={job}", f"--seed={seed}"]
+
+
+def require_settings(names: Sequence[str], seeds: Sequence[int]) -> None:
+    """Raises ConfigError for an example that cannot run with one of the seeds, its base included."""
+    for name in (*names, *(POLICY_OF[name] for name in names if name in POLICY_OF)):
+        for seed in seeds:
+            config.load(EXAMPLES / f"{name}.yaml", settings_of(seed, job_of(name, seed)))
+
+
 def run(name: str, seed: int, job: str, limit_s: float, threshold: Threshold | None, *arguments: str) -> Result:
     """Trains an example as a job of its own, on a cluster of its own. Its output goes to a file that is named.
     ``arguments``: further ones of ``elastic-rl train``."""
-    settings = [f"--job={job}", f"--seed={seed}"]
+    settings = settings_of(seed, job)
     cfg = config.load(EXAMPLES / f"{name}.yaml", settings)
     log = cfg.run_dir / f"{job}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -175,6 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         known, names = thresholds(), examples(given.names)
         seeds = [int(seed) for seed in given.seeds.split(",")]
+        require_settings(names, seeds)  # before the first run, since a fault of a later one would cost all results
     except ConfigError as e:
         parser.error(f"{e.message}; {e.hint}")
     except ValueError:
@@ -187,7 +200,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], limit_s: float) -> list[Result]:
     """Runs examples, each by name and seed, and before them those whose policy they take: the cluster of such a one
-    stays up to the end, however that comes. What would take the policy of a run that failed is not started."""
+    stays up to the end, however that comes; one that cannot be ended is its run's fault. What would take the policy of
+    a run that failed is not started."""
     done: dict[tuple[str, int], Result] = {}
     taken = {(POLICY_OF[name], seed) for name, seed in wanted if name in POLICY_OF}
     with contextlib.ExitStack() as clusters:
@@ -206,18 +220,23 @@ def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], l
                 arguments.append(f"--from-job={base.job}")
             if (name, seed) in taken:
                 arguments.append("--keep-up")
-                clusters.callback(_down, name, job)
+                clusters.callback(end, name, seed, job)
             return run(name, seed, job, limit_s, known.get(name), *arguments)
+
+        def end(name: str, seed: int, job: str) -> None:
+            ended, result = _down(name, job), done.get((name, seed))  # no result: the run was interrupted
+            if result is not None and not ended:
+                done[name, seed] = replace(result, fault=result.fault or "its cluster cannot be ended")
 
         for name, seed in wanted:
             require(name, seed)
     return list(done.values())
 
 
-def _down(name: str, job: str) -> None:
-    """Ends the cluster of a run. Raises CalledProcessError when it cannot be ended."""
-    subprocess.run(python("elastic_rl.cli.main", "down", "-c", str(EXAMPLES / f"{name}.yaml"), f"--job={job}"),
-                   check=True, stdout=subprocess.DEVNULL)
+def _down(name: str, job: str) -> bool:
+    """Ends the cluster of a run, and says whether it could; why not is on stderr."""
+    return not subprocess.run(python("elastic_rl.cli.main", "down", "-c", str(EXAMPLES / f"{name}.yaml"),
+                                     f"--job={job}"), check=False, stdout=subprocess.DEVNULL).returncode
 
 
 if __name__ == "__main__":

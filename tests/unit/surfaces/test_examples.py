@@ -215,6 +215,29 @@ def test_example_without_the_policy_that_it_takes_is_a_failure(
         ("sft", "ended with exit code 7"), ("eval", "needs sft, which failed")]
 
 
+def test_cluster_that_cannot_be_ended_costs_no_results(
+        assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(assets)
+    program = _program(tmp_path, 0.9, "")
+    monkeypatch.setattr(run_examples, "python", lambda module, *args: (
+        [sys.executable, "-c", "raise SystemExit(3)"] if "down" in args else [*program, *args]))
+    results = run_examples.run_all([("eval", 8)], {}, 60.0)
+    assert [(r.example, r.fault) for r in results] == [("sft", "its cluster cannot be ended"), ("eval", "")]
+
+
+@pytest.mark.parametrize("seeds", ["0,-1", "0,1234567890"])
+def test_seed_that_an_example_cannot_have_ends_before_the_first_run(seeds: str, monkeypatch: pytest.MonkeyPatch,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    def run_all(*_: object) -> None:
+        raise AssertionError("a run has begun")
+
+    monkeypatch.setattr(run_examples, "run_all", run_all)
+    monkeypatch.setattr(run_examples.subprocess, "run", lambda *_, **__: None)
+    with pytest.raises(SystemExit) as e:
+        run_examples.main(["rejection_sampling", f"--seeds={seeds}"])
+    assert e.value.code == 2 and ("job: " if "7" in seeds else "seed: ") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["nonsense"], ["sft", "--seeds", "one"]])
 def test_wrong_arguments_end_before_anything_is_run(arguments: list[str]) -> None:
     ended = subprocess.run([sys.executable, str(EXAMPLES / "run_examples.py"), *arguments], capture_output=True,
