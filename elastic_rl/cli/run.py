@@ -94,7 +94,7 @@ def _stop(cluster: Cluster, *, after: BaseException | None) -> None:
     except ElasticRLError as e:
         if after is None:
             raise
-        err.print(f"the cluster cannot be stopped: {tables.printable(e.message)}", markup=False, highlight=False)
+        _progress(f"the cluster cannot be stopped: {e.message}")
 
 
 def _train(cfg: Config, info: Any, *, faults: bool, from_job: str) -> int:

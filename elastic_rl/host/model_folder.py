@@ -22,6 +22,8 @@ _MAX_JSON_BYTES = 256 << 20
 """Of a tokenizer.json or an index; those of large models have some tens of MiB."""
 _SHOWN = 4
 """Tensors that are named, of those that are missing or have a wrong shape."""
+_MAX_DIGITS = 10
+"""Of the number of a layer; Python reads none of thousands."""
 _MAX_HEADER_BYTES = 100 << 20
 """Of a safetensors file, as the format allows."""
 
@@ -164,7 +166,7 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
 def _layer_of(name: str) -> int:
     """The layer of a tensor; -1 for one of none."""
     part = name.removeprefix("model.layers.").partition(".")[0]
-    return int(part) if name.startswith("model.layers.") and part.isdecimal() else -1
+    return int(part) if name.startswith("model.layers.") and part.isdecimal() and len(part) < _MAX_DIGITS else -1
 
 
 def shape_of(name: str, arch: ModelArch) -> list[int]:

@@ -124,6 +124,7 @@ def test_pipeline_stages_are_checked_against_the_models_own_layers(folder: Path)
     (lambda f: (f / "model.safetensors").write_bytes(b""), "is not a valid safetensors file"),
     (lambda f: header(f, '{"w": {"data_offsets": [0, 0], "shape": [Infinity]}}'), "is not a valid safetensors file"),
     (lambda f: header(f, '{"w": {"data_offsets": [0, Infinity], "shape": []}}'), "is not a valid safetensors file"),
+    (lambda f: header(f, f'{{"model.layers.{"9" * 5000}.x": {{"data_offsets": [0, 0], "shape": []}}}}'), "no tensor"),
     (lambda f: header(f, DEEP), "is not a valid safetensors file"),
     (lambda f: (f / "config.json").write_text(DEEP), "config.json is not JSON"),
     (lambda f: (f / "tokenizer.json").write_text(DEEP), "tokenizer.json is not JSON")])
