@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -16,9 +17,13 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
 from elastic_rl.rewards.text import normalised_text
 from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
+from elastic_rl.rewards.worker_sandbox import WorkerSandbox
+
+log = logging.getLogger(__name__)
 
 GIVEN_UP = "given_up"
 """Part of a reward: 1.0 where the check was killed, which makes the reward 0."""
+_GRADE = "elastic_rl.rewards.math_grading:grade"
 _THINK_END = "</think>"
 _ANSWER, _ANSWER_END = "<answer>", "</answer>"
 _BOXED = "\\boxed{"
@@ -34,6 +39,8 @@ class WorkerOptions(Options):
     """Number of processes that check responses."""
     memory_mb: Annotated[int, Field(ge=256)] = 4096
     """Address space of such a process in MiB."""
+    unsandboxed: bool = False
+    """Whether the processes have the rights and the environment of the run, rather than to be in a sandbox."""
 
 
 class MathVerifyOptions(WorkerOptions):
@@ -53,8 +60,8 @@ class CheckedCalls:
     """Checks of single responses in worker processes, where a call that is given up is tried once more: the machine
     may have been busy."""
 
-    def __init__(self, function: str, options: WorkerOptions) -> None:
-        self._pool = WorkerPool(function, options.processes, memory_mb=options.memory_mb)
+    def __init__(self, function: str, options: WorkerOptions, sandbox: WorkerSandbox | None) -> None:
+        self._pool = WorkerPool(function, options.processes, memory_mb=options.memory_mb, sandbox=sandbox)
         self._timeout_s = options.timeout_s
 
     async def __call__(self, job: Mapping[str, Any]) -> Any:
@@ -68,6 +75,16 @@ class CheckedCalls:
 
     def close(self) -> None:
         self._pool.close()
+
+
+def _sandbox(options: WorkerOptions) -> WorkerSandbox | None:
+    """None where there is none: math-verify parses text, and does not run it."""
+    if not options.unsandboxed:
+        try:
+            return WorkerSandbox("math_verify")
+        except ConfigError as e:
+            log.warning("results are compared without a sandbox: %s", e)
+    return None
 
 
 def require_package(module: str, package: str, reward: str) -> None:
@@ -85,7 +102,7 @@ class MathVerify:
         self._options = read_options(MathVerifyOptions, options, of="the reward 'math_verify'", setting=context.setting)
         require_package("math_verify", "math-verify", "math_verify")
         self._decode = context.decode
-        self._grade = CheckedCalls("elastic_rl.rewards.math_grading:grade", self._options)
+        self._grade = CheckedCalls(_GRADE, self._options, _sandbox(self._options))
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         right = gold_answers(prompt, self._decode)
@@ -107,7 +124,7 @@ class DeepScaler:
         self._options = read_options(DeepScalerOptions, options, of="the reward 'deepscaler'", setting=context.setting)
         require_package("math_verify", "math-verify", "deepscaler")
         self._decode = context.decode
-        self._grade = CheckedCalls("elastic_rl.rewards.math_grading:grade", self._options)
+        self._grade = CheckedCalls(_GRADE, self._options, _sandbox(self._options))
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         right = [boxed(text) or text for text in gold_answers(prompt, self._decode)]

@@ -11,6 +11,7 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import PluginFailed
 from elastic_rl.rewards.base import Reward, RewardContext
 from elastic_rl.rewards.math_rewards import GIVEN_UP, CheckedCalls, WorkerOptions, final_answer, require_package
+from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
 _ANSWER_CHARACTERS = 20_000
 _SCORE = "elastic_rl.rewards.reasoning_scorer:score"
@@ -28,11 +29,13 @@ class ReasoningGym:
     ``entry``, the entry of its dataset."""
 
     def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError, also where no sandbox works."""
         self._options = read_options(ReasoningGymOptions, options, of="the reward 'reasoning_gym'",
                                      setting=context.setting)
         require_package("reasoning_gym", "reasoning-gym", "reasoning_gym")
-        self._score = CheckedCalls(_SCORE, self._options)
+        # Several verifiers evaluate the answer as Python; which ones is another matter in each release.
+        sandbox = None if self._options.unsandboxed else WorkerSandbox("reasoning_gym")
+        self._score = CheckedCalls(_SCORE, self._options, sandbox)
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         task, entry = prompt.metadata.get("task"), prompt.metadata.get("entry")

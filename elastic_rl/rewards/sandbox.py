@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -24,6 +25,8 @@ from elastic_rl.runtime import start_child
 FOLDER = "/sandbox"
 """Where the files of a run are, read-only."""
 _NOBODY = 65534
+NOBODY: dict[str, Any] = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
+"""Arguments of ``Popen``: the user that a sandbox of root is started as."""
 _POLL_S = 0.05
 _START_S = 10.0
 """For namespaces and mounts, besides the program's own time."""
@@ -78,7 +81,7 @@ class Sandbox:
         candidates = [python] if python else [os.path.realpath(sys.executable), "/usr/bin/python3"]
         faults = []
         for candidate in candidates:
-            self._python, self._mounts = candidate, _mounts(candidate)
+            self._python, self._mounts = candidate, system_mounts(candidate)
             fault = self._fault()
             if not fault:
                 return
@@ -91,24 +94,19 @@ class Sandbox:
         """Runs the Python program ``main``, one of ``files``, which are in ``FOLDER``. Everything that it started has
         ended when this returns. Raises PluginFailed when the sandbox itself cannot be started."""
         with contextlib.ExitStack() as opened:
-            contents = {name: _memory_file(opened, body) for name, body in files.items()}
-            given, rules = _memory_file(opened, stdin), _memory_file(opened, syscall_filter())
+            contents = {name: memory_file(opened, body) for name, body in files.items()}
+            given, rules = memory_file(opened, stdin), memory_file(opened, syscall_filter())
             binds = [part for name, fd in contents.items()
                      for part in ("--perms", "0444", "--ro-bind-data", str(fd), f"{FOLDER}/{name}")]
             size = limits.file_mb << 20
             command = [
-                self._program, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
-                "--unshare-cgroup-try", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv",
-                "--cap-drop", "ALL", "--seccomp", str(rules), "--uid", str(_NOBODY), "--gid", str(_NOBODY),
-                "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
-                "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1",
-                *self._mounts, "--proc", "/proc", "--dev", "/dev",
+                *isolated(self._program, rules), *self._mounts, "--proc", "/proc", "--dev", "/dev",
                 "--perms", "0755", "--dir", FOLDER, *binds, "--perms", "1777", "--size", str(size), "--tmpfs", "/tmp",
                 "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--",
                 self._python, "-I", "-S", "-c", _LIMITS, str(limits.cpu_s), str(limits.memory_mb << 20), str(size),
                 str(limits.processes), self._python, "-s", "-B", f"{FOLDER}/{main}"]
             # As root it would keep root's right to start any number of processes.
-            user = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+            user = NOBODY if os.geteuid() == 0 else {}
             try:
                 process = start_child(command, pass_fds=(*contents.values(), rules), stdin=given, env={}, cwd="/",
                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **user)
@@ -133,7 +131,17 @@ def find_bubblewrap() -> str:
     return shutil.which("bwrap") or (str(beside) if os.access(beside, os.X_OK) else "")
 
 
-def _mounts(python: str) -> list[str]:
+def isolated(program: str, rules: int) -> list[str]:
+    """bubblewrap's command up to the mounts: namespaces of its own, no rights, an empty environment, and the filter of
+    system calls in the descriptor ``rules``."""
+    return [program, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
+            "--unshare-cgroup-try", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv",
+            "--cap-drop", "ALL", "--seccomp", str(rules), "--uid", str(_NOBODY), "--gid", str(_NOBODY),
+            "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8",
+            "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1"]
+
+
+def system_mounts(python: str) -> list[str]:
     """What programs see of the machine: the system's programs and libraries, and the interpreter's own. Neither /etc
     nor a home folder."""
     mounts = ["--ro-bind", "/usr", "/usr"]
@@ -149,7 +157,7 @@ def _mounts(python: str) -> list[str]:
     return mounts
 
 
-def _memory_file(opened: contextlib.ExitStack, body: bytes) -> int:
+def memory_file(opened: contextlib.ExitStack, body: bytes) -> int:
     """A descriptor of a file in memory with this content, at its beginning."""
     fd = os.memfd_create("sandbox")
     opened.callback(os.close, fd)

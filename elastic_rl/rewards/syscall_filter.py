@@ -23,27 +23,38 @@ _REFUSED = {
     "process_vm_writev": (311, 271), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
     "umount2": (166, 39), "pivot_root": (155, 41), "kexec_load": (246, 104),
 }
+_FORK, _VFORK, _CLONE, _CLONE3 = (57, None), (58, None), (56, 220), (435, 435)
+_CLONE_THREAD = 0x10000
 _X32 = 0x40000000
 """Set in the numbers of x86-64's second table of system calls, which would pass by the numbers above."""
-_LOAD, _JUMP_EQ, _JUMP_GE, _RETURN = 0x20, 0x15, 0x35, 0x06  # classic BPF: LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, RET|K
+# Classic BPF: LD|W|ABS, JMP|JEQ|K, JMP|JGE|K, JMP|JSET|K, RET|K.
+_LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER_AT, _ARCHITECTURE_AT = 0, 4
-"""Offsets in struct seccomp_data."""
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_AT = 0, 4, 16
+"""Offsets in struct seccomp_data; of the first argument its lower half."""
+_Instruction = tuple[int, int, int, int]
+_REFUSE = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+_PASS = (_RETURN, 0, 0, _ALLOW)
 
 
-def syscall_filter(machine: str = "") -> bytes:
+def syscall_filter(machine: str = "", *, processes: bool = True) -> bytes:
     """The filter as an array of ``struct sock_filter``: refused calls fail with EPERM, and a call of another
-    architecture ends the process. ``machine``: as ``platform.machine()``. Raises ConfigError for one without a table.
-    """
+    architecture ends the process. ``machine``: as ``platform.machine()``. ``processes``: whether new ones may be
+    started; else threads only. Raises ConfigError for a machine without a table."""
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:
         raise ConfigError(f"there is no sandbox for programs on {machine}",
                           hint=f"run it on one of {', '.join(sorted(_ARCHITECTURES))}, or use the reward 'remote'")
     column = list(_ARCHITECTURES).index(machine)
-    numbers = [row[column] for row in _REFUSED.values()]
+    rules: list[tuple[tuple[int | None, ...], list[_Instruction]]] = [(row, [_REFUSE]) for row in _REFUSED.values()]
+    if not processes:
+        # The C library starts a thread with clone() where there is no clone3(), whose arguments cannot be looked at.
+        rules += [(_FORK, [_REFUSE]), (_VFORK, [_REFUSE]), (_CLONE3, [(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]),
+                  (_CLONE, [(_LOAD, 0, 0, _ARGUMENT_AT), (_JUMP_SET, 1, 0, _CLONE_THREAD), _REFUSE, _PASS])]
     program = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_JUMP_EQ, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL),
                (_LOAD, 0, 0, _NUMBER_AT), (_JUMP_GE, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
-    for i, number in enumerate(numbers):
-        program.append((_JUMP_EQ, len(numbers) - i, 0, number))  # over the rest of them, and over ALLOW
-    program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    for numbers, then in rules:
+        number = numbers[column]
+        if number is not None:
+            program += [(_JUMP_EQ, 0, len(then), number), *then]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in [*program, _PASS])

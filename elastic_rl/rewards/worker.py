@@ -15,9 +15,11 @@ from elastic_rl.plugin_host import guard_group, imported, receive, send
 from elastic_rl.plugins import describe, text_of
 
 
-def main(descriptor: int, function: str, memory_mb: int) -> None:
-    """Serves ``module:function``, which is called with the JSON value of each job."""
-    guard_group(descriptor)
+def main(descriptor: int, function: str, memory_mb: int, sandboxed: bool) -> None:
+    """Serves ``module:function``, which is called with the JSON value of each job. ``sandboxed``: in a sandbox, which
+    starts no process and ends with this one."""
+    if not sandboxed:
+        guard_group(descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=descriptor) as connection:
@@ -44,4 +46,4 @@ def main(descriptor: int, function: str, memory_mb: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:] == ["sandboxed"])

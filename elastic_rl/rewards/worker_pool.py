@@ -18,6 +18,7 @@ from elastic_rl import plugin_host
 from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins import plain
 from elastic_rl.rewards import worker
+from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 from elastic_rl.runtime import start_child
 
 _START_S = 120.0
@@ -35,10 +36,12 @@ class WorkerPool:
     """Calls of ``module:function`` in at most ``processes`` processes, which are started when they are needed, replaced
     when they were killed, and end with this process, also when it is killed."""
 
-    def __init__(self, function: str, processes: int, *, memory_mb: int, named: str = "") -> None:
+    def __init__(self, function: str, processes: int, *, memory_mb: int, named: str = "",
+                 sandbox: WorkerSandbox | None = None) -> None:
         """``memory_mb``: address space of each process, in MiB. ``named``: what the texts of errors call the function,
-        if not by its name."""
+        if not by its name. ``sandbox``: what the processes run in; None: they have the rights of this one."""
         self._function, self._memory_mb, self._named = function, memory_mb, named or function
+        self._sandbox = sandbox
         self._threads = ThreadPoolExecutor(processes, "reward-worker")
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
@@ -95,7 +98,7 @@ class WorkerPool:
                 taken = self._idle.pop()
                 self._running.add(taken)
                 return taken
-        started = _Worker(self._function, self._memory_mb, self._named)
+        started = _Worker(self._function, self._memory_mb, self._named, self._sandbox)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -126,16 +129,16 @@ def _is_cancelled() -> bool:
 class _Worker:
     """One process. Used by one thread at a time, but for ``kill``."""
 
-    def __init__(self, function: str, memory_mb: int, named: str) -> None:
+    def __init__(self, function: str, memory_mb: int, named: str, sandbox: WorkerSandbox | None) -> None:
         """Raises PluginFailed when the process cannot be started."""
         self._named, self.calls, self._lock = named, 0, threading.Lock()
         self._connection, other = socket.socketpair()
         with other:
+            arguments = ["-P", "-m", worker.__name__, str(other.fileno()), function, str(memory_mb)]
             try:
-                self._process = start_child(
-                    [sys.executable, "-P", "-m", worker.__name__, str(other.fileno()), function, str(memory_mb)],
-                    pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL, env={
+                self._process = sandbox.start([*arguments, "sandboxed"], other.fileno()) if sandbox else start_child(
+                    [sys.executable, *arguments], pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={
                         **os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
             except OSError as e:
                 self._connection.close()
