@@ -39,10 +39,11 @@ _CLEAN_UP_S = 1.0
 def send(connection: socket.socket, message: Any) -> None:
     """Sends a JSON value behind its length in 4 bytes. Raises ValueError for what is too large or no JSON, TypeError,
     and OSError."""
-    connection.sendall(_encoded(message))
+    connection.sendall(encoded(message))
 
 
-def _encoded(message: Any) -> bytes:
+def encoded(message: Any) -> bytes:
+    """A message as ``send`` sends it. Raises ValueError and TypeError."""
     body = json.dumps(message, allow_nan=False).encode()
     if len(body) > MAX_MESSAGE:
         raise ValueError(f"a message has {len(body)} bytes; at most {MAX_MESSAGE} are allowed")
@@ -103,7 +104,7 @@ class _Host:
     """Runs the calls in one event loop, so that a user's code keeps its connections and caches between them."""
 
     def __init__(self, connection: socket.socket, call: Callable[..., Any]) -> None:
-        self._connection, self._call = connection, call
+        self._connection, self._call, self._pid = connection, call, os.getpid()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -129,13 +130,15 @@ class _Host:
     async def _run(self, number: int, body: bytes) -> None:
         try:
             found = self._call(*pickle.loads(body))
-            answer = _encoded({"id": number, "value": await found if inspect.isawaitable(found) else found})
+            answer = encoded({"id": number, "value": await found if inspect.isawaitable(found) else found})
         except PluginFailed as e:
-            answer = _encoded({"id": number, "error": text_of(e)})
+            answer = encoded({"id": number, "error": text_of(e)})
         except BaseException as e:  # whatever a user's function raises: also SystemExit
-            answer = _encoded({"id": number, "error": describe(e)})
+            answer = encoded({"id": number, "error": describe(e)})
         finally:
             self._tasks.pop(number, None)
+        if os.getpid() != self._pid:
+            os._exit(1)  # a fork that the function has made, and that has come back from it
         self._connection.sendall(answer)
 
 

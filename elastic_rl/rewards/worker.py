@@ -11,7 +11,7 @@ import socket
 import sys
 
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugin_host import guard_group, imported, receive, send
+from elastic_rl.plugin_host import encoded, guard_group, imported, receive, send
 from elastic_rl.plugins import describe, text_of
 
 
@@ -30,19 +30,23 @@ def main(descriptor: int, function: str, memory_mb: int, sandboxed: bool) -> Non
             send(connection, {"error": describe(e)})
             return
         send(connection, {"value": "ready"})
+        this = os.getpid()
         while True:
             try:
-                job = receive(connection)
+                number, job = receive(connection)
             except EOFError:
                 return
             try:
-                send(connection, {"value": call(job)})
+                answer = encoded({"id": number, "value": call(job)})
             except MemoryError:
                 return  # what it holds is unknown; the owner starts another
             except PluginFailed as e:
-                send(connection, {"error": text_of(e)})
+                answer = encoded({"id": number, "error": text_of(e)})
             except BaseException as e:  # whatever the function raises: also SystemExit
-                send(connection, {"error": describe(e)})
+                answer = encoded({"id": number, "error": describe(e)})
+            if os.getpid() != this:
+                os._exit(1)  # a fork that the function has made, and that has come back from it
+            connection.sendall(answer)
 
 
 if __name__ == "__main__":

@@ -149,14 +149,18 @@ class _Worker:
         self.calls += 1
         self._connection.settimeout(timeout_s)
         try:
-            plugin_host.send(self._connection, job)
+            plugin_host.send(self._connection, [self.calls, job])
         except TimeoutError as e:
             raise self._too_long(timeout_s) from e
         except (TypeError, ValueError) as e:  # of what the prompt's metadata hold, most likely
             raise PluginFailed(f"the call of {self._named} cannot be sent: {e}") from e
         except OSError as e:
             raise self._died() from e
-        return self.receive(timeout_s)
+        answer = self.receive(timeout_s)
+        if not isinstance(answer, dict) or answer.get("id") != self.calls or not {"value", "error"} & answer.keys():
+            # Something that the function has done, or started, has written to the connection.
+            raise self._died()
+        return answer
 
     def receive(self, timeout_s: float) -> Any:
         """Its next message, whole within ``timeout_s``. Raises CallGivenUp."""

@@ -40,6 +40,13 @@ def work(job):
     if what == "raise": raise ValueError("wrong \\udc80 " + "x" * value)
     if what == "exit": os._exit(0)
     if what == "sys.exit": sys.exit(0)
+    if what == "fork":
+        if os.fork() == 0: raise ValueError("in the fork")
+        time.sleep(value)
+    if what == "answer for others":
+        for fd in range(3, 64):
+            try: os.write(fd, b"\\0\\0\\0\\x0c" + b'{"value": 7}')
+            except OSError: pass
     if what == "memory": return len(bytearray(value))
     if what == "nan": return float("nan")
     if what == "child": return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid
@@ -149,6 +156,18 @@ def test_what_a_function_raises_is_a_short_text_and_its_worker_stays(pool: Worke
             _call(pool, what)
     assert _call(pool, "write", 7) == 7
     assert _call(pool, "pid") == first
+
+
+def test_fork_that_a_function_leaves_behind_answers_for_nobody(pool: WorkerPool) -> None:
+    for value in (1.0, 0.0):  # the fork comes back before the function, and after it
+        assert _call(pool, "fork", value) == value
+        assert [_call(pool, "echo", i) for i in range(50)] == list(range(50))
+
+
+def test_worker_with_an_answer_of_no_call_is_replaced(pool: WorkerPool) -> None:
+    with pytest.raises(CallGivenUp):
+        _call(pool, "answer for others")
+    assert _call(pool, "echo", 5) == 5
 
 
 def test_children_of_a_worker_end_with_it(pool: WorkerPool) -> None:

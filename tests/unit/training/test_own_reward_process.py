@@ -49,6 +49,9 @@ async def poison(prompt, samples):
     if what == "fork":
         if not os.fork(): threading.Event().wait()
         os._exit(3)
+    if what == "fork that raises":
+        if not (child := os.fork()): raise ValueError("in the fork")
+        os.waitpid(child, 0)
     if what == "children":
         import psutil
         for child in psutil.Process().children(recursive=True): child.kill()
@@ -178,6 +181,11 @@ def test_process_that_dies_loses_its_call_and_is_replaced(reward: Any, what: str
     with pytest.raises(CallLost, match=named):
         asyncio.run(_one(reward, what))
     start_reward(reward)
+    assert asyncio.run(_one(reward, "ok")) == 1.0
+
+
+def test_fork_that_a_function_leaves_behind_answers_for_nobody(reward: Any) -> None:
+    assert asyncio.run(_one(reward, "fork that raises")) == 1.0
     assert asyncio.run(_one(reward, "ok")) == 1.0
 
 
