@@ -16,6 +16,7 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import PluginFailed
 from elastic_rl.rewards.base import Reward, RewardContext
 from elastic_rl.rewards.sandbox import FOLDER, Limits, Sandbox
+from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB
 
 _FENCE = "```"
 _LANGUAGES = {"", "python", "python3", "py"}
@@ -48,11 +49,11 @@ class CodeOptions(Options):
     """Seconds that a program may take for one test."""
     cpu_s: Annotated[int, Field(ge=1, le=600)] = 4
     """Seconds of CPU that each of its processes may use."""
-    memory_mb: Annotated[int, Field(ge=64)] = 512
+    memory_mb: Annotated[int, Field(ge=64, le=MAX_MEMORY_MB)] = 512
     """Memory in MiB: address space of each process, and resident memory of all together."""
     processes: Annotated[int, Field(ge=2, le=1024)] = 16
     """Processes and threads of a program at once, with the first one."""
-    file_mb: Annotated[int, Field(ge=1)] = 16
+    file_mb: Annotated[int, Field(ge=1, le=MAX_MEMORY_MB)] = 16
     """Size in MiB of the folder for temporary files, the only one that it can write to."""
     output_kb: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Output in KiB. What writes more has failed."""
@@ -72,7 +73,7 @@ class Code:
         self._options = chosen = read_options(CodeOptions, options, of="the reward 'code'", setting=context.setting)
         self._limits = Limits(wall_s=chosen.wall_s, cpu_s=chosen.cpu_s, memory_mb=chosen.memory_mb, processes=
                               chosen.processes, file_mb=chosen.file_mb, output_bytes=chosen.output_kb << 10)
-        self._sandbox = Sandbox(program=chosen.bwrap, python=chosen.python)
+        self._sandbox = Sandbox(program=chosen.bwrap, python=chosen.python, limits=self._limits)
         self._threads = ThreadPoolExecutor(chosen.parallel, "reward-code")
         self._closing = threading.Event()
 

@@ -22,7 +22,7 @@ from typing import Any, overload
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
-from elastic_rl.rewards.worker_pool import WorkerPool
+from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool
 
 _MAX_PROCESSES = 256
 _MIN_MEMORY_MB = 256
@@ -66,9 +66,11 @@ def per_sample(function: SampleReward | None = None, /, *, timeout_s: float = 10
 
     Raises ValueError for limits that no call could keep.
     """
-    if not 0 < timeout_s < math.inf or not 1 <= processes <= _MAX_PROCESSES or not memory_mb >= _MIN_MEMORY_MB:
+    if not 0 < timeout_s < math.inf or not 1 <= processes <= _MAX_PROCESSES or not (
+            _MIN_MEMORY_MB <= memory_mb <= MAX_MEMORY_MB):
         raise ValueError(f"per_sample: timeout_s={timeout_s!r}, processes={processes!r}, memory_mb={memory_mb!r}, but "
-                         f"it needs a time above 0, 1 to {_MAX_PROCESSES} processes and at least {_MIN_MEMORY_MB} MiB")
+                         f"it needs a time above 0, 1 to {_MAX_PROCESSES} processes and {_MIN_MEMORY_MB} to "
+                         f"{MAX_MEMORY_MB} MiB")
     if function is None:
         return lambda given: PerSample(given, timeout_s, processes, memory_mb)
     return PerSample(function, timeout_s, processes, memory_mb)

@@ -16,7 +16,7 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
 from elastic_rl.rewards.text import normalised_text
-from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
+from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, CallGivenUp, WorkerPool
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class WorkerOptions(Options):
     reward is 0 and has the part ``given_up``."""
     processes: Annotated[int, Field(ge=1, le=256)] = 2
     """Number of processes that check responses."""
-    memory_mb: Annotated[int, Field(ge=256)] = 4096
+    memory_mb: Annotated[int, Field(ge=256, le=MAX_MEMORY_MB)] = 4096
     """Address space of such a process in MiB."""
     unsandboxed: bool = False
     """Whether the processes have the rights and the environment of the run, rather than to be in a sandbox."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,19 @@ NOBODY: dict[str, Any] = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
 _POLL_S = 0.05
 _START_S = 10.0
 """For namespaces and mounts, besides the program's own time."""
+_TEST_S = 60.0
 _PIECE = 1 << 16
 _LIMITS = """
 import os, resource as r, sys
-cpu, memory, files, processes = map(int, sys.argv[1:5])
+cpu, memory, files, processes, begun = map(int, sys.argv[1:6])
 r.setrlimit(r.RLIMIT_CPU, (cpu, cpu + 1)); r.setrlimit(r.RLIMIT_AS, (memory, memory))
 r.setrlimit(r.RLIMIT_FSIZE, (files, files)); r.setrlimit(r.RLIMIT_NPROC, (processes, processes))
 r.setrlimit(r.RLIMIT_CORE, (0, 0)); r.setrlimit(r.RLIMIT_NOFILE, (64, 64))
-os.execv(sys.argv[5], sys.argv[5:])
+os.write(begun, b"b"); os.close(begun)
+os.execv(sys.argv[6], sys.argv[6:])
 """
-"""Runs inside: the kernel counts processes by user and user namespace, so a limit set outside would count all that the
-user has there."""
+"""Runs inside, and says when the program is begun: what ends before is the sandbox. The kernel counts processes by user
+and user namespace, so a limit set outside would count all that the user has there."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,10 @@ class Outcome:
 class Sandbox:
     """Starts runs. Safe to share between threads."""
 
-    def __init__(self, *, program: str = "", python: str = "") -> None:
+    def __init__(self, *, program: str = "", python: str = "", limits: Limits | None = None) -> None:
         """``program``: bubblewrap's path; else it is looked for. ``python``: the interpreter of the programs; else this
-        one where the sandbox can see it, else the system's. Raises ConfigError where no program can be run."""
+        one where the sandbox can see it, else the system's. ``limits``: of the runs to come. Raises ConfigError where
+        no program can be run within them."""
         self._program = program or find_bubblewrap()
         if not self._program:
             raise ConfigError("a sandbox needs bubblewrap (bwrap), which is not on PATH",
@@ -82,18 +86,23 @@ class Sandbox:
         faults = []
         for candidate in candidates:
             self._python, self._mounts = candidate, system_mounts(candidate)
-            fault = self._fault()
+            fault = self._fault(limits or Limits())
             if not fault:
                 return
             faults.append(f"{candidate}: {fault}")
         raise ConfigError(f"the sandbox {self._program} cannot run Python: {'; '.join(faults)}",
                           hint="it needs user namespaces (in a container: --security-opt seccomp=unconfined, or a "
-                               "seccomp profile that allows them), and an interpreter outside of home folders")
+                               "seccomp profile that allows them), an interpreter outside of home folders, and limits "
+                               "within which that starts")
 
     def run(self, files: Mapping[str, bytes], main: str, stdin: bytes, limits: Limits) -> Outcome:
         """Runs the Python program ``main``, one of ``files``, which are in ``FOLDER``. Everything that it started has
-        ended when this returns. Raises PluginFailed when the sandbox itself cannot be started."""
+        ended when this returns. Raises PluginFailed when the sandbox ends before it has begun the program."""
         with contextlib.ExitStack() as opened:
+            begun, begins = os.pipe()
+            opened.callback(os.close, begun)
+            ends_here = opened.enter_context(contextlib.ExitStack())
+            ends_here.callback(os.close, begins)
             contents = {name: memory_file(opened, body) for name, body in files.items()}
             given, rules = memory_file(opened, stdin), memory_file(opened, syscall_filter())
             binds = [part for name, fd in contents.items()
@@ -104,22 +113,27 @@ class Sandbox:
                 "--perms", "0755", "--dir", FOLDER, *binds, "--perms", "1777", "--size", str(size), "--tmpfs", "/tmp",
                 "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--",
                 self._python, "-I", "-S", "-c", _LIMITS, str(limits.cpu_s), str(limits.memory_mb << 20), str(size),
-                str(limits.processes), self._python, "-s", "-B", f"{FOLDER}/{main}"]
+                str(limits.processes), str(begins), self._python, "-s", "-B", f"{FOLDER}/{main}"]
             # As root it would keep root's right to start any number of processes.
             user = NOBODY if os.geteuid() == 0 else {}
             try:
-                process = start_child(command, pass_fds=(*contents.values(), rules), stdin=given, env={}, cwd="/",
-                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **user)
+                process = start_child(command, pass_fds=(*contents.values(), rules, begins), stdin=given,
+                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, cwd="/", **user)
             except OSError as e:
                 raise PluginFailed(f"the sandbox {self._program} cannot be started: {e}") from e
-            return _supervise(process, limits)
+            ends_here.close()
+            outcome = _supervise(process, limits, begun)
+            if outcome is None:
+                raise PluginFailed(f"the sandbox {self._program} ended before it began the program "
+                                   f"(exit status {process.returncode})")
+            return outcome
 
-    def _fault(self) -> str:
-        """Why no program runs; "" when one does."""
+    def _fault(self, limits: Limits) -> str:
+        """Why no program runs within the limits, but for that of time; "" when one does."""
         if not os.access(self._python, os.X_OK):
             return "there is no such program"
         try:
-            outcome = self.run({"main.py": b"print('ready')"}, "main.py", b"", Limits())
+            outcome = self.run({"main.py": b"print('ready')"}, "main.py", b"", replace(limits, wall_s=_TEST_S))
         except PluginFailed as e:
             return str(e)
         return "" if outcome.output == b"ready\n" else f"it ended with {outcome.returncode} {outcome.ended}".strip()
@@ -167,9 +181,10 @@ def memory_file(opened: contextlib.ExitStack, body: bytes) -> int:
     return fd
 
 
-def _supervise(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
+def _supervise(process: subprocess.Popen[bytes], limits: Limits, begun: int) -> Outcome | None:
     """Reads the output and enforces what the kernel does not. The sandbox's first process is the init of its pid
-    namespace: when that ends, or bubblewrap is killed, the kernel kills all others in it."""
+    namespace: when that ends, or bubblewrap is killed, the kernel kills all others in it. ``begun``: descriptor of a
+    pipe that has a byte once the program is begun; None if it never was."""
     assert process.stdout is not None
     output, ended = bytearray(), ""
     end = time.monotonic() + limits.wall_s + _START_S
@@ -183,10 +198,9 @@ def _supervise(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _POLL_S
-                resident = _resident(process.pid)
-                if not started and resident is not None and resident[0] > 1:
+                if not started and _has_byte(begun):
                     started, end = True, now + limits.wall_s
-                if resident is not None and resident[1] > limits.memory_mb << 20:
+                if _resident(process.pid) > limits.memory_mb << 20:
                     ended = "memory"
                     break
             if now >= end:
@@ -209,6 +223,8 @@ def _supervise(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
                 reading = False  # what it started holds the pipe, and is being killed with its namespace
     if process.returncode is None:
         _kill(process)
+    if not started and not _has_byte(begun):
+        return None
     return Outcome(bytes(output[:limits.output_bytes]), process.returncode or 0, ended)
 
 
@@ -225,15 +241,20 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait(_START_S)
 
 
-def _resident(pid: int) -> tuple[int, int] | None:
-    """Number of processes below this one, and their resident memory in bytes; None when it is gone."""
+def _has_byte(pipe: int) -> bool:
+    """Takes it. Does not wait for one, nor for its writers to end."""
+    return bool(select.select([pipe], [], [], 0.0)[0]) and os.read(pipe, 1) != b""
+
+
+def _resident(pid: int) -> int:
+    """Resident memory of the processes below this one, in bytes; 0 when it is gone."""
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.Error:
-        return None
+        return 0
     total = 0
     for child in children:
         with contextlib.suppress(psutil.Error, OSError):
             total += child.memory_info().rss
-    return len(children), total
+    return total
 

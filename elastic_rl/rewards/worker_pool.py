@@ -26,6 +26,8 @@ _START_S = 120.0
 _MAX_CALLS = 5000
 """Calls after which a worker is replaced: libraries that cache what they parse grow."""
 _END_S = 5.0
+MAX_MEMORY_MB = 1 << 24
+"""More than any machine has, and less than what a limit of the kernel holds."""
 
 
 class CallGivenUp(PluginFailed):
@@ -106,13 +108,21 @@ class WorkerPool:
         try:
             if closed:
                 raise PluginFailed(f"{self._named} is closed")
-            self._value(started.receive(_START_S))
+            self._ready(started)
         except BaseException:
             with self._lock:
                 self._running.discard(started)
             started.close()
             raise
         return started
+
+    def _ready(self, started: _Worker) -> None:
+        """Waits for it. Raises PluginFailed: no call is to blame for a worker that does not start."""
+        try:
+            self._value(started.receive(_START_S))
+        except CallGivenUp as e:
+            raise PluginFailed(f"no worker of {self._named} starts: it died, or was not ready within {_START_S:g} s"
+                               ) from e
 
     def _value(self, answer: Any) -> Any:
         if "error" in answer:

@@ -310,6 +310,22 @@ def _wait(holds: object) -> None:
         time.sleep(0.05)
 
 
+@needs_sandbox
+def test_sandbox_that_ends_before_its_program_is_a_failure_and_no_outcome(tmp_path: Path) -> None:
+    broken, program = tmp_path / "broken", tmp_path / "bwrap"
+    program.write_text(f"#!/bin/sh\ntest -e {broken} && exit 1\nexec {find_bubblewrap()} \"$@\"\n")
+    program.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # a sandbox of root is started as another user
+        folder.chmod(0o755)
+    sandbox = Sandbox(program=str(program))
+    assert _run(sandbox, "exit(1)").returncode == 1
+    broken.touch()
+    with pytest.raises(PluginFailed, match="before it began the program"):
+        _run(sandbox, "print(1)")
+    with pytest.raises(PluginFailed, match="before it began the program"):
+        sandbox.run({"main.py": b"print(1)"}, "main.py", b"", replace(LIMITS, file_mb=1 << 60))
+
+
 # -- what cannot run ---------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +341,20 @@ def test_bubblewrap_that_does_not_work_is_a_wrong_setting() -> None:
     if find_bubblewrap():
         with pytest.raises(ConfigError, match="there is no such program"):
             make_reward("code", {"python": "/no/such/python"})
+
+
+@needs_sandbox
+def test_limits_within_which_nothing_runs_are_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match="cannot run Python"):
+        Sandbox(limits=replace(LIMITS, file_mb=1 << 60))
+    with pytest.raises(ConfigError, match="cannot run Python"):
+        Sandbox(limits=replace(LIMITS, memory_mb=1))
+
+
+@pytest.mark.parametrize("option", ["memory_mb", "file_mb"])
+def test_limits_above_what_the_kernel_holds_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        make_reward("code", {option: 10**13})
 
 
 def test_filter_is_made_for_known_machines_only() -> None:

@@ -101,6 +101,7 @@ PROMPT = Prompt((1,), metadata={"more": 10})
 def _module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("plugin")
     (folder / "reward_plugin.py").write_text(MODULE)
+    (folder / "ends_its_process.py").write_text("import os; os._exit(1)")
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     yield
@@ -212,6 +213,14 @@ def test_module_that_cannot_be_imported_is_a_fault_with_its_reason() -> None:
     pool.close()
 
 
+def test_worker_that_dies_before_it_is_ready_is_a_failure_of_no_call() -> None:
+    pool = WorkerPool("ends_its_process:work", 1, memory_mb=1024)
+    with pytest.raises(PluginFailed, match="no worker of ends_its_process:work starts") as failed:
+        asyncio.run(pool.call(1, 5.0))
+    assert not isinstance(failed.value, CallGivenUp)
+    pool.close()
+
+
 def test_call_that_is_too_large_is_refused(pool: WorkerPool) -> None:
     with pytest.raises(PluginFailed, match="at most"):
         _call(pool, "echo", "x" * MAX_MESSAGE)
@@ -249,7 +258,8 @@ def test_function_of_one_sample_is_a_reward() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"timeout_s": 0.0}, {"timeout_s": float("inf")}, {"timeout_s": float("nan")},
-                                    {"processes": 0}, {"processes": 10_000}, {"memory_mb": 1}])
+                                    {"processes": 0}, {"processes": 10_000}, {"memory_mb": 1},
+                                    {"memory_mb": 10**13}])
 def test_limits_that_no_call_can_keep_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"per_sample: .*{next(iter(limits))}"):
         forms.per_sample(**limits)
