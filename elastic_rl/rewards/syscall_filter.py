@@ -23,6 +23,10 @@ _REFUSED = {
     "process_vm_writev": (311, 271), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
     "umount2": (166, 39), "pivot_root": (155, 41), "kexec_load": (246, 104),
 }
+_SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
+_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET, AF_INET6. No namespace confines AF_VSOCK, and behind the others is much of the kernel that no
+program needs."""
 _FORK, _VFORK, _CLONE, _CLONE3 = (57, None), (58, None), (56, 220), (435, 435)
 _CLONE_THREAD = 0x10000
 _X32 = 0x40000000
@@ -47,6 +51,8 @@ def syscall_filter(machine: str = "", *, processes: bool = True) -> bytes:
                           hint=f"run it on one of {', '.join(sorted(_ARCHITECTURES))}, or use the reward 'remote'")
     column = list(_ARCHITECTURES).index(machine)
     rules: list[tuple[tuple[int | None, ...], list[_Instruction]]] = [(row, [_REFUSE]) for row in _REFUSED.values()]
+    families = [(_JUMP_EQ, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]
+    rules += [(row, [(_LOAD, 0, 0, _ARGUMENT_AT), *families, _REFUSE, _PASS]) for row in (_SOCKET, _SOCKETPAIR)]
     if not processes:
         # The C library starts a thread with clone() where there is no clone3(), whose arguments cannot be looked at.
         rules += [(_FORK, [_REFUSE]), (_VFORK, [_REFUSE]), (_CLONE3, [(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]),

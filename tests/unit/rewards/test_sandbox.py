@@ -202,9 +202,26 @@ for address in (("127.0.0.1", {port}), ("1.1.1.1", 53)):
         print("connected")
     except OSError:
         print("refused")
-print(len(socket.if_nameindex()))
+print(sum(":" in line for line in open("/proc/net/dev")))
 """)
     assert outcome.output.split() == [b"refused", b"refused", b"1"]
+
+
+@needs_sandbox
+def test_sockets_are_of_families_that_a_namespace_confines(sandbox: Sandbox) -> None:
+    outcome = _run(sandbox, """
+import socket
+for family, kind in ((40, 1), (16, 3), (17, 3), (38, 5), (1, 1), (2, 1), (10, 1)):  # vsock, netlink, packet, alg, …
+    try:
+        socket.socket(family, kind).close()
+        print("made")
+    except PermissionError:
+        print("refused")
+    except OSError as e:
+        print(e)
+print(all(s.fileno() > 0 for s in socket.socketpair()))
+""")
+    assert outcome.output.split() == [b"refused"] * 4 + [b"made"] * 3 + [b"True"]
 
 
 @needs_sandbox
