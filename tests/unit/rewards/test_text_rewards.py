@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -59,6 +60,19 @@ def test_normalised_text_stays_as_it_is(text: str, ignore_case: bool) -> None:
     once = normalised_text(text, ignore_case=ignore_case)
     assert "  " not in once and once == once.strip()
     assert normalised_text(f"\n{text}\t ", ignore_case=ignore_case) == once
+
+
+@pytest.mark.parametrize("marks", ["\u0316\u0301", "\u0f73\u0316"])  # the second one becomes marks, and is none
+def test_text_of_marks_is_normalised_in_bounded_time(marks: str) -> None:
+    text = "a" + 200_000 * marks
+    began = time.monotonic()
+    assert normalised_text(text, ignore_case=False) == normalised_text(text, ignore_case=False) != text
+    assert time.monotonic() - began < 20.0
+
+
+def test_ordinary_marks_are_composed_and_ordered() -> None:
+    assert normalised_text("a\u0301\u0316", ignore_case=False) == normalised_text("\u00e1\u0316", ignore_case=False)
+    assert normalised_text("\ufb01x\u00b2", ignore_case=False) == "fix2"
 
 
 def test_f1_takes_the_nearest_answer() -> None:
