@@ -141,7 +141,7 @@ class DeepScaler:
                 found = await self._grade({"text": f"\\boxed{{{answer}}}" if marked else answer, "right": right})
                 given_up, correct = found is None, bool(found)
         formatted = marked and (_THINK_END in text or not chosen.require_think)
-        value = (1.0 - chosen.format_weight) * correct + chosen.format_weight * formatted
+        value = 0.0 if given_up else (1.0 - chosen.format_weight) * correct + chosen.format_weight * formatted
         return Reward(value, {"correct": float(correct), "format": float(formatted), GIVEN_UP: float(given_up)})
 
     def close(self) -> None:

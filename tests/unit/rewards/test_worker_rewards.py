@@ -344,6 +344,13 @@ def test_deepscaler_rewards_result_and_format() -> None:
         (1.0, 1.0, 1.0), (pytest.approx(0.2), 0.0, 1.0), (0.0, 0.0, 0.0), (0.8, 1.0, 0.0), (0.0, 0.0, 0.0)]
 
 
+def test_deepscaler_rewards_no_format_where_the_check_was_given_up() -> None:
+    pytest.importorskip("math_verify")
+    reward = make_reward("deepscaler", {"processes": 1, "timeout_s": 3.0, "format_weight": 0.2})
+    [found] = _rewards(reward, Prompt((1,), metadata={"answer": "1"}), "\\boxed{9999999999^{9999999999^{99}}}")
+    assert found == Reward(0.0, {"correct": 0.0, "format": 1.0, "given_up": 1.0})
+
+
 def test_workers_of_reasoning_gym_import_it_as_they_start_and_nobody_else_does() -> None:
     """Else the first check of each worker would take the seconds of the import, and be given up on a busy machine."""
     if importlib.util.find_spec("reasoning_gym") is None:
