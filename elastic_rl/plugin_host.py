@@ -7,23 +7,27 @@ which may be wrong is unpickled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
 import os
 import pickle
-import select
+import resource
 import signal
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import psutil
 
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugins import describe, text_of
+from elastic_rl.runtime import adopt_orphans, die_with_parent
 
 MAX_MESSAGE = 64 << 20
 """Bytes of a JSON message."""
@@ -34,6 +38,10 @@ HEAD = struct.Struct("!cQQ")
 _LENGTH = struct.Struct("!I")
 _CLEAN_UP_S = 1.0
 """For what was asked to end: multiprocessing's resource tracker removes the shared memory of its process then."""
+_END_S = 10.0
+"""For what was killed."""
+_POLL_S = 0.02
+_WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def send(connection: socket.socket, message: Any) -> None:
@@ -79,25 +87,75 @@ def imported(name: str) -> Any:
     return found
 
 
-def guard_group(descriptor: int) -> None:
-    """Starts a process that ends this process group once this process has ended, however it ends, so that nothing which
-    a user's function has started outlives it, or holds its connection open. ``descriptor``: of the connection. Call it
-    before there is another thread."""
-    this = os.pidfd_open(os.getpid())
-    if middle := os.fork():
-        os.waitpid(middle, 0)
-        os.close(this)
-        return
+def guard_family(descriptor: int) -> None:
+    """Goes on in a grandchild of this process. Once that has ended, however it ends, or this process has, their guard
+    between them ends all that the grandchild has started, in whatever sessions, so that nothing of a user's function
+    outlives it; then this process ends as the grandchild did. ``descriptor``: of the connection, which is closed to its
+    other side last. Call it before there is another thread."""
+    others = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    this = os.getpid()
+    if guard := os.fork():
+        _stand_by(guard, signal.SIGTERM)
+    os.setsid()  # who kills the group of this process does not kill the guard
+    adopt_orphans()
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != this:
+        os._exit(1)
+    if worker := os.fork():
+        os.close(descriptor)
+        _stand_by(worker, signal.SIGKILL)
+    os.setsid()
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_SETMASK, others)
+
+
+def _stand_by(child: int, sig: int) -> NoReturn:
+    """Waits for the end of a child, which gets ``sig`` when this process is asked to end. Ends its other children then,
+    and itself as the child did."""
     try:
-        if os.fork() == 0:  # no child of this process, which a user's function might wait for, or end with its children
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            os.close(descriptor)
-            select.select([this], [], [])  # until it has ended
-            os.killpg(os.getpgrp(), signal.SIGTERM)
-            time.sleep(_CLEAN_UP_S)
-            os.killpg(os.getpgrp(), signal.SIGKILL)
+        while True:
+            if signal.sigwait(_WATCHED) == signal.SIGTERM:
+                os.kill(child, sig)
+            elif (status := _reaped().get(child)) is not None:
+                break
+        _end_children()
+        if os.WIFSIGNALED(status):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if os.WTERMSIG(status) != signal.SIGKILL:
+                signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os._exit(os.WEXITSTATUS(status))
     finally:
-        os._exit(0)
+        os._exit(1)
+
+
+def _reaped() -> dict[int, int]:
+    """Status of each child that has ended, by its pid."""
+    found = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found[ended[0]] = ended[1]
+    return found
+
+
+def _end_children() -> None:
+    """Asks all that descends from this process to end, and kills what does not; children of what has ended become its
+    own children."""
+    this = psutil.Process()
+    began = time.monotonic()
+    _signal(this.children(recursive=True), signal.SIGTERM)
+    while (left := this.children(recursive=True)) and time.monotonic() < began + _END_S:
+        if time.monotonic() >= began + _CLEAN_UP_S:
+            _signal(left, signal.SIGKILL)
+        time.sleep(_POLL_S)
+        _reaped()
+
+
+def _signal(processes: Iterable[psutil.Process], sig: int) -> None:
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            one.send_signal(sig)
 
 
 class _Host:
@@ -144,7 +202,7 @@ class _Host:
 
 def main(descriptor: int) -> None:
     """Serves the function that the first frame describes."""
-    guard_group(descriptor)
+    guard_family(descriptor)
     with socket.socket(fileno=descriptor) as connection:
         os.set_inheritable(descriptor, False)  # what the function starts does not get it
         _, _, size = HEAD.unpack(exactly(connection, HEAD.size))

@@ -22,7 +22,7 @@ from elastic_rl.errors import DeadlineExceeded, PreflightFailed
 
 _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for documentation (RFC 5737, RFC 3849), which no machine has: the route to them is the default route."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PORTS = range(20_000, 30_000)
 """Below the ports that Linux gives to outgoing connections (from 32768 on), one of which could take a server's port
 before the server binds it, and below those of Kubernetes' services (30000 to 32767)."""
@@ -38,6 +38,11 @@ _libc = ctypes.CDLL(None, use_errno=True)  # resolved at import: nothing may be 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
     """Has the kernel signal this process when the thread that forked it ends. Call it first thing in a child."""
     _libc.prctl(_PR_SET_PDEATHSIG, sig)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of each descendant whose own parent has ended. It has to reap them."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def start_child(cmd: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:

@@ -11,7 +11,7 @@ import socket
 import sys
 
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugin_host import encoded, guard_group, imported, receive, send
+from elastic_rl.plugin_host import encoded, guard_family, imported, receive, send
 from elastic_rl.plugins import describe, text_of
 
 
@@ -19,7 +19,7 @@ def main(descriptor: int, function: str, memory_mb: int, sandboxed: bool) -> Non
     """Serves ``module:function``, which is called with the JSON value of each job. ``sandboxed``: in a sandbox, which
     starts no process and ends with this one."""
     if not sandboxed:
-        guard_group(descriptor)
+        guard_family(descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=descriptor) as connection:

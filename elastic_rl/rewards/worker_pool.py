@@ -189,9 +189,13 @@ class _Worker:
             guard.cancel()
 
     def kill(self) -> None:
-        """Ends the process and what it has started in its session. May be called by any thread."""
+        """Ends the process and what it has started. May be called by any thread."""
         with self._lock:
             if self._process.returncode is None:  # not reaped yet, so the number is still its own
+                self._process.terminate()  # it ends once its family has
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)
+            if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -40,6 +40,14 @@ def work(job):
     if what == "raise": raise ValueError("wrong \\udc80 " + "x" * value)
     if what == "exit": os._exit(0)
     if what == "sys.exit": sys.exit(0)
+    if what == "detached":
+        if os.fork() == 0:
+            os.setsid()
+            child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+            with open(value, "w") as file: file.write(str(child.pid))
+            os._exit(0)
+        os.wait()
+        with open(value) as file: return int(file.read())
     if what == "fork":
         if os.fork() == 0: raise ValueError("in the fork")
         time.sleep(value)
@@ -177,6 +185,18 @@ def test_children_of_a_worker_end_with_it(pool: WorkerPool) -> None:
         _call(pool, "sleep", 60, timeout_s=0.2)
     psutil.wait_procs([child], timeout=30)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("end", ["time", "exit", "close"])
+def test_what_a_function_starts_in_another_session_ends_with_its_worker(pool: WorkerPool, tmp_path: Path, end: str
+                                                                        ) -> None:
+    child = psutil.Process(_call(pool, "detached", str(tmp_path / "pid")))
+    if end == "close":
+        pool.close()
+    else:
+        with pytest.raises(CallGivenUp):
+            _call(pool, "sleep" if end == "time" else "exit", 60, timeout_s=3.0)
+    assert child.pid not in psutil.pids() or psutil.wait_procs([child], timeout=30)[0]
 
 
 def test_close_ends_a_call_and_its_worker(pool: WorkerPool) -> None:

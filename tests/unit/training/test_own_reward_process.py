@@ -57,6 +57,7 @@ async def poison(prompt, samples):
         for child in psutil.Process().children(recursive=True): child.kill()
         try: os.wait()
         except ChildProcessError: pass
+    if what == "detach": return [Reward(float(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))]
     if what == "start": return [Reward(float(subprocess.Popen(["sleep", "600"]).pid)) for _ in samples]
     if what == "raise": raise ValueError("not this \udc80 one")
     if what == "nan": return [Reward(float("nan")) for _ in samples]
@@ -141,7 +142,7 @@ def test_process_of_a_call_that_does_not_end_is_killed(reward: Any, what: str) -
     pid = int(asyncio.run(_one(reward, "pid")))
     with pytest.raises(CallLost, match="did not end when it was cancelled"):
         asyncio.run(_one(reward, what, 0.2))
-    assert not psutil.pid_exists(pid)
+    wait_until(lambda: not psutil.pid_exists(pid), timeout_s=60, what="the end of the process")
     start_reward(reward)
     assert asyncio.run(_one(reward, "calls")) == 1.0
 
@@ -234,18 +235,18 @@ def test_process_ends_with_the_reward_and_with_its_owner() -> None:
     script = ("import asyncio\nfrom elastic_rl.data.samples import Prompt, Sample\n"
               "from elastic_rl.rewards.registry import make_reward\n"
               f"reward = make_reward({NAME!r}, {{}})\n"
-              "for what in 'pid', 'start':\n"
+              "for what in 'pid', 'start', 'detach':\n"
               "    print(int(asyncio.run(reward(Prompt((1,), what), [Sample(())]))[0].value), flush=True)\n"
               "asyncio.run(reward(Prompt((1,), 'block'), [Sample(())]))\n")
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert owner.stdout is not None
-    processes = [psutil.Process(int(owner.stdout.readline())) for _ in range(2)]
+    processes = [psutil.Process(int(owner.stdout.readline())) for _ in range(3)]
     owner.kill()  # while a call is under way
     owner.wait(60)
     owner.stdout.close()
     wait_until(lambda: all(map(_has_ended, processes)), timeout_s=60,
-               what="the end of the process and of the one that its function started")
+               what="the end of the process and of those that its function started")
 
 
 def _has_ended(process: psutil.Process) -> bool:
