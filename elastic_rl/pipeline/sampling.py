@@ -32,6 +32,8 @@ _RETRY_S = (0.2, 4.0)
 
 _UNPROVEN = 10
 """So many times as many attempts has a group while the user's function has not generated any."""
+_PROOF = -1
+"""Number of the request that shows whether the user's function works."""
 _TOO_MANY = ("more of the last groups failed than rollout.max_failed_rewards allows, so none is dropped: correct "
              "rollout.generate")
 
@@ -65,8 +67,10 @@ class Sampler:
         self._failures = RewardFailures(
             attempts=cfg.rollout.reward_attempts, max_share=cfg.rollout.max_failed_rewards,
             window=max(cfg.train.prompts_per_step, cfg.rollout.groups_per_request))
-        self._generates = False
-        """Whether any group was generated."""
+        self._generated = 0
+        """Groups that were generated, so that it is known whether others were while one failed."""
+        self._proof: PromptRequest | None = None
+        """A group that was generated: as long as it can be again, the user's function works."""
         self._threads = ThreadPoolExecutor(_REQUESTS, "generate")
         self.reward_s = 0.0
         """Seconds spent on rewards since it was last set to 0; part of the time of ``groups``."""
@@ -105,24 +109,28 @@ class Sampler:
 
     def _groups(self, requests: Sequence[PromptRequest], min_version: int) -> list[Group]:
         """Every group, in order. A request that fails is sent again, after a pause that grows, without end; a group for
-        which the user's function fails is sent again alone, and is returned as failed in the end."""
+        which the user's function fails is sent again alone, and is returned as failed in the end. That takes attempts
+        between which another group was generated: what the function depends on may be away for all of them."""
         parts = [list(part) for part in batches(requests, self._cfg.rollout.groups_per_request)]
         retries = [RetryBackoff(*_RETRY_S) for _ in parts]
         unsent = dict.fromkeys(range(len(parts)))  # in order
         suspects: dict[int, None] = {}
         """Parts of one group that may have ended the process of others: they are sent while nothing else runs."""
         running: dict[Future[Sequence[Generated]], int] = {}
+        generated: dict[int, int] = {}
+        """How many groups were generated when a part failed last, or was sent first."""
         done: dict[int, Group] = {}
         self._failures.begin()
         alone = -1
         """Number of the part that was last sent while nothing else ran."""
-        while unsent or running or suspects:
+        while len(done) < len(requests):
             self._waits.pause(0.0)
             now = time.monotonic()
             queue, room = (unsent, _REQUESTS - len(running)) if unsent or running else (suspects, 1)
             for number in [n for n in queue if retries[n].is_due(now)][:room]:
                 del queue[number]
                 alone = number if queue is suspects else -1
+                generated.setdefault(number, self._generated)
                 running[self._threads.submit(self._generate, parts[number], min_version)] = number
             if not running:
                 self._waits.pause(min(retries[n].left_s(now) for n in queue))
@@ -133,19 +141,25 @@ class Sampler:
             for future in ended:
                 number = running.pop(future)
                 try:
-                    answered = list(zip(parts[number], future.result(), strict=True))
+                    given = future.result()
                 except Fenced:
                     raise
                 except ElasticRLError as e:
-                    retries[number].failed(time.monotonic())
-                    unsent[number] = None
+                    if number != _PROOF:
+                        retries[number].failed(time.monotonic())
+                        unsent[number] = None
                     self._waits.waits(*_waited_for(e))
                     continue
+                if number == _PROOF:
+                    self._generated += not isinstance(given[0], GenerateFault)
+                    continue
+                answered = list(zip(parts[number], given, strict=True))
                 done |= self._rewarded([(r, found) for r, found in answered if not isinstance(found, GenerateFault)])
                 for request, fault in answered:
                     if not isinstance(fault, GenerateFault):
                         continue
-                    if self._is_dropped(request.ordinal, fault, number == alone):
+                    if self._is_dropped(request.ordinal, fault, self._generated > generated[number],
+                                        number == alone):
                         done[request.ordinal] = Group(request.ordinal, request.prompt, (), fault.why)
                         continue
                     again = number
@@ -154,15 +168,19 @@ class Sampler:
                         parts.append([request])
                         retries.append(RetryBackoff(*_RETRY_S))
                     retries[again].failed(time.monotonic())
+                    generated[again] = self._generated
                     (suspects if fault.shared else unsent)[again] = None
+                    if self._proof is not None and _PROOF not in running.values():
+                        running[self._threads.submit(self._generate, [self._proof], min_version)] = _PROOF
                     too_many = f" ({_TOO_MANY})" if self._failures.is_exhausted([request.ordinal]) else ""
                     self._waits.waits("plugin", fault.why + too_many)
         return [done[request.ordinal] for request in requests]
 
-    def _is_dropped(self, ordinal: int, fault: GenerateFault, alone: bool) -> bool:
-        """Whether the group has failed for good."""
-        proven = self._generates or self._failures.failures(ordinal) >= _UNPROVEN * self._cfg.rollout.reward_attempts
-        if not self._failures.failed([ordinal], reward_works=proven and (alone or not fault.shared)):
+    def _is_dropped(self, ordinal: int, fault: GenerateFault, works: bool, alone: bool) -> bool:
+        """Whether the group has failed for good. ``works``: another was generated since it failed before."""
+        if self._proof is None:
+            works = self._failures.failures(ordinal) >= _UNPROVEN * self._cfg.rollout.reward_attempts
+        if not self._failures.failed([ordinal], reward_works=works and (alone or not fault.shared)):
             return False
         log.warning("group %d is dropped since it cannot be generated: %s", ordinal, fault.why)
         self._on_failed("generate", [ordinal], fault.why)
@@ -174,7 +192,7 @@ class Sampler:
         if not answered:
             return {}
         self._waits.works()
-        self._generates = True
+        self._generated, self._proof = self._generated + len(answered), answered[-1][0]
         self._failures.rewarded(len(answered))
         began = time.perf_counter()
         groups = self._rewarder.groups([request for request, _ in answered], [samples for _, samples in answered])
