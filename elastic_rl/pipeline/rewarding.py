@@ -12,8 +12,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Prompt, Sample
@@ -25,6 +26,7 @@ from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import CANCEL_S, START_S, CallLost, ProcessLost
 from elastic_rl.plugins import describe, text_of
 from elastic_rl.rewards.base import Decode, plain_rewards
+from elastic_rl.rewards.filters import Filter
 from elastic_rl.rewards.own import OwnFilter, named_filter, require_reason
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
 
@@ -113,21 +115,30 @@ class Rewarder:
         self._other, self._decode, self._on_failed = other, decode, on_failed
         self._others = 0
         rollout = cfg.rollout
-        self._filters = [named_filter(entry, rollout.reward_timeout_s) for entry in rollout.filters]
         self._filtered: Group | None = None
         """A group that the filters took: as long as they can again, they work."""
         self._failures = RewardFailures(attempts=rollout.reward_attempts, max_share=rollout.max_failed_rewards,
                                         window=max(cfg.train.prompts_per_step, rollout.groups_per_request))
         self._proof: tuple[PromptRequest, Sequence[Sample]] | None = None
         """A group that was rewarded: as long as it can be again, the reward works."""
-        self._reward = make_reward(rollout.reward, rollout.reward_options, decode=decode)
+        self._closing = contextlib.ExitStack()
+        try:
+            self._filters = [self._filter(entry) for entry in rollout.filters]
+            self._reward = make_reward(rollout.reward, rollout.reward_options, decode=decode)
+            self._closing.callback(close_reward, self._reward)
+        except BaseException:
+            self.close()  # the caller tries again
+            raise
+
+    def _filter(self, entry: str | Mapping[str, Any]) -> tuple[str, Filter]:
+        name, drop_reason = named_filter(entry, self._cfg.rollout.reward_timeout_s)
+        if isinstance(drop_reason, OwnFilter):
+            self._closing.callback(drop_reason.close)
+        return name, drop_reason
 
     def close(self) -> None:
-        """Ends what the reward has started."""
-        close_reward(self._reward)
-        for _, drop_reason in self._filters:
-            if isinstance(drop_reason, OwnFilter):
-                drop_reason.close()
+        """Ends what the reward and the filters have started."""
+        self._closing.close()
 
     def groups(self, requests: Sequence[PromptRequest], answered: Sequence[Sequence[Sample]]) -> list[Group]:
         """The groups of one request with their rewards, which are computed at once. A group whose reward fails is tried

@@ -224,6 +224,16 @@ def test_reward_that_cannot_be_started_is_a_wrong_setting() -> None:
     wait_until(lambda: _children() <= before, timeout_s=60, what="the end of their processes")
 
 
+def test_filters_end_when_the_reward_beside_them_cannot_be_made() -> None:
+    before, threads = _children(), threading.active_count()
+    for _ in range(3):  # as the loop tries again
+        with pytest.raises(ConfigError, match="no_such_module"):
+            _rewarder(threading.Event(), "--rollout.filters=['poison_reward:drops']",
+                      "--rollout.reward=no_such_module:f")
+    wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1, timeout_s=60,
+               what="the end of their processes and threads")
+
+
 def test_process_ends_with_the_reward_and_with_its_owner() -> None:
     made = make_reward("mix", {"parts": [{"reward": NAME}]})
     assert asyncio.run(_one(made, "ok")) == 1.0
