@@ -180,10 +180,10 @@ def _check(made: Any, *, train: bool) -> CheckedSource:
                          own if own is not None else lambda seed: PromptOrder(len(trained), seed))
 
 
-def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str) -> list[int]:
-    """Indices of the prompts of ordinals, in a source of ``count``. Raises SourceFailed for whatever the source's own
-    order raises, and for what is no index."""
-    indices = []
+def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str) -> list[tuple[int, int]]:
+    """Index of the prompt and pass over the data for each ordinal, in a source of ``count`` prompts. Raises
+    SourceFailed for whatever the source's own order raises, and for what is no index."""
+    read = []
     for ordinal in ordinals:
         try:
             index, data_pass = order.problem(ordinal)
@@ -192,8 +192,8 @@ def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str)
         if type(index) is not int or not 0 <= index < count or type(data_pass) is not int or data_pass < 0:
             raise SourceFailed(f"data.source={named} orders no prompt and pass for ordinal {ordinal}, but "
                                f"{plain(repr((index, data_pass)), 100)}")
-        indices.append(index)
-    return indices
+        read.append((index, data_pass))
+    return read
 
 
 def read_prompts(prompts: Sequence[Prompt], indices: Sequence[int], *, named: str, answers: bool) -> list[Prompt]:
@@ -219,6 +219,8 @@ def prompt_fault(prompt: object, *, answers: bool = False) -> str:
         return f"as {plain(type(prompt).__name__, 100)}, not as Prompt"
     if not _are_token_ids(prompt.token_ids) or not prompt.token_ids:
         return "without token_ids, a tuple of one int >= 0 or more"
+    if not isinstance(prompt.text, str) or not isinstance(prompt.metadata, Mapping):
+        return "with a text that is no str, or metadata that are no mapping"
     if prompt.answer_ids is None:
         return "without answer_ids, which supervised steps imitate" if answers else ""
     if not _are_token_ids(prompt.answer_ids) or not prompt.answer_ids:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_rl import plugins
 from elastic_rl.config import Config
 from elastic_rl.data.order import Order, fingerprint, sft_order, sft_ordinals
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.sources import CheckedSource, read_order, read_prompts
-from elastic_rl.errors import Fenced, SourceFailed
+from elastic_rl.errors import SourceFailed
 from elastic_rl.pipeline.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 
@@ -33,8 +32,9 @@ class PromptReader:
         return self._indices(self._order, ordinals)
 
     def _indices(self, order: Order, ordinals: Sequence[int]) -> list[int]:
-        return self._waits.retry("source", lambda: self._reads.read("give an order", lambda: read_order(
-            order, ordinals, len(self._source.train), named=self._cfg.data.source)))
+        return [index for index, _ in self._waits.retry("source", lambda: self._reads.read(
+            "give an order", lambda: read_order(
+                order, ordinals, len(self._source.train), named=self._cfg.data.source)))]
 
     def read(self, prompts: Sequence[Prompt], indices: Sequence[int], *, answers: bool = False) -> list[Prompt]:
         """Prompts of the source, as soon as it gives them. ``answers``: those without one are a fault of the source
@@ -58,7 +58,7 @@ class PromptReader:
         named = self._cfg.data.source
 
         def check() -> str:
-            known, now = cursor.get(PROMPTS), self._fingerprint(prompts)
+            known, now = cursor.get(PROMPTS), self._reads.read("give its first prompts", lambda: fingerprint(prompts))
             if known is not None and known != now:
                 raise SourceFailed(
                     f"data.source={named} has other prompts ({now}) than this job began with ({known}): "
@@ -68,12 +68,3 @@ class PromptReader:
             return now
 
         return self._waits.retry("source", check)
-
-    def _fingerprint(self, prompts: Sequence[Prompt]) -> str:
-        """Raises SourceFailed."""
-        try:
-            return self._reads.read("give its first prompts", lambda: fingerprint(prompts))
-        except Fenced:
-            raise
-        except BaseException as e:  # whatever a user's source raises: this is no main thread
-            raise SourceFailed(f"data.source={self._cfg.data.source} failed: {plugins.describe(e)}") from e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,7 +21,10 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.pipeline import eval_summary, keeping
 from elastic_rl.pipeline.evaluation import generated_sets
 from elastic_rl.pipeline.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling import Sampler, decoder
+from elastic_rl.pipeline.sampling import Sampler
+from elastic_rl.plugins import describe
+
+log = logging.getLogger(__name__)
 
 _TOTALS = "totals"
 """In the cursor: sums over what was kept and what was not."""
@@ -44,7 +48,7 @@ class SampledMode(Protocol):
 
     def output(self, groups: Sequence[Group], cursor: Mapping[str, Any]) -> tuple[list[bytes], dict[str, Any]]:
         """Lines to be written of a step's groups, and the cursor with what is to be remembered of them; from the
-        cursor of the step before."""
+        cursor of the step before. It may call the source's tokenizer: see ``SourceReads``."""
 
     def summary(self, file: Path, cursor: Mapping[str, Any], consumed: ConsumedGroups, alive: Callable[[], None]
                 ) -> dict[str, Any]:
@@ -149,19 +153,28 @@ def rejection_groups(cfg: Config, source: CheckedSource) -> int:
 
 
 class _Texts:
-    """Texts of prompts and responses; by the model's tokenizer where the source has none."""
+    """Texts of prompts and responses; by the model's tokenizer where the source has none. What cannot be decoded has
+    none: the reward failed for it, and it is written all the same."""
 
     def __init__(self, source: CheckedSource, model_dir: str) -> None:
-        self._decode, self._source, self._model_dir = decoder(source), source, model_dir
+        self._source, self._model_dir = source, model_dir
 
     def prompt(self, prompt: Prompt) -> str:
-        return prompt.text or self._tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
+        return prompt.text or self._decoded(prompt.token_ids, skip_special_tokens=False)
 
     def with_text(self, sample: Sample) -> Sample:
         """The rewarder gives a sample its text, unless its reward failed or the source has no tokenizer."""
         if sample.text:
             return sample
-        return replace(sample, text=self._tokenizer.decode(list(sample.response_ids), skip_special_tokens=True))
+        return replace(sample, text=self._decoded(sample.response_ids, skip_special_tokens=True))
+
+    def _decoded(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        tokenizer = self._tokenizer
+        try:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except BaseException as e:  # whatever a user's tokenizer raises: this is no main thread
+            log.warning("a text is left out, since its %d tokens cannot be decoded: %s", len(ids), describe(e))
+            return ""
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

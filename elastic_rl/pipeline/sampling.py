@@ -11,12 +11,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from elastic_rl.config import Config
 from elastic_rl.data.order import order_of
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment, demonstration
-from elastic_rl.data.sources import DataSource, read_prompts
+from elastic_rl.data.sources import DataSource, read_order, read_prompts
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
 from elastic_rl.pipeline.reward_failures import RewardFailures
 from elastic_rl.pipeline.rewarding import Rewarder
+from elastic_rl.pipeline.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.retry import RetryBackoff
 from elastic_rl.rewards.base import Decode
@@ -56,10 +57,12 @@ class Sampler:
     def __init__(self, cfg: Config, source: DataSource, generate: Generate, waits: Waits,
                  no_engine: Callable[[], str] = lambda: "",
                  on_failed: OnFailed = lambda part, ordinals, why: None) -> None:
-        """``no_engine``: says which engines are missing while none serves; else "". Raises ConfigError for a setting
-        that names nothing."""
+        """``no_engine``: says which engines are missing while none serves; else "". Waits for the source's order.
+        Raises ConfigError for a setting that names nothing."""
         self._cfg, self._source, self._generate, self._waits = cfg, source, generate, waits
-        self._order = order_of(source, cfg.seed) if cfg.uses_training_prompts else None
+        self._reads = SourceReads(cfg.data.source, waits)
+        self._order = waits.retry("source", lambda: self._reads.read("be ordered", lambda: order_of(
+            source, cfg.seed))) if cfg.uses_training_prompts else None
         self._no_engine = no_engine
         self._on_failed = on_failed
         self._rewarder = Rewarder(cfg, waits, other=self._other, decode=decoder(source),
@@ -82,12 +85,12 @@ class Sampler:
     def training_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int) -> list[tuple[Group, str]]:
         """A group for each (ordinal, prompt), and the reason of the first filter that drops it, or "". One whose reward
         failed says so itself, and no filter sees it."""
-        assert self._order is not None  # the mode has training prompts
         # A prompt returns once in each of its passes over the data, so pass and prompt stand for the group.
         groups = self._groups([PromptRequest(
-            ordinal, prompt, self._sampling(self._cfg.rollout.temperature, sampling_seed(
-                self._cfg.seed, self._order.problem(ordinal)[1])), self._cfg.train.group_size)
-            for ordinal, prompt in prompts], min_version)
+            ordinal, prompt, self._sampling(self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, data_pass)),
+            self._cfg.train.group_size)
+            for (ordinal, prompt), data_pass in zip(prompts, self._passes([o for o, _ in prompts]), strict=True)],
+            min_version)
         return [(group, "" if group.failed else self._rewarder.dropped_because(group)) for group in groups]
 
     def evaluation_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int, *, samples: int = 1,
@@ -96,6 +99,14 @@ class Sampler:
         drops one."""
         sampling = self._sampling(temperature, sampling_seed(self._cfg.seed, 0) if temperature else None)
         return self._groups([PromptRequest(i, prompt, sampling, samples) for i, prompt in prompts], min_version)
+
+    def _passes(self, ordinals: Sequence[int]) -> list[int]:
+        """Over the data, by the source's order, which is waited for."""
+        order = self._order
+        assert order is not None  # the mode has training prompts
+        return [data_pass for _, data_pass in self._waits.retry("source", lambda: self._reads.read(
+            "give an order", lambda: read_order(order, ordinals, len(self._source.train),
+                                                named=self._cfg.data.source)))]
 
     def _other(self, number: int) -> tuple[Prompt, Sample]:
         """A held-out prompt with its answer or, where it has none, with an empty response."""

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from elastic_rl.errors import ElasticRLError, Fenced, SourceFailed
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.plugins import describe
 
 T = TypeVar("T")
 _SLICE_S = 0.1
@@ -28,7 +30,8 @@ class SourceReads:
         self._named, self._waits = named, waits
 
     def read(self, what: str, call: Callable[[], T]) -> T:
-        """What the call returns or raises, whenever that is. Raises Fenced when the loop is to end."""
+        """What the call returns, whenever that is. Raises the project's own errors that the call raises, SourceFailed
+        for any other, and Fenced when the loop is to end."""
         done, found, errors = threading.Event(), list[T](), list[BaseException]()
 
         def body() -> None:
@@ -48,6 +51,8 @@ class SourceReads:
                                   "roles/actor`)")
             else:
                 self._waits.pause(0.0)
-        if errors:
-            raise errors[0]
+        for error in errors:
+            if isinstance(error, ElasticRLError) and not isinstance(error, Fenced):
+                raise error
+            raise SourceFailed(f"data.source={self._named} failed to {what}: {describe(error)}") from error
         return found[0]

@@ -131,7 +131,7 @@ class Pipeline:
     def _make_parts(self, closing: contextlib.ExitStack) -> None:
         """What the settings name: the source, and the user's functions. What these read may be away now, as it may be
         later, so they are waited for; a job that is wrong is refused before it begins (``job_check``)."""
-        reads = SourceReads(self.cfg.data.source, self.waits)
+        reads = self.reads = SourceReads(self.cfg.data.source, self.waits)
         self.waits.retry("plugin", lambda: algorithm_of(self.cfg))
         self.source = self.waits.retry("source", lambda: reads.read("be made", lambda: make_source(self.cfg)))
         self.prompts = self.waits.retry("source", lambda: PromptReader(self.cfg, self.source, self.waits, reads))
@@ -411,8 +411,8 @@ class Pipeline:
                 dropped={reason: len(groups) for reason, groups in effect.consumption.dropped.items()})
             metrics = metrics.replace(policy_version=output.policy_version)
             known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.groups.to_json()}
-            lines, cursor = self.waits.retry("source", lambda: mode.output(
-                effect.groups, {**effect.cursor, **self._cursor, _LAST_STEP: known}))
+            lines, cursor = self.waits.retry("source", lambda: self.reads.read("decode texts", lambda: mode.output(
+                effect.groups, {**effect.cursor, **self._cursor, _LAST_STEP: known})))
             self.waits.retry("disk", lambda: output.commit(effect.step, lines, effect.consumption, cursor),
                              end_on=(Conflict,))
         self._cursor, self._step = cursor, effect.step

@@ -38,7 +38,7 @@ def make(folder: Path, model: Path | str, source: str, seed: int = 0, **options:
 
 
 def taken(source: Any, count: int, seed: int = 0) -> list[Prompt]:
-    indices = read_order(source.order(seed), range(count), len(source.train), named="it")
+    indices = [i for i, _ in read_order(source.order(seed), range(count), len(source.train), named="it")]
     return read_prompts(source.train, indices, named="it", answers=False)
 
 
@@ -104,7 +104,7 @@ def test_task_with_a_size_comes_again_after_it(tmp_path: Path, model: Path) -> N
 
 def test_rl_does_not_begin_with_the_problems_that_were_imitated(tmp_path: Path, model: Path) -> None:
     source = make(tmp_path, model, "reasoning_gym", tasks=TASKS, eval_prompts=2, **SIZES)
-    imitated, of_rl = (set(read_order(order, range(500), len(source.train), named="reasoning_gym"))
+    imitated, of_rl = ({i for i, _ in read_order(order, range(500), len(source.train), named="reasoning_gym")}
                        for order in (sft_order(source, 0), source.order(0)))
     assert len(imitated) == len(of_rl) == 500 and not imitated & of_rl
 

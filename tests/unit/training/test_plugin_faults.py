@@ -425,6 +425,7 @@ def test_prompt_of_wrong_types_is_a_fault_of_the_source_with_its_index() -> None
     assert not prompt_fault(without) and prompt_fault(without, answers=True)
     for prompts, answers in (([PROMPT, {}], False), ([PROMPT, without], True), ([PROMPT, Prompt(("a",))], False),
                              ([PROMPT, Prompt((2**31,))], False), ([PROMPT, Prompt((-1,))], False), ([PROMPT], False),
+                             ([PROMPT, Prompt((1,), b"1")], False), ([PROMPT, Prompt((1,), metadata=[1])], False),
                              ([PROMPT, Prompt((1,), answer_ids=(1.0,))], True)):  # type: ignore[arg-type]
         with pytest.raises(SourceFailed, match="data.source=mine .* prompt 1"):
             read_prompts(prompts, [0, 1], named="mine", answers=answers)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from elastic_rl.data.sources import CheckedSource, make_source
 from elastic_rl.errors import ConfigError, OutputFailed
 from elastic_rl.pipeline import eval_summary, evaluation, keeping
 from elastic_rl.pipeline.evaluation import evaluate_sets, further_sets, generated_sets
-from elastic_rl.pipeline.sampled_modes import rejection_groups
+from elastic_rl.pipeline.sampled_modes import EvaluationMode, rejection_groups
 from elastic_rl.pipeline.schedule import Plan
 
 TWO_PARTS = {"data": {"source": "mix", "options": {"parts": [
@@ -205,6 +205,23 @@ def test_line_holds_any_text_and_any_metadata() -> None:
 def test_answer_that_json_does_not_have_is_written_as_text(answer: Any) -> None:
     row = json.loads(keeping.kept_line(7, 1, "p", sample(1.0), answer), parse_constant=pytest.fail)
     assert row["answer"] == str(answer)
+
+
+def test_response_that_cannot_be_decoded_is_written_without_text() -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            if 9 in ids:
+                raise ValueError("no token 9")
+            return " ".join(map(str, ids))
+
+    cfg = config.parse({"mode": "eval"})
+    source = replace(make_source(cfg), tokenizer=Tokenizer())  # type: ignore[arg-type]
+    mode = EvaluationMode(cfg, source, None, None, "")  # type: ignore[arg-type]
+    groups = [Group(i, Prompt((1,), text), (replace(sample(0.0, token), text=""),), failed)
+              for i, (text, token, failed) in enumerate([("1+1=", 2, ""), ("1+2=", 9, "reward failed"), ("", 3, "")])]
+    lines, _ = mode.output(groups, {})
+    assert [(row["prompt"], row["response"], row.get("failed")) for row in map(json.loads, lines)] == [
+        ("1+1=", "2", None), ("1+2=", "", "reward failed"), ("1", "3", None)]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from elastic_rl.errors import Fenced
+from elastic_rl import config
+from elastic_rl.data.order import PromptOrder
+from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.data.sources import make_source
+from elastic_rl.errors import ConfigError, Fenced, SourceFailed
 from elastic_rl.pipeline import source_reads
+from elastic_rl.pipeline.prompt_reader import PromptReader
+from elastic_rl.pipeline.sampling import Sampler
 from elastic_rl.pipeline.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 
@@ -36,11 +44,20 @@ def test_read_that_blocks_is_shown_by_name_and_goes_on_when_it_returns() -> None
     assert "data.source=my.module:source to give 3 prompts" in shown[0][1] and "restart roles/actor" in shown[0][1]
 
 
-def test_what_a_read_raises_is_raised() -> None:
+@pytest.mark.parametrize("raised", [SystemExit(3), OSError("the disk is away"), Fenced("not yours to say")])
+def test_what_a_read_raises_is_a_fault_of_the_source(raised: BaseException) -> None:
     def read() -> int:
-        raise SystemExit(3)
+        raise raised
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SourceFailed, match=f"data.source=mine failed to be made: {type(raised).__name__}"):
+        SourceReads("mine", Waits(lambda *_: None, threading.Event())).read("be made", read)
+
+
+def test_wrong_setting_that_a_read_finds_is_raised() -> None:
+    def read() -> int:
+        raise ConfigError("no such file")
+
+    with pytest.raises(ConfigError, match="no such file"):
         SourceReads("mine", Waits(lambda *_: None, threading.Event())).read("be made", read)
 
 
@@ -52,3 +69,46 @@ def test_read_that_blocks_does_not_keep_the_loop_from_ending() -> None:
             reads.read("be made", returns.wait)
     finally:
         returns.set()
+
+
+class _Away(PromptOrder):
+    """A source's own order that fails at first whenever it is made or asked."""
+
+    def __init__(self, failures: list[int]) -> None:
+        self._failures = failures
+        self._fail()
+        super().__init__(50, 0)
+
+    def _fail(self) -> None:
+        self._failures[0] -= 1
+        if self._failures[0] % 3:
+            raise OSError("the curriculum is away")
+
+    def problem(self, ordinal: int) -> tuple[int, int]:
+        self._fail()
+        return super().problem(ordinal)
+
+
+def test_order_of_a_source_that_is_away_is_waited_for_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.002))
+    shown, failures = list[str](), [60]
+
+    def report(stage: str, kind: str, what: str) -> None:
+        if "the curriculum is away" in what:
+            shown.append(f"{kind}: {what}")
+
+    def generate(prompts: Any, min_version: int) -> Any:
+        return [[Sample((Segment((1,), (-0.5,), version=1),))] * p.samples for p in prompts]
+
+    cfg = config.load(overrides=["--sft.max_steps=0"])
+    source = replace(make_source(cfg), order=lambda seed: _Away(failures))
+    waits = Waits(report, threading.Event())
+    reads = SourceReads("mine", waits)
+    reader = waits.retry("source", lambda: PromptReader(cfg, source, waits, reads))
+    sampler = Sampler(cfg, source, generate, waits)
+    of_reader = len(shown)
+    prompts = reader.training([0])
+    for _ in range(2):
+        assert [g.ordinal for g, _ in sampler.training_groups(prompts, 0)] == [0]
+    sampler.close()
+    assert of_reader >= 2 and len(shown) > of_reader + 2 and {text.partition(":")[0] for text in shown} == {"source"}
