@@ -21,7 +21,7 @@ from elastic_rl.pipeline.sampling import decoder
 from elastic_rl.plugin_process import CallLost
 from elastic_rl.plugins import describe, plain, resolve, text_of
 from elastic_rl.rewards.base import Decode, RewardFn, plain_rewards
-from elastic_rl.rewards.own import OwnFilter, named_filter
+from elastic_rl.rewards.own import close_filter, named_filter
 from elastic_rl.rewards.registry import close_reward, make_reward
 
 _READ = 16
@@ -88,8 +88,7 @@ def _plug_ins(cfg: Config) -> Iterator[Finding]:
         names = []
         for entry in rollout.filters:
             name, drop_reason = named_filter(entry, rollout.reward_timeout_s)
-            if isinstance(drop_reason, OwnFilter):
-                drop_reason.close()
+            close_filter(drop_reason)
             names.append(name)
         return ", ".join(names) or "none"
 

@@ -12,9 +12,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Prompt, Sample
@@ -22,15 +23,16 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import PluginFailed
 from elastic_rl.pipeline.reward_failures import RewardFailures
+from elastic_rl.pipeline.source_reads import SHOWN_AFTER_S
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import CANCEL_S, START_S, CallLost, ProcessLost
-from elastic_rl.plugins import describe, text_of
+from elastic_rl.plugins import describe, plain, text_of
 from elastic_rl.rewards.base import Decode, plain_rewards
-from elastic_rl.rewards.filters import Filter
-from elastic_rl.rewards.own import OwnFilter, named_filter, require_reason
+from elastic_rl.rewards.own import OwnFilter, close_filter, named_filter, require_reason
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SLICE_S = 0.1
 """The loop's thread looks this often whether it is to end."""
@@ -109,7 +111,8 @@ class Rewarder:
         token ids of a response to its text, without special tokens; without it samples have none. ``on_failed``: called
         with groups whose reward failed for good, and why; it raises nothing but Fenced.
 
-        Raises ConfigError for a setting that names nothing, and for what the reward needs and this machine lacks.
+        Waits for the user's code, which may take long to be imported. Raises ConfigError for a setting that names
+        nothing, and for what the reward needs and this machine lacks; PluginFailed; and Fenced.
         """
         self._cfg, self._waits, self._calls = cfg, waits, BoundedCalls(waits)
         self._other, self._decode, self._on_failed = other, decode, on_failed
@@ -123,18 +126,35 @@ class Rewarder:
         """A group that was rewarded: as long as it can be again, the reward works."""
         self._closing = contextlib.ExitStack()
         try:
-            self._filters = [self._filter(entry) for entry in rollout.filters]
-            self._reward = make_reward(rollout.reward, rollout.reward_options, decode=decode)
-            self._closing.callback(close_reward, self._reward)
+            self._filters = [self._made(
+                f"the filter {plain(str(entry), 200)}", partial(named_filter, entry, rollout.reward_timeout_s),
+                lambda named: close_filter(named[1])) for entry in rollout.filters]
+            self._reward = self._made(f"rollout.reward={rollout.reward}", lambda: make_reward(
+                rollout.reward, rollout.reward_options, decode=decode), close_reward)
         except BaseException:
             self.close()  # the caller tries again
             raise
 
-    def _filter(self, entry: str | Mapping[str, Any]) -> tuple[str, Filter]:
-        name, drop_reason = named_filter(entry, self._cfg.rollout.reward_timeout_s)
-        if isinstance(drop_reason, OwnFilter):
-            self._closing.callback(drop_reason.close)
-        return name, drop_reason
+    def _made(self, what: str, make: Callable[[], T], close: Callable[[T], None]) -> T:
+        """What ``make`` returns, as soon as it does; it is closed with this, or when nobody waits for it any more."""
+        made, given_up = list[T](), threading.Event()
+
+        def work(_done: threading.Event) -> None:
+            made.append(make())
+            if given_up.is_set():
+                close(made[0])
+
+        try:
+            error = self._calls.run(f"the start of {what}", work, START_S + _GRACE_S, shown_after_s=SHOWN_AFTER_S)
+        except BaseException:
+            given_up.set()
+            for one in made:  # if it was made just before; closing it twice does no harm
+                close(one)
+            raise
+        if error is not None:
+            raise error
+        self._closing.callback(close, made[0])
+        return made[0]
 
     def close(self) -> None:
         """Ends what the reward and the filters have started."""

@@ -61,10 +61,16 @@ class OwnFilter:
 
 
 def named_filter(entry: str | Mapping[str, Any], timeout_s: float) -> tuple[str, Filter]:
-    """Name and filter of an entry of ``rollout.filters``; one of the user's own is closed by the caller. ``timeout_s``:
-    of one call of that. Raises ConfigError."""
+    """Name and filter of an entry of ``rollout.filters``, which the caller closes (``close_filter``). ``timeout_s``: of
+    one call of one of the user's own. Raises ConfigError."""
     name = entry if isinstance(entry, str) else str(entry["name"])
     return (name, OwnFilter(name, entry, timeout_s)) if ":" in name else make_filter(entry)
+
+
+def close_filter(drop_reason: Filter) -> None:
+    """Ends what a filter has started."""
+    if isinstance(drop_reason, OwnFilter):
+        drop_reason.close()
 
 
 def serve_filter(entry: str | Mapping[str, Any]) -> Callable[[Group], str]:

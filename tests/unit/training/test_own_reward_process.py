@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -232,6 +233,31 @@ def test_filters_end_when_the_reward_beside_them_cannot_be_made() -> None:
                       "--rollout.reward=no_such_module:f")
     wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1, timeout_s=60,
                what="the end of their processes and threads")
+
+
+@pytest.mark.parametrize("setting", ["--rollout.reward=slow_reward:poison",
+                                     "--rollout.filters=['slow_reward:drops']"])
+def test_slow_import_is_shown_and_does_not_keep_the_loop_from_ending(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str) -> None:
+    released = tmp_path / "released"
+    (tmp_path / "slow_reward.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(released)!r}): time.sleep(0.05)\n"
+        "from poison_reward import drops, poison\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("elastic_rl.pipeline.rewarding.SHOWN_AFTER_S", 0.1)
+    stopping, shown, before, threads = threading.Event(), list[str](), _children(), threading.active_count()
+
+    def report(stage: str, kind: str, what: str) -> None:
+        if "taken longer" in what:
+            shown.append(f"{kind}: {what}")
+            stopping.set()
+
+    with pytest.raises(Fenced):
+        Rewarder(config.load(overrides=[setting]), Waits(report, stopping), other=lambda number: (Prompt((1,)), SAMPLE))
+    assert shown[0].startswith("plugin: the start of ") and "slow_reward" in shown[0]
+    released.touch()
+    wait_until(lambda: _children() <= before and threading.active_count() <= threads + 1, timeout_s=60,
+               what="the end of what was made when nobody waited for it any more")
 
 
 def test_process_ends_with_the_reward_and_with_its_owner() -> None:
