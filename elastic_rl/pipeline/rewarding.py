@@ -21,7 +21,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.errors import PluginFailed
+from elastic_rl.errors import PluginFailed, SourceFailed
 from elastic_rl.pipeline.reward_failures import RewardFailures
 from elastic_rl.pipeline.source_reads import SHOWN_AFTER_S
 from elastic_rl.pipeline.waits import Waits
@@ -107,7 +107,8 @@ class Rewarder:
     def __init__(self, cfg: Config, waits: Waits, *, other: Callable[[int], tuple[Prompt, Sample]],
                  decode: Decode | None = None,
                  on_failed: Callable[[Sequence[int], str], None] = lambda ordinals, why: None) -> None:
-        """``other``: from a number to some prompt of the source and a sample for it; it may raise. ``decode``: from the
+        """``other``: from a number to some prompt of the source and a sample for it; it raises SourceFailed where the
+        source gives none, and Fenced. ``decode``: from the
         token ids of a response to its text, without special tokens; without it samples have none. ``on_failed``: called
         with groups whose reward failed for good, and why; it raises nothing but Fenced.
 
@@ -223,17 +224,12 @@ class Rewarder:
 
     def _other_group(self) -> tuple[PromptRequest, Sequence[Sample]]:
         """A prompt of the source with a sample that nobody generated; no samples where the source gives none now."""
-        given: list[tuple[Prompt, Sample]] = []
         self._others += 1  # another one each time: the reward may fail for this one too
-
-        def read(_done: threading.Event, number: int = self._others) -> None:
-            given.append(self._other(number))
-
-        limit_s = self._cfg.rollout.reward_timeout_s
-        with contextlib.suppress(PluginFailed):
-            self._calls.run("another prompt", read, limit_s, shown_after_s=limit_s)
-        prompt, samples = (given[0][0], [given[0][1]]) if given else (Prompt(()), [])
-        return PromptRequest(-1, prompt, Sampling(1), len(samples)), samples
+        try:
+            prompt, sample = self._other(self._others)
+        except SourceFailed:
+            return PromptRequest(-1, Prompt(()), Sampling(1), 0), []
+        return PromptRequest(-1, prompt, Sampling(1), 1), [sample]
 
     def _once(self, requests: Sequence[PromptRequest], answered: Sequence[Sequence[Sample]],
               into: dict[int, list[Sample]]) -> tuple[dict[int, PluginFailed], dict[int, PluginFailed]]:

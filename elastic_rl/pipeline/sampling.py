@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -14,7 +15,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment, demonstratio
 from elastic_rl.data.sources import DataSource, read_order, read_prompts
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
-from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
+from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable, SourceFailed
 from elastic_rl.pipeline.reward_failures import RewardFailures
 from elastic_rl.pipeline.rewarding import Rewarder
 from elastic_rl.pipeline.source_reads import SourceReads
@@ -31,8 +32,6 @@ _POLL_S = 0.5
 _RETRY_S = (0.2, 4.0)
 """First and longest pause before a request that failed is sent again."""
 
-_UNPROVEN = 10
-"""So many times as many attempts has a group while the user's function has not generated any."""
 _PROOF = -1
 """Number of the request that shows whether the user's function works."""
 _TOO_MANY = ("more of the last groups failed than rollout.max_failed_rewards allows, so none is dropped: correct "
@@ -74,6 +73,7 @@ class Sampler:
         """Groups that were generated, so that it is known whether others were while one failed."""
         self._proof: PromptRequest | None = None
         """A group that was generated: as long as it can be again, the user's function works."""
+        self._others = 0
         self._threads = ThreadPoolExecutor(_REQUESTS, "generate")
         self.reward_s = 0.0
         """Seconds spent on rewards since it was last set to 0; part of the time of ``groups``."""
@@ -108,12 +108,28 @@ class Sampler:
             "give an order", lambda: read_order(order, ordinals, len(self._source.train),
                                                 named=self._cfg.data.source)))]
 
+    def _held_out(self, number: int) -> Prompt:
+        """One of the held-out prompts. Raises SourceFailed."""
+        prompts = self._source.eval
+        [prompt] = self._reads.read("give another prompt", lambda: read_prompts(
+            prompts, [number % len(prompts)], named=self._cfg.data.source, answers=False))
+        return prompt
+
     def _other(self, number: int) -> tuple[Prompt, Sample]:
-        """A held-out prompt with its answer or, where it has none, with an empty response."""
-        held_out = self._source.eval
-        [prompt] = read_prompts(held_out, [number % len(held_out)], named=self._cfg.data.source, answers=False)
+        """A held-out prompt with its answer or, where it has none, with an empty response. Raises SourceFailed."""
+        prompt = self._held_out(number)
         return prompt, demonstration(prompt) if prompt.answer_ids else Sample(
             (Segment(tuple(self._source.stop_token_ids[:1]) or prompt.token_ids[:1]),))
+
+    def _known_good(self) -> PromptRequest | None:
+        """A group that was generated or, before there is one, another prompt: of the first groups of an actor some may
+        fail whenever they are tried. None where the source gives none now."""
+        if self._proof is None:
+            self._others += 1  # another one each time: the function may fail for this one too
+            with contextlib.suppress(SourceFailed):
+                return PromptRequest(-1, self._held_out(self._others), self._sampling(
+                    self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, 0)), 1)
+        return self._proof
 
     def _sampling(self, temperature: float, seed: int | None) -> Sampling:
         return Sampling(self._source.max_response_tokens, temperature, tuple(self._source.stop_token_ids), seed)
@@ -181,16 +197,14 @@ class Sampler:
                     retries[again].failed(time.monotonic())
                     generated[again] = self._generated
                     (suspects if fault.shared else unsent)[again] = None
-                    if self._proof is not None and _PROOF not in running.values():
-                        running[self._threads.submit(self._generate, [self._proof], min_version)] = _PROOF
+                    if _PROOF not in running.values() and (proof := self._known_good()) is not None:
+                        running[self._threads.submit(self._generate, [proof], min_version)] = _PROOF
                     too_many = f" ({_TOO_MANY})" if self._failures.is_exhausted([request.ordinal]) else ""
                     self._waits.waits("plugin", fault.why + too_many)
         return [done[request.ordinal] for request in requests]
 
     def _is_dropped(self, ordinal: int, fault: GenerateFault, works: bool, alone: bool) -> bool:
         """Whether the group has failed for good. ``works``: another was generated since it failed before."""
-        if self._proof is None:
-            works = self._failures.failures(ordinal) >= _UNPROVEN * self._cfg.rollout.reward_attempts
         if not self._failures.failed([ordinal], reward_works=works and (alone or not fault.shared)):
             return False
         log.warning("group %d is dropped since it cannot be generated: %s", ordinal, fault.why)

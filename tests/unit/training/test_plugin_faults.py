@@ -113,7 +113,11 @@ def _rewarder(monkeypatch: pytest.MonkeyPatch, attempts: Attempts, reward: Any =
     cfg = config.load(overrides=["--rollout.reward=mine", "--rollout.filters=[mine]"])
     rollout = cfg.rollout.model_copy(update={"reward_timeout_s": timeout_s})
     monkeypatch.setattr(rewarding, "_GRACE_S", grace_s)
-    return Rewarder(cfg.model_copy(update={"rollout": rollout}), attempts.waits, other=lambda number: 1 / 0)
+    return Rewarder(cfg.model_copy(update={"rollout": rollout}), attempts.waits, other=_nothing)
+
+
+def _nothing(number: int) -> tuple[Prompt, Sample]:
+    raise SourceFailed("the source is away")
 
 
 def _values(groups: Sequence[Group]) -> list[list[float]]:

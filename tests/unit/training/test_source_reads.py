@@ -10,7 +10,7 @@ import pytest
 
 from elastic_rl import config
 from elastic_rl.data.order import PromptOrder
-from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ConfigError, Fenced, SourceFailed
 from elastic_rl.pipeline import source_reads
@@ -18,6 +18,7 @@ from elastic_rl.pipeline.prompt_reader import PromptReader
 from elastic_rl.pipeline.sampling import Sampler
 from elastic_rl.pipeline.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.rewards.registry import REWARDS
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,48 @@ def test_read_that_blocks_does_not_keep_the_loop_from_ending() -> None:
         returns.set()
 
 
+def test_one_thread_is_in_a_source_also_while_its_reward_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held-out prompt, which shows whether the reward works, is read as all others are."""
+    monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.002))
+    monkeypatch.setitem(REWARDS, "mine", lambda options, context: _refuses)
+    inside, most, stopping, returns = list[int](), list[int](), threading.Event(), threading.Event()
+
+    class HeldOut(list[Prompt]):
+        def __getitem__(self, index: Any) -> Any:
+            inside.append(threading.get_ident())
+            most.append(len(inside))
+            returns.wait()
+            inside.pop()
+            return super().__getitem__(index)
+
+    def report(stage: str, kind: str, what: str) -> None:
+        if "give another prompt" in what:
+            shown.append(what)
+            if len(shown) > 50:
+                stopping.set()
+
+    shown: list[str] = []
+    cfg = config.load(overrides=["--rollout.reward=mine", "--rollout.reward_timeout_s=0.1"])
+    source = make_source(cfg)
+    held_out = HeldOut(source.eval)
+    sampler = Sampler(cfg, replace(source, eval=held_out), _generate, Waits(report, stopping))
+    try:
+        with pytest.raises(Fenced):
+            sampler.training_groups([(0, source.train[0])], 0)
+    finally:
+        returns.set()
+        sampler.close()
+    assert most == [1] and len(shown) > 50
+
+
+async def _refuses(prompt: Prompt, samples: Any) -> Any:
+    raise ValueError("no")
+
+
+def _generate(prompts: Any, min_version: int) -> Any:
+    return [[Sample((Segment((1,), (-0.5,), version=1),))] * p.samples for p in prompts]
+
+
 class _Away(PromptOrder):
     """A source's own order that fails at first whenever it is made or asked."""
 
@@ -97,15 +140,12 @@ def test_order_of_a_source_that_is_away_is_waited_for_and_shown(monkeypatch: pyt
         if "the curriculum is away" in what:
             shown.append(f"{kind}: {what}")
 
-    def generate(prompts: Any, min_version: int) -> Any:
-        return [[Sample((Segment((1,), (-0.5,), version=1),))] * p.samples for p in prompts]
-
     cfg = config.load(overrides=["--sft.max_steps=0"])
     source = replace(make_source(cfg), order=lambda seed: _Away(failures))
     waits = Waits(report, threading.Event())
     reads = SourceReads("mine", waits)
     reader = waits.retry("source", lambda: PromptReader(cfg, source, waits, reads))
-    sampler = Sampler(cfg, source, generate, waits)
+    sampler = Sampler(cfg, source, _generate, waits)
     of_reader = len(shown)
     prompts = reader.training([0])
     for _ in range(2):
