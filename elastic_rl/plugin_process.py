@@ -36,7 +36,7 @@ class CallLost(PluginFailed):
 
 
 class ProcessLost(PluginFailed):
-    """The process has ended before the call was begun: call ``start``, and then again."""
+    """The process has ended, or is being replaced, before the call was begun: call ``start``, and then again."""
 
 
 class PluginProcess:
@@ -51,18 +51,22 @@ class PluginProcess:
         self._closed = False
 
     def start(self) -> None:
-        """Returns when there is a process for the next calls. One in which a call was cancelled is replaced, once its
-        other calls have ended: nobody knows what that call has left behind. Raises ConfigError for what the maker
-        refuses, and PluginFailed when the process does not start."""
+        """Returns when there is a process for the next calls, also when another thread starts it. One in which a call
+        was cancelled is replaced, once its other calls have ended: nobody knows what that call has left behind. Raises
+        ConfigError for what the maker refuses, and PluginFailed when the process does not start."""
         with self._lock:
             if self._closed:
                 raise PluginFailed(f"{self._what} is closed")
-            if self._process is not None and self._process.is_sound:
-                return
-            if self._process is not None:
-                self._process.retire()
-            process = self._process = _Process(self._what)
-        process.make(self._maker, self._arguments)
+            before = self._process
+            if before is not None and before.is_sound:
+                process = before
+            else:
+                if before is not None:
+                    before.retire()
+                process = self._process = _Process(self._what)
+        if process is not before:
+            process.make(self._maker, self._arguments)
+        process.ready.result()
 
     def start_first(self) -> None:
         """As ``start``, where a setting is examined: also a process that does not start raises ConfigError."""
@@ -77,8 +81,8 @@ class PluginProcess:
         cannot be sent, CallLost, and ProcessLost."""
         with self._lock:
             process = self._process
-        if process is None or process.ended:
-            raise ProcessLost(f"{self._what} waits for its process, which ended")
+        if process is None or process.ended or not process.ready.done():
+            raise ProcessLost(f"{self._what} waits for its process, which has ended or is being started")
         number, answer = process.send(arguments)
         waiting = asyncio.wrap_future(answer)
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has seen it
@@ -122,6 +126,8 @@ class _Process:
         """Why it was ended; "" while it runs."""
         self.is_sound = True
         """Whether it is good for further calls."""
+        self.ready: Future[None] = Future()
+        """That it was made, or why not."""
         self._retired = False
         self._lock = threading.Lock()
         self._calls: dict[int, Future[Any]] = {}
@@ -139,7 +145,16 @@ class _Process:
                 raise PluginFailed(f"no process can be started for {what}: {e}") from e
 
     def make(self, maker: str, arguments: tuple[Any, ...]) -> None:
-        """Has it make its function. Raises ConfigError, and PluginFailed, after which it has ended."""
+        """Has it make its function. ``ready`` has ConfigError, or PluginFailed, where it cannot, after which it has
+        ended."""
+        try:
+            self._make(maker, arguments)
+        except BaseException as e:  # such as KeyboardInterrupt
+            self.ready.set_exception(e)
+        else:
+            self.ready.set_result(None)
+
+    def _make(self, maker: str, arguments: tuple[Any, ...]) -> None:
         too_long = threading.Timer(START_S, self.end, (f"{self._what} was not imported within {START_S:g} s",))
         too_long.daemon = True
         too_long.start()

@@ -7,6 +7,7 @@ accepts is generated again, a limited number of times: an engine may just have j
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from elastic_rl.engine.generation import GENERATE_FNS, Generated, GenerateFault,
 from elastic_rl.engine.own_generate import OwnGenerate
 from elastic_rl.errors import EngineFailed, PluginFailed
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.plugin_process import CallLost
+from elastic_rl.plugin_process import CallLost, ProcessLost
 from elastic_rl.plugins import describe, resolve, text_of
 from elastic_rl.retry import backoff_s
 from elastic_rl.roles.base import Role
@@ -82,9 +83,13 @@ class RolloutRole(Role):
             return await self._group(prompt, min_version)
         setting, limit_s = self.ctx.config.rollout.generate, self.ctx.config.rollout.generate_timeout_s
         try:
-            await asyncio.to_thread(self.generate_fn.start)  # has a limit of its own
-            async with asyncio.timeout(limit_s):
-                return await self._group(prompt, min_version)
+            for _ in range(self.ctx.config.rollout.max_attempts):
+                await asyncio.to_thread(self.generate_fn.start)  # has a limit of its own
+                with contextlib.suppress(ProcessLost):  # replaced for another group: that is no time of this one
+                    async with asyncio.timeout(limit_s):
+                        return await self._group(prompt, min_version)
+            return GenerateFault(f"rollout.generate={setting} cannot be called for group {prompt.ordinal}: its process "
+                                 "ended again and again", shared=True)
         except TimeoutError:
             return GenerateFault(f"rollout.generate={setting} took longer than {limit_s:g} s for group "
                                  f"{prompt.ordinal} (raise rollout.generate_timeout_s, or make the function faster)")
@@ -114,7 +119,7 @@ class RolloutRole(Role):
         try:
             samples = await self.generate_fn(prompt, self.client)
             fault = generation.fault_of(samples, prompt, self._vocabulary)
-        except CallLost:
+        except (CallLost, ProcessLost):
             raise
         except EngineFailed as e:  # or a class of the user's derived from it, which the caller may not be able to read
             raise EngineFailed(text_of(e)) from e

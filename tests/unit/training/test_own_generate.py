@@ -28,9 +28,12 @@ from elastic_rl.engine.own_generate import OwnGenerate
 from elastic_rl.errors import ConfigError, EngineFailed, Fenced
 from elastic_rl.pipeline.sampling import Sampler
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.plugin_process import PluginProcess, ProcessLost
 from elastic_rl.roles.rollout import RolloutRole
+from elastic_rl.runtime import wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+SAMPLE = Sample((Segment((1,), (-0.5,), version=3),))
 MODULE = '''
 import asyncio, os, threading
 from dataclasses import replace
@@ -117,6 +120,53 @@ def test_process_that_ends_is_replaced_and_names_nobody(role: RolloutRole, what:
     [bad] = _generate(role, what)
     assert isinstance(bad, GenerateFault) and bad.shared
     assert isinstance(_generate(role, "")[0], list)
+
+
+def test_process_takes_no_call_before_it_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A call would be given up while the user's module is imported, and take the process with it."""
+    begun, released = tmp_path / "begun", tmp_path / "released"
+    (tmp_path / "slow_generate.py").write_text(
+        f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(released)!r}): time.sleep(0.05)\nfrom my_generate import generate\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    process = PluginProcess("the test", "elastic_rl.engine.own_generate:serve", "slow_generate:generate", "", 1.0, 1,
+                            50)
+    started: list[None] = []
+    threads = [threading.Thread(target=lambda: started.append(process.start())) for _ in range(3)]
+
+    async def call() -> Any:
+        async with asyncio.timeout(60):
+            return await process.call(_request(0))
+
+    try:
+        for thread in threads:
+            thread.start()
+        wait_until(begun.exists, timeout_s=60, what="the import")
+        with pytest.raises(ProcessLost, match="is being started"):
+            asyncio.run(call())
+        assert not started
+        released.touch()
+        for thread in threads:
+            thread.join(60)
+        assert len(started) == 3 and len(asyncio.run(call())["samples"]) == 2
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize("replaced", [2, 1 << 20])
+def test_group_waits_for_a_process_that_is_replaced(role: RolloutRole, monkeypatch: pytest.MonkeyPatch, replaced: int
+                                                    ) -> None:
+    left = [replaced]
+
+    async def call(request: PromptRequest, engines: Any) -> list[Sample]:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ProcessLost("it is being started")
+        return [SAMPLE] * request.samples
+
+    monkeypatch.setattr(OwnGenerate, "__call__", lambda self, request, engines: call(request, engines))
+    [found] = _generate(role, "")
+    assert found == [SAMPLE] * 2 if replaced == 2 else isinstance(found, GenerateFault) and found.shared
 
 
 def test_engines_that_fail_are_no_fault_of_the_function(role: RolloutRole) -> None:
