@@ -4,17 +4,14 @@ keeps of it is shared by all processes."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import psutil
-
+from elastic_rl.data import derived
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.plugins import describe
 
@@ -41,9 +38,7 @@ class ParquetRows:
                     raise ConfigError(f"{path} is empty", hint="check data.options.paths")
                 used = list(dict.fromkeys(name if name in file.schema_arrow.names else name.split(".")[0]
                                           for name in columns))
-                copy = self._copy(file, used, folder)
-            self._map = pa.memory_map(str(copy), "r")
-            self._reader = pa.ipc.open_file(self._map)
+                self._reader = self._mapped(file, used, folder)
         except (OSError, pa.ArrowException) as e:
             raise ConfigError(f"{path} cannot be read: {describe(e)}",
                               hint="check that it is a Parquet file, and that the job's folder has room for its "
@@ -57,29 +52,28 @@ class ParquetRows:
             raise ConfigError(f"{self.path} has no column {name!r}, only {', '.join(there)}"
                               + (f"; did you mean {near[0]!r}?" if near else ""))
 
-    def _copy(self, file: Any, columns: Sequence[str], folder: Path) -> Path:
-        """The copy of these columns; made unless it is there. It appears complete or not at all."""
+    def _mapped(self, file: Any, columns: Sequence[str], folder: Path) -> Any:
+        """The copy of these columns, which is made unless there is one that can be read."""
         import pyarrow as pa
 
         found = self.path.stat()
         known = json.dumps([str(self.path), found.st_size, found.st_mtime_ns, sorted(columns)])
-        target = folder / f"{self.path.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.arrow"
-        if target.exists():
-            return target
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_partial(folder)
-        partial = partial_name(target)
+        copy = folder / f"{self.path.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.arrow"
         try:
-            schema = pa.schema([file.schema_arrow.field(name) for name in columns])
-            with pa.OSFile(str(partial), "wb") as out, pa.ipc.new_file(out, schema) as writer:
-                for batch in file.iter_batches(batch_size=_BATCH, columns=list(columns)):
-                    if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
-                        raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
-                    writer.write_batch(batch.select(schema.names))
-            partial.rename(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        return target
+            return pa.ipc.open_file(pa.memory_map(str(copy), "r"))
+        except (OSError, pa.ArrowException):
+            derived.write(copy, lambda out: self._copy(file, columns, out))
+        return pa.ipc.open_file(pa.memory_map(str(copy), "r"))
+
+    def _copy(self, file: Any, columns: Sequence[str], out: IO[bytes]) -> None:
+        import pyarrow as pa
+
+        schema = pa.schema([file.schema_arrow.field(name) for name in columns])
+        with pa.ipc.new_file(out, schema) as writer:
+            for batch in file.iter_batches(batch_size=_BATCH, columns=list(columns)):
+                if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
+                    raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
+                writer.write_batch(batch.select(schema.names))
 
     def __len__(self) -> int:
         return self._count
@@ -108,17 +102,3 @@ class ParquetRows:
         except (OSError, pa.ArrowException, ValueError) as e:
             raise SourceFailed(f"{self.where(number)} cannot be read: {describe(e)}") from e
         return rows
-
-
-def partial_name(target: Path) -> Path:
-    """Where this process writes a file that is to appear complete or not at all."""
-    return target.with_name(f".{target.name}.{os.getpid()}.partial")
-
-
-def remove_partial(folder: Path) -> None:
-    """Removes what processes of this machine that were killed have left behind."""
-    for path in folder.glob(".*.partial"):
-        pid = path.name.split(".")[-2]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            with contextlib.suppress(OSError):
-                path.unlink()

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from elastic_rl.data.parquet import partial_name, remove_partial
+from elastic_rl.data import derived
 from elastic_rl.data.prompts import contains, hashes
 from elastic_rl.errors import ConfigError
 
@@ -108,25 +108,18 @@ def remembered(folder: Path, identity: Sequence[object], held_out: np.ndarray,
     target = folder / f"scan-{digest.hexdigest()[:16]}"
     rows_file, result = target.with_suffix(".npy"), target.with_suffix(".json")
     try:
-        if not result.exists():
-            rows, dropped = work()
-            folder.mkdir(parents=True, exist_ok=True)
-            remove_partial(folder)
-            for path, write in ((rows_file, lambda p: _save(p, rows)),
-                                (result, lambda p: p.write_text(json.dumps(asdict(dropped))))):
-                partial = partial_name(path)
-                try:
-                    write(partial)
-                    partial.rename(path)  # the second one says that both are complete
-                finally:
-                    partial.unlink(missing_ok=True)
-        dropped = Dropped(**json.loads(result.read_bytes()))
-        return Scanned(np.load(rows_file, mmap_mode="r") if dropped.total else None, dropped)
+        return _read(rows_file, result)
+    except (OSError, EOFError, TypeError, ValueError):  # there is none, or none that can be read
+        rows, dropped = work()
+    try:
+        derived.write(rows_file, lambda file: np.save(file, rows))
+        derived.write(result, json.dumps(asdict(dropped)))  # says that both are complete
+        return _read(rows_file, result)
     except OSError as e:
         raise ConfigError(f"{folder} cannot be written: {e.strerror or e}", hint="run_dir must be a folder with room"
                           ) from e
 
 
-def _save(path: Path, rows: np.ndarray) -> None:
-    with path.open("wb") as file:  # np.save would add a suffix to a name
-        np.save(file, rows)
+def _read(rows_file: Path, result: Path) -> Scanned:
+    dropped = Dropped(**json.loads(result.read_bytes()))
+    return Scanned(np.load(rows_file, mmap_mode="r") if dropped.total else None, dropped)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,27 @@ def test_duplicates_and_long_prompts_are_left_out_and_the_look_is_remembered(tmp
         make(tmp_path, model, **(options | evaluated), long_prompts="drop")
     monkeypatch.setattr("elastic_rl.data.scan.scan", lambda *a: pytest.fail("it looked again"))
     assert texts(make(tmp_path, model, duplicates="drop", long_prompts="drop", **options).train) == texts(source.train)
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".json", ".npy"])
+@pytest.mark.parametrize("damage", [lambda whole: b"", lambda whole: bytes(len(whole)), lambda whole: whole[:-8]])
+def test_derived_file_that_cannot_be_read_is_made_again(tmp_path: Path, model: Path, suffix: str,
+                                                        damage: Callable[[bytes], bytes]) -> None:
+    options = {"paths": write(tmp_path / "a.parquet", [*ROWS, *ROWS]), "duplicates": "drop", "overlap": "drop"}
+    before = texts(make(tmp_path, model, "parquet", **options).train)
+    [file] = (tmp_path / "runs").rglob(f"*{suffix}")
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert texts(make(tmp_path, model, "parquet", **options).train) == before and file.read_bytes() == whole
+
+
+def test_derived_files_are_synced_before_they_have_their_names(tmp_path: Path, model: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    make(tmp_path, model, "parquet", paths=write(tmp_path / "a.parquet", ROWS), duplicates="drop")
+    made = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
+    assert len(made) == 3 and {file.stat().st_ino for file in made} <= set(synced)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
