@@ -11,7 +11,21 @@ from typing import IO
 
 import psutil
 
+from elastic_rl.errors import SourceFailed
 from elastic_rl.files import replace_file
+
+
+def state_of(file: Path | int) -> tuple[int, int]:
+    """Size of a file, by its path or descriptor, and time of its last change. Raises OSError."""
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def require_same(path: Path, before: tuple[int, int], now: tuple[int, int]) -> None:
+    """Raises SourceFailed when a file has changed since something was derived from it."""
+    if now != before:
+        raise SourceFailed(f"{path} has changed since it was first read", hint="put it back as it was, with its time "
+                           "(cp -p), or begin a new job; with --from-job it goes on with this one's policy")
 
 
 def write(target: Path, content: str | Callable[[IO[bytes]], object]) -> None:

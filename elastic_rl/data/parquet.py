@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +18,8 @@ from elastic_rl.plugins import describe
 
 _BATCH = 512
 """Rows of one record batch of a copy; what is decoded for one row is one row of it."""
+_MAPPED = 64
+"""Copies that a process keeps mapped, each of which takes a file descriptor; a data set may have thousands of files."""
 
 
 class ParquetRows:
@@ -31,14 +34,17 @@ class ParquetRows:
 
         self.path = path
         try:
+            self._state = derived.state_of(path)
             with pq.ParquetFile(path, memory_map=True) as file:
                 self._require(columns, file.schema_arrow.names)
                 self._count = int(file.metadata.num_rows)
                 if not self._count:
                     raise ConfigError(f"{path} is empty", hint="check data.options.paths")
-                used = list(dict.fromkeys(name if name in file.schema_arrow.names else name.split(".")[0]
-                                          for name in columns))
-                self._reader = self._mapped(file, used, folder)
+                self._columns = list(dict.fromkeys(name if name in file.schema_arrow.names else name.split(".")[0]
+                                                   for name in columns))
+            known = json.dumps([str(path), *self._state, sorted(self._columns)])
+            self._copy = folder / f"{path.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.arrow"
+            self._reader()
         except (OSError, pa.ArrowException) as e:
             raise ConfigError(f"{path} cannot be read: {describe(e)}",
                               hint="check that it is a Parquet file, and that the job's folder has room for its "
@@ -52,28 +58,28 @@ class ParquetRows:
             raise ConfigError(f"{self.path} has no column {name!r}, only {', '.join(there)}"
                               + (f"; did you mean {near[0]!r}?" if near else ""))
 
-    def _mapped(self, file: Any, columns: Sequence[str], folder: Path) -> Any:
-        """The copy of these columns, which is made unless there is one that can be read."""
+    def _reader(self) -> Any:
+        """Of the copy, which is made unless there is one that can be read."""
         import pyarrow as pa
 
-        found = self.path.stat()
-        known = json.dumps([str(self.path), found.st_size, found.st_mtime_ns, sorted(columns)])
-        copy = folder / f"{self.path.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.arrow"
         try:
-            return pa.ipc.open_file(pa.memory_map(str(copy), "r"))
+            return _mapped(self._copy)
         except (OSError, pa.ArrowException):
-            derived.write(copy, lambda out: self._copy(file, columns, out))
-        return pa.ipc.open_file(pa.memory_map(str(copy), "r"))
+            derived.write(self._copy, self._write_copy)
+        return _mapped(self._copy)
 
-    def _copy(self, file: Any, columns: Sequence[str], out: IO[bytes]) -> None:
+    def _write_copy(self, out: IO[bytes]) -> None:
         import pyarrow as pa
+        import pyarrow.parquet as pq
 
-        schema = pa.schema([file.schema_arrow.field(name) for name in columns])
-        with pa.ipc.new_file(out, schema) as writer:
-            for batch in file.iter_batches(batch_size=_BATCH, columns=list(columns)):
-                if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
-                    raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
-                writer.write_batch(batch.select(schema.names))
+        with pq.ParquetFile(self.path, memory_map=True) as file:
+            schema = pa.schema([file.schema_arrow.field(name) for name in self._columns])
+            with pa.ipc.new_file(out, schema) as writer:
+                for batch in file.iter_batches(batch_size=_BATCH, columns=self._columns):
+                    if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
+                        raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
+                    writer.write_batch(batch.select(schema.names))
+        derived.require_same(self.path, self._state, derived.state_of(self.path))
 
     def __len__(self) -> int:
         return self._count
@@ -91,14 +97,22 @@ class ParquetRows:
 
     def scan(self) -> Iterator[Mapping[str, Any]]:
         """See ``Rows``."""
-        for batch in range(self._reader.num_record_batches):
-            yield from self._decoded(batch, batch * _BATCH, slice_from=0, length=_BATCH)
+        for number in range(0, self._count, _BATCH):
+            yield from self._decoded(number // _BATCH, number, slice_from=0, length=_BATCH)
 
     def _decoded(self, batch: int, number: int, *, slice_from: int, length: int) -> list[dict[str, Any]]:
         import pyarrow as pa
 
         try:
-            rows: list[dict[str, Any]] = self._reader.get_batch(batch).slice(slice_from, length).to_pylist()
+            rows: list[dict[str, Any]] = self._reader().get_batch(batch).slice(slice_from, length).to_pylist()
         except (OSError, pa.ArrowException, ValueError) as e:
             raise SourceFailed(f"{self.where(number)} cannot be read: {describe(e)}") from e
         return rows
+
+
+@lru_cache(_MAPPED)
+def _mapped(copy: Path) -> Any:
+    """Raises OSError and ArrowException."""
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(copy), "r"))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from support.text_model import make_tokenizer_folder
 
 from elastic_rl import config
+from elastic_rl.data import parquet
 from elastic_rl.data.order import fingerprint
 from elastic_rl.data.parquet import ParquetRows
 from elastic_rl.data.rows import JsonlRows, plain_json, value_at
@@ -116,6 +118,20 @@ def test_parquet_rows_are_those_of_the_table_and_the_copy_is_made_once(tmp_path:
     write(path, [{"n": -1, "s": {"t": ""}}])
     assert ParquetRows(path, ["n"], tmp_path / "job").row(0) == {"n": -1}
     assert not list((tmp_path / "job").glob(".*"))
+
+
+def test_parquet_files_take_no_descriptor_each(tmp_path: Path) -> None:
+    before = psutil.Process().num_fds()
+    files = [ParquetRows(Path(write(tmp_path / f"{n}.parquet", [{"n": n}])), ["n"], tmp_path / "job")
+             for n in range(99)]
+    assert psutil.Process().num_fds() - before <= 70
+    (tmp_path / "job" / next(f.name for f in (tmp_path / "job").iterdir() if f.name.startswith("0-"))).unlink()
+    assert [file.row(0)["n"] for file in files] == list(range(99)), "also one whose copy is gone"
+    write(tmp_path / "1.parquet", [{"n": 100}])
+    for copy in (tmp_path / "job").iterdir():
+        copy.unlink()
+    with pytest.raises(SourceFailed, match="1.parquet has changed since it was first read"):
+        files[1].row(0)
 
 
 @given(st.lists(st.tuples(st.text("abc {}", max_size=5), st.sampled_from(["a", "b", "c.d"])), min_size=1, max_size=5),
@@ -255,6 +271,7 @@ def test_derived_file_that_cannot_be_read_is_made_again(tmp_path: Path, model: P
     before = texts(make(tmp_path, model, "parquet", **options).train)
     [file] = (tmp_path / "runs").rglob(f"*{suffix}")
     whole = file.read_bytes()
+    parquet._mapped.cache_clear()  # as in another process
     file.write_bytes(damage(whole))
     assert texts(make(tmp_path, model, "parquet", **options).train) == before and file.read_bytes() == whole
 
