@@ -159,9 +159,10 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
         job_check.require(cfg, begun=True)
         return cfg
     version = 0
-    if not from_job and decided.spec is not None and decided.spec.from_job and (
-            inherited_model.folder(cfg) / "config.json").exists():
-        from_job, version = decided.spec.from_job, decided.spec.from_version  # that start was not completed
+    if not from_job and decided.spec is not None and decided.spec.from_job:  # that start was not completed
+        from_job, version = decided.spec.from_job, decided.spec.from_version
+        if not (inherited_model.folder(cfg) / "config.json").exists():
+            inherited_model.export_policy(cfg, from_job, number=version)
     elif from_job:
         version = inherited_model.export_policy(cfg, from_job)
     if from_job:

@@ -28,9 +28,9 @@ def folder(cfg: Config) -> Path:
     return cfg.job_dir / "model"
 
 
-def export_policy(cfg: Config, from_job: str) -> int:
-    """Writes the newest committed policy of ``from_job`` as the model folder of the job of ``cfg``; returns the
-    version's number.
+def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
+    """Writes a committed policy of ``from_job``, the newest one or that of a number, as the model folder of the job of
+    ``cfg``; returns the version's number.
 
     The cluster of ``from_job`` must be up: the one under the same run_dir, else, with ``etcd.endpoints`` set, the one
     in that etcd. Raises ConfigError, VersionNotFound, EtcdUnavailable, ChunkMissing and DiskFull.
@@ -51,12 +51,15 @@ def export_policy(cfg: Config, from_job: str) -> int:
             f"`elastic-rl up --job={from_job}` starts it, unless `down` has deleted its versions"))
     try:
         with VersionService(source, from_job, endpoints, source.cluster_dir) as service:
-            version = service.resolve(Stream.POLICY)
+            version = service.resolve(f"{Stream.POLICY}/{number}")
             spec = readable_one(service.etcd.get(service.keys.job_spec()), JobSpec)
             path = str(spec.settings.get("model.path") or "") if spec is not None else ""
             service.export(f"{version.stream}/{version.number}", folder(cfg), like=Path(path) if path else None,
                            shard_bytes=_SHARD_BYTES, force=True)
     except VersionNotFound as e:
+        if number:
+            raise VersionNotFound(f"job {cfg.job} began with the policy {number} of job {from_job}, which is gone: "
+                                  f"{e.message}", hint=f"--from-job={from_job} begins with its newest one") from e
         raise VersionNotFound(f"job {from_job} has no committed policy: {e.message}",
                               hint="it has one once its SFT phase is over") from e
     except EtcdUnavailable as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,23 @@ def test_start_that_was_not_completed_is_completed_without_the_flag(jobs: Jobs) 
     ctx = jobs.start(seed=3)
     assert ctx.model_dir == str(jobs.model) and jobs.spec().from_job == jobs.old.job
     assert jobs.spec().from_version == 2 and jobs.spec().settings["seed"] == 3
+
+
+def test_start_that_was_not_completed_has_its_model_made_again(jobs: Jobs) -> None:
+    """And never begins with the built-in one instead, nor with a version that has come since."""
+    jobs.start(jobs.old.job)
+    with_version = jobs.spec()
+    shutil.rmtree(jobs.model)
+    jobs.etcd.put(jobs.new.job_spec(), with_version.replace(from_version=1).encode())
+    assert jobs.start().model_dir == str(jobs.model)
+    assert all(torch.equal(tensor + 0.25, jobs.weights[name])
+               for name, tensor in load_file(jobs.model / "model.safetensors").items())
+    assert (jobs.spec().from_job, jobs.spec().from_version) == (jobs.old.job, 1)
+    shutil.rmtree(jobs.model)
+    jobs.etcd.put(jobs.new.job_spec(), with_version.replace(from_version=9).encode())
+    with pytest.raises(VersionNotFound, match="began with the policy 9 .*, which is gone") as e:
+        jobs.start()
+    assert f"--from-job={jobs.old.job}" in e.value.hint and jobs.spec().from_job == jobs.old.job
 
 
 def test_other_settings_of_the_data_are_what_a_new_job_is_for(jobs: Jobs) -> None:
