@@ -24,8 +24,8 @@ def state_of(file: Path | int) -> tuple[int, int]:
 def require_same(path: Path, before: tuple[int, int], now: tuple[int, int]) -> None:
     """Raises SourceFailed when a file has changed since something was derived from it."""
     if now != before:
-        raise SourceFailed(f"{path} has changed since it was first read", hint="put it back as it was, with its time "
-                           "(cp -p), or begin a new job; with --from-job it goes on with this one's policy")
+        raise SourceFailed(f"{path} has changed since it was first read", hint="put it back with the time of its last "
+                           "change, or begin a new job, with --from-job for the policy of this one")
 
 
 def write(target: Path, content: str | Callable[[IO[bytes]], object]) -> None:

@@ -170,7 +170,7 @@ class FileSource:
     def _scanned(self, rules: scan.Rules) -> np.ndarray | None:
         held_out = np.unique(np.concatenate([self.held_out, self._excluded])) if rules.overlap != "unchecked" else (
             np.zeros(0, np.uint64))
-        files = [(str(f.path), f.path.stat().st_size, f.path.stat().st_mtime_ns) for f in self._rows.files]
+        files = [(str(file.path), *file.state) for file in self._rows.files]
         found = scan.remembered(self._folder, [*self._identity, files, self.tokenizer.identity], held_out,
                                 lambda: scan.scan(self._texts(), self._is_train, self._maker.lengths, held_out, rules,
                                                   self._rows.where))

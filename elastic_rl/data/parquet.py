@@ -34,7 +34,7 @@ class ParquetRows:
 
         self.path = path
         try:
-            self._state = derived.state_of(path)
+            self.state = derived.state_of(path)
             with pq.ParquetFile(path, memory_map=True) as file:
                 self._require(columns, file.schema_arrow.names)
                 self._count = int(file.metadata.num_rows)
@@ -42,7 +42,7 @@ class ParquetRows:
                     raise ConfigError(f"{path} is empty", hint="check data.options.paths")
                 self._columns = list(dict.fromkeys(name if name in file.schema_arrow.names else name.split(".")[0]
                                                    for name in columns))
-            known = json.dumps([str(path), *self._state, sorted(self._columns)])
+            known = json.dumps([str(path), *self.state, sorted(self._columns)])
             self._copy = folder / f"{path.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.arrow"
             self._reader()
         except (OSError, pa.ArrowException) as e:
@@ -79,7 +79,7 @@ class ParquetRows:
                     if batch.num_rows != _BATCH and writer.stats.num_record_batches != self._count // _BATCH:
                         raise SourceFailed(f"{self.path}: pyarrow gave a batch of {batch.num_rows} rows")
                     writer.write_batch(batch.select(schema.names))
-        derived.require_same(self.path, self._state, derived.state_of(self.path))
+        derived.require_same(self.path, self.state, derived.state_of(self.path))
 
     def __len__(self) -> int:
         return self._count

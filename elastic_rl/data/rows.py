@@ -9,11 +9,13 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
+from elastic_rl.data import derived
 from elastic_rl.errors import ConfigError, SourceFailed
 
 _STRIDE = 64
@@ -29,6 +31,8 @@ class Rows(Protocol):
     """Rows of one file."""
 
     path: Path
+    state: tuple[int, int]
+    """Of the file when it was first read (``derived.state_of``)."""
 
     def __len__(self) -> int: ...
 
@@ -43,7 +47,7 @@ class Rows(Protocol):
 
 
 class JsonlRows:
-    """A file of one JSON object a line (https://jsonlines.org). The file stays as it is while the run lasts."""
+    """A file of one JSON object a line (https://jsonlines.org), which stays as it is while the run lasts."""
 
     def __init__(self, path: Path) -> None:
         """Reads the file through once, to find its lines. Raises ConfigError for a file that is missing, empty, or has
@@ -51,6 +55,7 @@ class JsonlRows:
         self.path = path
         try:
             with path.open("rb", buffering=0) as file:
+                self.state = derived.state_of(file.fileno())
                 self._count, self._places = self._find_lines(file)
         except OSError as e:
             raise ConfigError(f"{path} cannot be read: {e.strerror}", hint="check data.options.paths") from e
@@ -73,6 +78,13 @@ class JsonlRows:
             at += len(block)
         return count + (begun < at), np.concatenate(kept)
 
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
+        """Raises OSError, and SourceFailed for a file whose lines may be elsewhere now."""
+        with self.path.open("rb") as file:
+            derived.require_same(self.path, self.state, derived.state_of(file.fileno()))
+            yield file
+
     def __len__(self) -> int:
         return self._count
 
@@ -85,7 +97,7 @@ class JsonlRows:
         if not 0 <= number < self._count:
             raise IndexError(f"row {number} of {self._count}")
         try:
-            with self.path.open("rb") as file:
+            with self._opened() as file:
                 file.seek(int(self._places[number // _STRIDE]))
                 for _ in range(number % _STRIDE):
                     file.readline(2 * _MAX_ROW)
@@ -98,7 +110,7 @@ class JsonlRows:
         """See ``Rows``."""
         number = 0
         try:
-            with self.path.open("rb") as file:
+            with self._opened() as file:
                 for number in range(self._count):
                     yield self._parsed(file.readline(2 * _MAX_ROW), number)
         except OSError as e:

@@ -285,6 +285,23 @@ def test_derived_files_are_synced_before_they_have_their_names(tmp_path: Path, m
     assert len(made) == 3 and {file.stat().st_ino for file in made} <= set(synced)
 
 
+def test_file_that_is_replaced_while_it_is_used_is_a_fault_until_it_is_put_back(tmp_path: Path, model: Path) -> None:
+    path = Path(write(tmp_path / "a.jsonl", ROWS))
+    rows, source = JsonlRows(path), make(tmp_path, model, paths=str(path))
+    before = list(rows.scan())
+    found, kept = path.stat(), path.rename(tmp_path / "kept")
+    write(tmp_path / "new", ROWS[::-1])
+    os.utime(tmp_path / "new", ns=(0, found.st_mtime_ns + 10**9))
+    (tmp_path / "new").rename(path)
+    with pytest.raises(SourceFailed, match=r"a.jsonl has changed since it was first read .put it back"):
+        read_prompts(source.train, [20], named="jsonl", answers=False)
+    with pytest.raises(SourceFailed, match="has changed"):
+        list(rows.scan())
+    kept.rename(path)
+    assert list(rows.scan()) == before
+    assert read_prompts(source.train, [20], named="jsonl", answers=False)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("content", "options", "named"), [
     ("", {}, "a.jsonl is empty"),
@@ -340,7 +357,7 @@ def test_row_that_is_wrong_further_on_is_found_by_the_look_at_all_rows_or_when_i
     with pytest.raises(SourceFailed, match="prompt 40: SourceFailed: .*a.jsonl:41: the column 'answer' is null"):
         read_prompts(source.train, [40], named="jsonl", answers=True)
     path.write_text("\n".join(rows[:20]))
-    with pytest.raises(SourceFailed, match="a.jsonl:60 is empty"):
+    with pytest.raises(SourceFailed, match="a.jsonl has changed"):
         read_prompts(source.train, [59], named="jsonl", answers=True)
 
 
