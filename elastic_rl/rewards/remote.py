@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +27,8 @@ _RETRY_S = (0.2, 5.0)
 _BUSY = {408, 425, 429, 500, 502, 503, 504}
 """Status codes after which another try may succeed."""
 _MAX_TOKEN = 16_384
-_SLICE_S = 0.05
+_END_S = 5.0
+"""For closing connections; what has not ended by then ends with the process."""
 _SHOWN = 300
 """Characters of an answer that an error shows."""
 
@@ -79,28 +79,49 @@ class Remote:
             self._headers()
         except PluginFailed as e:
             raise ConfigError(e.message, hint=f"check {context.setting}.token_file") from e
-        self._threads = ThreadPoolExecutor(self._options.concurrency, "remote-reward")
-        # Not the environment's proxies: the token is for this service.
-        self._client = http_client.client(timeout=self._options.timeout_s, limits=httpx.Limits(
+        # Not the environment's proxies: the token is for this service. Each try has one limit for all of it.
+        self._client = http_client.async_client(timeout=None, limits=httpx.Limits(
             max_connections=self._options.concurrency))
-        self._closing = threading.Event()
+        self._room = asyncio.Semaphore(self._options.concurrency)
         self._next = count()
+        self._closing = False
+        # A loop of its own, which keeps the connections: calls may come from another one each time.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="remote-reward", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
-        size, given_up = self._options.batch_samples, threading.Event()
-        about = self._prompt(prompt)
-        parts = [samples[i:i + size] for i in range(0, len(samples), size)]
+        size, about = self._options.batch_samples, self._prompt(prompt)
+        parts = [asyncio.run_coroutine_threadsafe(self._post(about, samples[i:i + size]), self._loop)
+                 for i in range(0, len(samples), size)]
         try:
-            found = await asyncio.gather(*(asyncio.wrap_future(
-                self._threads.submit(self._post, about, part, given_up)) for part in parts))
+            found = await asyncio.gather(*map(asyncio.wrap_future, parts))
+        except asyncio.CancelledError as e:
+            if self._closing:
+                raise PluginFailed("the request was given up") from e
+            raise
         finally:
-            given_up.set()  # nobody waits for what is left
-        return [reward for part in found for reward in part]
+            for part in parts:
+                part.cancel()  # nobody waits for what is left
+        return [reward for rewards in found for reward in rewards]
 
     def close(self) -> None:
-        self._closing.set()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._client.close()
+        if not self._closing:
+            self._closing = True
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            self._thread.join(_END_S)
+
+    async def _end(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._client.aclose()
+        self._loop.stop()
 
     def _prompt(self, prompt: Prompt) -> dict[str, Any]:
         has_answer = "answer" in prompt.metadata or (prompt.answer_ids is not None and self._decode is not None)
@@ -126,8 +147,12 @@ class Remote:
             headers["Authorization"] = f"Bearer {token}"
         return headers
 
-    def _post(self, prompt: Mapping[str, Any], samples: Sequence[Sample], given_up: threading.Event) -> list[Reward]:
+    async def _post(self, prompt: Mapping[str, Any], samples: Sequence[Sample]) -> list[Reward]:
         """Raises PluginFailed once the last try failed, or at once where another cannot succeed."""
+        async with self._room:
+            return await self._tries(self._body(prompt, samples), len(samples))
+
+    def _body(self, prompt: Mapping[str, Any], samples: Sequence[Sample]) -> bytes:
         try:
             body = orjson.dumps({"prompt": prompt, "samples": [self._sample(s) for s in samples]})
         except TypeError as e:
@@ -135,37 +160,36 @@ class Remote:
         if len(body) > self._options.max_request_mb << 20:
             raise PluginFailed(f"a request of {len(body)} bytes is larger than max_request_mb",
                                hint="raise max_request_mb, or lower batch_samples")
+        return body
+
+    async def _tries(self, body: bytes, expected: int) -> list[Reward]:
         backoff = RetryBackoff(*_RETRY_S)
         for left in reversed(range(self._options.attempts)):
             url = self._options.urls[next(self._next) % len(self._options.urls)]
             try:
-                return self._rewards(self._answer(url, body), len(samples))
+                return self._rewards(await self._answer(url, body), expected)
             except _TryAgain as e:
                 if not left:
                     raise PluginFailed(f"{url} {e}, also when tried {self._options.attempts} times") from e
             backoff.failed(time.monotonic())
-            while (pause_s := backoff.left_s(time.monotonic())) > 0.0:
-                if self._closing.is_set() or given_up.wait(min(pause_s, _SLICE_S)):
-                    raise PluginFailed("the request was given up")
+            await asyncio.sleep(backoff.left_s(time.monotonic()))
         raise AssertionError("the last try returns or raises")
 
-    def _answer(self, url: str, body: bytes) -> bytes:
+    async def _answer(self, url: str, body: bytes) -> bytes:
         """The body of one answer. Raises _TryAgain, and PluginFailed where the service refuses the request."""
-        end, limit = time.monotonic() + self._options.timeout_s, self._options.max_answer_mb << 20
-        received = bytearray()
+        limit, received = self._options.max_answer_mb << 20, bytearray()
         try:
-            with self._client.stream("POST", url, content=body, headers=self._headers()) as answer:
-                for piece in answer.iter_bytes(1 << 16):
+            async with (asyncio.timeout(self._options.timeout_s),
+                        self._client.stream("POST", url, content=body, headers=self._headers()) as answer):
+                async for piece in answer.aiter_bytes(1 << 16):
                     received += piece
                     if len(received) > limit:
                         raise PluginFailed(f"{url} answers with more than max_answer_mb={self._options.max_answer_mb}")
-                    if time.monotonic() > end:  # httpx's limit is for each piece
-                        raise _TryAgain(f"did not answer within {self._options.timeout_s:g} s")
                 status = answer.status_code
+        except TimeoutError as e:
+            raise _TryAgain(f"did not answer within {self._options.timeout_s:g} s") from e
         except httpx.HTTPError as e:
             raise _TryAgain(f"cannot be reached: {plain(str(e) or type(e).__name__, _SHOWN)}") from e
-        except RuntimeError as e:  # the client was closed meanwhile
-            raise PluginFailed(f"the request was given up: {plain(str(e), _SHOWN)}") from e
         if status in _BUSY:
             raise _TryAgain(f"answers {status}: {_shown(received)}")
         if status != 200:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -149,6 +151,36 @@ def test_slow_service_is_given_up(service: Service) -> None:
     with pytest.raises(PluginFailed, match="also when tried 2 times"):
         _rewards(service, "a", timeout_s=0.2, attempts=2)
     assert time.monotonic() - began < 20.0
+
+
+def test_limit_of_a_try_holds_for_an_answer_that_comes_byte_by_byte(service: Service) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def trickle() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):  # the other side gives it up
+                connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+                for _ in range(400):
+                    connection.sendall(b"a")
+                    time.sleep(0.05)
+
+        threading.Thread(target=trickle, daemon=True).start()
+        with pytest.raises(PluginFailed, match="did not answer within 0.5 s"):
+            _rewards(service, "a", urls=[f"http://127.0.0.1:{server.getsockname()[1]}/"], timeout_s=0.5, attempts=1)
+
+
+def test_closing_gives_up_what_is_left(service: Service) -> None:
+    answering, closed = threading.Event(), threading.Event()
+    service.answer = lambda body: (answering.set(), closed.wait(60.0), service.lengths(body))[2]  # type: ignore[func-returns-value]
+    reward = make_reward("remote", {"urls": [service.url], "timeout_s": 60.0})
+
+    def close() -> None:
+        answering.wait(60.0)
+        close_reward(reward)
+
+    threading.Thread(target=close, daemon=True).start()
+    with pytest.raises(PluginFailed, match="the request was given up"):
+        asyncio.run(reward(PROMPT, [Sample((), text="a")]))  # type: ignore[arg-type]
+    closed.set()
 
 
 def test_too_large_request_is_not_sent(service: Service) -> None:
