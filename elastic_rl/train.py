@@ -23,6 +23,7 @@ from elastic_rl.config import Config, Stream
 from elastic_rl.config.fixed_settings import fixed_settings
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.data import derived
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Audit, ConsumedGroups, Consumption, audit
 from elastic_rl.data.text_options import with_absolute_paths
@@ -128,6 +129,7 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext
     cfg.job_dir.mkdir(parents=True, exist_ok=True)
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
         cfg = _admit(etcd, cfg, from_job)
+        derived.remove_unused(derived.folder(cfg))
         model_dir = cfg.model.path or str(inherited_model.folder(cfg))
         cluster_settings.save(cfg, cfg.job_dir)
         ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir)

@@ -43,7 +43,7 @@ class ParquetRows:
                 self._columns = list(dict.fromkeys(name if name in file.schema_arrow.names else name.split(".")[0]
                                                    for name in columns))
             known = json.dumps([str(path), *self.state, sorted(self._columns)])
-            self._copy = folder / f"{path.stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.arrow"
+            self._copy = derived.path(folder, path.stem, hashlib.sha256(known.encode()).hexdigest(), ".arrow")
             self._reader()
         except (OSError, pa.ArrowException) as e:
             raise ConfigError(f"{path} cannot be read: {describe(e)}",

@@ -105,8 +105,7 @@ def remembered(folder: Path, identity: Sequence[object], held_out: np.ndarray,
     and the same held-out texts. Raises what ``work`` raises, and ConfigError for a folder that cannot be written."""
     digest = hashlib.sha256(json.dumps([_FORMAT, *identity]).encode())
     digest.update(held_out.tobytes())
-    target = folder / f"scan-{digest.hexdigest()[:16]}"
-    rows_file, result = target.with_suffix(".npy"), target.with_suffix(".json")
+    rows_file, result = (derived.path(folder, "scan", digest.hexdigest(), suffix) for suffix in (".npy", ".json"))
     try:
         return _read(rows_file, result)
     except (OSError, EOFError, TypeError, ValueError):  # there is none, or none that can be read

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic_rl.config import Config
+from elastic_rl.data import derived
 from elastic_rl.data.addition import Addition
 from elastic_rl.data.file_source import jsonl, parquet
 from elastic_rl.data.generated_tasks import ReasoningGym
@@ -140,7 +141,7 @@ def _made(named: str, options: Mapping[str, Any], seed: int, cfg: Config, tokeni
     factory = resolve(named, SOURCES, setting="data.source")
     # A copy of the options: a factory that takes some out of the dict would change the settings of the run.
     given = {"seed": seed, "eval_fraction": cfg.data.eval_fraction, "tokenizer": tokenizer,
-             "folder": cfg.job_dir / "data", "make_part": lambda part, own, part_seed: _made(
+             "folder": derived.folder(cfg), "make_part": lambda part, own, part_seed: _made(
                  part, own, part_seed, cfg, tokenizer)}
     return factory(copy.deepcopy(dict(options)), **{name: given[name] for name in _taken(named, factory)})
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.text_model import make_tokenizer_folder
 
 from elastic_rl import config
-from elastic_rl.data import parquet
+from elastic_rl.data import derived, parquet
 from elastic_rl.data.order import fingerprint
 from elastic_rl.data.parquet import ParquetRows
 from elastic_rl.data.rows import JsonlRows, plain_json, value_at
@@ -113,11 +113,17 @@ def test_parquet_rows_are_those_of_the_table_and_the_copy_is_made_once(tmp_path:
     assert rows.row(1299) == {"n": 1299, "s": {"t": "1299"}}
     [copy] = (tmp_path / "job").iterdir()
     made_at = copy.stat().st_mtime_ns
-    (tmp_path / "job" / f".x.arrow.{2**22 + 1}.partial").write_text("of a process that was killed")
+    killed, *others = (tmp_path / "job" / f"x.arrow.{name}.partial" for name in (
+        f"{derived._machine()}.{2**22 + 1}", f"{derived._machine()}.{os.getppid()}", f"00000000.{2**22 + 1}"))
+    for file in (killed, *others):
+        file.touch()
     assert ParquetRows(path, ["s.t", "n"], tmp_path / "job").row(5)["n"] == 5 and copy.stat().st_mtime_ns == made_at
     write(path, [{"n": -1, "s": {"t": ""}}])
     assert ParquetRows(path, ["n"], tmp_path / "job").row(0) == {"n": -1}
-    assert not list((tmp_path / "job").glob(".*"))
+    assert not killed.exists() and all(file.exists() for file in others), "others may still write theirs"
+    os.utime(others[1], (0, 0))
+    derived.write(tmp_path / "job" / "y", "")
+    assert others[0].exists() and not others[1].exists()
 
 
 def test_parquet_files_take_no_descriptor_each(tmp_path: Path) -> None:
@@ -274,6 +280,21 @@ def test_derived_file_that_cannot_be_read_is_made_again(tmp_path: Path, model: P
     parquet._mapped.cache_clear()  # as in another process
     file.write_bytes(damage(whole))
     assert texts(make(tmp_path, model, "parquet", **options).train) == before and file.read_bytes() == whole
+
+
+def test_what_was_derived_from_other_data_or_options_is_removed(tmp_path: Path, model: Path) -> None:
+    path, folder = write(tmp_path / "a.parquet", ROWS), tmp_path / "runs" / "quickstart" / "data"
+    own = tmp_path / "runs" / "quickstart" / "data" / "notes.json"
+    for changed_at in (10**9, 2 * 10**9):
+        os.utime(path, (changed_at, changed_at))
+        for options in ({"duplicates": "drop"}, {"answer_key": "answer"}):
+            derived._used.clear()  # as in another process
+            source = make(tmp_path, model, "parquet", paths=path, **options)
+    assert len(list(folder.iterdir())) > 3
+    own.touch()
+    derived.remove_unused(folder)
+    assert sorted(file.suffix for file in folder.iterdir()) == [".arrow", ".json", ".json", ".npy"] and own.exists()
+    assert len(texts(source.train)) == 54 and source.train[0].metadata["answer"]
 
 
 def test_derived_files_are_synced_before_they_have_their_names(tmp_path: Path, model: Path,
