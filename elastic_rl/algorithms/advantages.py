@@ -14,7 +14,7 @@ STD_EPSILON = 1e-4
 
 
 def group_relative(rewards: Tensor, cfg: AlgorithmConfig) -> Tensor:
-    """GRPO's advantage (arXiv:2402.03300, eq. 1): a sample relative to the other samples of its prompt.
+    """GRPO's advantage (arXiv:2402.03300, section 4.1.2): a sample relative to the other samples of its prompt.
 
     ``rewards`` [G, K] fp32, one row per prompt group. Result [G, K] fp32: ``(r - mean) / (std + 1e-4)`` with the
     unbiased standard deviation of the row, or ``r - mean`` without ``algorithm.normalize_std`` (Dr. GRPO,

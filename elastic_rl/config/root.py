@@ -108,9 +108,9 @@ class Config(Section):
                    "samples that a prompt has")
         if not self.model.path:
             yield from self._expert_faults()
-        if trainer.data_parallel % trainer.expert_parallel:
-            yield (f"trainer.data_parallel={trainer.data_parallel} is not a multiple of trainer.expert_parallel="
-                   f"{trainer.expert_parallel}")
+        if trainer.data_parallel * trainer.context_parallel % trainer.expert_parallel:
+            yield (f"trainer.data_parallel={trainer.data_parallel} times trainer.context_parallel="
+                   f"{trainer.context_parallel} is not a multiple of trainer.expert_parallel={trainer.expert_parallel}")
         if trainer.context_parallel > 1 and not trainer.packing:
             yield (f"trainer.context_parallel={trainer.context_parallel} with trainer.packing=false: only packed rows "
                    "are split by positions; set trainer.packing=true")
@@ -127,9 +127,6 @@ class Config(Section):
             yield "engine.seeded_sampling=off with deterministic=true: samples must be drawn by seeds; leave it at auto"
         if dcs.host in ("", "0.0.0.0", "::") and not dcs.advertise_host:
             yield f"dcs.host={dcs.host!r} is not an address that others can reach: set dcs.advertise_host"
-        if self.train.prompts_per_step % trainer.data_parallel:
-            yield (f"train.prompts_per_step={self.train.prompts_per_step} is not a multiple of trainer.data_parallel="
-                   f"{trainer.data_parallel}")
         if any(tls := (dcs.tls_cert, dcs.tls_key, dcs.tls_ca)) and not all(tls):
             yield "dcs.tls_cert, dcs.tls_key and dcs.tls_ca belong together: set all three or none"
         if bool(coordinator.tls_cert) != bool(coordinator.tls_key):

@@ -22,7 +22,7 @@ class TrainerConfig(Section):
     """Number of model replicas that a batch is split over."""
     expert_parallel: Positive = 1
     """Number of ranks that the experts of each layer of a mixture-of-experts model are split over; a divisor of
-    ``data_parallel`` and of the number of experts."""
+    ``data_parallel`` times ``context_parallel`` and of the number of experts."""
     distributed_optimizer: bool = False
     """Whether the replicas of the model share the optimizer's state: each of N replicas keeps and updates a part of the
     master weights and of Adam's moments, about one in N, instead of all. Changing it between two starts of a job keeps
@@ -45,7 +45,7 @@ class TrainerConfig(Section):
     all but the input of each layer, for about a third more time. Gradients are the same."""
     max_share_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     """Largest share of a batch that a data-parallel replica accepts, in bytes. A share has 13 bytes (9 in the
-    supervised phase) for each of its sequences times the tokens of its longest one; the rank that receives it may hold
+    supervised phase, 4 more with log-probs of a reference policy) for each of its sequences times the tokens of its longest one; the rank that receives it may hold
     four in host memory. A larger one is refused, and the job waits until a person changes a setting."""
     max_restarts: Positive = 10
     """Number of times that the trainer group re-forms after the loss of a rank. After one more loss its agent ends,

@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a context-parallel group each hold some positions of every sequence of a packed
 row. Knows no Megatron.
 
-Of a sequence in 2 * CP chunks rank r has the chunks r and 2 * CP - 1 - r, so that under a causal mask all ranks have as
-much to compute: the cut of Transformer Engine and of Megatron's rotary embedding. Only attention needs positions of
-other ranks. Losses of whole sequences need their log-probs, which ``joined`` gathers.
+Of a sequence in 2 * CP chunks rank r has the chunks r and 2 * CP - 1 - r (the load-balanced, or zigzag, split), so that
+under a causal mask all ranks have as much to compute: the cut of Transformer Engine and of Megatron's rotary embedding.
+Only attention needs positions of other ranks. Losses of whole sequences need their log-probs, which ``joined`` gathers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def places(own: Tensor, positions: int) -> Tensor:
 
 
 def joined(own: Tensor, at: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """[size, …] of all ranks, of which this one has ``own`` [n, …] ``at`` [n]. Each rank goes on with the same
-    computation, so the gradient of a rank's values is its own."""
+    """All-gather: [size, …] of all ranks, of which this one has ``own`` [n, …] ``at`` [n]. Each rank goes on with the
+    same computation, so the gradient of a rank's values is its own."""
     found: Tensor = _Sum.apply(own.new_zeros(size, *own.shape[1:]).index_copy(0, at, own), group, False)
     return found
 

@@ -110,9 +110,9 @@ def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches without padding, as ``cut_by_length``: each sequence, the longest first, goes to the micro-batch
-    with the fewest positions if it fits there, else to a new one. So no two micro-batches would fit into one: there
-    are less than twice as many as the positions need, if more than one."""
+    """Micro-batches without padding: each sequence, the longest first, goes to the micro-batch with the fewest
+    positions if it fits there, else to a new one. So no two micro-batches would fit into one: there are less than twice
+    as many as the positions need, if more than one. The largest come first, as in ``cut_by_length``."""
     micros: list[list[int]] = []
     least: list[tuple[int, int]] = []  # (positions, micro-batch)
     for number in _longest_first(lengths):
@@ -124,7 +124,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
         else:
             heapq.heappush(least, (length, len(micros)))
             micros.append([number])
-    return micros
+    return sorted(micros, key=lambda micro: -sum(lengths[number] for number in micro))
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

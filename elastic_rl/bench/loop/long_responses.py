@@ -1,8 +1,8 @@
 """A job whose responses have widely different lengths, of up to 256 tokens, and a model of 22 million parameters.
 
 The weights are random, so that each of the 112 tokens is about as probable as any other at each position. A response
-ends at each token with a probability of about 1/150, whoever samples it: lengths are geometric, with a mean of about
-125, and a fifth of them is cut at 256. The learning rate is that of a real model, and changes this by nothing that a
+ends at each token with a probability of about 1/127, whoever samples it: lengths are geometric, with a mean of about
+110, and an eighth of them is cut at 256. The learning rate is that of a real model, and changes this by nothing that a
 few steps could show. Answers for supervised steps have lengths of the same distribution.
 """
 
@@ -23,8 +23,8 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.rewards.base import Reward
 
 MAX_RESPONSE = 256
-_END = 1 / 150
-"""Probability that a response ends at a token. The model's own is 1/152 in the mean."""
+_END = 1 / 127
+"""Probability that a response ends at a token. The model's own is so in the mean."""
 _PROMPT, _EVALUATED, _TRAINED = 32, 4, 4096
 _CHARACTERS = "".join(map(chr, (*range(0x21, 0x7F), *range(0xC0, 0xCF))))
 _VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, *_CHARACTERS, UNKNOWN])}

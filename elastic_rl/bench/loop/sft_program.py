@@ -54,7 +54,8 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
 
     settings = transformers.TrainingArguments(
         output_dir=str(Path(given["model"]).parent / "transformers"), seed=given["seed"],
-        use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=given["batch_size"],
+        use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=given["batch_size"] // given["passes"],
+        gradient_accumulation_steps=given["passes"],
         max_steps=len(given["rows"]) // given["batch_size"], learning_rate=given["lr"], lr_scheduler_type="constant",
         weight_decay=0.0, max_grad_norm=1.0, bf16=False, remove_unused_columns=False, logging_strategy="no",
         save_strategy="no", report_to=[], disable_tqdm=True)

@@ -27,6 +27,19 @@ class Bare:
     """Seconds of each round."""
     trainer: Sequence[float]
     """Seconds of each step."""
+    tokens: float
+    """Of a response, in the mean."""
+
+
+@dataclass(frozen=True)
+class Trl:
+    """Steps of TRL."""
+
+    seconds: Sequence[float]
+    generate: Sequence[float]
+    """Seconds of the generation of each."""
+    tokens: Sequence[float]
+    """Of a response of each, in the mean."""
 
 
 def measure(testbed: Testbed) -> Iterator[Row]:
@@ -34,22 +47,28 @@ def measure(testbed: Testbed) -> Iterator[Row]:
     run = testbed.long_run()
     trl = run_trl(python, spec(run.cfg, run.policy, testbed.long_rounds + WARM_STEPS, "even_tokens"), testbed.folder)
     yield tokens_row(run.records, mean(trl["tokens"][WARM_STEPS:]), "vs-trl-long-tokens", "TRL")
-    bare = Bare(testbed.long_engines().seconds, testbed.long_trainer())
-    yield from rows(run.records, trl["seconds"][WARM_STEPS:], trl["generate_s"][WARM_STEPS:], bare, trl["versions"])
+    engines = testbed.long_engines()
+    bare = Bare(engines.seconds, testbed.long_trainer(), engines.tokens)
+    yield from rows(run.records, Trl(*(trl[name][WARM_STEPS:] for name in ("seconds", "generate_s", "tokens"))), bare,
+                    trl["versions"])
 
 
-def rows(records: Sequence[Record], trl: Sequence[float], generate: Sequence[float], bare: Bare, versions: str
-         ) -> list[Row]:
-    """From the records of the run, seconds of each step of TRL and of its generation, and the parts alone.
-    ``versions``: what TRL ran on. Pure."""
-    steps = [seconds for _, seconds in intervals(records)]
+def rows(records: Sequence[Record], trl: Trl, bare: Bare, versions: str) -> list[Row]:
+    """From the records of the run, the steps of TRL, and the parts alone. ``versions``: what TRL ran on. Pure.
+
+    Responses are drawn on both sides and differ in length by chance, so the tokens of responses are compared, of as
+    many samples: by the second, ours of each step, TRL's in the median.
+    """
+    steps = intervals(records)
+    theirs = median(tokens / seconds for tokens, seconds in zip(trl.tokens, trl.seconds, strict=True))
     alone = {"bare engines": median(bare.engines), "bare trainer": median(bare.trainer)}
-    return [Row.of("vs-trl-long", "samples a second over TRL's, 22 million parameters, responses of up to 256 tokens; "
-                   "limit: of bare engines and a bare trainer, one after the other",
-                   [median(trl) / s for s in steps], "×", op=">=", goal=GOAL, limit=median(trl) / sum(alone.values())),
-            Row.of("vs-trl-long-s", "a step of it", steps, "s", limit=sum(alone.values()),
+    return [Row.of("vs-trl-long", "tokens of responses a second over TRL's, 22 million parameters, responses of up to "
+                   "256 tokens; limit: of bare engines and a bare trainer, one after the other",
+                   [step["response_tokens"]["mean"] / seconds / theirs for step, seconds in steps], "×", op=">=",
+                   goal=GOAL, limit=bare.tokens / sum(alone.values()) / theirs),
+            Row.of("vs-trl-long-s", "a step of it", [seconds for _, seconds in steps], "s", limit=sum(alone.values()),
                    alternatives={**{f"its {phase}": seconds for phase, seconds in phases(records).items()}, **alone,
-                                 f"TRL ({versions})": median(trl), "TRL's generation": median(generate)})]
+                                 f"TRL ({versions})": median(trl.seconds), "TRL's generation": median(trl.generate)})]
 
 
 def phases(records: Sequence[Record]) -> Mapping[str, float]:

@@ -26,7 +26,7 @@ from elastic_rl.bench.loop import (
 from elastic_rl.bench.loop.bare_engines import EngineRounds, requests_of_step
 from elastic_rl.bench.loop.overhead import tokens_row
 from elastic_rl.bench.loop.testbed import Testbed
-from elastic_rl.bench.loop.vs_trl_long import Bare
+from elastic_rl.bench.loop.vs_trl_long import Bare, Trl
 from elastic_rl.bench.options import Options, Unmeasurable
 from elastic_rl.config import Config
 from elastic_rl.data.batch import collate
@@ -67,14 +67,14 @@ def test_probability_of_the_end_is_that_of_the_answers(job: Config) -> None:
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(job.model.path)(rows).logits
     end = float(logits.softmax(-1)[:, 31:, source.stop_token_ids[0]].mean())
-    assert 1 / 300 < end < 1 / 75
+    assert 1 / 160 < end < 1 / 115
 
 
 def test_lengths_of_answers_are_widely_different() -> None:
     draw = random.Random(0)
     lengths = sorted(long_responses.answer_tokens(draw) for _ in range(2000))
     assert lengths[0] <= 3 and lengths[-1] == long_responses.MAX_RESPONSE
-    assert 110 < mean(lengths) < 140 and lengths[200] < 25 and lengths[-200] == long_responses.MAX_RESPONSE
+    assert 100 < mean(lengths) < 120 and lengths[200] < 25 and lengths[-200] == long_responses.MAX_RESPONSE
 
 
 def test_reward_does_not_depend_on_the_length() -> None:
@@ -112,9 +112,12 @@ RECORDS = [step(n, 10.0 * n) for n in range(1, 7)]
 
 
 def test_ratio_to_trl_is_of_whole_steps_and_says_what_bounds_it() -> None:
-    ratio, seconds = vs_trl_long.rows(RECORDS, [14.0, 16.0, 18.0], [6.0], Bare([2.0], [3.0]), "trl 1")
+    bare = Bare([2.0], [3.0], 100.0)
+    ratio, seconds = vs_trl_long.rows(RECORDS, Trl([14.0, 16.0, 18.0], [6.0] * 3, [100.0] * 3), bare, "trl 1")
     assert ratio.value == pytest.approx(1.6) and ratio.met is True and ratio.limit == pytest.approx(16.0 / 5.0)
-    assert vs_trl_long.rows(RECORDS, [14.0], [6.0], Bare([2.0], [3.0]), "trl 1")[0].met is False
+    assert vs_trl_long.rows(RECORDS, Trl([14.0], [6.0], [100.0]), bare, "trl 1")[0].met is False
+    longer = vs_trl_long.rows(RECORDS, Trl([16.0], [6.0], [125.0]), Bare([2.0], [3.0], 50.0), "trl 1")[0]
+    assert longer.value == pytest.approx(1.6 / 1.25) and longer.limit == pytest.approx(16.0 / 5.0 / 1.25 / 2)
     assert seconds.value == 10.0 and seconds.limit == 5.0
     assert seconds.alternatives == {
         "its sync": 1.0, "its generate": 3.0, "its train": 5.0, "its between": 1.0, "bare engines": 2.0,
@@ -187,10 +190,13 @@ def test_tokens_of_a_batch_are_those_of_all_its_files(tmp_path: Path) -> None:
 def test_trainer_of_transformers_gets_the_batches_of_the_run(tmp_path: Path) -> None:
     cfg = long_responses.configure_sft(tmp_path / "sft", Options(settings=("--sft.batch_size=4",)), 3, 1)
     source = make_source(cfg)
-    given = sft_vs_transformers.spec(cfg, Path("model"))
+    given = sft_vs_transformers.spec(cfg, Path("model"), 1)
     second = [source.train[sft_order(source, cfg.seed).problem(ordinal)[0]] for ordinal in range(4, 8)]
     assert given["rows"][4:8] == [{"prompt": list(p.token_ids), "answer": list(p.answer_ids or ())} for p in second]
-    assert len(given["rows"]) == 12 and given["batch_size"] == 4
+    assert len(given["rows"]) == 12 and given["batch_size"] == 4 and given["passes"] == 1
+    by_length = sft_vs_transformers.spec(cfg, Path("model"), 4)["rows"]
+    for batch in (slice(0, 4), slice(4, 8), slice(8, 12)):
+        assert by_length[batch] == sorted(given["rows"][batch], key=lambda row: len(row["answer"]))
 
 
 def test_supervised_batch_is_padded_and_only_answers_are_labels() -> None:
@@ -201,13 +207,16 @@ def test_supervised_batch_is_padded_and_only_answers_are_labels() -> None:
 
 def test_supervised_rate_counts_the_steps_between_two_records() -> None:
     records = [{"kind": "sft", "step": n, "at": at} for n, at in ((2, 100.0), (4, 104.0), (6, 112.0))]
-    ratio, rate = sft_vs_transformers.rows(records, [9, 9, 200, 200, 400, 400], [50.0, 50.0, 1.0, 3.0, 4.0, 4.0], "t 5")
-    assert rate.value == 100.0 and rate.alternatives == {"Trainer (t 5)": 100.0}
-    assert ratio.value == 1.0 and ratio.met is True and ratio.samples == 2
+    whole, by_length = [50.0, 50.0, 2.0, 6.0, 8.0, 8.0], [50.0, 50.0, 1.0, 3.0, 4.0, 4.0]
+    ratio, rate = sft_vs_transformers.rows(records, [9, 9, 200, 200, 400, 400], whole, by_length, "t 5")
+    assert rate.value == 100.0
+    assert rate.alternatives == {"Trainer (t 5)": 50.0, "Trainer, 4 passes by length (t 5)": 100.0}
+    assert ratio.value == 1.0 and ratio.met is True and ratio.samples == 2, "the faster way counts"
 
 
 def test_rows_of_a_run_without_records_have_a_reason() -> None:
-    made = [*sft_vs_transformers.rows([], [], [], ""), *vs_trl_long.rows([], [1.0], [1.0], Bare([1.0], [1.0]), ""),
+    bare = Bare([1.0], [1.0], 1.0)
+    made = [*sft_vs_transformers.rows([], [], [], [], ""), *vs_trl_long.rows([], Trl([1.0], [1.0], [1.0]), bare, ""),
             tokens_row([], 1.0, "vs-trl-long-tokens", "TRL"), *trainer_vs_megatron.rows([], [1], [1.0])]
     assert all(row.value is None and row.why for row in made)
     assert {row.id for row in made} == {

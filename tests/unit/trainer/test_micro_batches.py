@@ -64,6 +64,33 @@ def test_packed_micro_batch_stays_within_the_budget_and_no_two_fit_into_one(leng
     assert len(filled) < 2 or filled[0] + filled[1] > budget
 
 
+@both
+@thorough
+@given(lengths=lengths_of, budget=budgets)
+def test_a_step_for_which_memory_does_not_suffice_fails_at_once(arrange: Arrange, lengths: list[int], budget: int
+                                                                 ) -> None:
+    """The first micro-batch needs most: positions if they are packed, else those of the longest rows."""
+    micros = [[lengths[i] for i in micro] for micro in arrange(lengths, budget)]
+    needs = [sum(micro) if arrange is pack else max(micro) for micro in micros]
+    assert needs == sorted(needs, reverse=True)
+
+
+def test_the_longest_sequences_are_packed_first_so_that_the_short_ones_fill_up() -> None:
+    assert pack([2, 2, 3, 3, 5, 5], 10) == [[4, 5], [2, 3, 0, 1]]
+
+
+@thorough
+@given(lengths=lengths_of, cp=st.integers(2, 4))
+def test_budget_is_of_each_rank_that_shares_the_positions_filled_up_ones_included(lengths: list[int], cp: int) -> None:
+    budget = 30
+    micros = cut(batch_of(lengths), TrainerConfig(micro_batch_tokens=budget, context_parallel=cp))
+    sizes = [micro.input.tokens.numel() for micro in micros]
+    assert all(len(m.rows) == 1 or size <= budget * cp for m, size in zip(micros, sizes, strict=True))
+    assert all(size % (2 * cp) == 0 for size in sizes)
+    smallest = sorted(sizes)[:2]
+    assert len(smallest) < 2 or sum(smallest) > budget * cp, "the whole budget is used"
+
+
 SETTINGS = [{"micro_batch_tokens": 40, "packing": False}, {"micro_batch_tokens": 40},
             {"micro_batch_tokens": 20, "context_parallel": 2}]
 

@@ -126,6 +126,11 @@ def test_balanced_shares_have_every_row_once_and_about_as_many_tokens(lengths: l
     assert len(lengths) < count or all(parts)
 
 
+def test_the_longest_sequence_that_is_left_goes_to_the_replica_with_the_fewest_tokens() -> None:
+    assert balanced([1, 1, 1, 1, 6, 2], 2) == [[4], [0, 1, 2, 3, 5]]
+    assert balanced([1, 2, 3, 4, 5, 6], 3) == [[0, 5], [1, 4], [2, 3]]
+
+
 @thorough
 @given(rows, st.integers(1, 5))
 def test_what_replicas_give_back_is_put_in_the_order_of_the_batch_by_the_rows_of_the_shares(
