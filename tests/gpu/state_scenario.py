@@ -69,7 +69,9 @@ def train(trained: Trained, steps: range) -> None:
     for step in steps:
         tokens = torch.randint(0, VOCAB, (8, 12), generator=torch.Generator().manual_seed(step))
         adam.zero_grad()
-        logits = policy.forward(ModelInput(tokens[:, :-1].to(policy.par.device)))
+        inputs = tokens[:, :-1].to(policy.par.device)
+        # Packed rows, which are the default, and padded ones in turn.
+        logits = policy.forward(ModelInput(inputs) if step % 2 else ModelInput(inputs.reshape(1, -1), (11,) * 8))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
         loss.backward()
         adam.reduce_and_step(1e-2)
