@@ -209,10 +209,10 @@ def _as_text(source: CheckedSource, prompt: Prompt) -> str:
 def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
     """What the reward gives for the data's own answers. 0 for each may show a wrong column or reward, or only that a
     response must have more than the answer; so it is no fault."""
-    unrewarded = False
+    hint = ""
 
     def examine() -> str:
-        nonlocal unrewarded
+        nonlocal hint
         given = source.train or source.eval
         prompts = [p for p in read_prompts(given, range(min(_REWARDED, len(given))), named=cfg.data.source,
                                            answers=False) if p.answer_ids]
@@ -224,12 +224,15 @@ def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
             values = asyncio.run(_rewards(cfg, reward, prompts, decode))
         finally:
             close_reward(reward)
-        unrewarded = max(values) <= 0
+        if max(values) <= 0:
+            hint = "compare the data's answers with what rollout.reward expects of a response"
+        elif cfg.mode == "rl" and cfg.train.stop_eval_accuracy is not None and max(values) > 1:
+            hint = (f"RL stops at a mean reward of train.stop_eval_accuracy={cfg.train.stop_eval_accuracy:g}: set it for "
+                    "rewards of this scale, or to null")
         return f"the data's own answers get {', '.join(f'{value:g}' for value in values)}"
 
     found = _finding("reward of the answers", examine)
-    return replace(found, hint="compare the data's answers with what rollout.reward expects of a response"
-                   ) if unrewarded else found
+    return replace(found, hint=hint) if hint else found
 
 
 async def _rewards(cfg: Config, reward: RewardFn, prompts: Sequence[Prompt], decode: Decode | None) -> list[float]:

@@ -7,7 +7,6 @@ etcd, however long, ends nothing here: each reading is tried again, or left out.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import shutil
 import time
@@ -38,7 +37,7 @@ from elastic_rl.etcd.records import JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
-from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes
+from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
 from elastic_rl.host.service_supervisor import ServiceSupervisor
 from elastic_rl.pipeline.run_log import RunLog
 from elastic_rl.report import build as report_build
@@ -88,12 +87,7 @@ def run(cfg: Config, info: ClusterInfo, *, faults: bool = False, fault_plan: Fau
 def _exclusive(cfg: Config) -> Iterator[None]:
     """Holds the job's lock, which the kernel releases however this process ends. Leaves no process or file behind."""
     cfg.cluster_dir.mkdir(parents=True, exist_ok=True)
-    with (cfg.cluster_dir / "train.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            raise ConfigError(f"job {cfg.job} is already being trained by another process",
-                              hint="wait for it, or name another job with --job=NAME") from e
+    with train_lock.held(cfg.cluster_dir, cfg.job):
         leftovers.sweep(cfg.cluster_dir)
         try:
             yield

@@ -398,5 +398,6 @@ def _of_rl(report: Record) -> list[tuple[str, str]]:
             ("step time", f"{_f(report['step_s_p50'], 2)} s median, {_f(report['tokens_per_s'], 0)} tokens/s"),
             *([("throughput", speed)] if speed else []),
             ("log-prob difference", f"{_e(report['logprob_diff_max'])} between engines and trainer at most"),
-            ("groups", f"{report['groups_lost']} lost, {report['groups_duplicated']} trained twice"),
+            ("groups", f"{report['groups_lost']} lost, {report['groups_duplicated']} trained twice"
+             + (f", {dropped} dropped" if (dropped := report.get("groups_dropped")) else "")),
             ("faults", f"{healed} of {len(report['faults'])} healed" if report["faults"] else "none injected")]

@@ -51,8 +51,9 @@ def down(ctx: typer.Context, file: File = None) -> None:
 
 @app.command(context_settings=EXTRA)
 def train(ctx: typer.Context, file: File = None,
-          with_cluster: Annotated[bool, typer.Option("--with-cluster", help="Start a cluster first, stop it at the end."
-                                                     )] = False,
+          with_cluster: Annotated[bool, typer.Option("--with-cluster", help=(
+              "Start a cluster first; at the end keep the policy in RUN_DIR/JOB/policy, stop the cluster, and delete "
+              "its data."))] = False,
           keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
           from_job: Annotated[str, typer.Option("--from-job", metavar="JOB", help=(
@@ -70,6 +71,8 @@ def train(ctx: typer.Context, file: File = None,
         try:
             info = cluster.up() if with_cluster else cluster.connect()
             code = _train(cluster.cfg, info, faults=faults, from_job=from_job)
+            if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
+                keep_up = not _keep_policy(cluster.cfg, info)
         except ElasticRLError:
             if with_cluster and existed:  # a start that was refused must not delete, or change, what the job has
                 keep_up = True
@@ -119,6 +122,19 @@ def _train(cfg: Config, info: Any, *, faults: bool, from_job: str) -> int:
     if code:
         err.print(f"the run ended with exit code {code}; the logs are in {cfg.log_dir}", markup=False)
     return code
+
+
+def _keep_policy(cfg: Config, info: Any) -> bool:
+    """Whether the policy was kept, which the end of the cluster deletes."""
+    from elastic_rl.host import inherited_model
+    target = cfg.job_dir / "policy"
+    try:
+        inherited_model.keep_policy(cfg, info, target)
+    except ElasticRLError as e:
+        err.print(f"the policy cannot be kept in {target}, so the cluster stays: {e.message}", markup=False)
+        return False
+    out.print(f"policy      {target}", highlight=False, markup=False, soft_wrap=True)
+    return True
 
 
 def _print_access(info: Any) -> None:

@@ -14,9 +14,10 @@ class TrainConfig(Section):
     """Largest number of RL steps; RL stops earlier at ``stop_eval_accuracy``. The learning rate decays over all of
     them, so a larger number also means that RL learns more slowly."""
     stop_eval_accuracy: Annotated[float, Field(gt=0)] | None = 0.95
-    """RL stops once two evaluations in a row reach this accuracy. null: RL runs for all of ``steps``."""
+    """RL stops once two evaluations in a row reach this mean reward of the main evaluation set, which is its accuracy
+    for rewards of 0 and 1. null: RL runs for all of ``steps``."""
     prompts_per_step: Positive = 64
-    """Number of prompts in an RL step; a multiple of ``trainer.data_parallel``."""
+    """Number of prompts in an RL step."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Number of samples generated for each prompt. Their rewards are compared with one another."""
     updates_per_step: Positive = 2

@@ -1,4 +1,5 @@
-"""The model of a job that begins with another job's policy (``elastic-rl train --job=NEW --from-job=OLD``)."""
+"""Policies as model folders: that of a job that begins with another job's (``elastic-rl train --job=NEW
+--from-job=OLD``), and what a job leaves behind when its cluster ends."""
 
 from __future__ import annotations
 
@@ -26,6 +27,21 @@ def with_inherited_model(cfg: Config, from_job: str) -> Config:
 def folder(cfg: Config) -> Path:
     """Where the model of a job is that has none of its own."""
     return cfg.job_dir / "model"
+
+
+def began_with(cfg: Config) -> Path:
+    """The model that a run of these settings starts from, as an absolute path."""
+    return Path(cfg.model.path).expanduser().resolve() if cfg.model.path else folder(cfg)
+
+
+def keep_policy(cfg: Config, info: ClusterInfo, target: Path) -> None:
+    """Writes the newest committed policy of a job, whose cluster is up, as a model folder; one that is there is
+    replaced. Raises VersionNotFound, EtcdUnavailable, ChunkMissing and DiskFull."""
+    from elastic_rl.dcs.versions.service import VersionService  # imports torch
+    with VersionService(cfg, cfg.job, info.etcd_endpoints, cfg.cluster_dir) as service:
+        newest = service.resolve(Stream.POLICY)
+        service.export(f"{newest.stream}/{newest.number}", target, like=began_with(cfg), shard_bytes=_SHARD_BYTES,
+                       force=True)
 
 
 def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:

@@ -30,7 +30,7 @@ from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, Pr
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.files import replace_file
-from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, leftovers, processes
+from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, leftovers, processes, train_lock
 from elastic_rl.host.processes import PidRecord, PidRecords
 from elastic_rl.telemetry.log_files import tail
 
@@ -50,6 +50,8 @@ the wait."""
 _LOCK_TIMEOUT_S = 180.0
 """Longest wait of ``up`` for another command that starts or stops the cluster, which itself waits for services."""
 _DOWN_LOCK_TIMEOUT_S = 15.0
+_END_TRAINING_S = 60.0
+"""A run that ends takes its processes down, one after the other."""
 """The same of ``down``, which then goes on without the lock: it must end an ``up`` that hangs."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
@@ -380,6 +382,9 @@ class Cluster:
                               hint="name the run_dir that the job was started with")
         if not self.dir.is_dir():
             return self._down()
+        training = train_lock.end_holder(self.dir, timeout_s=_END_TRAINING_S)
+        if training:
+            self._say(f"the process that trains the job, {training}, was asked to end")
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(cluster_lock.held(self.dir, timeout_s=_DOWN_LOCK_TIMEOUT_S))

@@ -197,6 +197,7 @@ def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[
         "staleness_max": int(max(_numbers(steps, "staleness"), default=0)),
         "logprob_diff_max": max(_numbers(steps, "logprob_diff_max"), default=None),
         "samples_trained": int(sum(_numbers(steps, "samples"))),
+        "groups_dropped": int(sum(_numbers(steps, "dropped_groups"))),
         "groups_lost": audit.lost, "groups_duplicated": audit.duplicated,
         "audit_problems": list(audit.problems),
         **_throughput(steps),

@@ -8,18 +8,16 @@ from pathlib import Path
 
 from elastic_rl import config, train
 from elastic_rl.bench.options import Options
-from elastic_rl.config import Config, Stream, reading
+from elastic_rl.config import Config, reading
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.faults.injector import FaultPlan
-from elastic_rl.host import inherited_model
 from elastic_rl.host.local_cluster import Cluster
 
 WARM_STEPS = 2
 """First steps that do not count: caches fill and lazy imports happen in them."""
 _SHORT_STEPS = ("--sft.max_steps=0", "--train.prompts_per_step=16", "--train.group_size=4",
                 "--train.updates_per_step=1")
-_SHARD_BYTES = 5 << 30
 
 
 def configure(folder: Path, options: Options) -> Config:
@@ -62,15 +60,3 @@ def run(cfg: Config, *, plan: FaultPlan | None = None,
         cluster.down()
 
 
-def model_folder(cfg: Config) -> Path:
-    """The model that a run of these settings starts from, as an absolute path."""
-    return Path(cfg.model.path).expanduser().resolve() if cfg.model.path else inherited_model.folder(cfg)
-
-
-def export_policy(cfg: Config, info: ClusterInfo, target: Path) -> None:
-    """Writes the newest policy of a job as a model folder. Raises ElasticRLError."""
-    from elastic_rl.dcs.versions.service import VersionService  # it imports torch
-    with VersionService(cfg, cfg.job, info.etcd_endpoints, cfg.cluster_dir) as service:
-        newest = service.resolve(Stream.POLICY)
-        service.export(f"{newest.stream}/{newest.number}", target, like=model_folder(cfg), shard_bytes=_SHARD_BYTES,
-                       force=True)

@@ -24,6 +24,7 @@ from elastic_rl.faults.outages import (
     ServiceKilled,
     TrainerStopped,
 )
+from elastic_rl.host import inherited_model
 from elastic_rl.report.build import Record, read_records
 from elastic_rl.runtime import wait_until
 
@@ -128,7 +129,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
         raise
     yield from measured()
     if "engines" in kinds:
-        with started(cfg, job.model_folder(cfg), folder) as (_, seconds):
+        with started(cfg, inherited_model.began_with(cfg), folder) as (_, seconds):
             start_s = median(seconds)
         yield from engine_rows(read_records(cfg.job_dir / "steps.jsonl"), outages, start_s)
 

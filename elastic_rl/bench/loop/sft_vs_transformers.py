@@ -16,6 +16,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.order import sft_order, sft_ordinals
 from elastic_rl.data.sources import make_source
 from elastic_rl.data.tokenizer import PAD_ID
+from elastic_rl.host import inherited_model
 from elastic_rl.report.build import Record, read_records
 
 GOAL = 1.0
@@ -30,8 +31,8 @@ def measure(testbed: Testbed) -> Iterator[Row]:
     cfg = long_responses.configure_sft(folder, testbed.options, rounds * every, every)
     job.run(cfg)
     whole, by_length = (run_program(python, Path(sft_program.__file__), what, folder, who="the Trainer of transformers")
-                        for what in (spec(cfg, job.model_folder(cfg), passes) for passes in (1, _PASSES)))
-    given = spec(cfg, job.model_folder(cfg), 1)["rows"]
+                        for what in (spec(cfg, inherited_model.began_with(cfg), passes) for passes in (1, _PASSES)))
+    given = spec(cfg, inherited_model.began_with(cfg), 1)["rows"]
     tokens = [sum(map(_tokens, given[i:i + cfg.sft.batch_size])) for i in range(0, len(given), cfg.sft.batch_size)]
     yield from rows(read_records(cfg.job_dir / "steps.jsonl"), tokens, whole["seconds"], by_length["seconds"],
                     whole["versions"])

@@ -17,6 +17,7 @@ from elastic_rl.bench.loop.bare_engines import EngineRounds, measure_engines
 from elastic_rl.bench.loop.bare_trainer import measure_trainer
 from elastic_rl.bench.options import Options
 from elastic_rl.config import Config
+from elastic_rl.host import inherited_model
 from elastic_rl.report.build import Record, read_records
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class Testbed:
 
     def _train(self) -> Run:
         policy = self.folder / "policy"
-        job.run(self.cfg, then=lambda cfg, info: job.export_policy(cfg, info, policy))
+        job.run(self.cfg, then=lambda cfg, info: inherited_model.keep_policy(cfg, info, policy))
         return Run(self.cfg, self.records(), policy)
 
     def long_run(self) -> Run:
@@ -78,7 +79,7 @@ class Testbed:
         from elastic_rl.bench.loop import long_responses
         cfg = long_responses.configure_rl(self.folder / "long", self.options, job.WARM_STEPS + self.long_rounds)
         job.run(cfg)
-        return Run(cfg, read_records(cfg.job_dir / "steps.jsonl"), job.model_folder(cfg))
+        return Run(cfg, read_records(cfg.job_dir / "steps.jsonl"), inherited_model.began_with(cfg))
 
     def require_run(self) -> None:
         """Raises what ended the measured run, if it failed."""

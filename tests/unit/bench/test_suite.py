@@ -20,6 +20,7 @@ from elastic_rl.bench.suite import Suite
 from elastic_rl.cli import main
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.errors import ConfigError
+from elastic_rl.host import inherited_model
 
 MODULE = """
 from elastic_rl.bench.measurement import Row
@@ -280,7 +281,7 @@ def test_model_folder_is_absolute_and_without_a_tilde(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for given in ("~/model", "model"):
         cfg = job.configure(tmp_path, Options(settings=(f"--model.path={given}",)))
-        assert job.model_folder(cfg) == tmp_path / "model"
+        assert inherited_model.began_with(cfg) == tmp_path / "model"
 
 
 def test_settings_of_the_command_line_reach_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,20 @@ def test_answers_that_get_nothing_are_pointed_out(tmp_path: Path, monkeypatch: p
     sys.modules.pop("my_zero_reward", None)
 
 
+def test_rewards_above_the_accuracy_at_which_rl_stops_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                      ) -> None:
+    (tmp_path / "my_large_reward.py").write_text(
+        "from elastic_rl.rewards.base import Reward\n"
+        "async def reward(prompt, samples):\n    return [Reward(5.0) for _ in samples]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    named = "--rollout.reward=my_large_reward:reward"
+    found = by_part(config.load(overrides=[named]))["reward of the answers"]
+    assert found.detail.endswith("get 5, 5, 5, 5") and not found.fault and "train.stop_eval_accuracy" in found.hint
+    free = by_part(config.load(overrides=[named, "--train.stop_eval_accuracy=null"]))["reward of the answers"]
+    assert not free.hint
+    sys.modules.pop("my_large_reward", None)
+
+
 def test_reward_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_reward_check.py").write_text("async def reward(prompt, samples):\n    return 1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
