@@ -227,8 +227,8 @@ def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
         if max(values) <= 0:
             hint = "compare the data's answers with what rollout.reward expects of a response"
         elif cfg.mode == "rl" and cfg.train.stop_eval_accuracy is not None and max(values) > 1:
-            hint = (f"RL stops at a mean reward of train.stop_eval_accuracy={cfg.train.stop_eval_accuracy:g}: set it for "
-                    "rewards of this scale, or to null")
+            hint = (f"RL stops at a mean reward of train.stop_eval_accuracy={cfg.train.stop_eval_accuracy:g}: set it "
+                    "for rewards of this scale, or to null")
         return f"the data's own answers get {', '.join(f'{value:g}' for value in values)}"
 
     found = _finding("reward of the answers", examine)
