@@ -208,7 +208,7 @@ class _Process:
             self.end("it was replaced")
 
     def end(self, why: str = "") -> None:
-        """Kills it, with what it has started in its session. ``why``: "" for one that has ended of itself. The first
+        """Kills it; its guard then ends what it has started. ``why``: "" for one that has ended of itself. The first
         reason counts."""
         with self._lock:
             self.is_sound = False

@@ -124,7 +124,7 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
         cfg = _admit(etcd, cfg, from_job)
         derived.remove_unused(derived.folder(cfg))
-        model_dir = cfg.model.path or str(inherited_model.folder(cfg))
+        model_dir = str(inherited_model.began_with(cfg))
         cluster_settings.save(cfg, cfg.job_dir)
         ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir)
         _reopen(etcd, ctx)

@@ -25,14 +25,15 @@ def held(cluster_dir: Path, *, timeout_s: float) -> Iterator[None]:
     """
     with (cluster_dir / FILE).open("w") as lock:
         try:
-            runtime.wait_until(lambda: _taken(lock), timeout_s=timeout_s, what="the cluster's lock")
+            runtime.wait_until(lambda: taken(lock), timeout_s=timeout_s, what="the cluster's lock")
         except DeadlineExceeded as e:
             raise DeadlineExceeded(f"another command is starting or stopping the services in {cluster_dir}",
                                    hint="wait for it to end, then try again") from e
         yield
 
 
-def _taken(lock: IO[str]) -> bool:
+def taken(lock: IO[str]) -> bool:
+    """Whether this process has the lock of an opened file, which it takes if nobody has it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
@@ -11,6 +12,9 @@ from elastic_rl.errors import ConfigError, EtcdUnavailable, VersionNotFound
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.records import JobSpec
 from elastic_rl.host import cluster_settings
+
+if TYPE_CHECKING:
+    from elastic_rl.dcs.versions.service import VersionService
 
 _SHARD_BYTES = 5 << 30
 
@@ -39,9 +43,7 @@ def keep_policy(cfg: Config, info: ClusterInfo, target: Path) -> None:
     replaced. Raises VersionNotFound, EtcdUnavailable, ChunkMissing and DiskFull."""
     from elastic_rl.dcs.versions.service import VersionService  # imports torch
     with VersionService(cfg, cfg.job, info.etcd_endpoints, cfg.cluster_dir) as service:
-        newest = service.resolve(Stream.POLICY)
-        service.export(f"{newest.stream}/{newest.number}", target, like=began_with(cfg), shard_bytes=_SHARD_BYTES,
-                       force=True)
+        _write(service, 0, target, began_with(cfg))
 
 
 def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
@@ -67,11 +69,9 @@ def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
             f"`elastic-rl up --job={from_job}` starts it, unless `down` has deleted its versions"))
     try:
         with VersionService(source, from_job, endpoints, source.cluster_dir) as service:
-            version = service.resolve(f"{Stream.POLICY}/{number}")
             spec = readable_one(service.etcd.get(service.keys.job_spec()), JobSpec)
             path = str(spec.settings.get("model.path") or "") if spec is not None else ""
-            service.export(f"{version.stream}/{version.number}", folder(cfg), like=Path(path) if path else None,
-                           shard_bytes=_SHARD_BYTES, force=True)
+            return _write(service, number, folder(cfg), Path(path) if path else None)
     except VersionNotFound as e:
         if number:
             raise VersionNotFound(f"job {cfg.job} began with the policy {number} of job {from_job}, which is gone: "
@@ -81,4 +81,11 @@ def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
     except EtcdUnavailable as e:
         e.hint = f"start the cluster of job {from_job} with `elastic-rl up --job={from_job}`"
         raise
+
+
+def _write(service: VersionService, number: int, target: Path, like: Path | None) -> int:
+    """Writes the committed policy of this number, the newest one for 0, and returns its number. Raises
+    VersionNotFound, ChunkMissing and DiskFull."""
+    version = service.resolve(f"{Stream.POLICY}/{number}")
+    service.export(f"{version.stream}/{version.number}", target, like=like, shard_bytes=_SHARD_BYTES, force=True)
     return version.number

@@ -50,9 +50,9 @@ the wait."""
 _LOCK_TIMEOUT_S = 180.0
 """Longest wait of ``up`` for another command that starts or stops the cluster, which itself waits for services."""
 _DOWN_LOCK_TIMEOUT_S = 15.0
+"""The same of ``down``, which then goes on without the lock: it must end an ``up`` that hangs."""
 _END_TRAINING_S = 60.0
 """A run that ends takes its processes down, one after the other."""
-"""The same of ``down``, which then goes on without the lock: it must end an ``up`` that hangs."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
 _NO_RECORD_HINT = "`elastic-rl down` stops what runs without a record; then `elastic-rl up` again"
@@ -382,8 +382,7 @@ class Cluster:
                               hint="name the run_dir that the job was started with")
         if not self.dir.is_dir():
             return self._down()
-        training = train_lock.end_holder(self.dir, timeout_s=_END_TRAINING_S)
-        if training:
+        if training := train_lock.end_holder(self.dir, timeout_s=_END_TRAINING_S):
             self._say(f"the process that trains the job, {training}, was asked to end")
         with contextlib.ExitStack() as stack:
             try:

@@ -6,28 +6,26 @@ The kernel releases it however its holder ends.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import psutil
 
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, DeadlineExceeded
+from elastic_rl.host.cluster_lock import taken
+from elastic_rl.runtime import wait_until
 
 FILE = "train.lock"
-_POLL_S = 0.2
 
 
 @contextmanager
 def held(cluster_dir: Path, job: str) -> Iterator[None]:
     """Raises ConfigError while another process holds it."""
     with (cluster_dir / FILE).open("a+") as lock:
-        if not _taken(lock):
+        if not taken(lock):
             raise ConfigError(f"job {job} is already being trained by another process",
                               hint="wait for it, or name another job with --job=NAME")
         lock.truncate(0)
@@ -41,7 +39,7 @@ def end_holder(cluster_dir: Path, *, timeout_s: float) -> int:
     It would start again what is stopped. Returns after ``timeout_s`` at the latest."""
     path = cluster_dir / FILE
     with contextlib.suppress(OSError, ValueError, psutil.Error), path.open() as lock:
-        if _taken(lock):
+        if taken(lock):
             return 0
         pid = int(lock.read())
         # In a folder that machines share the number may be that of another one's process.
@@ -49,16 +47,7 @@ def end_holder(cluster_dir: Path, *, timeout_s: float) -> int:
                                          psutil.Process(pid).open_files()):
             return 0
         os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + timeout_s
-        while not _taken(lock) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        with contextlib.suppress(DeadlineExceeded):
+            wait_until(lambda: taken(lock), timeout_s=timeout_s, what="the lock of the process that trains")
         return pid
     return 0
-
-
-def _taken(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

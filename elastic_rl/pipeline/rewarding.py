@@ -108,9 +108,9 @@ class Rewarder:
                  decode: Decode | None = None,
                  on_failed: Callable[[Sequence[int], str], None] = lambda ordinals, why: None) -> None:
         """``other``: from a number to some prompt of the source and a sample for it; it raises SourceFailed where the
-        source gives none, and Fenced. ``decode``: from the
-        token ids of a response to its text, without special tokens; without it samples have none. ``on_failed``: called
-        with groups whose reward failed for good, and why; it raises nothing but Fenced.
+        source gives none, and Fenced. ``decode``: from the token ids of a response to its text, without special tokens;
+        without it samples have none. ``on_failed``: called with groups whose reward failed for good, and why; it raises
+        nothing but Fenced.
 
         Waits for the user's code, which may take long to be imported. Raises ConfigError for a setting that names
         nothing, and for what the reward needs and this machine lacks; PluginFailed; and Fenced.

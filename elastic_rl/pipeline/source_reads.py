@@ -51,8 +51,8 @@ class SourceReads:
                                   "roles/actor`)")
             else:
                 self._waits.pause(0.0)
-        for error in errors:
-            if isinstance(error, ElasticRLError) and not isinstance(error, Fenced):
-                raise error
-            raise SourceFailed(f"data.source={self._named} failed to {what}: {describe(error)}") from error
-        return found[0]
+        if not errors:
+            return found[0]
+        if isinstance(errors[0], ElasticRLError) and not isinstance(errors[0], Fenced):
+            raise errors[0]
+        raise SourceFailed(f"data.source={self._named} failed to {what}: {describe(errors[0])}") from errors[0]

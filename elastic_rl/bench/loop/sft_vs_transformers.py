@@ -30,9 +30,10 @@ def measure(testbed: Testbed) -> Iterator[Row]:
     folder = testbed.folder / "sft"
     cfg = long_responses.configure_sft(folder, testbed.options, rounds * every, every)
     job.run(cfg)
+    specs = [spec(cfg, inherited_model.began_with(cfg), passes) for passes in (1, _PASSES)]
     whole, by_length = (run_program(python, Path(sft_program.__file__), what, folder, who="the Trainer of transformers")
-                        for what in (spec(cfg, inherited_model.began_with(cfg), passes) for passes in (1, _PASSES)))
-    given = spec(cfg, inherited_model.began_with(cfg), 1)["rows"]
+                        for what in specs)
+    given = specs[0]["rows"]
     tokens = [sum(map(_tokens, given[i:i + cfg.sft.batch_size])) for i in range(0, len(given), cfg.sft.batch_size)]
     yield from rows(read_records(cfg.job_dir / "steps.jsonl"), tokens, whole["seconds"], by_length["seconds"],
                     whole["versions"])
