@@ -185,8 +185,11 @@ def _of_defaults(cfg: Config) -> Iterator[Finding]:
 
 
 def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:
+    hint = ""
+
     def examine() -> str:
-        shown = ""
+        nonlocal hint
+        shown, longest = "", 0
         for name, prompts in (("train", source.train), *source.evals.items()):
             count = min(_READ, len(prompts))
             read = read_prompts(prompts, [i * len(prompts) // count for i in range(count)], named=cfg.data.source,
@@ -195,9 +198,14 @@ def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:
                 raise ConfigError(f"a prompt of {name} has {len(longer.token_ids)} tokens, but the source allows "
                                   f"{source.max_prompt_tokens}", hint="correct max_prompt_tokens")
             shown = shown or (_as_text(source, read[0]) if read else "")
+            longest = max([longest, *(len(p.answer_ids) for p in read if p.answer_ids)])
+        if longest > source.max_response_tokens:
+            hint = (f"an answer of the data has {longest} tokens, which no response of at most "
+                    f"max_response_tokens={source.max_response_tokens} can have")
         return f"the first one: {plain(shown, _SHOWN)!r}"
 
-    return _finding("prompts", examine)
+    found = _finding("prompts", examine)
+    return replace(found, hint=hint) if hint and not found.fault else found
 
 
 def _as_text(source: CheckedSource, prompt: Prompt) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sysconfig
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic_rl.errors import ConfigError
@@ -14,6 +18,11 @@ T = TypeVar("T")
 _TEXT = 2000
 """Longest text, in characters, that is taken from a user's code: it goes into records of etcd, which refuses large
 ones."""
+_PLACE = 300
+"""Longest ``file:line`` that is shown, in characters."""
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in {
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)})
+"""Folders whose code is not a user's own."""
 
 
 def plain(text: str, limit: int = _TEXT) -> str:
@@ -34,9 +43,20 @@ def text_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """``Type: text`` of an error of a user's code, with the text as of ``text_of``."""
-    name, text = plain(type(error).__name__, 100), text_of(error)
-    return f"{name}: {text}" if text else name
+    """``Type: text (file:line)`` of an error of a user's code, with the text as of ``text_of``, and the last line of
+    the user's own that ran, if any did."""
+    name, text, place = plain(type(error).__name__, 100), text_of(error), _place_of(error)
+    return (f"{name}: {text}" if text else name) + (f" ({place})" if place else "")
+
+
+def _place_of(error: BaseException) -> str:
+    """``file:line`` of the innermost frame that is neither this project's nor of an installed package; "" for none."""
+    found, frames = "", traceback.walk_tb(error.__traceback__)
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if os.path.isabs(file) and not file.startswith(_LIBRARIES):
+            found = f"{file}:{line}"
+    return plain(found, _PLACE)
 
 
 def resolve(name: str, registry: Mapping[str, T], *, setting: str) -> T:
@@ -59,10 +79,11 @@ def resolve(name: str, registry: Mapping[str, T], *, setting: str) -> T:
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # whatever the user's module raises while it is imported: also SystemExit
-        raise ConfigError(f"{setting}={name!r}: the module {module_name!r} cannot be imported: "
-                          f"{describe(e)}",
-                          hint="it must be importable in every process of the run: install it, or put its folder into "
-                               "PYTHONPATH") from e
+        is_there = not isinstance(e, ModuleNotFoundError) or not f"{module_name}.".startswith(f"{e.name}.")
+        raise ConfigError(f"{setting}={name!r}: the module {module_name!r} cannot be imported: {describe(e)}",
+                          hint="correct the module, or install what it needs" if is_there else
+                          "it must be importable in every process of the run: install it, or put its folder into "
+                          "PYTHONPATH") from e
     for part in attribute.split("."):
         try:
             found = getattr(found, part)

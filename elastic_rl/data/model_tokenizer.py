@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.errors import ConfigError
-from elastic_rl.plugins import describe
+from elastic_rl.plugins import describe, text_of
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
           "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
@@ -88,6 +88,12 @@ class ModelTokenizer:
             return str(self._loaded.apply_chat_template([dict(m) for m in messages], tokenize=False,
                                                         add_generation_prompt=True, **options))
         except Exception as e:  # whatever the template raises; it is a program
+            import jinja2
+
+            if isinstance(e, jinja2.TemplateSyntaxError):
+                raise ConfigError(f"the chat template in {self._folder} is no valid Jinja, line {e.lineno}: "
+                                  f"{text_of(e)}", hint="correct chat_template.jinja, or chat_template in "
+                                  "tokenizer_config.json, or download the model again") from e
             raise ConfigError(f"the chat template in {self._folder} refuses the messages: {describe(e)}",
                               hint="check roles and their order, data.options.system_prompt and "
                               "data.options.chat_template_options") from e

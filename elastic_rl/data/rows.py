@@ -119,6 +119,9 @@ class JsonlRows:
     def _parsed(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
             row = json.loads(line)
+        except UnicodeDecodeError as e:
+            raise SourceFailed(f"{self.where(number)} is not UTF-8: {e.reason} at byte {e.start} of the line",
+                               hint="write the file as UTF-8, for instance with iconv") from e
         except (ValueError, RecursionError) as e:
             what = "is empty" if not line.strip() else f"is not JSON: {e}"
             raise SourceFailed(f"{self.where(number)} {what}", hint="write one JSON object a line") from e
@@ -169,6 +172,8 @@ def files_of(paths: str | Sequence[str], setting: str) -> list[Path]:
         matches = [plain] if plain.is_file() else sorted(
             p for p in map(Path, glob.glob(str(plain), recursive=True)) if p.is_file())
         if not matches:
+            if plain.is_dir():
+                raise ConfigError(f"{setting}: {text} is a folder", hint=f"name its files, as {plain / '*'}")
             raise ConfigError(f"{setting}: there is no file {text}{_near(plain)}",
                               hint="paths are relative to the folder in which the job was started")
         found |= dict.fromkeys(p.resolve() for p in matches)

@@ -80,7 +80,8 @@ def scan(texts: Iterator[str], is_train: Callable[[int], bool], lengths: Callabl
                 raise ConfigError(
                     f"{where(int(numbers[common.argmax()]))}: this prompt is trained on and evaluated: its text is in "
                     "an evaluation set too", hint="take it out of one of them, or set data.options.overlap to drop, "
-                    "which leaves it out of the training")
+                    "which leaves it out of the training; without an evaluation set of its own a file with duplicates "
+                    "has some on both sides")
             overlap += int(common.sum())
             ok &= ~common
         if rules.max_tokens is not None:

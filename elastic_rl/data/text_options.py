@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from elastic_rl.config.options import Options
+from elastic_rl.config.section import PathText
 
-Paths = str | Annotated[list[str], Field(min_length=1)]
+Paths = PathText | Annotated[list[PathText], Field(min_length=1)]
 
 
 class PromptOptions(Options):
@@ -107,7 +109,9 @@ def with_absolute_paths(source: str, options: Mapping[str, Any]) -> dict[str, An
         if isinstance(paths, list):
             return [absolute(p) for p in paths]
         # Not resolve(): a pattern is no path that could be looked up.
-        return str(Path.cwd() / Path(paths).expanduser()) if isinstance(paths, str) and paths else paths
+        with suppress(RuntimeError):  # ~name of no user
+            return str(Path.cwd() / Path(paths).expanduser()) if isinstance(paths, str) and paths else paths
+        return paths
 
     out = dict(options)
     if source in ("jsonl", "parquet"):

@@ -26,6 +26,9 @@ _MAX_DIGITS = 10
 """Of the number of a layer; Python reads none of thousands."""
 _MAX_HEADER_BYTES = 100 << 20
 """Of a safetensors file, as the format allows."""
+_COMPARED, _COMPARED_BYTES = 64, 4096
+"""Parts of two tensors that are compared, and bytes of each."""
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -136,31 +139,37 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
         yield Fault(f"{index} lists no weights", again)
         return
     if missing or not names:
-        yield Fault(f"{folder} has no {', '.join(missing[:3]) or 'safetensors files'}", again)
+        other = not missing and any(folder.glob("*.bin"))
+        yield Fault(f"{folder} has no {', '.join(missing[:3]) or 'safetensors files'}",
+                    "it has weights in PyTorch's format: load and save it with transformers, save_pretrained" if other
+                    else again)
         return
-    shapes: dict[str, list[int]] = {}
+    stored: dict[str, _Stored] = {}
     for name in names:
         try:
-            shapes |= _shapes(folder / name)
+            stored |= _stored(folder / name)
         except ConfigError as e:
             yield Fault(e.message, again)
             return
     # No more than say what is missing: a damaged config.json may have layers and experts for more than memory holds.
-    wanted = list(islice(arch.hf_names(), len(shapes) + _SHOWN))
-    lacking = [name for name in wanted if name not in shapes][:_SHOWN]
+    wanted = list(islice(arch.hf_names(), len(stored) + _SHOWN))
+    lacking = [name for name in wanted if name not in stored][:_SHOWN]
     if lacking:
         more = " and more" if len(lacking) == _SHOWN else ""
         yield Fault(f"{folder} has no tensor {', '.join(lacking)}{more} of the {arch.family.model_type} model", again)
-    if surplus := sorted(name for name in shapes if _layer_of(name) >= arch.layers):
+    if surplus := sorted(name for name in stored if _layer_of(name) >= arch.layers):
         yield Fault(f"{folder} has {surplus[0]}, and config.json says num_hidden_layers={arch.layers}",
                     "correct num_hidden_layers in config.json, or download the model again")
     wrong = [(name, shape) for name in wanted
-             if name in shapes and (shape := shape_of(name, arch)) and shapes[name] != shape]
+             if name in stored and (shape := shape_of(name, arch)) and stored[name].shape != shape]
     for name, shape in wrong[:_SHOWN]:
-        yield Fault(f"{name} has shape {shapes[name]} where config.json says {shape}",
+        yield Fault(f"{name} has shape {stored[name].shape} where config.json says {shape}",
                     "correct config.json, which is not that of these weights, or download the model again")
     if len(wrong) > _SHOWN:
         yield Fault(f"{len(wrong) - _SHOWN} more tensors have other shapes than config.json says", "")
+    if arch.tied and {_EMBEDDING, _OUTPUT} <= stored.keys() and _differ(stored[_EMBEDDING], stored[_OUTPUT]):
+        yield Fault(f"{_OUTPUT} is not {_EMBEDDING}, and config.json says tie_word_embeddings=true: trainer and "
+                    "engines would leave it out", "set tie_word_embeddings to false in config.json")
 
 
 def _layer_of(name: str) -> int:
@@ -182,9 +191,21 @@ def shape_of(name: str, arch: ModelArch) -> list[int]:
     return [rows[module]] if kind == "bias" else [rows[module], columns.get(module, arch.hidden)]
 
 
-def _shapes(file: Path) -> dict[str, list[int]]:
-    """The shape of each tensor of a safetensors file, from its header: its length (8 bytes, little-endian), and JSON.
-    Raises ConfigError for another file, or one that is cut off."""
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a safetensors file."""
+
+    file: Path
+    dtype: str
+    shape: list[int]
+    start: int
+    """Where its values are in the file."""
+    stop: int
+
+
+def _stored(file: Path) -> dict[str, _Stored]:
+    """The tensors of a safetensors file, from its header: its length (8 bytes, little-endian), and JSON. Raises
+    ConfigError for another file, or one that is cut off."""
     try:
         size = file.stat().st_size
         with file.open("rb") as f:
@@ -192,15 +213,37 @@ def _shapes(file: Path) -> dict[str, list[int]]:
             if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise ValueError(f"its header would have {length} bytes")
             header = json.loads(f.read(length))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-        if size < 8 + length + end:
-            raise ValueError(f"it has {size} bytes of {8 + length + end}")
-        return {name: [int(n) for n in entry["shape"]] for name, entry in tensors.items()}
+        values = 8 + length
+        tensors = {name: _Stored(file, str(entry.get("dtype")), [int(n) for n in entry["shape"]],
+                                 *(values + int(at) for at in entry["data_offsets"]))
+                   for name, entry in header.items() if name != "__metadata__"}
+        end = max((tensor.stop for tensor in tensors.values()), default=values)
+        if size < end:
+            raise ValueError(f"it has {size} bytes of {end}")
+        return tensors
     except OSError as e:
         raise ConfigError(f"cannot read {file}: {e.strerror}") from e
     except (ValueError, OverflowError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"{file} is not a valid safetensors file: {e}") from e
+
+
+def _differ(one: _Stored, other: _Stored) -> bool:
+    """Whether tensors differ in some of their values, which are spread over them: two that were trained apart differ
+    nearly everywhere."""
+    size = one.stop - one.start
+    if (one.dtype, one.shape, size) != (other.dtype, other.shape, other.stop - other.start):
+        return False  # one of them has a wrong shape, or their bytes cannot be compared
+    try:
+        with one.file.open("rb") as f, other.file.open("rb") as g:
+            for i in range(_COMPARED):
+                at = max(0, size - _COMPARED_BYTES) * i // (_COMPARED - 1)
+                f.seek(one.start + at)
+                g.seek(other.start + at)
+                if f.read(min(size, _COMPARED_BYTES)) != g.read(min(size, _COMPARED_BYTES)):
+                    return True
+    except OSError:
+        return False  # who loads the model says so
+    return False
 
 
 def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
@@ -222,7 +265,7 @@ def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if not isinstance(eos, str) or not eos or eos not in ids:
         yield Fault(f"{settings} names no eos_token that {path.name} has ({eos!r})",
-                    "use a tokenizer with an end-of-sequence token")
+                    f'add "eos_token" to {settings.name}, or use a tokenizer with an end-of-sequence token')
     elif ids[eos] not in facts.eos_ids:
         yield Fault(f"the tokenizer's eos_token {eos!r} (id {ids[eos]}) is not the model's eos_token_id "
                     f"({', '.join(map(str, sorted(facts.eos_ids))) or 'none'}), so engines would not stop at it",

@@ -21,6 +21,8 @@ _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's rotary embedding has built in; of llama3 scaling only the factor can be chosen."""
+_SHOWN = 40
+"""Characters of a value that is refused."""
 _MAX_SIZE = (1 << 31) - 1
 _MAX_COUNT = 10_000
 """Of layers, and of experts of each."""
@@ -76,12 +78,15 @@ class ModelArch:
                               hint=f"supported model types: {', '.join(FAMILIES)}")
         for refusal in family.refusals:
             if refusal.key in raw and raw[refusal.key] not in refusal.supported:
-                raise ConfigError(f"{where}: {refusal.what} ({refusal.key}) are not supported for {family.model_type}",
+                raise ConfigError(f"{where}: {refusal.what} ({refusal.key}={str(raw[refusal.key])[:_SHOWN]}) are not "
+                                  f"supported for {family.model_type}",
                                   hint="use a model without them")
         found = _Sizes(raw)
         hidden, heads = found.size("hidden_size"), found.size("num_attention_heads")
         head_dim = (hidden // heads if family.head_dim_from_width and raw.get("head_dim") is None and heads
                     else found.size("head_dim"))
+        if not head_dim:  # a hidden size of less than one value for each head
+            found.wrong.append("hidden_size")
         moe = None if not family.experts else MoeArch(
             found.size("num_experts", "num_local_experts", most=_MAX_COUNT), found.size("num_experts_per_tok"),
             found.size("moe_intermediate_size"), raw.get("norm_topk_prob") is True)

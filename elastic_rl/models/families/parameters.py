@@ -42,6 +42,6 @@ EXPERTS: Parameters = {
 }
 
 QUANTIZED = Refusal("quantization_config", "quantized weights", (None,))
-OTHER_ACTIVATION = Refusal("hidden_act", "another activation than SwiGLU's", ("silu",))
+OTHER_ACTIVATION = Refusal("hidden_act", "activations other than SwiGLU's", ("silu",))
 ATTENTION_BIAS = Refusal("attention_bias", "attention biases")
 SLIDING_WINDOW = Refusal("use_sliding_window", "sliding-window attention")

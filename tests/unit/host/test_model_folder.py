@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from elastic_rl import config
 from elastic_rl.data.tiny_model import make_model_dir
@@ -117,6 +118,7 @@ def test_pipeline_stages_are_checked_against_the_models_own_layers(folder: Path)
     (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"), (lambda f: (f / "tokenizer_config.json").unlink(),
                                                                    "eos_token"),
     (lambda f: (f / "model.safetensors").unlink(), "safetensors"),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "has no safetensors files"),
     (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part-9.safetensors"}}'),
      "part-9.safetensors"),
     (lambda f: truncate(f / "model.safetensors", 9000), "has 9000 bytes of"),
@@ -140,6 +142,16 @@ def test_model_of_every_family_can_be_used(tmp_path: Path, model: dict[str, Any]
     assert messages(made) == ""
     assert (model_folder.read(made).arch.family.model_type, model_folder.read(made).arch.tied) == (
         model["family"], model.get("tied_embeddings", False))
+
+
+def test_output_layer_of_its_own_is_found_where_the_config_ties_it_to_the_embedding(tmp_path: Path) -> None:
+    made = make_model_dir(tmp_path / "m", config.parse({"model": {"family": "llama"}}))
+    edit(made / "config.json", tie_word_embeddings=True)
+    assert "lm_head.weight is not model.embed_tokens.weight" in messages(made)
+    file = made / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    assert messages(made) == "", "a copy of the embedding, which some programs write"
 
 
 def test_experts_are_checked_against_the_parallel_sizes(tmp_path: Path, folder: Path) -> None:

@@ -56,6 +56,7 @@ def test_smallest_config_of_a_family_is_read(family: str) -> None:
     ("llama", {"rope_scaling": {**LLAMA3, "factor": math.nan}}, "factor"),
     ("llama", {"rope_theta": math.inf}, "rope_theta"), ("llama", {"rope_theta": 10**400}, "rope_theta"),
     ("llama", {"rms_norm_eps": math.inf}, "rms_norm_eps"), ("llama", {"hidden_size": 1 << 31}, "hidden_size"),
+    ("llama", {"hidden_size": 1}, "hidden_size"),
     ("qwen3_moe", {"num_experts": 10**9}, "num_experts"),
     ("llama", {"rope_parameters": "default"}, "rope scaling")])
 def test_what_is_not_supported_is_named(family: str, change: dict[str, Any], named: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def test_reward_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "my_reward_check.py").write_text("async def reward(prompt, samples):\n    return 1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     found = by_part(config.load(overrides=["--rollout.reward=my_reward_check:reward"]))
-    assert "ZeroDivisionError" in found["reward of the answers"].fault
+    assert re.search(r"ZeroDivisionError.*my_reward_check.py:\d", found["reward of the answers"].fault)
     sys.modules.pop("my_reward_check", None)
 
 
@@ -142,6 +143,22 @@ def test_reward_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
     found = by_part(config.load(overrides=["--rollout.reward=no_such_module:reward"]))
     assert "cannot be imported" in found["reward"].fault and "PYTHONPATH" in found["reward"].hint
     assert "reward of the answers" not in found
+
+
+def test_module_that_fails_while_it_is_imported_is_not_looked_for_in_vain(tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_broken_reward.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = by_part(config.load(overrides=["--rollout.reward=my_broken_reward:reward"]))["reward"]
+    assert "no_such_package_at_all" in found.fault and "my_broken_reward.py:1" in found.fault
+    assert found.hint == "correct the module, or install what it needs"
+
+
+def test_answers_that_no_response_can_have_are_pointed_out(tmp_path: Path, model: Path) -> None:
+    rows = [{**row, "answer": "1" * 40} for row in ROWS]
+    found = by_part(text_job(tmp_path, model, rows))["prompts"]
+    assert not found.fault and "has 41 tokens" in found.hint and "max_response_tokens=32" in found.hint
+    assert not by_part(text_job(tmp_path, model, ROWS))["prompts"].hint
 
 
 def test_defaults_of_the_built_in_model_are_pointed_out_for_a_larger_one(tmp_path: Path, model: Path,

@@ -343,13 +343,17 @@ def test_file_that_is_replaced_while_it_is_used_is_a_fault_until_it_is_put_back(
     ('{"question": "x"}\n', {"max_prompt_tokens": 2}, "a.jsonl:1: the prompt has 4 tokens, .*max_prompt_tokens is 2"),
     ('{"question": "x"}\n', {"apply_chat_template": False, "system_prompt": "y"}, "system_prompt has no effect"),
     ('{"question": "x"}\n', {"promt_key": "y"}, "promt_key"),
+    ('{"question": "\udcff"}\n', {}, "a.jsonl:1 is not UTF-8: invalid start byte at byte 14"),
+    ('{"question": "x"}\n', {"paths": "~no-such-user/a.jsonl"}, "data.options.paths.*there is no such user"),
+    ('{"question": "x"}\n', {"paths": "/tmp"}, "data.options.paths: /tmp is a folder"),
     ('{"question": "x"}\n' * 5, {}, "this prompt is trained on and evaluated"),
     ('{"question": "x"}\n' * 5, {"overlap": "drop"}, "leaves no row to train on")])
 def test_wrong_file_or_option_is_a_wrong_setting_with_its_place(tmp_path: Path, model: Path, content: str | None,
                                                                 options: dict[str, Any], named: str) -> None:
-    (tmp_path / ("b.jsonl" if content is None else "a.jsonl")).write_text(content or "")
+    file = tmp_path / ("b.jsonl" if content is None else "a.jsonl")
+    file.write_bytes((content or "").encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=named):
-        make(tmp_path, model, paths=str(tmp_path / "a.jsonl"), **options)
+        make(tmp_path, model, **{"paths": str(tmp_path / "a.jsonl"), **options})
 
 
 def test_parquet_without_the_column_or_damaged_is_a_wrong_setting(tmp_path: Path, model: Path) -> None:
@@ -385,6 +389,7 @@ def test_row_that_is_wrong_further_on_is_found_by_the_look_at_all_rows_or_when_i
 @pytest.mark.parametrize(("folder", "named"), [
     ({"chat_template": ""}, "has no chat template .*apply_chat_template"),
     ({"eos": ""}, 'names a token that ends a response .*"eos_token"'),
+    ({"chat_template": "{% for m in messages %}\n{{ m.content }"}, "is no valid Jinja, line 2: "),
     ({"chat_template": "{{ raise_exception('no such role') }}"}, "refuses the messages: .*no such role")])
 def test_wrong_tokenizer_is_a_wrong_setting(tmp_path: Path, folder: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):

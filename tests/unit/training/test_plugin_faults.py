@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,15 @@ def test_text_of_an_error_is_encodable_short_and_always_there() -> None:
     assert describe(ValueError()) == "ValueError"
     assert len(describe(ValueError("x" * 1_600_000))) < 2100
     assert describe(Unprintable()) == "Unprintable: (its text cannot be made: RuntimeError)"
+
+
+def test_error_has_the_last_line_of_the_users_own_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import json\n\ndef f(text):\n    return json.loads(text)\n")
+    scope: dict[str, Any] = {}
+    exec(compile((tmp_path / "mine.py").read_text(), str(tmp_path / "mine.py"), "exec"), scope)
+    with pytest.raises(ValueError) as raised:
+        scope["f"]("{")
+    assert describe(raised.value).endswith(f" ({tmp_path / 'mine.py'}:4)")
 
 
 def test_module_that_exits_or_has_attributes_that_raise_is_a_wrong_setting(tmp_path: Path,
@@ -218,7 +228,9 @@ def test_group_whose_reward_fails_is_tried_again_alone(monkeypatch: pytest.Monke
     found = _rewarder(monkeypatch, attempts, reward).groups([_request(i) for i in range(4)], [[SAMPLE]] * 4)
     assert _values(found) == [[0], [1], [2], [3]]
     assert sorted(asked) == ["0", "1", "1", "2", "3"]
-    assert attempts.texts == ["plugin: rollout.reward=mine failed for group 1: RuntimeError: the judge is away"]
+    [text] = attempts.texts
+    assert re.fullmatch("plugin: rollout.reward=mine failed for group 1: RuntimeError: the judge is away "
+                        r"\(\S+py:\d+\)", text)
 
 
 @pytest.mark.parametrize("raised", [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(),
