@@ -58,19 +58,23 @@ def encoded(message: Any) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def receive(connection: socket.socket) -> Any:
-    """The next JSON value. Raises EOFError when the other side is gone, ValueError for what is no message, and
-    OSError."""
-    (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
+def receive(connection: socket.socket, end: float | None = None) -> Any:
+    """The next JSON value, whole by ``end`` (monotonic seconds). Raises EOFError when the other side is gone,
+    ValueError for what is no message, TimeoutError and OSError."""
+    (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size, end))
     if size > MAX_MESSAGE:
         raise ValueError(f"a message of {size} bytes was announced; at most {MAX_MESSAGE} are allowed")
-    return json.loads(exactly(connection, size))
+    return json.loads(exactly(connection, size, end))
 
 
-def exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes. Raises EOFError and OSError."""
+def exactly(connection: socket.socket, size: int, end: float | None = None) -> bytes:
+    """So many bytes. Raises as ``receive``."""
     received = bytearray()
     while len(received) < size:
+        if end is not None:
+            if (left_s := end - time.monotonic()) <= 0:
+                raise TimeoutError
+            connection.settimeout(left_s)
         piece = connection.recv(min(size - len(received), 1 << 20))
         if not piece:
             raise EOFError("the other side is gone")

@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any, overload
 
 from elastic_rl.data.samples import Prompt, Sample
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool
 
@@ -108,8 +108,10 @@ class _PlainPerSample:
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         plain = {"token_ids": prompt.token_ids, "text": prompt.text, "answer_ids": prompt.answer_ids,
                  "metadata": dict(prompt.metadata)}
-        found = await asyncio.gather(*(self._pool.call(
-            {"name": self._name, "text": sample.text, "prompt": plain}, self._given.timeout_s) for sample in samples))
+        found = await self._pool.calls([{"name": self._name, "text": sample.text, "prompt": plain}
+                                        for sample in samples], self._given.timeout_s)
+        if failed := next((outcome for outcome in found if isinstance(outcome, PluginFailed)), None):
+            raise failed
         return [Reward(value, parts) for value, parts in found]
 
     def close(self) -> None:

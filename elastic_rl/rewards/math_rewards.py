@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import logging
 import re
@@ -13,7 +12,7 @@ from pydantic import Field
 
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
 from elastic_rl.rewards.text import normalised_text
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, CallGivenUp, WorkerPool
@@ -64,14 +63,15 @@ class CheckedCalls:
         self._pool = WorkerPool(function, options.processes, memory_mb=options.memory_mb, sandbox=sandbox)
         self._timeout_s = options.timeout_s
 
-    async def __call__(self, job: Mapping[str, Any]) -> Any:
-        """The result, or None for a call that was given up twice. Raises PluginFailed."""
-        for _ in range(2):
-            try:
-                return await self._pool.call(job, self._timeout_s)
-            except CallGivenUp:
-                continue
-        return None
+    async def __call__(self, jobs: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The result of each, None for a call that was given up twice. Raises PluginFailed."""
+        found = await self._pool.calls(jobs, self._timeout_s)
+        again = [i for i, outcome in enumerate(found) if isinstance(outcome, CallGivenUp)]
+        for i, outcome in zip(again, await self._pool.calls([jobs[i] for i in again], self._timeout_s), strict=True):
+            found[i] = None if isinstance(outcome, CallGivenUp) else outcome
+        if failed := next((outcome for outcome in found if isinstance(outcome, PluginFailed)), None):
+            raise failed
+        return found
 
     def close(self) -> None:
         self._pool.close()
@@ -106,14 +106,16 @@ class MathVerify:
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         right = gold_answers(prompt, self._decode)
-        return list(await asyncio.gather(*(self._one(sample.text, right) for sample in samples)))
-
-    async def _one(self, text: str, right: Sequence[str]) -> Reward:
-        found = await self._grade({"text": text[-self._options.last_characters:], "right": right})
-        return Reward(0.0, {GIVEN_UP: 1.0}) if found is None else Reward(float(found), {GIVEN_UP: 0.0})
+        return [checked(found) for found in await self._grade(
+            [{"text": sample.text[-self._options.last_characters:], "right": right} for sample in samples])]
 
     def close(self) -> None:
         self._grade.close()
+
+
+def checked(found: Any) -> Reward:
+    """The reward of a check: its result, a number; 0 where it was given up."""
+    return Reward(0.0, {GIVEN_UP: 1.0}) if found is None else Reward(float(found), {GIVEN_UP: 0.0})
 
 
 class DeepScaler:
@@ -128,18 +130,24 @@ class DeepScaler:
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         right = [boxed(text) or text for text in gold_answers(prompt, self._decode)]
-        return list(await asyncio.gather(*(self._one(sample.text, right) for sample in samples)))
+        answers = [final_answer(sample.text, self._options.last_characters) for sample in samples]
+        same = {normalised_text(one, ignore_case=False) for one in right}
+        found: dict[int, bool | None] = {}
+        for i, (sample, (answer, _)) in enumerate(zip(samples, answers, strict=True)):
+            if not answer or (self._options.require_think and _THINK_END not in sample.text):
+                found[i] = False
+            elif normalised_text(answer, ignore_case=False) in same:
+                found[i] = True
+        left = [i for i in range(len(samples)) if i not in found]
+        jobs = [{"text": f"\\boxed{{{answer}}}" if marked else answer, "right": right}
+                for answer, marked in map(answers.__getitem__, left)]
+        found |= zip(left, await self._grade(jobs), strict=True)
+        return [self._reward(sample.text, marked, found[i])
+                for i, (sample, (_, marked)) in enumerate(zip(samples, answers, strict=True))]
 
-    async def _one(self, text: str, right: Sequence[str]) -> Reward:
-        chosen = self._options
-        answer, marked = final_answer(text, chosen.last_characters)
-        given_up = correct = False
-        if answer and not (chosen.require_think and _THINK_END not in text):
-            correct = normalised_text(answer, ignore_case=False) in {
-                normalised_text(one, ignore_case=False) for one in right}
-            if not correct:
-                found = await self._grade({"text": f"\\boxed{{{answer}}}" if marked else answer, "right": right})
-                given_up, correct = found is None, bool(found)
+    def _reward(self, text: str, marked: bool, found: bool | None) -> Reward:
+        """``found``: whether the result is right; None where that is not known."""
+        chosen, given_up, correct = self._options, found is None, bool(found)
         formatted = marked and (_THINK_END in text or not chosen.require_think)
         value = 0.0 if given_up else (1.0 - chosen.format_weight) * correct + chosen.format_weight * formatted
         return Reward(value, {"correct": float(correct), "format": float(formatted), GIVEN_UP: float(given_up)})

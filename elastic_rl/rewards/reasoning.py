@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from elastic_rl.config.options import read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import PluginFailed
 from elastic_rl.rewards.base import Reward, RewardContext
-from elastic_rl.rewards.math_rewards import GIVEN_UP, CheckedCalls, WorkerOptions, final_answer, require_package
+from elastic_rl.rewards.math_rewards import CheckedCalls, WorkerOptions, checked, final_answer, require_package
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
 _ANSWER_CHARACTERS = 20_000
@@ -41,12 +40,10 @@ class ReasoningGym:
         task, entry = prompt.metadata.get("task"), prompt.metadata.get("entry")
         if not isinstance(task, str) or not isinstance(entry, Mapping) or "answer" not in entry:
             raise PluginFailed('the prompt has no metadata {"task": NAME, "entry": {…, "answer": …}} of reasoning_gym')
-        return list(await asyncio.gather(*(self._one(sample.text, task, entry) for sample in samples)))
-
-    async def _one(self, text: str, task: str, entry: Mapping[str, Any]) -> Reward:
-        answer = final_answer(text, _ANSWER_CHARACTERS)[0] if self._options.extract else text
-        found = await self._score({"task": task, "entry": dict(entry), "answer": answer})
-        return Reward(0.0, {GIVEN_UP: 1.0}) if found is None else Reward(float(found), {GIVEN_UP: 0.0})
+        answers = [final_answer(sample.text, _ANSWER_CHARACTERS)[0] if self._options.extract else sample.text
+                   for sample in samples]
+        return [checked(found) for found in await self._score(
+            [{"task": task, "entry": dict(entry), "answer": answer} for answer in answers])]
 
     def close(self) -> None:
         self._score.close()

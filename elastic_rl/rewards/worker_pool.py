@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,7 +45,7 @@ class WorkerPool:
         """``memory_mb``: address space of each process, in MiB. ``named``: what the texts of errors call the function,
         if not by its name. ``sandbox``: what the processes run in; None: they have the rights of this one."""
         self._function, self._memory_mb, self._named = function, memory_mb, named or function
-        self._sandbox = sandbox
+        self._sandbox, self._processes = sandbox, processes
         self._threads = ThreadPoolExecutor(processes, "reward-worker")
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
@@ -53,15 +55,33 @@ class WorkerPool:
     async def call(self, job: Any, timeout_s: float) -> Any:
         """What the function returns for a JSON value, as JSON value. ``timeout_s`` counts from when a worker takes the
         call. Raises CallGivenUp, and PluginFailed for what the function raises and when no worker can be started."""
+        [outcome] = await self.calls([job], timeout_s)
+        if isinstance(outcome, PluginFailed):
+            raise outcome
+        return outcome
+
+    async def calls(self, jobs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The outcomes of several calls, in order: each what ``call`` returns or, of the errors, an object. They are
+        spread over the processes; what one of them does costs the others nothing but time."""
+        share = math.ceil(len(jobs) / self._processes)
+        parts = [jobs[i:i + share] for i in range(0, len(jobs), share)] if jobs else []
+        # A part goes to a thread as one: to change threads takes longer than a short call.
+        return [outcome for found in await asyncio.gather(*(self._submitted(part, timeout_s) for part in parts))
+                for outcome in found]
+
+    async def _submitted(self, jobs: Sequence[Any], timeout_s: float) -> list[Any]:
+        given_up = threading.Event()
         try:
-            submitted = self._threads.submit(self._call, job, timeout_s)
-        except RuntimeError as e:  # its threads take no more calls
-            raise PluginFailed(f"{self._named} is closed") from e
+            submitted = self._threads.submit(lambda: [self._outcome(job, timeout_s) for job in jobs
+                                                      if not given_up.is_set()])
+        except RuntimeError:  # its threads take no more calls
+            return [PluginFailed(f"{self._named} is closed") for _ in jobs]
         try:
             return await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
-            if self._closed and submitted.cancelled() and not _is_cancelled():
-                raise PluginFailed(f"{self._named} is closed") from None  # before a thread has taken the call
+            given_up.set()
+            if self._closed and submitted.cancelled() and not _is_cancelled():  # before a thread has taken them
+                return [PluginFailed(f"{self._named} is closed") for _ in jobs]
             raise
 
     def close(self) -> None:
@@ -75,6 +95,12 @@ class WorkerPool:
             one.close()
         for one in running:
             one.kill()  # its thread closes it
+
+    def _outcome(self, job: Any, timeout_s: float) -> Any:
+        try:
+            return self._call(job, timeout_s)
+        except PluginFailed as e:
+            return e
 
     def _call(self, job: Any, timeout_s: float) -> Any:
         taken = self._take()
@@ -174,19 +200,12 @@ class _Worker:
 
     def receive(self, timeout_s: float) -> Any:
         """Its next message, whole within ``timeout_s``. Raises CallGivenUp."""
-        end = time.monotonic() + timeout_s
-        guard = threading.Timer(timeout_s, self.kill)  # the socket's limit holds for each piece of a message
-        guard.daemon = True
-        guard.start()
         try:
-            self._connection.settimeout(timeout_s)
-            return plugin_host.receive(self._connection)
+            return plugin_host.receive(self._connection, time.monotonic() + timeout_s)
         except TimeoutError as e:
             raise self._too_long(timeout_s) from e
         except (EOFError, OSError, ValueError) as e:
-            raise (self._too_long(timeout_s) if time.monotonic() >= end else self._died()) from e
-        finally:
-            guard.cancel()
+            raise self._died() from e
 
     def kill(self) -> None:
         """Ends the process and what it has started. May be called by any thread."""

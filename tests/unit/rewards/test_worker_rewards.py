@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import subprocess
@@ -197,6 +198,32 @@ def test_what_a_function_starts_in_another_session_ends_with_its_worker(pool: Wo
         with pytest.raises(CallGivenUp):
             _call(pool, "sleep" if end == "time" else "exit", 60, timeout_s=3.0)
     assert child.pid not in psutil.pids() or psutil.wait_procs([child], timeout=30)[0]
+
+
+def test_calls_have_outcomes_of_their_own_whatever_one_of_them_does(pool: WorkerPool) -> None:
+    jobs = [["say", 1], ["raise", 1], ["sleep", 60], ["say", 2], ["exit", 0], ["say", 3]]
+    found = asyncio.run(pool.calls(jobs, 2.0))
+    assert [type(f) for f in found] == [int, PluginFailed, CallGivenUp, int, CallGivenUp, int]
+    assert [f for f in found if isinstance(f, int)] == [1, 2, 3]
+    assert asyncio.run(pool.calls([], 2.0)) == []
+
+
+def test_calls_are_spread_over_the_processes() -> None:
+    pool = WorkerPool("reward_plugin:work", 2, memory_mb=1024)
+    try:
+        assert len(set(asyncio.run(pool.calls([["pid", 0]] * 5, 60.0)))) == 2
+    finally:
+        pool.close()
+
+
+def test_calls_of_which_nobody_waits_for_the_outcome_are_not_begun(pool: WorkerPool) -> None:
+    async def left() -> int:
+        before = await pool.call(["calls", 0], 60.0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pool.calls([["sleep", 2.0], ["say", 1], ["say", 2]], 60.0), 0.5)
+        return int(await pool.call(["calls", 0], 60.0)) - before
+
+    assert asyncio.run(left()) == 2, "the one that was under way, and the question itself"
 
 
 def test_close_ends_a_call_and_its_worker(pool: WorkerPool) -> None:
