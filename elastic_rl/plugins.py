@@ -22,7 +22,8 @@ _PLACE = 300
 """Longest ``file:line`` that is shown, in characters."""
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in {
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)})
-"""Folders whose code is not a user's own."""
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Folders whose code is not a user's own, and names of such folders elsewhere."""
 
 
 def plain(text: str, limit: int = _TEXT) -> str:
@@ -54,7 +55,7 @@ def _place_of(error: BaseException) -> str:
     found, frames = "", traceback.walk_tb(error.__traceback__)
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if os.path.isabs(file) and not file.startswith(_LIBRARIES):
+        if os.path.isabs(file) and not file.startswith(_LIBRARIES) and not _INSTALLED.intersection(file.split(os.sep)):
             found = f"{file}:{line}"
     return plain(found, _PLACE)
 

@@ -1,4 +1,4 @@
-"""A way to generate of one's own: two turns, between which the environment asks the question again.
+"""A way to generate of one's own: two turns, between which the environment asks for another answer, which counts.
 
     PYTHONPATH=examples elastic-rl train -c examples/two_turns.yaml --with-cluster
 """
@@ -15,9 +15,9 @@ from elastic_rl.engine.generation import PromptRequest
 
 
 async def generate(request: PromptRequest, engines: GenerateClient) -> Sequence[Sample]:
-    """As many samples as requested, each of a first turn, the question once more, and a second turn."""
+    """As many samples as requested, each of a first turn, what begins an answer once more, and a second turn."""
     # All segments of a sample together may be as long as a response.
-    room = request.sampling.max_new_tokens - len(request.prompt.token_ids)
+    room = request.sampling.max_new_tokens - 1
     turn = replace(request.sampling, max_new_tokens=max(1, room // 2))
     first = await engines.generate(request.prompt.token_ids, turn, request.samples)
     return await asyncio.gather(*(second_turn(request, engines, turn, sample, i) for i, sample in enumerate(first)))
@@ -25,10 +25,11 @@ async def generate(request: PromptRequest, engines: GenerateClient) -> Sequence[
 
 async def second_turn(request: PromptRequest, engines: GenerateClient, turn: Sampling, first: Sample, index: int
                       ) -> Sample:
-    # The policy did not write these tokens: they have no log-probs, and it is not trained on them.
-    question = Segment(request.prompt.token_ids, loss=False)
-    so_far = (*request.prompt.token_ids, *first.response_ids, *question.token_ids)
+    # The last token of a prompt begins an answer. Here the policy did not write it: it has no log-prob, and the policy
+    # is not trained on it.
+    again = Segment(request.prompt.token_ids[-1:], loss=False)
+    so_far = (*request.prompt.token_ids, *first.response_ids, *again.token_ids)
     # A seed of its own: samples whose first turns are equal would else have the same second one.
     own = turn if turn.seed is None else replace(turn, seed=turn.seed + index)
     [second] = await engines.generate(so_far, own, 1)
-    return replace(second, segments=(*first.segments, question, *second.segments))
+    return replace(second, segments=(*first.segments, again, *second.segments))

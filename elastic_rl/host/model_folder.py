@@ -139,7 +139,7 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
         yield Fault(f"{index} lists no weights", again)
         return
     if missing or not names:
-        other = not missing and any(folder.glob("*.bin"))
+        other = not missing and any(folder.glob("pytorch_model*.bin"))
         yield Fault(f"{folder} has no {', '.join(missing[:3]) or 'safetensors files'}",
                     "it has weights in PyTorch's format: load and save it with transformers, save_pretrained" if other
                     else again)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from elastic_rl import plugin_host
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins import plain
+from elastic_rl.plugins import describe, plain
 from elastic_rl.rewards import worker
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 from elastic_rl.runtime import start_child
@@ -63,26 +63,35 @@ class WorkerPool:
     async def calls(self, jobs: Sequence[Any], timeout_s: float) -> list[Any]:
         """The outcomes of several calls, in order: each what ``call`` returns or, of the errors, an object. They are
         spread over the processes; what one of them does costs the others nothing but time."""
-        share = math.ceil(len(jobs) / self._processes)
-        parts = [jobs[i:i + share] for i in range(0, len(jobs), share)] if jobs else []
-        # A part goes to a thread as one: to change threads takes longer than a short call.
-        return [outcome for found in await asyncio.gather(*(self._submitted(part, timeout_s) for part in parts))
-                for outcome in found]
+        outcomes: list[Any] = [PluginFailed(f"{self._named} is closed") for _ in jobs]
+        left, given_up = queue.SimpleQueue[int](), threading.Event()
+        for i in range(len(jobs)):
+            left.put(i)
 
-    async def _submitted(self, jobs: Sequence[Any], timeout_s: float) -> list[Any]:
-        given_up = threading.Event()
+        def work() -> None:
+            with contextlib.suppress(queue.Empty):
+                while not given_up.is_set():
+                    i = left.get_nowait()
+                    outcomes[i] = self._outcome(jobs[i], timeout_s)
+
+        # A thread makes one call after the other: to change threads takes longer than a short call.
         try:
-            submitted = self._threads.submit(lambda: [self._outcome(job, timeout_s) for job in jobs
-                                                      if not given_up.is_set()])
-        except RuntimeError:  # its threads take no more calls
-            return [PluginFailed(f"{self._named} is closed") for _ in jobs]
-        try:
-            return await asyncio.wrap_future(submitted)
-        except asyncio.CancelledError:
+            await asyncio.gather(*(self._submitted(work) for _ in range(min(self._processes, len(jobs)))))
+        finally:
             given_up.set()
-            if self._closed and submitted.cancelled() and not _is_cancelled():  # before a thread has taken them
-                return [PluginFailed(f"{self._named} is closed") for _ in jobs]
-            raise
+        return outcomes
+
+    async def _submitted(self, work: Callable[[], None]) -> None:
+        """Returns when a thread has done the work, or will never take it, since this is closed."""
+        try:
+            submitted = self._threads.submit(work)
+        except RuntimeError:  # its threads take no more calls
+            return
+        try:
+            await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:
+            if not self._closed or not submitted.cancelled() or _is_cancelled():
+                raise
 
     def close(self) -> None:
         """Kills the workers; calls in progress end with CallGivenUp."""
@@ -101,6 +110,8 @@ class WorkerPool:
             return self._call(job, timeout_s)
         except PluginFailed as e:
             return e
+        except Exception as e:  # such as RecursionError, of an answer that is nested too deeply
+            return PluginFailed(f"a call of {self._named} failed: {describe(e)}")
 
     def _call(self, job: Any, timeout_s: float) -> Any:
         taken = self._take()
