@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+from support.ray_cluster import start_ray
 
 CPUS = 4
 
@@ -16,7 +17,6 @@ CPUS = 4
 def on_ray() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # for the workers, which import the tests' actors
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-        ray.init(address="local", num_cpus=CPUS, include_dashboard=False, object_store_memory=80 << 20,
-                 log_to_driver=False)
+        start_ray(CPUS)
     yield
     ray.shutdown()

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import ray
 from support.engine_testbed import EngineTestbed, ForeignServer
+from support.ray_cluster import start_ray
 
 from elastic_rl.driver.external_engines import ExternalEngines
 from elastic_rl.driver.placement import stop_all
@@ -48,7 +49,7 @@ def drivers(testbed: EngineTestbed, foreign: ForeignServer) -> Iterator[Callable
         router = RouterClient(testbed.ctx.router_url)
         router.request_remove(router.worker_ids().get(url, []))
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    start_ray(4)
     yield make
     for each in made:
         detach(each)

@@ -1,0 +1,21 @@
+"""Ray for a test, in processes of its own."""
+
+from __future__ import annotations
+
+import ray
+
+_TRIES = 5
+
+
+def start_ray(cpus: int) -> None:
+    """Ray gives its processes 30 seconds to start, a constant of its own, which a busy machine exceeds; so it is tried
+    again, as the driver does."""
+    for left in reversed(range(_TRIES)):
+        try:
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=80 << 20,
+                     log_to_driver=False)
+            return
+        except Exception:  # Ray raises this very class for it
+            ray.shutdown()
+            if not left:
+                raise
