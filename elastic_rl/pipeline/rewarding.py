@@ -123,6 +123,8 @@ class Rewarder:
         """A group that the filters took: as long as they can again, they work."""
         self._failures = RewardFailures(attempts=rollout.reward_attempts, max_share=rollout.max_failed_rewards,
                                         window=max(cfg.train.prompts_per_step, rollout.groups_per_request))
+        self._away = ""
+        """Why the last attempt did not call the reward for some groups: its process had ended."""
         self._proof: tuple[PromptRequest, Sequence[Sample]] | None = None
         """A group that was rewarded: as long as it can be again, the reward works."""
         self._closing = contextlib.ExitStack()
@@ -203,6 +205,8 @@ class Rewarder:
             faults |= {together[n]: fault for n, fault in (own | held_up).items()}
             blocked += [together[n] for n in held_up]
         if not faults:
+            if len(known) < len(requests):  # the others were rewarded; of these nothing is known
+                raise PluginFailed(self._away or "the reward was not called for some groups")
             return
         failed = dict(faults)
         self._failures.failed(blocked, reward_works=False)
@@ -289,6 +293,7 @@ class Rewarder:
             into.update(dict(found))
         if ended and not begun:
             raise PluginFailed(ended[0].message)
+        self._away = ended[0].message if ended else ""
         unsaid = "its task was cancelled" if error is None else describe(error)
         hint = error.hint if isinstance(error, PluginFailed) else ""
         silent = {i: PluginFailed(f"{what} failed for group {requests[i].ordinal}: {unsaid}", hint=hint)

@@ -30,6 +30,7 @@ from elastic_rl.pipeline.reporting import step_metrics
 from elastic_rl.pipeline.rewarding import Rewarder
 from elastic_rl.pipeline.run_log import JobStatusWriter
 from elastic_rl.pipeline.waits import Waits
+from elastic_rl.plugin_process import ProcessLost
 from elastic_rl.plugins import describe, plain, resolve
 from elastic_rl.rewards import filters, registry
 from elastic_rl.rewards.base import Reward
@@ -231,6 +232,22 @@ def test_group_whose_reward_fails_is_tried_again_alone(monkeypatch: pytest.Monke
     [text] = attempts.texts
     assert re.fullmatch("plugin: rollout.reward=mine failed for group 1: RuntimeError: the judge is away "
                         r"\(\S+py:\d+\)", text)
+
+
+def test_group_whose_process_had_ended_before_its_turn_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        asked.append(prompt.text)
+        if prompt.text == "1" and asked.count("1") < 6:
+            raise ProcessLost("its process has ended")
+        return [Reward(float(prompt.text)) for _ in samples]
+
+    attempts = Attempts(failures=1 << 20)
+    found = _rewarder(monkeypatch, attempts, reward).groups([_request(i) for i in range(4)], [[SAMPLE]] * 4)
+    assert _values(found) == [[0], [1], [2], [3]], "none is dropped, though others were rewarded meanwhile"
+    assert sorted(asked) == ["0", *["1"] * 6, "2", "3"]
+    assert set(attempts.texts) == {"plugin: its process has ended"}
 
 
 @pytest.mark.parametrize("raised", [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(),
