@@ -64,7 +64,10 @@ def receive(connection: socket.socket, end: float | None = None) -> Any:
     (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size, end))
     if size > MAX_MESSAGE:
         raise ValueError(f"a message of {size} bytes was announced; at most {MAX_MESSAGE} are allowed")
-    return json.loads(exactly(connection, size, end))
+    try:
+        return json.loads(exactly(connection, size, end))
+    except RecursionError as e:
+        raise ValueError("a message is nested too deeply") from e
 
 
 def exactly(connection: socket.socket, size: int, end: float | None = None) -> bytes:

@@ -52,8 +52,8 @@ def describe(error: BaseException) -> str:
 
 def _place_of(error: BaseException) -> str:
     """``file:line`` of the innermost frame that is neither this project's nor of an installed package; "" for none."""
-    found, frames = "", traceback.walk_tb(error.__traceback__)
-    for frame, line in frames:
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if os.path.isabs(file) and not file.startswith(_LIBRARIES) and not _INSTALLED.intersection(file.split(os.sep)):
             found = f"{file}:{line}"

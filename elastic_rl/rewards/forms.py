@@ -20,9 +20,9 @@ from numbers import Real
 from typing import Any, overload
 
 from elastic_rl.data.samples import Prompt, Sample
-from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.errors import ConfigError
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
-from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool
+from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, WorkerPool, values
 
 _MAX_PROCESSES = 256
 _MIN_MEMORY_MB = 256
@@ -110,9 +110,7 @@ class _PlainPerSample:
                  "metadata": dict(prompt.metadata)}
         found = await self._pool.calls([{"name": self._name, "text": sample.text, "prompt": plain}
                                         for sample in samples], self._given.timeout_s)
-        if failed := next((outcome for outcome in found if isinstance(outcome, PluginFailed)), None):
-            raise failed
-        return [Reward(value, parts) for value, parts in found]
+        return [Reward(value, parts) for value, parts in values(found)]
 
     def close(self) -> None:
         self._pool.close()

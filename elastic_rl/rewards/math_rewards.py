@@ -12,10 +12,10 @@ from pydantic import Field
 
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
-from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.errors import ConfigError
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
 from elastic_rl.rewards.text import normalised_text
-from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, CallGivenUp, WorkerPool
+from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB, CallGivenUp, WorkerPool, values
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 
 log = logging.getLogger(__name__)
@@ -69,9 +69,7 @@ class CheckedCalls:
         again = [i for i, outcome in enumerate(found) if isinstance(outcome, CallGivenUp)]
         for i, outcome in zip(again, await self._pool.calls([jobs[i] for i in again], self._timeout_s), strict=True):
             found[i] = None if isinstance(outcome, CallGivenUp) else outcome
-        if failed := next((outcome for outcome in found if isinstance(outcome, PluginFailed)), None):
-            raise failed
-        return found
+        return values(found)
 
     def close(self) -> None:
         self._pool.close()

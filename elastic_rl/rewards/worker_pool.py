@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic_rl import plugin_host
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins import describe, plain
+from elastic_rl.plugins import plain
 from elastic_rl.rewards import worker
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
 from elastic_rl.runtime import start_child
@@ -55,10 +55,7 @@ class WorkerPool:
     async def call(self, job: Any, timeout_s: float) -> Any:
         """What the function returns for a JSON value, as JSON value. ``timeout_s`` counts from when a worker takes the
         call. Raises CallGivenUp, and PluginFailed for what the function raises and when no worker can be started."""
-        [outcome] = await self.calls([job], timeout_s)
-        if isinstance(outcome, PluginFailed):
-            raise outcome
-        return outcome
+        return values(await self.calls([job], timeout_s))[0]
 
     async def calls(self, jobs: Sequence[Any], timeout_s: float) -> list[Any]:
         """The outcomes of several calls, in order: each what ``call`` returns or, of the errors, an object. They are
@@ -110,8 +107,6 @@ class WorkerPool:
             return self._call(job, timeout_s)
         except PluginFailed as e:
             return e
-        except Exception as e:  # such as RecursionError, of an answer that is nested too deeply
-            return PluginFailed(f"a call of {self._named} failed: {describe(e)}")
 
     def _call(self, job: Any, timeout_s: float) -> Any:
         taken = self._take()
@@ -165,6 +160,14 @@ class WorkerPool:
         if "error" in answer:
             raise PluginFailed(f"{self._named} failed in its worker: {plain(str(answer['error']))}")
         return answer["value"]
+
+
+def values(outcomes: list[Any]) -> list[Any]:
+    """The outcomes of calls, if none of them is an error. Raises the first one that is."""
+    for outcome in outcomes:
+        if isinstance(outcome, PluginFailed):
+            raise outcome
+    return outcomes
 
 
 def _is_cancelled() -> bool:

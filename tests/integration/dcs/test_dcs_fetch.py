@@ -335,7 +335,7 @@ def test_only_the_difference_to_the_last_version_is_sent(fleet: Fleet) -> None:
     before = fleet.sent(SOURCE)
     with puller.pull("policy") as pulled:
         assert_same(pulled, new)
-    assert fleet.sent(SOURCE) - before < nbytes / 3  # what takes too long on a busy machine is asked for again
+    assert fleet.sent(SOURCE) - before < nbytes / 10
     before = fleet.sent(SOURCE, "a")
     fleet.start("b", delta="true")  # has no base
     with fleet.puller("b").pull("policy") as pulled:
