@@ -139,8 +139,20 @@ class EngineFailed(ElasticRLError):
     retryable = True
 
 
+class RequestRefused(EngineFailed):
+    """An engine refused a request for what it says; any other engine would too. No engine is at fault."""
+
+    retryable = False
+
+
 class RoleUnavailable(ElasticRLError):
     """No replica of a role answered in time; Ray Serve replaces replicas that are gone."""
+
+    retryable = True
+
+
+class QueueUnavailable(ElasticRLError):
+    """The queue between generation and training does not take or give groups now."""
 
     retryable = True
 
@@ -155,6 +167,16 @@ class PluginFailed(ElasticRLError):
     """A function that the user's settings name raised, or returned something else than it must."""
 
     retryable = True
+
+
+class PluginAway(PluginFailed):
+    """What the user's code asks does not answer. It says nothing about what it was called for, which is tried again for
+    as long as that lasts."""
+
+    def __init__(self, message: str, *, hint: str = "", replace: bool = False) -> None:
+        """``replace``: whether another process of the user's code may help."""
+        super().__init__(message, hint=hint)
+        self.replace = replace
 
 
 class RouterUnavailable(EngineFailed):
@@ -174,9 +196,11 @@ class OutputFailed(ElasticRLError):
 
 
 class TrainerFailed(ElasticRLError):
-    """The trainer group lost a rank or did not answer; it re-forms from the newest ``trainer_state``."""
+    """A trainer group lost a rank or did not answer; it re-forms from its newest state."""
 
     retryable = True
+    group = "trainer"
+    """Name of the group."""
 
 
 class PreflightFailed(ElasticRLError):

@@ -6,21 +6,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
-from elastic_rl.config import Config
-from elastic_rl.data.samples import Prompt, demonstration
+from elastic_rl.config import ENVIRONMENT, Config, PoolSettings
+from elastic_rl.config.groups import CRITIC
+from elastic_rl.config.unused import unused_settings
+from elastic_rl.data.group_codec import encode_group
+from elastic_rl.data.model_tokenizer import ModelTokenizer
+from elastic_rl.data.samples import Group, Prompt, as_episode, demonstration
 from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
-from elastic_rl.engine.generation import GENERATE_FNS
-from elastic_rl.engine.own_generate import OwnGenerate
+from elastic_rl.engine.own_generate import OwnGenerate, make_generate
+from elastic_rl.engine.server.arguments import tensor_parallel
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
 from elastic_rl.host import checkpoint_capacity, model_folder
-from elastic_rl.models.arch import ModelArch
+from elastic_rl.models.arch import RESERVED_TOKENS, ModelArch, longest_sequence
 from elastic_rl.pipeline.sampled_modes import rejection_groups
 from elastic_rl.pipeline.sampling import decoder
 from elastic_rl.plugin_process import CallLost
-from elastic_rl.plugins import describe, plain, resolve, text_of
-from elastic_rl.rewards.base import Decode, RewardFn, plain_rewards
+from elastic_rl.plugins import describe, plain, text_of
+from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, plain_rewards
 from elastic_rl.rewards.own import close_filter, named_filter
 from elastic_rl.rewards.registry import close_reward, make_reward
 
@@ -62,22 +68,28 @@ def require(cfg: Config, *, begun: bool = False) -> None:
 def check(cfg: Config) -> Iterator[Finding]:
     """A finding for each part of the job, as it is examined. Prompts are read, and the reward is asked what the data's
     own answers are worth."""
-    usable = True
+    usable = plays = True
     for found in _plug_ins(cfg):
         usable &= not (found.part == "reward" and found.fault)
+        plays &= not (found.part == "generate" and found.fault)
         yield found
     made: list[CheckedSource] = []
     yield from _model_and_data(cfg, made.append)
     yield from _of_defaults(cfg)
+    if unused := unused_settings(cfg):
+        yield Finding("settings", "; ".join(unused), hint="without that they change nothing: leave them out, or set it")
     for source in made:
         prompts = _of_prompts(cfg, source)
         yield prompts
+        if cfg.uses_engines and cfg.rollout.environment and plays and not prompts.fault:
+            yield _of_environment(cfg, source)
         if cfg.uses_engines and usable and not prompts.fault:
             yield _of_reward(cfg, source)
 
 
 def _plug_ins(cfg: Config) -> Iterator[Finding]:
-    from elastic_rl.algorithms.registry import algorithm_of  # it imports torch, which no other command needs
+    from elastic_rl.algorithms.registry import algorithm_of  # these import torch, which no other command needs
+    from elastic_rl.pipeline.queues import make_queue
     rollout = cfg.rollout
 
     def algorithm() -> str:
@@ -93,23 +105,42 @@ def _plug_ins(cfg: Config) -> Iterator[Finding]:
         return ", ".join(names) or "none"
 
     def reward() -> str:
-        close_reward(make_reward(rollout.reward, rollout.reward_options))
+        close_reward(make_reward(rollout.reward, rollout.reward_options, pools=cfg.pool_settings("")))
         return rollout.reward
 
     def generate() -> str:
-        if ":" in rollout.generate:
-            OwnGenerate(rollout.generate, "", timeout_s=1.0, retries=1, vocabulary=1).close()
-        else:
-            resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
-        return rollout.generate
+        made = make_generate(cfg, "", 1, str(Path(cfg.model.path).expanduser()))
+        if isinstance(made, OwnGenerate):
+            made.close()
+        return f"{rollout.generate} {rollout.environment}".strip()
 
-    for part, examine in (("algorithm", algorithm), ("generate", generate), ("filters", filters), ("reward", reward)):
-        yield _finding(part, examine)
+    def queue() -> str:
+        if cfg.mode != "rl" or cfg.train.schedule != "fully_async":
+            return "not used"
+        make_queue(cfg, 1).close()
+        return cfg.train.queue
+
+    for part, examine in (("algorithm", algorithm), ("generate", generate), ("filters", filters), ("reward", reward),
+                          ("queue", queue)):
+        found = _finding(part, examine)
+        yield replace(found, hint=_of_tools(cfg)) if part == "generate" and not found.fault else found
+
+
+def _of_tools(cfg: Config) -> str:
+    """What to look at where the prompts describe some tools, but not all that there are; else ""."""
+    options = cfg.data.options.get("chat_template_options")
+    told = options.get("tools") if isinstance(options, dict) else None
+    given = cfg.rollout.environment_options.get("tools") if told and cfg.rollout.environment == "tools" else None
+    names = [str(name).rpartition(":")[2].rpartition(".")[2] for name in given] if isinstance(given, list) else []
+    missing = [name for name in names if name not in str(told)]
+    return (f"data.options.chat_template_options.tools does not describe {', '.join(missing)}: the policy learns of "
+            "them only if the prompts do; described() in elastic_rl/environments/tools.py writes it") if missing else ""
 
 
 def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambda source: None) -> Iterator[Finding]:
     """``made``: gets the source, if the data and the model fit."""
     facts: model_folder.Facts | None = None
+    critic_arch: ModelArch | None = None
     source: CheckedSource | None = None
 
     def model() -> str:
@@ -126,6 +157,12 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         source = make_source(cfg)
         if facts is not None or not cfg.model.path:
             model_folder.require_positions(cfg, facts, source.max_prompt_tokens + source.max_response_tokens)
+        if cfg.critic.model and critic_arch is not None:
+            model_folder.require_critic_positions(cfg, critic_arch,
+                                                  source.max_prompt_tokens + source.max_response_tokens)
+        if cfg.algorithm.teacher is not None and cfg.mode == "rl":
+            _require_teacher(cfg, cfg.pool_settings("")[cfg.algorithm.teacher],
+                             source.max_prompt_tokens + source.max_response_tokens)
         if cfg.mode == "rejection_sampling":
             rejection_groups(cfg, source)
         made(source)
@@ -134,8 +171,27 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         return (f"{cfg.data.source}: {trained}to evaluate {sets}; prompts of up to "
                 f"{source.max_prompt_tokens} tokens, responses of up to {source.max_response_tokens}")
 
+    def critic() -> str:
+        nonlocal critic_arch
+        arch = critic_arch = model_folder.require_critic(cfg)
+        if cfg.critic.model:
+            _require_same_tokens("critic.model", Path(cfg.critic.model).expanduser(), cfg)
+        size = "the policy's shape" if arch is None else f"{arch.layers} layers, hidden size {arch.hidden}"
+        return f"{size}; ranks of its own: {cfg.of_group(CRITIC).trainer.ranks}"
+
     found = _finding("model", model)
     yield found
+    if cfg.uses_critic:
+        yield _finding("critic", critic)
+    if cfg.colocated:
+        yield _finding("placement", lambda: _placement(cfg))
+    for name, pool in cfg.pool_settings("").items():
+        if pool.stream is None:
+            found_pool = _finding(f"pool {name}", partial(_pool, pool))
+            used = name in cfg.rollout.judges or name == cfg.algorithm.teacher
+            yield found_pool if used or found_pool.fault else replace(
+                found_pool, hint="no reward and no algorithm asks it: leave it out, or name it in "
+                "rollout.reward_options or algorithm.teacher")
     if facts is not None:
         arch = facts.arch
         yield _finding("checkpoints", lambda: _capacity(cfg, arch))
@@ -145,6 +201,66 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
         yield _finding("data", data)
         if source is not None:
             yield from _of_eval_set_names(source)
+
+
+def _placement(cfg: Config) -> str:
+    """Of a colocated job. Raises ConfigError for engines that have no room on the trainer's GPUs, or could not release
+    their memory."""
+    import torch  # which no other command needs
+
+    per_engine, ranks = tensor_parallel(cfg.engine.extra_args), cfg.trainer.ranks
+    if cfg.device.uses_cuda(torch.cuda.is_available):
+        if cfg.rollout.engines > ranks // per_engine:
+            fewer = (f"set rollout.engines to {ranks // per_engine} or less" if per_engine <= ranks else
+                     f"lower --tp-size of engine.extra_args to {ranks} or less")
+            raise ConfigError(f"placement=colocated: {cfg.rollout.engines} engines of {per_engine} GPUs do not fit on "
+                              f"the {ranks} GPUs of the trainer", hint=f"{fewer}, or more ranks of the trainer")
+        if find_spec("torch_memory_saver") is None:
+            raise ConfigError("placement=colocated: SGLang cannot release GPU memory without torch_memory_saver",
+                              hint="install the package torch_memory_saver of the release that SGLang names")
+    return "engines on the devices of the trainer, in turns"
+
+
+def _pool(pool: PoolSettings) -> str:
+    kind = model_folder.require_servable(Path(pool.model_dir))
+    try:
+        tensor_parallel(pool.engine.extra_args)
+    except ConfigError as e:
+        raise ConfigError(f"pools.{pool.name}.{e.message}", hint=e.hint) from e
+    return f"{pool.engines} engine{'' if pool.engines == 1 else 's'} with {pool.model_dir}, a {kind} model"
+
+
+def _require_teacher(cfg: Config, pool: PoolSettings, longest: int) -> None:
+    """Raises ConfigError for a teacher that cannot score the policy's samples. ``longest``: tokens of a prompt and a
+    response."""
+    folder = Path(pool.model_dir)
+    if not folder.is_dir():
+        return  # said of the pool
+    room = longest_sequence(folder, pool.engine.max_total_tokens) - RESERVED_TOKENS
+    if longest > room:
+        raise ConfigError(f"algorithm.teacher={pool.name}: a prompt and a response have up to {longest} tokens, and "
+                          f"the teacher's engines take sequences of up to {room}",
+                          hint=f"raise pools.{pool.name}.engine.max_total_tokens if its model has more positions, or "
+                          "shorten responses")
+    if not cfg.model.path:
+        raise ConfigError(f"algorithm.teacher={pool.name} with the built-in model, whose tokens no teacher has",
+                          hint="set model.path to a model with the teacher's tokens")
+    tokens = _require_same_tokens(f"pools.{pool.name}.model", folder, cfg)
+    if (top := cfg.algorithm.teacher_top_k) >= tokens:
+        raise ConfigError(f"algorithm.teacher_top_k={top}, and the teacher has {tokens} tokens",
+                          hint="set a smaller algorithm.teacher_top_k")
+
+
+def _require_same_tokens(setting: str, folder: Path, cfg: Config) -> int:
+    """The number of tokens of a model that gets the policy's: of other ones it would read another text, and nothing
+    would say so. Raises ConfigError unless its folder, which the setting names, has the tokenizer of ``model.path``."""
+    own, other = ModelTokenizer(cfg.model.path).vocabulary, ModelTokenizer(folder, setting).vocabulary
+    if own != other:
+        wrong = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+        raise ConfigError(f"{setting}={folder}: its tokenizer differs from that of model.path in {len(wrong)} tokens, "
+                          f"such as {wrong[0]!r}",
+                          hint="it must have the policy's tokens: take another model of the same family")
+    return len(other)
 
 
 def _of_eval_set_names(source: CheckedSource) -> Iterator[Finding]:
@@ -197,6 +313,9 @@ def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:
             if longer := next((p for p in read if len(p.token_ids) > source.max_prompt_tokens), None):
                 raise ConfigError(f"a prompt of {name} has {len(longer.token_ids)} tokens, but the source allows "
                                   f"{source.max_prompt_tokens}", hint="correct max_prompt_tokens")
+            if cfg.mode == "rl" and cfg.train.schedule == "fully_async" and cfg.train.queue == "transfer_queue":
+                for prompt in read:
+                    encode_group(Group(0, prompt, ()))
             shown = shown or (_as_text(source, read[0]) if read else "")
             longest = max([longest, *(len(p.answer_ids) for p in read if p.answer_ids)])
         if longest > source.max_response_tokens:
@@ -214,6 +333,31 @@ def _as_text(source: CheckedSource, prompt: Prompt) -> str:
     return source.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
 
 
+def _first_prompts(cfg: Config, source: CheckedSource) -> Sequence[Prompt]:
+    """Those that a reward or an environment is tried with. Raises SourceFailed."""
+    given = source.train or source.eval
+    return read_prompts(given, range(min(_REWARDED, len(given))), named=cfg.data.source, answers=False)
+
+
+def _of_environment(cfg: Config, source: CheckedSource) -> Finding:
+    """Whether an episode begins with the first prompts."""
+    def examine() -> str:
+        prompts = _first_prompts(cfg, source)
+        made = make_generate(cfg, "", 1, str(Path(cfg.model.path).expanduser()))
+        assert isinstance(made, OwnGenerate)
+        try:
+            for prompt in prompts:
+                asyncio.run(made.check(prompt))
+        except PluginFailed as e:
+            raise ConfigError(f"rollout.environment={cfg.rollout.environment} begins no episode with a prompt of the "
+                              f"data: {e.message}", hint=e.hint) from e
+        finally:
+            made.close()
+        return f"an episode begins with each of the first {len(prompts)} prompts"
+
+    return _finding("environment", examine)
+
+
 def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
     """What the reward gives for the data's own answers. 0 for each may show a wrong column or reward, or only that a
     response must have more than the answer; so it is no fault."""
@@ -221,15 +365,21 @@ def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
 
     def examine() -> str:
         nonlocal hint
-        given = source.train or source.eval
-        prompts = [p for p in read_prompts(given, range(min(_REWARDED, len(given))), named=cfg.data.source,
-                                           answers=False) if p.answer_ids]
-        if not prompts:
-            return "not tried: the data have no answers"
+        first = _first_prompts(cfg, source)
+        prompts = [p for p in first if p.answer_ids]
         decode = decoder(source)
-        reward = make_reward(cfg.rollout.reward, cfg.rollout.reward_options, decode=decode)
+        reward = make_reward(cfg.rollout.reward, cfg.rollout.reward_options, decode=decode, pools=cfg.pool_settings(""))
         try:
+            if callable(check := getattr(reward, "check", None)):
+                for prompt in first:
+                    check(prompt)
+            if not prompts:
+                return "not tried: the data have no answers"
+            if cfg.rollout.reward == ENVIRONMENT:
+                return "not tried: it is what the environment says of an episode"
             values = asyncio.run(_rewards(cfg, reward, prompts, decode))
+        except RewardAway as e:
+            return f"not tried: {e.message}"
         finally:
             close_reward(reward)
         if max(values) <= 0:
@@ -246,14 +396,14 @@ def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
 async def _rewards(cfg: Config, reward: RewardFn, prompts: Sequence[Prompt], decode: Decode | None) -> list[float]:
     values = []
     for prompt in prompts:
-        sample = demonstration(prompt)
+        sample = as_episode(demonstration(prompt))
         if decode is not None:
             sample = replace(sample, text=decode(sample.response_ids))
         try:
             async with asyncio.timeout(cfg.rollout.reward_timeout_s):
                 [found] = plain_rewards(await reward(prompt, [sample]), 1)
             values.append(found.value)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RewardAway):
             raise
         except (TimeoutError, CallLost) as e:
             raise PluginFailed(f"rollout.reward={cfg.rollout.reward} took longer than rollout.reward_timeout_s="

@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -223,7 +224,16 @@ def main(descriptor: int) -> None:
             send(connection, {"error": describe(e)})
             return
         send(connection, {"value": "ready"})
-        asyncio.run(host.serve())
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(host.serve())
+        except BaseException as e:
+            # A task that the function has made has raised SystemExit. To cancel the calls under way, as asyncio.run
+            # does, would answer them as if each had failed itself; so they are lost.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else 1)
 
 
 if __name__ == "__main__":

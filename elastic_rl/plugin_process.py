@@ -101,6 +101,12 @@ class PluginProcess:
                 raise CallLost(process.ended) from None
             raise
 
+    def replace(self) -> None:
+        """Has the next ``start`` replace the process, once the calls under way have ended."""
+        with self._lock:
+            if self._process is not None:
+                self._process.is_sound = False
+
     def close(self) -> None:
         """Kills the process; calls under way end with CallLost."""
         with self._lock:

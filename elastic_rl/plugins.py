@@ -7,7 +7,7 @@ import importlib
 import os
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +60,17 @@ def _place_of(error: BaseException) -> str:
     return plain(found, _PLACE)
 
 
+def encodable(text: str) -> str:
+    """The text as UTF-8 can hold it: a tokenizer, or a user's code, may give half of a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean …?`` for what is almost a known name; else ""."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def resolve(name: str, registry: Mapping[str, T], *, setting: str) -> T:
     """The registry's entry of this name or, for ``module:attribute``, the attribute of that module, which is imported.
 
@@ -71,9 +82,8 @@ def resolve(name: str, registry: Mapping[str, T], *, setting: str) -> T:
         return registry[name]
     module_name, sep, attribute = name.partition(":")
     if not sep:
-        near = difflib.get_close_matches(name, registry, n=1)
         raise ConfigError(f"{setting}={name!r} is not one of {', '.join(sorted(registry))}"
-                          + (f"; did you mean {near[0]!r}?" if near else ""),
+                          f"{did_you_mean(name, registry)}",
                           hint=f"name one of them, or your own code as {setting}=package.module:name")
     try:
         found: Any = importlib.import_module(module_name)

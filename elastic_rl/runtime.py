@@ -148,6 +148,14 @@ def require_address(host: str, *, setting: str) -> None:
                               hint=f"set {setting} to one that `ip addr` lists, or to 127.0.0.1") from e
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether a process runs. A zombie does not, nor another process that has its number now."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
+
+
 def wait_until(check: Callable[..., T | None], *, timeout_s: float, what: str, poll_s: float = 0.05,
                alive: Callable[..., bool] | None = None) -> T:
     """Polls ``check()`` until it returns something true and returns that. ``alive()`` false ends the wait early. Both

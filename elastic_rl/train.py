@@ -33,12 +33,13 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import JobStatus, Version
+from elastic_rl.etcd.records import GroupLease, JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
 from elastic_rl.host.service_supervisor import ServiceSupervisor
+from elastic_rl.pipeline.run_events import PRODUCER
 from elastic_rl.pipeline.run_log import RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
@@ -134,10 +135,15 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext
 def _absolute(cfg: Config) -> Config:
     """With absolute paths: the run's processes may have another working folder."""
     path = str(Path(cfg.model.path).expanduser().resolve()) if cfg.model.path else ""
+    critic = str(Path(cfg.critic.model).expanduser().resolve()) if cfg.critic.model else ""
     options = with_absolute_paths(cfg.data.source, cfg.data.options)
     return cfg.model_copy(update={"run_dir": cfg.run_dir.resolve(),
                                   "data": cfg.data.model_copy(update={"options": options}),
-                                  "model": cfg.model.model_copy(update={"path": path})})
+                                  "model": cfg.model.model_copy(update={"path": path}),
+                                  "critic": cfg.critic.model_copy(update={"model": critic}),
+                                  "pools": {name: pool.model_copy(update={
+                                      "model": str(Path(pool.model).expanduser().resolve())})
+                                      for name, pool in cfg.pools.items()}})
 
 
 def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
@@ -246,7 +252,9 @@ def _facts(ctx: RunContext, records: list[report_build.Record], code: int | None
             states = [(int(v.meta.get("step", 0)), ConsumedGroups.from_json(v.meta.get("consumed") or {}))
                       for v in list_versions(etcd, ctx.keys, Stream.TRAINER_STATE)
                       if v.committed_at > 0 and v.meta.get("phase") == "rl"]
-            return _Facts(audit(states, groups_per_step=per_step), _status(etcd, ctx.keys).phase,
+            lease = readable_one(etcd.get(ctx.keys.group_lease(PRODUCER)), GroupLease)
+            leased = IntervalSet.from_json(lease.groups) if lease is not None else IntervalSet()
+            return _Facts(audit(states, groups_per_step=per_step, leased=leased), _status(etcd, ctx.keys).phase,
                           list_versions(etcd, ctx.keys, Stream.POLICY))
     except (ElasticRLError, ValidationError, ValueError) as e:
         message = e.message if isinstance(e, ElasticRLError) else f"a record cannot be read: {e}"

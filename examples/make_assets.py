@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from elastic_rl import config
@@ -22,7 +22,10 @@ from elastic_rl.data.tiny_model import make_model_dir
 HERE = Path("runs/examples")
 END, PAD, UNKNOWN = "<|end|>", "<|pad|>", "<|unknown|>"
 SPECIAL = (PAD, END, UNKNOWN, "<|user|>", "<|assistant|>")
+TOOL = "<|tool|>"
 WORDS = ("What", " is", " plus", " times", "?", " ", *"0123456789")
+CALL = ('<tool_call>\n{"name": "calculator", "arguments": {"expression": "', "*", '"}}\n</tool_call>')
+"""What is around and between the factors of a call, a token each."""
 CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 OPERATIONS = {"add": "+", "subtract": "-", "multiply by": "*"}
@@ -30,7 +33,10 @@ GYM_TASKS = ("chain_sum", "gcd", "leg_counting")
 """Tasks of reasoning-gym whose words the tokenizer ``text-tokenizer`` has as tokens."""
 SHAPE = {"hidden_size": 96, "intermediate_size": 288, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
          "max_positions": 64}
-MODELS = {"llama": ("tokenizer", SHAPE | {"family": "llama", "tied_embeddings": True}),
+MODELS = {"llama-tools": ("tool-tokenizer", SHAPE | {"family": "llama", "tied_embeddings": True, "max_positions": 96}),
+          "llama": ("tokenizer", SHAPE | {"family": "llama", "tied_embeddings": True}),
+          "llama-large": ("tokenizer", SHAPE | {"family": "llama", "tied_embeddings": True, "hidden_size": 128,
+                                                "head_dim": 32, "intermediate_size": 384, "num_layers": 3}),
           "qwen3-moe": ("tokenizer", SHAPE | {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2,
                                               "expert_intermediate_size": 144}),
           "qwen3-text": ("text-tokenizer", SHAPE | {"family": "qwen3", "tied_embeddings": True, "max_positions": 96})}
@@ -39,10 +45,21 @@ MODELS = {"llama": ("tokenizer", SHAPE | {"family": "llama", "tied_embeddings": 
 
 def make_word_tokenizer(folder: Path) -> None:
     """A token for each word of the sums and for each digit, and a chat template."""
-    core = Tokenizer(models.WordLevel({text: i for i, text in enumerate((*SPECIAL, *WORDS))}, unk_token=UNKNOWN))
+    _save(_word_tokenizer((*SPECIAL, *WORDS)), folder, unk_token=UNKNOWN)
+
+
+def make_tool_tokenizer(folder: Path) -> None:
+    """As ``make_word_tokenizer``, with what calls of a calculator are made of."""
+    core = _word_tokenizer((*SPECIAL, TOOL, *WORDS))
+    core.add_tokens([AddedToken(text, normalized=False) for text in CALL])
+    _save(core, folder, (*SPECIAL[3:], TOOL), unk_token=UNKNOWN)
+
+
+def _word_tokenizer(tokens: Sequence[str]) -> Tokenizer:
+    core = Tokenizer(models.WordLevel({text: i for i, text in enumerate(tokens)}, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d| ?[A-Za-z]+|."), "isolated")
     core.decoder = decoders.Fuse()
-    _save(core, folder, unk_token=UNKNOWN)
+    return core
 
 
 def make_text_tokenizer(folder: Path) -> None:
@@ -62,9 +79,9 @@ def make_text_tokenizer(folder: Path) -> None:
     _save(core, folder)
 
 
-def _save(core: Tokenizer, folder: Path, **special: str) -> None:
+def _save(core: Tokenizer, folder: Path, further: Sequence[str] = SPECIAL[3:], **special: str) -> None:
     made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=UNKNOWN,
-                                   additional_special_tokens=list(SPECIAL[3:]), clean_up_tokenization_spaces=False)
+                                   additional_special_tokens=list(further), clean_up_tokenization_spaces=False)
     made.chat_template = CHAT
     made.save_pretrained(folder)
 
@@ -72,6 +89,56 @@ def _save(core: Tokenizer, folder: Path, **special: str) -> None:
 def sums(numbers: range = range(60)) -> list[dict[str, Any]]:
     """Every sum of two of these numbers."""
     return _shuffled({"a": f"{a:02}", "b": f"{b:02}", "answer": f"{a + b:03}"} for a in numbers for b in numbers)
+
+
+def claims() -> list[dict[str, Any]]:
+    """Sums with a result that is right, or wrong in the ways of a model that learns: some digits are others, or the
+    last one is missing or there twice. The verdict says of each digit whether it is right (1 or 0), and then of the
+    whole."""
+    chance = random.Random(1)
+
+    def wrong(right: str) -> str:
+        if chance.random() < 0.1:
+            return right[:-1] if chance.random() < 0.5 else right + right[-1]
+        claim = right
+        while claim == right:
+            claim = "".join(chance.choice((digit, chance.choice("0123456789"))) for digit in right)
+        return claim
+
+    def verdict(right: str, claim: str) -> str:
+        digits = "".join(str(int(claim[i:i + 1] == digit)) for i, digit in enumerate(right))
+        return f"{digits} {int(claim == right)}"
+
+    return _shuffled(one | {"claim": claim, "verdict": verdict(one["answer"], claim)}
+                     for one in sums() for claim in (one["answer"], wrong(one["answer"])))
+
+
+def calls(numbers: range = range(10, 50)) -> list[dict[str, Any]]:
+    """Of every product that no question is for a conversation up to the call of a calculator, and one up to the
+    answer after it; what is imitated is what the model says next."""
+    begin, sign, end = CALL
+    found = []
+    for a, b in _pairs(numbers, held_out=False):
+        asked, call, product = _question(a, b), f"{begin}{a}{sign}{b}{end}", str(a * b)
+        found += [{"messages": [asked], "answer": call},
+                  {"messages": [asked, {"role": "assistant", "content": call}, {"role": "tool", "content": product}],
+                   "answer": product}]
+    return _shuffled(found)
+
+
+def products(numbers: range = range(10, 50)) -> list[dict[str, Any]]:
+    """Questions for products that ``calls`` does not have."""
+    return _shuffled({"messages": [_question(a, b)], "product": str(a * b)}
+                     for a, b in _pairs(numbers, held_out=True))
+
+
+def _question(a: int, b: int) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {a} times {b}?"}
+
+
+def _pairs(numbers: range, *, held_out: bool) -> list[tuple[int, int]]:
+    """Of the pairs of these numbers four of ten, or the others."""
+    return [(a, b) for a in numbers for b in numbers if ((a * 7 + b * 3) % 10 < 4) is held_out]
 
 
 def functions() -> list[dict[str, Any]]:
@@ -101,10 +168,12 @@ def write(path: Path, problems: list[dict[str, Any]]) -> None:
     partial.rename(path)
 
 
-TOKENIZERS: dict[str, Callable[[Path], None]] = {"tokenizer": make_word_tokenizer, "text-tokenizer":
-                                                 make_text_tokenizer}
+TOKENIZERS: dict[str, Callable[[Path], None]] = {
+    "tokenizer": make_word_tokenizer, "text-tokenizer": make_text_tokenizer, "tool-tokenizer": make_tool_tokenizer}
 PROBLEMS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "sums.jsonl": sums, "larger_sums.jsonl": lambda: sums(range(60, 90)), "functions.jsonl": functions}
+    "sums.jsonl": sums, "larger_sums.jsonl": lambda: sums(range(60, 90)), "functions.jsonl": functions,
+    "claims.jsonl": claims, "calls.jsonl": calls, "products.jsonl": lambda: products()[:400],
+    "further_products.jsonl": lambda: products()[400:]}
 
 
 def main() -> None:

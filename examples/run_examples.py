@@ -26,6 +26,9 @@ from elastic_rl.host.processes import python
 EXAMPLES = Path(__file__).resolve().parent
 POLICY_OF = {"eval": "sft", "rejection_sampling": "sft"}
 """Examples whose engines serve the policy that another example has made."""
+MODEL_OF = {"genrm": ("judge", "pools.genrm.model"), "on_policy_distillation": ("teacher", "pools.teacher.model"),
+            "tool_use": ("tool_calls", "model.path")}
+"""Examples for which another one makes a model → that one, and the setting that names its folder."""
 _STOP_S = 180.0
 """For a run that is interrupted: it takes its cluster down."""
 
@@ -123,7 +126,8 @@ def settings_of(seed: int, job: str) -> list[str]:
 
 def require_settings(names: Sequence[str], seeds: Sequence[int]) -> None:
     """Raises ConfigError for an example that cannot run with one of the seeds, its base included."""
-    for name in (*names, *(POLICY_OF[name] for name in names if name in POLICY_OF)):
+    for name in (*names, *(POLICY_OF[name] for name in names if name in POLICY_OF),
+                 *(MODEL_OF[name][0] for name in names if name in MODEL_OF)):
         for seed in seeds:
             config.load(EXAMPLES / f"{name}.yaml", settings_of(seed, job_of(name, seed)))
 
@@ -152,6 +156,11 @@ def run(name: str, seed: int, job: str, limit_s: float, threshold: Threshold | N
     before, after = accuracies(_report(cfg.job_dir / "report.json"))
     return Result(name, seed, job, before, after, time.monotonic() - began,
                   fault or fault_of(process.returncode, before, after, threshold))
+
+
+def _policy(name: str, job: str) -> Path:
+    """Folder of the policy that a run has left."""
+    return config.load(EXAMPLES / f"{name}.yaml", [f"--job={job}"]).job_dir / "policy"
 
 
 def _report(path: Path) -> dict[str, Any]:
@@ -218,6 +227,12 @@ def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], l
                 if base.fault:
                     return Result(name, seed, job, None, None, 0.0, f"needs {base.example}, which failed")
                 arguments.append(f"--from-job={base.job}")
+            if name in MODEL_OF:
+                of, setting = MODEL_OF[name]
+                base = require(of, seed)
+                if base.fault:
+                    return Result(name, seed, job, None, None, 0.0, f"needs {base.example}, which failed")
+                arguments.append(f"--{setting}={_policy(of, base.job)}")
             if (name, seed) in taken:
                 arguments.append("--keep-up")
                 clusters.callback(end, name, seed, job)

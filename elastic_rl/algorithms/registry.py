@@ -16,12 +16,15 @@ from elastic_rl.algorithms.advantages import (
     leave_one_out,
 )
 from elastic_rl.algorithms.cispo import clipped_weight_loss
+from elastic_rl.algorithms.distillation import teacher_advantages
 from elastic_rl.algorithms.gspo import sequence_policy_loss
 from elastic_rl.algorithms.loss_batch import LossBatch
 from elastic_rl.algorithms.losses import clipped_policy_loss, negative_log_likelihood
+from elastic_rl.algorithms.ppo import clipped_value_loss, gae_advantages, sample_rewards
 from elastic_rl.algorithms.sapo import soft_gated_loss
 from elastic_rl.config import AlgorithmConfig, Config
 from elastic_rl.config.algorithm import Aggregate
+from elastic_rl.data.batch import Batch
 from elastic_rl.errors import ConfigError
 from elastic_rl.plugins import resolve
 from elastic_rl.telemetry.training_metrics import PUBLISH
@@ -45,6 +48,16 @@ class AlgorithmSpec:
     """Names that ``token_loss`` returns; their means over all tokens become metrics."""
     advantages: Callable[[Tensor, AlgorithmConfig], Tensor] | None = None
     """``(rewards [G, K] of all groups of a step, settings) -> [G, K]``; None where no reward is used."""
+    token_advantages: Callable[[Batch, AlgorithmConfig], Tensor] | None = None
+    """``(a step's batch, settings) -> [N, T]``: an advantage for each token, which the loss gets in the place of one
+    for each sample. The batch has ``advantages``, ``old_logprobs`` and ``inputs``. The loss ``needs``
+    "token_advantages" then."""
+    inputs: tuple[str, ...] = ()
+    """Further tensors of the batch that ``token_advantages`` reads: "teacher_logprobs", "values".
+    With "values" the job has a critic: what the function returns are its errors, so values and these add up to the
+    returns that it learns from, and the policy's loss gets them whitened if the settings say so. The batch has
+    ``ref_logprobs`` too then, where the divergence from the reference policy is a part of the reward
+    (``algorithm.kl_in``), which the function is to take off each token."""
     aggregate: Aggregate = "token"
     """How the losses of tokens become that of a batch, unless ``algorithm.aggregate`` says otherwise. ``token``: the
     mean over all tokens of the batch (DAPO). ``sequence``: the mean over samples of each one's mean (GRPO as
@@ -54,12 +67,18 @@ class AlgorithmSpec:
 
 RESERVED_STATS = frozenset((
     "loss", "tokens", "lr", "grad_norm", "train_s", "logprob_diff_mean", "logprob_diff_max", "tis_weight_mean",
-    "tis_capped_fraction", "kl_reference", "reference_step", "entropy", "advantage_mean", "advantage_std",
-    "advantage_min", "advantage_max", "train_tokens_per_s", "tflops_per_rank", "mfu", "peak_memory_bytes")) | PUBLISH
+    "tis_capped_fraction", "kl_reference", "kl_teacher", "kl_teacher_top", "teacher_refused", "reference_step",
+    "entropy", "advantage_mean", "advantage_std", "advantage_min", "advantage_max", "critic_loss", "critic_grad_norm",
+    "critic_lr", "value_clip_fraction", "value_mean", "return_mean", "explained_variance", "train_tokens_per_s",
+    "tflops_per_rank", "mfu", "peak_memory_bytes")) | PUBLISH
 """Metrics of the training step itself."""
 _NEEDS = ("old_logprobs", "advantages")
-_SUPPLIED = ("old_logprobs", "advantages", "ref_logprobs")
+_SUPPLIED = ("old_logprobs", "advantages", "ref_logprobs", "token_advantages")
 """Tensors that a step of RL has for a loss."""
+_TEACHER, _VALUES = "teacher_logprobs", "values"
+_INPUTS = (_TEACHER, _VALUES)
+"""Tensors that a step of RL has for advantages of tokens."""
+_TOP = ("teacher_top_ids", "teacher_top_logprobs")
 _STAT_NAME = 64
 _CLIP_STATS = ("ratio_mean", "clip_fraction", "kl")
 _SAPO_STATS = ("ratio_mean", "gate_mean", "kl")
@@ -67,15 +86,22 @@ _SAPO_STATS = ("ratio_mean", "gate_mean", "kl")
 ALGOS: dict[str, AlgorithmSpec] = {spec.name: spec for spec in (
     AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative),
     AlgorithmSpec("dapo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative),
-    AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_centred, "constant"),
-    AlgorithmSpec("gspo", _NEEDS, sequence_policy_loss, _CLIP_STATS, group_relative, "sequence"),
-    AlgorithmSpec("sapo", _NEEDS, soft_gated_loss, _SAPO_STATS, group_relative, "sequence"),
+    AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_centred, aggregate="constant"),
+    AlgorithmSpec("gspo", _NEEDS, sequence_policy_loss, _CLIP_STATS, group_relative, aggregate="sequence"),
+    AlgorithmSpec("sapo", _NEEDS, soft_gated_loss, _SAPO_STATS, group_relative, aggregate="sequence"),
     AlgorithmSpec("cispo", _NEEDS, clipped_weight_loss, _CLIP_STATS, group_relative),
     AlgorithmSpec("rloo", _NEEDS, clipped_policy_loss, _CLIP_STATS, leave_one_out),
     AlgorithmSpec("reinforce_pp", _NEEDS, clipped_policy_loss, _CLIP_STATS, batch_normalised),
     AlgorithmSpec("reinforce_pp_baseline", _NEEDS, clipped_policy_loss, _CLIP_STATS, batch_normalised_with_baseline),
+    AlgorithmSpec("on_policy_distillation", ("old_logprobs", "token_advantages"), clipped_policy_loss, _CLIP_STATS,
+                  group_relative, teacher_advantages, (_TEACHER,)),
+    AlgorithmSpec("ppo", ("old_logprobs", "token_advantages"), clipped_policy_loss, _CLIP_STATS, sample_rewards,
+                  gae_advantages, (_VALUES,)),
     AlgorithmSpec("sft", (), negative_log_likelihood),
 )}
+
+CRITIC_LOSS = AlgorithmSpec("value", ("values", "returns"), clipped_value_loss, ("value_clip_fraction",))
+"""How a critic learns, in whose loss values are in the place of log-probs."""
 
 
 def algorithm_of(cfg: Config, phase: str = "rl") -> AlgorithmSpec:
@@ -86,7 +112,22 @@ def algorithm_of(cfg: Config, phase: str = "rl") -> AlgorithmSpec:
         raise ConfigError(f"algorithm.name={cfg.algorithm.name!r} is a {type(spec).__name__}, not an AlgorithmSpec")
     if phase == "rl":
         _require_trainable(spec, cfg.algorithm)
+        if uses_values(spec) and cfg.mode == "rl" and not cfg.uses_critic:
+            raise ConfigError(f"algorithm.name={cfg.algorithm.name!r} needs the values of a critic, and there is none",
+                              hint="set critic.enabled=true")
+        if cfg.uses_critic and not uses_values(spec):
+            raise ConfigError(f"algorithm.name={cfg.algorithm.name!r} has no use for a critic",
+                              hint="leave critic.enabled out, or set algorithm.name to ppo")
+        if cfg.uses_reference_group and not uses_reference(spec, cfg.algorithm):
+            raise ConfigError(f"reference.enabled=true, and algorithm.name={cfg.algorithm.name!r} compares nothing "
+                              "with the reference policy",
+                              hint="set algorithm.kl_coef or algorithm.report_kl, or leave reference.enabled out")
     return spec
+
+
+def uses_values(spec: AlgorithmSpec) -> bool:
+    """Whether advantages are made with the values of a critic."""
+    return _VALUES in spec.inputs
 
 
 def _require_trainable(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> None:
@@ -103,6 +144,23 @@ def _require_trainable(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> None:
         raise ConfigError(f"algorithm.name={algorithm.name!r} divides by a constant length, which is not set",
                           hint="set algorithm.constant_length_tokens to the longest response, or algorithm.aggregate "
                                "to token or sequence")
+    taught = bool(algorithm.teacher_top_k) or "teacher_logprobs" in spec.inputs
+    if taught and algorithm.teacher is None:
+        raise ConfigError(f"algorithm.name={algorithm.name!r} with algorithm.teacher_top_k={algorithm.teacher_top_k} "
+                          "learns from a teacher, and there is none",
+                          hint="set algorithm.teacher to a name, and pools.NAME.model to the folder of its model")
+    if algorithm.teacher is not None and not taught:
+        raise ConfigError(f"algorithm.name={algorithm.name!r} has no use for algorithm.teacher={algorithm.teacher}",
+                          hint="set algorithm.name to on_policy_distillation, or algorithm.teacher_top_k")
+    if algorithm.reward_coef and "teacher_logprobs" not in spec.inputs:
+        raise ConfigError(f"algorithm.name={algorithm.name!r} has no use for algorithm.reward_coef="
+                          f"{algorithm.reward_coef:g}: its advantages are those of rewards",
+                          hint="leave it out; algorithm.teacher_coef is the weight of the teacher")
+    if "teacher_logprobs" in spec.inputs and not algorithm.reward_coef and (
+            algorithm.overlong_buffer_tokens or (algorithm.kl_coef and algorithm.kl_in == "reward")):
+        raise ConfigError(f"algorithm.name={algorithm.name!r} learns nothing from rewards with reward_coef=0, so "
+                          "algorithm.overlong_buffer_tokens and algorithm.kl_in=reward have no effect",
+                          hint="set algorithm.reward_coef, or leave them out")
     if algorithm.kl_coef and (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k1"):
         raise ConfigError(f"algorithm.kl_coef={algorithm.kl_coef} with algorithm.kl_estimator=k1 in the loss: the "
                           "expectation of its gradient is 0",
@@ -125,6 +183,13 @@ def _faults(spec: AlgorithmSpec) -> Iterator[str]:
     for name in spec.needs:
         if name not in _SUPPLIED:
             yield f"needs {name!r}, and a batch has {', '.join(_SUPPLIED)}"
+    if spec.token_advantages is not None and not callable(spec.token_advantages):
+        yield "has token_advantages that are no function"
+    if ("token_advantages" in spec.needs) != (spec.token_advantages is not None):
+        yield "must both need 'token_advantages' and say by a function of this name how they are made, or neither"
+    for name in spec.inputs:
+        if name not in _INPUTS:
+            yield f"has the input {name!r}, and a batch has {', '.join(_INPUTS)}"
     for name in spec.stats:
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _STAT_NAME:
             yield f"has a stat whose name is not text of 1 to {_STAT_NAME} printable characters: {name!r:.100}"
@@ -140,7 +205,8 @@ def required_tensors(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> tuple[s
     if spec.advantages is None:
         return spec.needs
     added = {"old_logprobs": algorithm.tis_cap is not None,
-             "ref_logprobs": algorithm.measures_kl and algorithm.kl_in == "loss"}
+             "ref_logprobs": algorithm.measures_kl and algorithm.kl_in == "loss",
+             **dict.fromkeys(_TOP, bool(algorithm.teacher_top_k))}
     return (*spec.needs, *(name for name, wanted in added.items() if wanted and name not in spec.needs))
 
 

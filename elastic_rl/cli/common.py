@@ -71,18 +71,21 @@ def _given(ctx: typer.Context, file: Path | None) -> dict[str, Any]:
 def named_cluster(ctx: typer.Context, file: Path | None, *, say: Callable[[str], None] | None = None) -> Cluster:
     """The cluster of the job that the command line, or the default, names. A cluster that was started and not taken
     down keeps its settings where the command line names none."""
-    return _cluster_of(_given(ctx, file), say=say)
+    return _cluster_of(_given(ctx, file), file, say=say)
 
 
-def _cluster_of(given: Mapping[str, Any], *, stored: bool = True, say: Callable[[str], None] | None = None) -> Cluster:
+def _cluster_of(given: Mapping[str, Any], file: Path | None, *, stored: bool = True,
+                say: Callable[[str], None] | None = None) -> Cluster:
     from elastic_rl import config as configuration
+    from elastic_rl.config import reading
     from elastic_rl.host import cluster_settings
     from elastic_rl.host.local_cluster import Cluster
     where = Cluster(cluster_settings.location(given))
     if not stored or not where.known:
         cfg = configuration.parse(given)
     else:
-        cfg = cluster_settings.on_top(where.dir, {**given, "job": where.cfg.job, "run_dir": str(where.cfg.run_dir)})
+        cfg = cluster_settings.on_top(where.dir, {**given, "job": where.cfg.job, "run_dir": str(where.cfg.run_dir)},
+                                      of_file=reading.values(file, ()))
     return Cluster(cfg, say=say) if say else Cluster(cfg)
 
 
@@ -104,7 +107,7 @@ def find_cluster(ctx: typer.Context, file: Path | None, *, to_stop: bool = False
             raise ConfigError(f"several clusters are up: {', '.join(sorted(up))}", hint="name one with --job=NAME")
         if up:
             given["job"] = up[0]
-    return _cluster_of(given, stored=not to_stop)
+    return _cluster_of(given, file, stored=not to_stop)
 
 
 # -- the cluster that a command addresses ------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ PROGRAM = "elastic-rl"
 _LIMIT_S = 0.7
 """For the cluster's answer, so that a completion takes about a second with the start of Python."""
 _MAX_NAMES = 200
-_NO_ROLES = {"trainer", "engine", "driver", "dcs", "coordinator"}
+GROUPS = ("trainer", "critic", "actor_fwd", "reference")
+"""Those of ``config.groups``, which are not read there: a command's help must not wait for pydantic."""
+_NO_ROLES = {*GROUPS, "engine", "driver", "dcs", "coordinator"}
 """Members whose role is not a Ray Serve deployment."""
 
 
@@ -54,7 +56,7 @@ def operations(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def targets(ctx: typer.Context, incomplete: str) -> list[str]:
     """Targets of a restart."""
-    return _starting(["trainer", "job"], incomplete) + _names(ctx, incomplete, _parts)
+    return _starting([*GROUPS, "job"], incomplete) + _names(ctx, incomplete, _parts)
 
 
 def _parts(api: AdminClient) -> list[str]:

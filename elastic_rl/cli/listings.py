@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 app = typer.Typer()
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it, until Ctrl-C.")]
 
-_POOL = ("name", "desired", "ready", "starting", "pending", "draining", "external", "message")
+_POOL = ("name", "desired", "ready", "starting", "pending", "released", "draining", "external", "message")
 _WAITING = ("part", "state", "message")
 _ENGINE = ("id", "state", "version", "pull_apply_s", "pause_s", "updated_at", "reason")
+_POOL_WIDE = ("stream", "model", "router_url")
 _ENGINE_WIDE = ("pool", "host", "url", "pid", "external", "applying", "epoch", "started_at")
 _MEMBER = ("role", "id", "pid", "step", "progress_at", "phase")
 _MEMBER_WIDE = ("host", "url", "epoch", "beat_at")
@@ -136,7 +137,7 @@ def alert_rows(alerts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 @api_command(app)
 def pools(cluster: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:
     """List pools of engines, with desired and actual numbers."""
-    _listing(cluster, "/v1/pools", _POOL, (), output, watch=watch)
+    _listing(cluster, "/v1/pools", _POOL, _POOL_WIDE, output, watch=watch)
 
 
 def list_engines(cluster: Target, watch: Watch = False, output: Output = Format.TABLE) -> None:

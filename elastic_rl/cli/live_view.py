@@ -42,7 +42,8 @@ _MAX_NOTES = 3
 _SETS = 8
 """Evaluation sets beside the main one that are shown."""
 _MAX_SEEN = 1000
-_STATE_STYLE = {EngineState.READY: "green", EngineState.DEAD: "red", EngineState.QUARANTINED: "red"}
+_STATE_STYLE = {EngineState.READY: "green", EngineState.RELEASED: "dim", EngineState.DEAD: "red",
+                EngineState.QUARANTINED: "red"}
 _SEVERITY_STYLE = {Severity.INFO: "dim", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 
 
@@ -219,6 +220,11 @@ def _add_training_facts(facts: Table, state: RunState, width: int) -> None:
         facts.add_row(Text(f"  {printable(name)}"), _f(accuracy))
     facts.add_row("version", f"{last.get('policy_version', '–')}, staleness {last.get('staleness', '–')}, "
                              f"log-prob difference {_e(last.get('logprob_diff_max'))}")
+    if "groups_queued" in (flow := last.get("algorithm") or {}):  # train.schedule=fully_async
+        facts.add_row("groups", f"{_f(flow['groups_queued'], 0)} queued, {_f(flow.get('groups_leased'), 0)} being "
+                                f"generated, {_f(flow.get('groups_stale'), 0)} too stale, "
+                                f"{_f(flow.get('groups_lost'), 0)} lost, staleness {_f(flow.get('staleness_mean'), 2)} "
+                                "in the mean")
 
 
 def _add_sampled_facts(facts: Table, last: Record) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_UPDATE = (("kl", "KL"), ("kl_reference", "KL to reference"), ("entropy", "entropy"),
-           ("clip_fraction", "clip fraction"), ("grad_norm", "gradient norm"))
+_UPDATE = (("kl", "KL"), ("kl_reference", "KL to reference"), ("kl_teacher", "KL to teacher"),
+           ("entropy", "entropy"), ("clip_fraction", "clip fraction"), ("grad_norm", "gradient norm"))
 _THROUGHPUT = (("generate_tokens_per_s", "{:,.0f} tokens/s generated", 1.0),
                ("train_tokens_per_s", "{:,.0f} tokens/s trained", 1.0), ("mfu", "MFU {:.1f} %", 100.0),
                ("peak_memory_bytes", "{:.2f} GiB a rank at most", 2.0 ** -30))

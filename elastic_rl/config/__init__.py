@@ -6,6 +6,7 @@ Names carry their unit (``_s`` seconds, ``_bytes`` bytes). An unknown key is an 
 from elastic_rl.config.alerts import AlertConfig, AlertRoute
 from elastic_rl.config.algorithm import AlgorithmConfig
 from elastic_rl.config.coordinator import CoordinatorConfig
+from elastic_rl.config.critic import CriticConfig
 from elastic_rl.config.data import DataConfig
 from elastic_rl.config.dcs import DcsConfig, Stream
 from elastic_rl.config.device import DeviceConfig
@@ -14,8 +15,9 @@ from elastic_rl.config.etcd import EtcdConfig
 from elastic_rl.config.eval import EvalConfig
 from elastic_rl.config.failure_policy import FailurePolicyConfig
 from elastic_rl.config.model import ModelConfig
+from elastic_rl.config.pools import ROLLOUT_POOL, PoolConfig, PoolSettings
 from elastic_rl.config.rejection import RejectionConfig
-from elastic_rl.config.rollout import RolloutConfig
+from elastic_rl.config.rollout import ENVIRONMENT, RolloutConfig
 from elastic_rl.config.root import Config, load, parse
 from elastic_rl.config.section import Positive, Seconds, Section
 from elastic_rl.config.sft import SftConfig
@@ -24,11 +26,13 @@ from elastic_rl.config.train import TrainConfig
 from elastic_rl.config.trainer import TrainerConfig
 
 __all__ = [
+    "ENVIRONMENT",
     "AlertConfig",
     "AlertRoute",
     "AlgorithmConfig",
     "Config",
     "CoordinatorConfig",
+    "CriticConfig",
     "DataConfig",
     "DcsConfig",
     "DeviceConfig",
@@ -37,7 +41,10 @@ __all__ = [
     "EvalConfig",
     "ModelConfig",
     "FailurePolicyConfig",
+    "PoolConfig",
+    "PoolSettings",
     "Positive",
+    "ROLLOUT_POOL",
     "RejectionConfig",
     "RolloutConfig",
     "Seconds",

@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from elastic_rl.config.pools import PoolName
 from elastic_rl.config.section import Positive, Section
+
+
+def reference_step(step: int, every: int | None) -> int:
+    """The RL step whose policy is the reference in RL step ``step``, counted from 1; 0: the policy with which RL began.
+    ``every``: ``algorithm.reference_every_steps``. Raises ValueError for a step below 1."""
+    if step < 1:
+        raise ValueError(f"steps count from 1, got {step}")
+    return (step - 1) // every * every if every else 0
+
 
 Aggregate = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -17,8 +27,9 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     """Name of the algorithm: ``grpo`` (arXiv:2402.03300), ``dapo`` (arXiv:2503.14476), ``dr_grpo`` (arXiv:2503.20783),
     ``gspo`` (arXiv:2507.18071), ``sapo`` (arXiv:2511.20347), ``cispo`` (arXiv:2506.13585), ``rloo`` (arXiv:2402.14740),
-    ``reinforce_pp`` and ``reinforce_pp_baseline`` (arXiv:2501.03262), or your own ``AlgorithmSpec`` as
-    ``package.module:name``."""
+    ``reinforce_pp`` and ``reinforce_pp_baseline`` (arXiv:2501.03262), ``ppo`` (arXiv:1707.06347, with
+    the critic of the section ``critic``), ``on_policy_distillation`` (arXiv:2306.13649; it needs a ``teacher``), or
+    your own ``AlgorithmSpec`` as ``package.module:name``."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The importance ratio is clipped from below at 1 minus this."""
     clip_high: NotNegative = 0.28
@@ -58,10 +69,12 @@ class AlgorithmConfig(Section):
     """Truncated importance sampling: each token's loss is multiplied by the ratio of the trainer's probability of the
     token before the step to the engine's, of at most this; 2 is usual. Ratios of the policy loss are then those of the
     trainer to itself before the step, which with more than one of ``train.updates_per_step`` costs a forward pass over
-    the batch. null: off, and ratios are those of the trainer to the engine."""
+    the batch, by the trainer's ranks or with ``actor_fwd.enabled`` by others. null: off, and ratios are those of the
+    trainer to the engine."""
     kl_coef: NotNegative = 0.0
     """Weight of the divergence from the reference policy, the policy with which RL began. Above 0 each trainer rank
-    keeps the reference's weights in host memory, and each step takes another forward pass over its batch."""
+    keeps the reference's weights in host memory, and each step takes another forward pass over its batch; both not with
+    ``reference.enabled``."""
     kl_estimator: KlEstimator = "k3"
     """How the divergence from the reference policy is estimated from a token's log-probs: ``k1``, the log-ratio, for
     rewards only; ``k2``, half its square; ``k3``, GRPO's, which is unbiased and never negative."""
@@ -75,6 +88,30 @@ class AlgorithmConfig(Section):
     reference_every_steps: Positive | None = None
     """Number of RL steps after which the policy of that time becomes the reference policy, again and again. null: the
     policy with which RL began is the reference throughout."""
+    teacher: PoolName | None = None
+    """Pool whose model is the teacher, for ``on_policy_distillation`` and ``teacher_top_k``: its engines score each
+    sample. It must have the policy's tokens, and is compared with the policy at temperature 1. null: none."""
+    teacher_coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the divergence from the teacher."""
+    teacher_top_k: Annotated[int, Field(ge=0, le=256)] = 0
+    """Number of the teacher's most probable tokens at each place whose log-probs it gives. With them the reverse
+    divergence from the teacher is a term of the loss, in which all other tokens count as one; of any algorithm. 0: the
+    divergence is estimated from the sampled tokens alone, by the advantages of ``on_policy_distillation``."""
+    reward_coef: NotNegative = 0.0
+    """Weight of the advantages that follow from rewards, as those of ``grpo``, beside the teacher's with
+    ``on_policy_distillation``. 0: rewards are reported, and teach nothing."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With ``ppo``, what a reward one token later counts."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With ``ppo``, the lambda of generalised advantage estimation (arXiv:1506.02438): 0 trusts the critic, with little
+    variance; 1 trusts the rewards, without bias."""
+    whiten_advantages: bool = True
+    """Whether the advantages of an algorithm with a critic are brought to mean 0 and standard deviation 1 over all
+    trained tokens of a step. What the critic learns from is not."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """With a critic, how far a token's value may move in one step before its gradient ends (PPO's clipped value loss):
+    the loss is the larger squared error of the value and of the value within this of the one before the step. null:
+    not clipped."""
     entropy_coef: float = 0.0
     """Weight of the entropy of the policy's distribution at each trained token, which is subtracted from its loss:
     above 0 it keeps the policy exploring. Other than 0, it takes memory for two more copies of a micro-batch's logits

@@ -17,6 +17,10 @@ class Stream(StrEnum):
     """Weights that engines serve."""
     TRAINER_STATE = "trainer_state"
     """What a trainer resumes from: weights, optimizer, random states, position in the data."""
+    CRITIC = "critic"
+    """Weights of the value model, of a job that has one."""
+    CRITIC_STATE = "critic_state"
+    """What the critic's group resumes from."""
 
 
 class DcsConfig(Section):
@@ -93,10 +97,11 @@ class DcsConfig(Section):
     durable_url: str = ""
     """Durable store that committed versions are copied to: an fsspec URL, such as s3://bucket/path or
     file:///mnt/ckpt. Empty: no version is copied."""
-    durable_streams: list[Stream] = [Stream.POLICY, Stream.TRAINER_STATE]
-    """Streams that are copied to ``durable_url``."""
+    durable_streams: list[Stream] = [Stream.POLICY, Stream.TRAINER_STATE, Stream.CRITIC_STATE]
+    """Streams that are copied to ``durable_url``, in turns. The states of policy and critic are copied in pairs."""
     durable_keep_versions: Positive = 3
-    """Number of versions kept of each stream at ``durable_url``."""
+    """Number of versions kept of each stream at ``durable_url``, besides the newest states of policy and critic that
+    belong together."""
     durable_full_every: Positive = 8
     """Every n-th copy at ``durable_url`` holds the whole version; those between hold what changed against it. 1: every
     copy is whole."""

@@ -35,6 +35,10 @@ class EngineConfig(Section):
     than the longest forward pass."""
     drain_timeout_s: Seconds = 60.0
     """Seconds for which an engine that is scaled in may finish its requests in flight before it is stopped."""
+    release_timeout_s: Seconds = 180.0
+    """Seconds within which an engine with ``placement: colocated`` must release its memory once it is the trainer's
+    turn, and take it once it is the engines'; a slower one is replaced, unless it is starting. The time begins again
+    with an update of its weights, and with the end of one."""
     max_total_tokens: Positive = 16384
     """Capacity of an engine's KV cache, in tokens (SGLang's ``--max-total-tokens``)."""
     max_running_requests: Positive = 256
@@ -44,10 +48,15 @@ class EngineConfig(Section):
     """Weights of up to this many bytes a tensor-parallel rank are loaded and verified beside the live ones while the
     engine serves, and swapped in during a short pause; that takes the same memory once more. Larger ones are loaded in
     place during a longer pause. 0: always in place."""
-    pause_mode: Literal["retract", "in_place"] = "retract"
-    """What happens to requests in flight when the weights change. ``retract``: they continue, and their KV cache is
-    computed again with the new weights. ``in_place``: they continue with their KV cache and the prefix cache is kept: a
-    shorter pause, and tokens whose attention mixes two versions."""
+    pause_mode: Literal["retract", "in_place", "abort", "drain"] = "retract"
+    """What happens to requests in flight when the weights change. ``retract``: they wait in the engine, and go on with
+    their KV cache computed again by the new weights. ``in_place``: they go on with their KV cache, and the prefix cache
+    is kept: a shorter pause, and tokens whose attention mixes two versions. ``abort``: the engine gives back what it
+    has sampled, and the rest is asked for again, of whichever engine the router chooses: none waits for an engine that
+    updates slowly. ``drain``: the engine takes no new request and finishes those that it has, for up to
+    ``drain_timeout_s``, before it updates (those that are left then are retracted): a sample is of one version, and
+    the engine idles until the longest is done. Not for samples of several turns, which would meet engines that take no
+    request. With all but ``drain``, every part of a sample carries the version that made it."""
     seeded_sampling: Literal["auto", "on", "off"] = "auto"
     """Whether samples are drawn by seeds that follow from the run's ``seed``, the prompt group and the sample, so that
     the same run samples the same, whichever engine answers (SGLang's ``--enable-deterministic-inference``). On GPUs it

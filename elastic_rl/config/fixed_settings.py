@@ -60,6 +60,10 @@ FIXED = (
     Rule("algorithm.name", "the committed optimizer state belongs to it"),
     Rule(_MEASURES_KL, "a reference policy is kept from the beginning of RL or not at all", after_sft=True),
     Rule("algorithm.reference_every_steps", "it decides which policy is the reference of a step", after_sft=True),
+    Rule("reference.enabled", "the ranks that train keep the reference policy from the beginning of RL or not at all",
+         after_sft=True),
+    Rule("critic.enabled", "the states of the policy and of the critic belong together from the beginning of RL"),
+    Rule("critic.model", "the committed weights of the critic have this model's shape"),
     Rule("device.dtype", "the committed weights have this dtype; another job, begun with --from-job, may have another"),
 )
 

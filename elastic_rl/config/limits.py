@@ -22,8 +22,12 @@ class Ordered:
     larger: str
     why: str
     may_equal: bool = False
+    only_if: str = ""
+    """Property of the configuration that says whether it matters; "": always."""
 
     def holds(self, cfg: BaseModel) -> bool:
+        if self.only_if and not getattr(cfg, self.only_if):
+            return True
         small, large = value_of(self.smaller, cfg), value_of(self.larger, cfg)
         return small <= large if self.may_equal else small < large
 
@@ -52,8 +56,14 @@ LIMITS = (
             "whoever pulls makes no progress while it waits for a node, and would count as hung"),
     Ordered("engine.request_timeout_s", "engine.drain_timeout_s",
             "an engine that is scaled in must be able to finish a request that it has begun", may_equal=True),
+    Ordered("engine.drain_timeout_s", "engine.release_timeout_s",
+            "an engine whose turn is over must be able to finish the requests that it has", only_if="colocated"),
+    Ordered("engine.apply_timeout_s", "engine.release_timeout_s",
+            "an engine whose turn is over must be able to finish the update that it has begun", only_if="colocated"),
     Ordered("coordinator.reconcile_interval_s", "coordinator.hang_max_s",
             "the driver reports its progress once in each pass, and would count as hung"),
+    Ordered("train.queue_call_timeout_s", "coordinator.hang_max_s",
+            "the actor makes no progress while it waits for the queue, and would count as hung"),
     # etcd and leases.
     Ordered("etcd.retry_budget_s", "coordinator.reconcile_deadline_s",
             "the leader would be blamed for an outage of etcd"),

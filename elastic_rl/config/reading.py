@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -47,6 +47,17 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 keys += known_keys(kind, f"{prefix}{name}.")
     return keys
+
+
+def mappings(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Paths of the settings that are mappings with keys of the user's own."""
+    found = []
+    for name, field in model.model_fields.items():
+        if get_origin(field.annotation) is dict:
+            found.append((*prefix, name))
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += mappings(field.annotation, (*prefix, name))
+    return found
 
 
 def values(path: Path | str | None, overrides: Iterable[str]) -> dict[str, Any]:

@@ -10,21 +10,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from elastic_rl.config import limits, reading
+from elastic_rl.config import critic as critics
+from elastic_rl.config import forward, limits, pools, reading
 from elastic_rl.config.alerts import AlertConfig
 from elastic_rl.config.algorithm import AlgorithmConfig
 from elastic_rl.config.coordinator import CoordinatorConfig
+from elastic_rl.config.critic import CriticConfig
 from elastic_rl.config.data import DataConfig
-from elastic_rl.config.dcs import DcsConfig
+from elastic_rl.config.dcs import DcsConfig, Stream
 from elastic_rl.config.device import DeviceConfig
 from elastic_rl.config.engine import EngineConfig
 from elastic_rl.config.etcd import EtcdConfig
 from elastic_rl.config.eval import EvalConfig
 from elastic_rl.config.failure_policy import FailurePolicyConfig
+from elastic_rl.config.forward import ForwardConfig
+from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE, GroupSpec
 from elastic_rl.config.model import ModelConfig
+from elastic_rl.config.pools import ROLLOUT_POOL, PoolConfig, PoolName, PoolSettings
 from elastic_rl.config.rejection import RejectionConfig
 from elastic_rl.config.rollout import RolloutConfig
-from elastic_rl.config.section import FolderPath, Section
+from elastic_rl.config.section import FolderPath, Section, changed
 from elastic_rl.config.sft import SftConfig
 from elastic_rl.config.telemetry import TelemetryConfig
 from elastic_rl.config.train import TrainConfig
@@ -55,6 +60,12 @@ class Config(Section):
     run_dir: FolderPath = Path("runs")
     """Folder of all jobs: reports are in ``<run_dir>/<job>``; logs, pids and addresses of the cluster in
     ``<run_dir>/<job>/cluster``."""
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """Where the engines of the policy run. ``disaggregated``: on devices of their own. ``colocated``: on those of the
+    trainer, in turns: while the trainer computes, the engines have released the memory of their weights and KV cache,
+    and while they generate, it keeps its weights and optimizer in host memory. For jobs of ``mode: rl`` with
+    ``train.max_staleness: 0``, whose trainer and engines would wait for one another anyway. Further pools have devices
+    of their own."""
     device: DeviceConfig = DeviceConfig()
     etcd: EtcdConfig = EtcdConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
@@ -68,14 +79,31 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     rejection: RejectionConfig = RejectionConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig = CriticConfig()
+    actor_fwd: ForwardConfig = ForwardConfig()
+    reference: ForwardConfig = ForwardConfig()
     engine: EngineConfig = EngineConfig()
+    pools: dict[PoolName, PoolConfig] = {}
+    """Pools of engines by name, beside ``rollout``, which serves the policy: each with a model, a router and engines of
+    its own. Jobs of ``mode: sft`` have none."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        faults = [*self._faults(), *limits.broken(self)]
+        faults = [*self._faults(), *pools.faults(self.engine, self.pools),
+                  *critics.faults(self.trainer, self.train, self.critic),
+                  *forward.faults(self.trainer, self._forward_groups), *limits.broken(self)]
+        if not faults:
+            faults = [f"pools.{pool.name}: {fault}" for pool in self.pool_settings("").values()
+                      for fault in limits.broken(self.model_copy(update={
+                          "engine": pool.engine, "placement": "colocated" if pool.colocated else "disaggregated"}))]
+        for group in self.trainer_groups if not faults else ():
+            if group is not ACTOR:
+                own = self.of_group(group)
+                faults += [f"of the group {group.name}: {group.with_own_keys(fault)}"
+                           for fault in (*own._faults(), *limits.broken(own))]
         if faults:
             raise ValueError("\n  ".join(faults))
         return self
@@ -120,11 +148,35 @@ class Config(Section):
                    "of them to its default")
         if self.device.type == "cpu" and self.device.dist_backend == "nccl":
             yield "device.dist_backend=nccl with device.type=cpu: nccl connects GPUs; set it to auto or gloo"
+        if (teacher := self.algorithm.teacher) is not None:
+            if teacher not in self.pools:
+                name = "NAME" if teacher == pools.ROLLOUT_POOL else teacher
+                yield (f"algorithm.teacher={teacher} is no further pool of the job: set algorithm.teacher={name} and "
+                       f"pools.{name}.model to the folder of the teacher's model")
+            if self.rollout.temperature != 1.0 and self.mode == "rl":
+                yield (f"algorithm.teacher={teacher} with rollout.temperature={self.rollout.temperature:g}: "
+                       "the log-probs of a teacher are of temperature 1; set rollout.temperature to 1")
+        if self.rollout.environment and not self.model.path:
+            yield (f"rollout.environment={self.rollout.environment} with the built-in model, which has no chat "
+                   "template: set model.path")
         if self.deterministic and self.train.max_staleness:
             yield (f"train.max_staleness={self.train.max_staleness} with deterministic=true: which version makes a "
                    "sample would depend on time; set it to 0")
+        if self.deterministic and self.train.schedule == "fully_async" and self.rollout.filters:
+            yield ("train.schedule=fully_async with deterministic=true and rollout.filters: which groups "
+                   "rollout.max_dropped_groups still lets filters drop would depend on which finish first; set "
+                   "train.schedule=sync")
         if self.deterministic and self.engine.seeded_sampling == "off":
             yield "engine.seeded_sampling=off with deterministic=true: samples must be drawn by seeds; leave it at auto"
+        if self.engine.pause_mode == "drain" and self.rollout.generates_apart and self.mode == "rl":
+            yield (f"engine.pause_mode=drain with rollout.generate={self.rollout.generate}: all engines drain for the "
+                   "same version, and take no further turn of the samples that they have begun; set pause_mode to "
+                   "retract, in_place or abort")
+        yield from self._forward_faults()
+        if self.colocated:
+            yield from self._colocation_faults()
+        if self.uses_critic:
+            yield from self._critic_faults()
         if dcs.host in ("", "0.0.0.0", "::") and not dcs.advertise_host:
             yield f"dcs.host={dcs.host!r} is not an address that others can reach: set dcs.advertise_host"
         if any(tls := (dcs.tls_cert, dcs.tls_key, dcs.tls_ca)) and not all(tls):
@@ -135,6 +187,56 @@ class Config(Section):
             yield "coordinator.tls_ca needs coordinator.tls_cert and coordinator.tls_key"
         if coordinator.ports and len(coordinator.ports) != coordinator.replicas:
             yield f"coordinator.ports has {len(coordinator.ports)} ports for {coordinator.replicas} replicas"
+
+    def _forward_faults(self) -> Iterator[str]:
+        """What does not fit together with groups that compute with the policy."""
+        if self.mode != "rl":
+            for name, group in self._forward_groups.items():
+                if group.enabled:
+                    yield (f"{name}.enabled=true with mode={self.mode}: only a job of mode=rl has use for it; "
+                           "leave it out")
+            return
+        if self.reference.enabled and self.dcs.durable_url:
+            yield ("reference.enabled=true with dcs.durable_url: the durable store keeps the newest versions of a "
+                   "stream, and the policy that is the reference may be older, so a run could not go on from it; leave "
+                   "one of them out")
+        if self.actor_fwd.enabled and (self.algorithm.tis_cap is None or self.train.updates_per_step == 1):
+            yield ("actor_fwd.enabled=true: log-probs before a step are needed with algorithm.tis_cap and more than "
+                   "one of train.updates_per_step (the pass of a single update has them); set both, or leave it out")
+        if self.reference.enabled and not self.algorithm.measures_kl and ":" not in self.algorithm.name:
+            yield ("reference.enabled=true, and nothing is compared with the reference policy: set algorithm.kl_coef "
+                   "or algorithm.report_kl, or leave it out")
+
+    def _colocation_faults(self) -> Iterator[str]:
+        """What does not fit together with ``placement: colocated``."""
+        if self.mode != "rl":
+            yield (f"placement=colocated with mode={self.mode}: only a job of mode=rl has both a trainer and engines; "
+                   "set placement=disaggregated")
+        if self.train.max_staleness:
+            yield (f"placement=colocated with train.max_staleness={self.train.max_staleness}: engines that generate "
+                   "while the trainer computes need devices of their own; set train.max_staleness=0, or "
+                   "placement=disaggregated")
+        if self.train.schedule == "fully_async":
+            yield ("placement=colocated with train.schedule=fully_async: groups are generated beside the steps, so "
+                   "engines need devices of their own; set train.schedule=sync, or placement=disaggregated")
+        if self.uses_critic:
+            yield ("placement=colocated with a critic: only one trainer group takes turns with engines; set "
+                   "placement=disaggregated, or an algorithm without a critic")
+        for name, group in self._forward_groups.items():
+            if group.enabled:
+                yield (f"placement=colocated with {name}.enabled=true: only one trainer group takes turns with "
+                       "engines; set placement=disaggregated, or leave it out")
+
+    def _critic_faults(self) -> Iterator[str]:
+        """What does not fit together in a job with a critic."""
+        streams = {group.state for group in self.trainer_groups if group.trains}
+        if self.dcs.durable_url and (missing := streams - set(self.dcs.durable_streams)) and missing != streams:
+            yield (f"dcs.durable_streams has no {', '.join(missing)}: policy and critic resume at one step, so after "
+                   "a loss of the DCS nodes the state of one is worth nothing without that of the other; list "
+                   f"{' and '.join(sorted(streams))}, or neither")
+        if self.critic.warmup_steps >= self.train.steps:
+            yield (f"critic.warmup_steps={self.critic.warmup_steps} with train.steps={self.train.steps}: the policy "
+                   "would never learn; set fewer critic.warmup_steps")
 
     def _expert_faults(self) -> Iterator[str]:
         """What does not fit together of the small model's experts."""
@@ -157,10 +259,67 @@ class Config(Section):
         actor."""
         return self.mode != "sft"
 
+    def pool_settings(self, model_dir: str) -> dict[str, PoolSettings]:
+        """What the engines of each pool of the job are, by the pool's name. ``model_dir``: of the policy's model."""
+        if not self.uses_engines:
+            return {}
+        # A colocated engine gets a version when it has no weights: there is nothing that could serve meanwhile, and a
+        # copy beside them would take the memory of the device that the trainer needs.
+        engine = self.engine.model_copy(update={"staging_limit_bytes": 0}) if self.colocated else self.engine
+        policy = PoolSettings(ROLLOUT_POOL, model_dir, Stream.POLICY, self.rollout.engines, engine, self.colocated)
+        idle = self.algorithm.teacher if self.mode != "rl" else None  # it teaches nobody
+        return {ROLLOUT_POOL: policy, **{
+            name: PoolSettings(name, str(Path(pool.model).expanduser()), None, pool.engines,
+                               changed(self.engine, pool.engine))
+            for name, pool in self.pools.items() if name != idle or name in self.rollout.judges}}
+
+    @property
+    def colocated(self) -> bool:
+        """Whether trainer and engines of the policy share devices, in turns."""
+        return self.placement == "colocated"
+
     @property
     def uses_trainer(self) -> bool:
         """Whether the job trains. If not, what it makes is its output."""
         return self.mode in ("rl", "sft")
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a second trainer group trains a value model."""
+        wanted = self.algorithm.name == "ppo" if self.critic.enabled is None else self.critic.enabled
+        return wanted and self.mode == "rl"
+
+    @property
+    def trainer_groups(self) -> tuple[GroupSpec, ...]:
+        """The trainer groups of the job."""
+        wanted = ((ACTOR, self.uses_trainer), (CRITIC, self.uses_critic), (ACTOR_FWD, self.uses_actor_fwd),
+                  (REFERENCE, self.uses_reference_group))
+        return tuple(group for group, used in wanted if used)
+
+    @property
+    def uses_actor_fwd(self) -> bool:
+        """Whether a group of its own has the log-probs before a step."""
+        return self.actor_fwd.enabled and self.mode == "rl"
+
+    @property
+    def uses_reference_group(self) -> bool:
+        """Whether a group of its own has the reference policy; else the ranks of the trainer have it, where there is
+        one."""
+        return self.reference.enabled and self.mode == "rl"
+
+    @property
+    def _forward_groups(self) -> dict[str, ForwardConfig]:
+        return {ACTOR_FWD.name: self.actor_fwd, REFERENCE.name: self.reference}
+
+    def of_group(self, group: GroupSpec) -> Config:
+        """The configuration as the ranks of a trainer group have it."""
+        if not group.trains:
+            return self.model_copy(update={
+                "trainer": changed(self.trainer, self._forward_groups[group.name].trainer)})
+        if group is not CRITIC:
+            return self
+        return self.model_copy(update={"trainer": changed(self.trainer, self.critic.trainer),
+                                       "train": changed(self.train, self.critic.train)})
 
     @property
     def imitates_answers(self) -> bool:

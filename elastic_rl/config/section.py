@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 _Path = TypeVar("_Path", str, Path)
 
@@ -36,3 +37,20 @@ class Section(BaseModel):
     ``elastic-rl config schema``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+_Section = TypeVar("_Section", bound=Section)
+
+
+def changed(section: _Section, changes: Mapping[str, Any]) -> _Section:
+    """The section with some settings changed, as a part of a job has it. Raises ValidationError."""
+    return type(section).model_validate({**section.model_dump(), **changes})
+
+
+def faults_of_changes(section: Section, changes: Mapping[str, Any], key: str) -> Iterator[str]:
+    """What is wrong with changes of a section. ``key``: of the setting that holds them."""
+    try:
+        changed(section, changes)
+    except ValidationError as e:
+        for fault in e.errors():
+            yield f"{'.'.join((key, *map(str, fault['loc'])))}: {fault['msg'].removeprefix('Value error, ')}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from elastic_rl.config.section import LrDecay, Positive, Section
+from elastic_rl.config.section import LrDecay, Positive, Seconds, Section
 
 
 class TrainConfig(Section):
@@ -54,7 +54,27 @@ class TrainConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Number of versions by which the weights that generated a sample may be older than the trainer's. 0: synchronous
     training."""
+    schedule: Literal["sync", "fully_async"] = "sync"
+    """How generation and training take turns. ``sync``: the groups of a step are generated, then trained on.
+    ``fully_async``: groups are generated all the time beside the steps, and a step takes those that have finished, in
+    that order; ``max_staleness`` bounds how far the two may be apart. With ``max_staleness: 0`` it trains what ``sync``
+    trains; 1 lets one step's groups be generated during the step before, and 2 also covers the time in which engines
+    get a version."""
+    max_groups_in_flight: Positive | None = None
+    """With ``schedule: fully_async``, number of prompt groups that are generated at once. null: as many as
+    ``max_staleness`` allows, which is ``(max_staleness + 1) * prompts_per_step`` with those that wait or are trained
+    on."""
+    queue: Literal["embedded", "transfer_queue"] = "embedded"
+    """With ``schedule: fully_async``, where finished groups wait for their step. ``embedded``: in the memory of the
+    actor. ``transfer_queue``: in Ray actors of the package TransferQueue, on other hosts; install
+    ``elastic-rl[transfer-queue]``, and keep the cluster's network closed, since its sockets take pickles as Ray's do.
+    Groups that a queue loses are generated again."""
+    queue_units: Positive = 2
+    """Storage actors, with ``queue: transfer_queue``. One that dies takes the groups of all with it."""
+    queue_call_timeout_s: Seconds = 30.0
+    """Seconds that one group may take into the queue or out of it, with ``queue: transfer_queue``, before the queue's
+    actors are replaced."""
     logprob_tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference between an engine's and the trainer's log-probability of the same token; a larger one raises
-    ``logprob.mismatch``. null: 1e-4, and 0.5 with ``device.dtype: bfloat16``, in which engine and trainer round
-    differently."""
+    ``logprob.mismatch``, in steps all of whose samples are of the newest weights. null: 1e-4, and 0.5 with
+    ``device.dtype: bfloat16``, in which engine and trainer round differently."""

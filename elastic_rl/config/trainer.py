@@ -45,9 +45,10 @@ class TrainerConfig(Section):
     all but the input of each layer, for about a third more time. Gradients are the same."""
     max_share_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     """Largest share of a batch that a data-parallel replica accepts, in bytes. A share has 13 bytes (9 in the
-    supervised phase, 4 more with log-probs of a reference policy) for each of its sequences times the tokens of its
-    longest one; the rank that receives it may hold four in host memory. A larger one is refused, and the job waits
-    until a person changes a setting."""
+    supervised phase, 4 more with log-probs of a reference policy, 4 more with advantages of tokens; a critic's has
+    17) for each of its sequences times the tokens of its longest one, and with ``algorithm.teacher_top_k`` 8 (k + 1)
+    for each trained token; the rank that receives it may hold four in host memory. A larger one is refused, and the job
+    waits until a person changes a setting."""
     max_restarts: Positive = 10
     """Number of times that the trainer group re-forms after the loss of a rank. After one more loss its agent ends,
     with an alert, and is started again after a backoff."""

@@ -28,8 +28,16 @@ class PoolView(BaseModel):
     external: int = 0
     pending: int = 0
     """Engines that wait for room in the cluster."""
+    released: int = 0
+    """Engines that wait for the trainer's turn to end."""
     message: str = ""
     """What the pool waits for."""
+    model: str = ""
+    """Folder of its engines' model."""
+    stream: str = ""
+    """Whose versions its engines serve; empty for the weights of the folder, which never change."""
+    router_url: str = ""
+    """Base URL of its router."""
     revision: int
     etag: str
 
@@ -78,8 +86,8 @@ def view(spec: KeyValue, status: KeyValue | None) -> PoolView:
     desired = PoolSpec.decode(spec.value)
     actual = decode(status, PoolStatus, {}) if status else None
     counts = actual.model_dump(exclude={"name"}) if actual else {}
-    return PoolView(name=desired.name, desired=desired.desired, revision=spec.mod_revision,
-                    etag=etag(spec.mod_revision), **counts)
+    return PoolView(name=desired.name, desired=desired.desired, model=desired.model, stream=desired.stream,
+                    revision=spec.mod_revision, etag=etag(spec.mod_revision), **counts)
 
 
 def views(keys: Keys, kvs: Iterable[KeyValue]) -> list[PoolView]:

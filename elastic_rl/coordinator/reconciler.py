@@ -75,7 +75,8 @@ class Reconciler:
         self._wake, self._stopping = threading.Event(), threading.Event()
         guarded = election.writer
         operations = OperationService(etcd, keys, election, cfg, clock=clock)
-        self._operations = OperationController(keys, cfg.trainer.ranks if cfg.uses_trainer else 0, guarded)
+        self._operations = OperationController(
+            keys, {group.name: cfg.of_group(group).trainer.ranks for group in cfg.trainer_groups}, guarded)
         self._failures = FailureController(etcd, keys, cfg.failure_policy, operations, guarded)
         self._membership = MembershipController(etcd, keys, cfg, self._failures.record_fault, guarded)
         self._probe, self._write_failures = EtcdProbe(etcd, keys), WriteFailureNotifier(notifier)

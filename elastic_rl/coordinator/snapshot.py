@@ -18,6 +18,7 @@ from elastic_rl.config import Config, Stream
 from elastic_rl.coordinator.etcd_health import EtcdProbe, Health
 from elastic_rl.coordinator.records import FaultLog, LastSeen
 from elastic_rl.coordinator.targets import JOB
+from elastic_rl.dcs.catalog.reads import newest_number
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import RangeDecoder, decode_all
 from elastic_rl.etcd.keys import Keys
@@ -127,9 +128,15 @@ class ClusterSnapshot:
         """Epochs up to this one were ended by a global restart."""
         return self.restarts[JOB].epoch if JOB in self.restarts else 0
 
+    def follows(self, engine: Engine) -> str:
+        """Stream whose versions an engine serves; empty for one that serves the weights of a folder."""
+        spec = self.specs.get(engine.pool)
+        return spec.stream if spec is not None else Stream.POLICY
+
     def ready(self, pool: str) -> int:
-        """Ready engines of the pool's own; external ones are extra."""
-        return self._own_engines[pool, EngineState.READY]
+        """Ready engines of the pool's own, and those that were ready until they released their memory to the trainer;
+        external ones are extra."""
+        return self._own_engines[pool, EngineState.READY] + self._released[pool]
 
     def draining(self, pool: str) -> int:
         return self._own_engines[pool, EngineState.DRAINING]
@@ -138,12 +145,10 @@ class ClusterSnapshot:
     def _own_engines(self) -> Counter[tuple[str, EngineState]]:
         return Counter((e.pool, e.state) for e in self.engines.values() if not e.external)
 
-
-def newest_number(etcd: EtcdClient, prefix: str) -> int:
-    """The highest of the numbers that end the keys under a prefix; 0 for none. Raises EtcdUnavailable."""
-    newest = etcd.page(prefix, limit=1, newest_first=True).kvs
-    name = newest[0].key.removeprefix(prefix) if newest else ""
-    return int(name) if name.isdecimal() else 0
+    @cached_property
+    def _released(self) -> Counter[str]:
+        """Released engines whose server runs, by pool; another one has yet to show that it starts."""
+        return Counter(e.pool for e in self.engines.values() if e.state is EngineState.RELEASED and e.pid)
 
 
 class SnapshotReader:
@@ -200,7 +205,8 @@ class SnapshotReader:
         faults = reading.range(keys.faults_prefix(), FaultLog)
         restarts = reading.range(keys.restarts_prefix(), RestartRequest)
         external = reading.range(keys.external_engines_prefix(), ExternalEngine)
-        durable, committed = self._read_lags(engines, heads)
+        frozen = {spec.name for spec in specs if not spec.stream}
+        durable, committed = self._read_lags([e for e in engines.values() if e.pool not in frozen], heads)
         if epoch is not None:
             reading.revisions[epoch.key] = epoch
         return ClusterSnapshot(
@@ -215,9 +221,9 @@ class SnapshotReader:
             committed=committed, durable=durable, etcd_health=self._probe.health() if self._probe else Health(),
             revisions=reading.revisions, unreadable=reading.unreadable)
 
-    def _read_lags(self, engines: Mapping[str, Engine], heads: Mapping[str, Version]
+    def _read_lags(self, engines: Iterable[Engine], heads: Mapping[str, Version]
                    ) -> tuple[dict[str, int], dict[str, dict[int, float]]]:
-        """``durable`` and ``committed`` of the snapshot, at most once a second."""
+        """``durable`` and ``committed`` of the snapshot, at most once a second. ``engines``: that serve the policy."""
         if time.monotonic() - self._lags_at < _LAGS_EVERY_S:
             return self._lags
         durable: dict[str, int] = {
@@ -225,8 +231,7 @@ class SnapshotReader:
         committed = {}
         for stream in sorted({Stream.POLICY, *durable}):
             have = [durable[stream]] if stream in durable else []
-            have += [e.version for e in engines.values() if e.version and e.state.serving
-                     ] if stream == Stream.POLICY else []
+            have += [e.version for e in engines if e.version and e.state.serving] if stream == Stream.POLICY else []
             if not have or stream not in heads or heads[stream].number <= min(have):
                 continue  # nothing lags, and a listing of all versions is not for each reading
             kvs, _ = self._etcd.range(self._keys.versions_prefix(stream), limit=_VERSIONS, newest_first=True)

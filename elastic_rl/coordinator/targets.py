@@ -1,15 +1,19 @@
-"""Targets of operations, restarts and faults: ``pools/NAME``, ``engines/ID``, ``roles/NAME``, ``trainer``, ``job``."""
+"""Targets of operations, restarts and faults: ``pools/NAME``, ``engines/ID``, ``roles/NAME``, ``job``, and the trainer
+groups by their names, ``trainer``, ``critic``, ``actor_fwd`` and ``reference``: all ranks of one."""
 
 from __future__ import annotations
 
-TRAINER = "trainer"
-"""The trainer group, all of its ranks."""
 JOB = "job"
 """The whole compute plane."""
 
 
 def pool_target(name: str) -> str:
     return f"pools/{name}"
+
+
+def router_target(pool: str) -> str:
+    """The router of a pool, in what the driver reports."""
+    return f"routers/{pool}"
 
 
 def engine_target(engine_id: str) -> str:

@@ -3,6 +3,7 @@
 A batch is named tensors, each of which the schema describes: the trainer asks for those that its algorithm needs, and
 a new one needs a line in ``SCHEMA`` and nothing else. N is the number of samples, T the width of the batch. Tensors
 [N, T] are aligned with the tokens: what they hold at t is about the token at t, which is predicted from those before.
+L is the number of loss tokens, sample by sample: what takes much room for each is there for no others.
 """
 
 from __future__ import annotations
@@ -35,8 +36,13 @@ SCHEMA: dict[str, TensorSpec] = {
     "old_logprobs": TensorSpec(torch.float32, ("N", "T")),  # log-probs they were sampled with; 0 elsewhere
     "trainer_logprobs": TensorSpec(torch.float32, ("N", "T")),  # the trainer's own, before a step's first update
     "ref_logprobs": TensorSpec(torch.float32, ("N", "T")),  # of the reference policy; 0 elsewhere
+    "teacher_logprobs": TensorSpec(torch.float32, ("N", "T")),  # of the teacher; 0 elsewhere
+    "teacher_top_ids": TensorSpec(torch.int32, ("L", "K")),  # its most probable ones in a token's place
+    "teacher_top_logprobs": TensorSpec(torch.float32, ("L", "K")),
     "advantages": TensorSpec(torch.float32, ("N",)),
     "token_advantages": TensorSpec(torch.float32, ("N", "T")),  # instead of ``advantages``: one per token
+    "values": TensorSpec(torch.float32, ("N", "T")),        # of the critic, before the step; 0 elsewhere
+    "returns": TensorSpec(torch.float32, ("N", "T")),       # what the values should have been; 0 elsewhere
     "versions": TensorSpec(torch.int64, ("N",)),            # oldest policy version that generated the sample
 }
 _REQUIRED = ("tokens", "lengths", "loss_mask")
@@ -51,6 +57,8 @@ class Batch:
     def __post_init__(self) -> None:
         """Raises ConfigError for an unknown or missing tensor and for inconsistent shapes, dtypes or lengths."""
         sizes: dict[str, int] = {}
+        if "loss_mask" in self.tensors:
+            sizes["L"] = int(self.tensors["loss_mask"].sum())
         for name in _REQUIRED:
             if name not in self.tensors:
                 raise ConfigError(f"a batch needs the tensor {name!r}; it has {sorted(self.tensors)}")
@@ -71,7 +79,8 @@ class Batch:
             raise ConfigError(f"lengths must be 1 to {sizes['T']}, not {int(lengths.min())} to {int(lengths.max())}")
         if bool((mask & (torch.arange(sizes["T"])[None] >= lengths[:, None])).any()):
             raise ConfigError("the loss mask includes padding")
-        for name in ("old_logprobs", "ref_logprobs", "advantages", "token_advantages"):
+        for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs", "teacher_top_logprobs", "advantages",
+                     "token_advantages", "values", "returns"):
             if name in self.tensors and not bool(torch.isfinite(self[name]).all()):
                 raise ConfigError(f"{name} has a value that is not finite")
         if bool(mask[:, 0].any()):
@@ -103,6 +112,18 @@ class Batch:
             raise ConfigError(f"the batch has token ids from {int(tokens.min())} to {int(tokens.max())}; the model has "
                               f"{vocab} tokens", hint="the data must be tokenized with the model's own tokenizer")
 
+    def with_tensors(self, **tensors: torch.Tensor) -> Batch:
+        """The same samples with further tensors, or others in the place of theirs. Raises as the constructor."""
+        return Batch({**self.tensors, **tensors})
+
+    def only(self, *names: str) -> Batch:
+        """The same samples with these tensors alone. Raises ConfigError for one that it does not have."""
+        return Batch({name: self[name] for name in names})
+
+    def without(self, *names: str) -> Batch:
+        """The same samples without these tensors."""
+        return Batch({name: tensor for name, tensor in self.tensors.items() if name not in names})
+
     @property
     def loss_tokens(self) -> int:
         """Number of tokens that are trained on."""
@@ -110,8 +131,21 @@ class Batch:
 
     def rows(self, part: slice | torch.Tensor, width: int | None = None) -> Batch:
         """The samples of a slice, or with these numbers; of rows of ``width`` positions, which none of them exceeds."""
-        return Batch({name: (tensor[:, :width] if SCHEMA[name].dims == ("N", "T") else tensor)[part]
-                      for name, tensor in self.tensors.items()})
+        def of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            dims = SCHEMA[name].dims
+            if dims[0] == "L":
+                return tensor[self._loss_rows(part)]
+            return (tensor[:, :width] if dims == ("N", "T") else tensor)[part]
+
+        return Batch({name: of(name, tensor) for name, tensor in self.tensors.items()})
+
+    def _loss_rows(self, part: slice | torch.Tensor) -> torch.Tensor:
+        """Numbers [l] of the loss tokens of some samples, in the samples' order, in tensors [L, …]."""
+        counts = self["loss_mask"].sum(dim=1)
+        first = (counts.cumsum(0) - counts)[part]
+        of_sample = torch.repeat_interleave(torch.arange(len(first)), counts[part])
+        ends = counts[part].cumsum(0)
+        return first[of_sample] + torch.arange(int(counts[part].sum())) - (ends - counts[part])[of_sample]
 
     def share_rows(self, count: int) -> list[torch.Tensor]:
         """For each of ``count`` data-parallel replicas the numbers of its samples, ascending, with about as many tokens
@@ -119,21 +153,25 @@ class Batch:
         return [torch.tensor(rows, dtype=torch.int64) for rows in balanced(self["lengths"].tolist(), count)]
 
     def shares(self, count: int) -> list[Batch]:
-        """Splits the samples over data-parallel replicas, as ``share_rows``. Each share is as wide as its own longest
-        sample: one long response does not pad the shares of all replicas."""
-        return [self.rows(rows, width=self._longest(rows)) for rows in self.share_rows(count)]
+        """Splits the samples over data-parallel replicas, as ``share_rows``."""
+        return [self.share(rows) for rows in self.share_rows(count)]
 
-    def joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[N, T] of this batch from values [n, t] of each of its ``shares``, in their order; padding is 0 or False.
+    def share(self, rows: torch.Tensor) -> Batch:
+        """The samples with these numbers, as wide as the longest of them: one long response does not pad the shares of
+        all replicas."""
+        return self.rows(rows, width=self._longest(rows))
+
+    def joined(self, rows: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[N, T] of this batch from values [n, t] of each ``share`` of these rows; padding is 0 or False.
 
         Raises ConfigError for values that are not those of the shares.
         """
         out = values[0].new_zeros(self["tokens"].shape)
-        for rows, own in zip(self.share_rows(len(values)), values, strict=True):
-            expected = [len(rows), self._longest(rows)]
+        for of_share, own in zip(rows, values, strict=True):
+            expected = [len(of_share), self._longest(of_share)]
             if list(own.shape) != expected:
                 raise ConfigError(f"the values of a share must be {expected}, not {list(own.shape)}")
-            out[rows, :expected[1]] = own
+            out[of_share, :expected[1]] = own
         return out
 
     def _longest(self, rows: torch.Tensor) -> int:

@@ -86,9 +86,13 @@ class FileSource:
         return FilesRows(files)
 
     def _text(self, row: Mapping[str, Any], where: str) -> str:
-        if self._template:
-            return self._maker.text(self._template.render(row, where), where)
-        return self._maker.conversation(value_at(row, self._options.messages_key, where), where)
+        content = self._content(row, where)
+        return self._maker.text(content, where) if self._template else self._maker.conversation(content, where)
+
+    def _content(self, row: Mapping[str, Any], where: str) -> Any:
+        """What is asked: a text, or the row's messages."""
+        return self._template.render(row, where) if self._template else value_at(
+            row, self._options.messages_key, where)
 
     def _made(self, text: str, row: Mapping[str, Any], where: str, *, measure: bool = True) -> Prompt | None:
         """The prompt of a row; with ``measure`` off everything of it but its tokens is looked at."""
@@ -98,7 +102,8 @@ class FileSource:
             metadata["answer"] = answer
         for key in options.metadata_keys:
             metadata[key] = plain_json(value_at(row, key, where), f"{where}: the column {key!r}")
-        return self._maker.prompt(text, where, answer=answer, metadata=metadata) if measure else None
+        return self._maker.prompt(text, where, answer=answer, metadata=metadata, question=self._maker.question(
+            self._content(row, where), where)) if measure else None
 
     def _prompt(self, rows: FilesRows, number: int) -> Prompt:
         row, where = rows.row(number), rows.where(number)

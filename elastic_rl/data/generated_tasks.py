@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.metadata
 import json
@@ -24,7 +23,7 @@ from elastic_rl.data.templates import Template
 from elastic_rl.data.text_options import PromptOptions
 from elastic_rl.data.tokenizer import Tokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
-from elastic_rl.plugins import describe
+from elastic_rl.plugins import describe, did_you_mean
 
 ENDLESS = 1 << 40
 """Number of prompts of a task without a size: more than any job takes."""
@@ -128,9 +127,7 @@ class _Problems:
         self._gym = _package()
         names = self._gym.factory.DATASETS
         if task.name not in names:
-            near = difflib.get_close_matches(task.name, names, n=1)
-            raise ConfigError(f"reasoning-gym {_version()} has no task {task.name!r}"
-                              + (f"; did you mean {near[0]!r}?" if near else ""),
+            raise ConfigError(f"reasoning-gym {_version()} has no task {task.name!r}{did_you_mean(task.name, names)}",
                               hint="`python -c 'import reasoning_gym.factory as f; print(*f.DATASETS)'` lists them")
         # Of the object, so that what is kept goes with it.
         self._dataset = lru_cache(maxsize=_DATASETS)(self._make_dataset)
@@ -160,7 +157,8 @@ class _Problems:
             except SourceFailed as e:  # some tasks find no problem for some seeds
                 failed = f": {e.message}"
                 continue
-            text = self._maker.text(self._template.render(entry, where), where)
+            content = self._template.render(entry, where)
+            text = self._maker.text(content, where)
             if contains(held_out, hashes([text]))[0]:
                 continue
             if self._options.long_prompts == "drop" and (
@@ -169,7 +167,8 @@ class _Problems:
             answer = entry["answer"]
             metadata = {"task": self.task.name, "entry": entry, "answer": answer or "", "config": self.task.config,
                         "seed": seed, "size": _CHUNK, "index": index}
-            return self._maker.prompt(text, where, answer=answer or None, metadata=metadata)
+            return self._maker.prompt(text, where, answer=answer or None, metadata=metadata,
+                                      question=self._maker.question(content, where))
         raise SourceFailed(f"reasoning_gym task {self.task.name}: {_TRIES} problems in place of number {number} are "
                            f"evaluated too, or too long, or cannot be made{failed}", hint="the task has too few "
                            "different problems: lower data.options.eval_prompts, raise max_prompt_tokens, or change "

@@ -2,6 +2,8 @@
 Pure.
 
     (none) ──lease──▶ leased ──generated──▶ generated ──consumed──▶ trained | dropped(reason)
+      ▲                                         │
+      └────────────────release──────────────────┘  its data was lost, or is too stale: it is generated again
 
 There is no way back from trained or dropped: the set of both is committed inside ``trainer_state``, in the same
 transaction as the weights that it made, and so can never disagree with them. Everything else is work in progress
@@ -134,6 +136,18 @@ class GroupLedger:
         del self._open[ordinal]
         self._dropped.setdefault(reason, set()).add(ordinal)
 
+    def release(self, ordinal: int) -> None:
+        """Gives a generated group back: its data is not to be used. Raises IllegalTransition."""
+        self._require(ordinal, GroupState.GENERATED)
+        del self._open[ordinal]
+
+    def rebase(self, consumed: IntervalSet) -> None:
+        """The trainer is at another committed state, with these groups. What is in progress goes on but for them."""
+        self._taken = consumed
+        self._open = {ordinal: state for ordinal, state in self._open.items() if ordinal not in consumed}
+        dropped = {reason: {g for g in groups if g not in consumed} for reason, groups in self._dropped.items()}
+        self._dropped = {reason: groups for reason, groups in dropped.items() if groups}
+
     def consumption(self, trained: Collection[int]) -> Consumption:
         """What an update on these generated groups consumes, with all that were dropped. Raises IllegalTransition."""
         for ordinal in trained:
@@ -142,11 +156,8 @@ class GroupLedger:
                            {reason: IntervalSet.from_values(groups) for reason, groups in self._dropped.items()})
 
     def consumed(self, consumption: Consumption) -> None:
-        """The update was executed."""
-        self._taken |= consumption.groups
-        for ordinal in consumption.groups:
-            self._open.pop(ordinal, None)
-        self._dropped.clear()
+        """The update was executed. Groups that were dropped since it was decided on are for the next one."""
+        self.rebase(self._taken | consumption.groups)
 
     def _require(self, ordinal: int, state: GroupState) -> None:
         now = self._open.get(ordinal)
@@ -169,15 +180,18 @@ class Audit:
         return not (self.lost or self.duplicated or self.problems)
 
 
-def audit(states: Sequence[tuple[int, ConsumedGroups]], *, groups_per_step: int) -> Audit:
+def audit(states: Sequence[tuple[int, ConsumedGroups]], *, groups_per_step: int,
+          leased: IntervalSet = IntervalSet()) -> Audit:
     """Audits the committed states (RL steps done, groups consumed) of a run, in the order of their commit. It is about
-    the last one; the others must be stages on the way to it, unless a recovery went back behind them."""
+    the last one; the others must be stages on the way to it, unless a recovery went back behind them. ``leased``:
+    groups that the actor worked on at its end: an asynchronous run that ends early leaves some of them behind, below
+    others that it has trained."""
     if not states:
         return Audit()
     steps, last = states[-1]
     expected = steps * groups_per_step
     counted = last.trained + sum(last.dropped.values())
-    holes = len(last.groups.complement(last.groups.stop))
+    holes = len(last.groups.complement(last.groups.stop) - leased)
     problems = [f"groups that were consumed at step {step} are not at step {steps}" for step, state in states[:-1]
                 if step <= steps and len(state.groups - last.groups) and step * groups_per_step == state.trained]
     if counted < len(last.groups):

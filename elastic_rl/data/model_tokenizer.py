@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,22 +22,23 @@ class ModelTokenizer:
     """The ``Tokenizer`` of a model folder. Files are read when it is first used: importing transformers takes seconds,
     which a source that does not tokenize shall not cost. Reads nothing but the folder, and runs none of its code."""
 
-    def __init__(self, folder: Path | str) -> None:
-        self._folder = Path(folder).expanduser()
+    def __init__(self, folder: Path | str, setting: str = "model.path") -> None:
+        """``setting``: that names the folder, for errors."""
+        self._folder, self._setting = Path(folder).expanduser(), setting
 
     @cached_property
     def _loaded(self) -> Any:
         if not self._folder.is_dir():
-            raise ConfigError(f"there is no folder {self._folder}", hint="model.path names a folder: download the "
-                              "model first")
+            raise ConfigError(f"there is no folder {self._folder}",
+                              hint=f"{self._setting} names a folder: download the model first")
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(str(self._folder), local_files_only=True, trust_remote_code=False)
         except Exception as e:  # the library raises whatever its readers of the files do
             raise ConfigError(f"the tokenizer in {self._folder} cannot be loaded: {describe(e)}",
-                              hint="model.path needs tokenizer.json and tokenizer_config.json: download them again; "
-                              "a tokenizer with code of its own is not supported") from e
+                              hint=f"{self._setting} needs tokenizer.json and tokenizer_config.json: download them "
+                              "again; a tokenizer with code of its own is not supported") from e
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -53,6 +55,21 @@ class ModelTokenizer:
                               "response", hint='add "eos_token" to tokenizer_config.json, or "eos_token_id" to '
                               "generation_config.json")
         return tuple(dict.fromkeys(ids))
+
+    @cached_property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts that it takes for tokens of their own and that are special, or that its chat template writes, such as
+        the end of a turn or the begin of a call of a tool; the longest first."""
+        loaded = self._loaded
+        template = str(loaded.chat_template or "")
+        special = {str(token) for token in loaded.added_tokens_decoder.values()
+                   if token.special or str(token) in template}
+        return tuple(sorted({*special, *loaded.all_special_tokens} - {""}, key=lambda text: (-len(text), text)))
+
+    @cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Token id of each token."""
+        return dict(self._loaded.get_vocab())
 
     @cached_property
     def identity(self) -> str:
@@ -97,3 +114,16 @@ class ModelTokenizer:
             raise ConfigError(f"the chat template in {self._folder} refuses the messages: {describe(e)}",
                               hint="check roles and their order, data.options.system_prompt and "
                               "data.options.chat_template_options") from e
+
+
+def without_control_tokens(text: str, controls: tuple[str, ...]) -> str:
+    """A text that no control token is in, nor comes about where it is put between other texts: what a policy or a tool
+    says could end its turn, and speak as somebody else. Pure."""
+    if not controls:
+        return text
+    text = re.sub("|".join(map(re.escape, controls)), " ", text)
+    if any(text.endswith(token[:n]) for token in controls for n in range(1, len(token))):
+        text += " "
+    if any(text.startswith(token[n:]) for token in controls for n in range(1, len(token))):
+        text = " " + text
+    return text

@@ -4,7 +4,6 @@ keeps of it is shared by all processes."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import IO, Any
 
 from elastic_rl.data import derived
 from elastic_rl.errors import ConfigError, SourceFailed
-from elastic_rl.plugins import describe
+from elastic_rl.plugins import describe, did_you_mean
 
 _BATCH = 512
 """Rows of one record batch of a copy; what is decoded for one row is one row of it."""
@@ -54,9 +53,7 @@ class ParquetRows:
         for name in columns:
             if name in there or name.split(".")[0] in there:
                 continue
-            near = difflib.get_close_matches(name, there, n=1)
-            raise ConfigError(f"{self.path} has no column {name!r}, only {', '.join(there)}"
-                              + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ConfigError(f"{self.path} has no column {name!r}, only {', '.join(there)}{did_you_mean(name, there)}")
 
     def _reader(self) -> Any:
         """Of the copy, which is made unless there is one that can be read."""

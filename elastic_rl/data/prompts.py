@@ -37,6 +37,15 @@ class PromptMaker:
         SourceFailed for anything else."""
         return self._templated(_messages(messages, where), where)
 
+    def question(self, content: Any, where: str) -> str:
+        """``Prompt.question`` of a text, or of messages: their texts, each after its role if there are several. Raises
+        as ``conversation``."""
+        if isinstance(content, str):
+            return content if self._options.apply_chat_template else ""
+        messages = _messages(content, where)
+        return messages[0]["content"] if len(messages) == 1 else "\n\n".join(
+            f"{message['role']}: {message['content']}" for message in messages)
+
     def _templated(self, messages: list[dict[str, Any]], where: str) -> str:
         options = self._options
         system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
@@ -49,7 +58,8 @@ class PromptMaker:
         """Tokens of each text."""
         return [len(ids) for ids in self._encoded(texts)]
 
-    def prompt(self, text: str, where: str, *, answer: str | None, metadata: Mapping[str, Any]) -> Prompt:
+    def prompt(self, text: str, where: str, *, answer: str | None, metadata: Mapping[str, Any],
+               question: str = "") -> Prompt:
         """Raises SourceFailed for a prompt without a token or longer than the limit. ``answer``: what is imitated."""
         try:
             [ids] = self._encoded([text])
@@ -63,7 +73,7 @@ class PromptMaker:
             raise SourceFailed(f"{where}: the prompt has {len(ids)} tokens, and data.options.max_prompt_tokens is "
                                f"{self._options.max_prompt_tokens}",
                                hint="raise it, or set data.options.long_prompts to drop")
-        return Prompt(tuple(ids), text, answer_ids, metadata)
+        return Prompt(tuple(ids), text, answer_ids, metadata, question)
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         # A chat template writes the tokens that the model wants around a conversation itself.
@@ -115,7 +125,7 @@ class LazyPrompts(Sequence[Prompt]):
 
 
 def _size(prompt: Prompt) -> int:
-    return len(prompt.token_ids) + len(prompt.answer_ids or ()) + len(prompt.text) // 4
+    return len(prompt.token_ids) + len(prompt.answer_ids or ()) + (len(prompt.text) + len(prompt.question)) // 4
 
 
 def text_hash(text: str) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from elastic_rl.data import derived
 from elastic_rl.errors import ConfigError, SourceFailed
+from elastic_rl.plugins import did_you_mean
 
 _STRIDE = 64
 """Of so many lines the place of one is kept: 12 MB of memory for 100 million lines."""
@@ -202,9 +203,8 @@ def value_at(row: Mapping[str, Any], key: str, where: str) -> Any:
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
             names = [str(n) for n in found] if isinstance(found, Mapping) else []
-            near = difflib.get_close_matches(part, names, n=1)
             raise SourceFailed(f"{where} has no column {key!r}, only {', '.join(names[:_NAMED]) or 'none'}"
-                               + (f"; did you mean {near[0]!r}?" if near else ""))
+                               f"{did_you_mean(part, names)}")
         found = found[part]
     return found
 

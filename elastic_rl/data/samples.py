@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+EPISODE = "episode"
+"""In the metadata of a sample that an environment took part in: ``{"reward": …, "parts": {…}, "turns": …}``."""
+_NO_TURNS: Mapping[str, Any] = {EPISODE: {"reward": 0.0, "parts": {}, "turns": 0}}
 MAX_TOKEN_IDS = 1 << 31
 """Every token id is below: what tensors and engines hold."""
 
@@ -27,6 +30,8 @@ class Prompt:
     compare with. None where the source has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the reward needs besides: passed on unchanged."""
+    question: str = ""
+    """What ``text`` asks, without what a chat template wrote around it; "" where that is ``text`` itself."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,23 @@ class Sample:
     """What the reward is made of, by name; for people."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
-    """The response without special tokens, for the reward; "" before it is rewarded, and where the data source has no
-    tokenizer."""
+    """What the reward reads: what the ``GenerateFn`` says that it is, as the last turn of several; else what the policy
+    wrote, without special tokens. "" before it is rewarded, and where the data source has no tokenizer."""
 
     @property
     def response_ids(self) -> tuple[int, ...]:
         """The tokens of all segments."""
         return tuple(t for s in self.segments for t in s.token_ids)
+
+    @property
+    def written_ids(self) -> tuple[int, ...]:
+        """The tokens that a policy wrote, trained on or not: no reward shall take what a tool says for its answer."""
+        return tuple(t for s in self.segments if s.loss or s.logprobs for t in s.token_ids)
+
+    @property
+    def lacks_text(self) -> bool:
+        """Whether ``text`` is to be made from ``written_ids``. That of an episode is its last turn, also if empty."""
+        return not self.text and EPISODE not in self.metadata
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -99,6 +114,12 @@ class Group:
         return [s.reward for s in self.samples]
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions of what is trained on, ascending; 0 as ``Sample.oldest_version`` has it."""
+        return tuple(sorted({v for s in self.samples for v in (
+            s.oldest_version, *(segment.version for segment in s.segments if segment.loss))}))
+
+    @property
     def oldest_version(self) -> int:
         return min((s.oldest_version for s in self.samples), default=0)
 
@@ -108,3 +129,8 @@ def demonstration(prompt: Prompt) -> Sample:
     if prompt.answer_ids is None:
         raise ValueError("the prompt has no answer to imitate")
     return Sample((Segment(prompt.answer_ids),))
+
+
+def as_episode(sample: Sample) -> Sample:
+    """A sample that no environment took part in as one that had no turn with it, which every reward takes."""
+    return replace(sample, metadata={**sample.metadata, **_NO_TURNS})

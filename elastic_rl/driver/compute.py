@@ -1,5 +1,5 @@
-"""The compute plane of one machine: Ray, the router, the trainer group, the engine pool and the roles, started,
-reconciled and closed together. Every process in it is a descendant of the driver and dies with it."""
+"""The compute plane of one machine: Ray, the trainer groups, the engine pools with their routers, and the roles,
+started, reconciled and closed together. Every process in it is a descendant of the driver and dies with it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from pathlib import Path
 
 import ray
 
-from elastic_rl.coordinator.targets import JOB, TRAINER, pool_target, role_target
+from elastic_rl.config import ENVIRONMENT, ROLLOUT_POOL
+from elastic_rl.coordinator.targets import JOB, pool_target, role_target, router_target
 from elastic_rl.driver.etcd_patience import Stopped, patiently
 from elastic_rl.driver.parts import PartRunner
+from elastic_rl.driver.placement import uses_cuda
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.pool import EnginePool
+from elastic_rl.driver.pool_removal import remove_pools_except
 from elastic_rl.driver.restart_requests import acknowledge, open_requests
 from elastic_rl.driver.role_deployments import RoleDeployments, kill_replicas
 from elastic_rl.driver.router_supervisor import RouterSupervisor
+from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterProcess
 from elastic_rl.errors import ComputePlaneLost, ConfigError, EtcdUnavailable
@@ -55,14 +59,18 @@ class ComputePlane:
         """``report_phase``: called with the driver's phase before something that may take long, as progress.
         ``pause(seconds)``: waits, and returns whether the driver is to stop."""
         self.ctx, self.etcd, self._report_phase, self._pause = ctx, etcd, report_phase, pause
-        self.router = RouterSupervisor(RouterProcess(host=ctx.host, log=ctx.config.log_dir / "router.log"),
-                                       epoch=ctx.epoch)
-        self.pool: EnginePool | None = None
-        self.trainer: TrainerGroup | None = None
+        self.routers = {name: RouterSupervisor(RouterProcess(
+            host=ctx.host, log=ctx.config.log_dir / f"router-{name}.log",
+            sticky=name == ROLLOUT_POOL and ctx.config.rollout.generate == ENVIRONMENT), epoch=ctx.epoch)
+            for name in ctx.config.pool_settings(ctx.model_dir)}
+        self.pools: dict[str, EnginePool] = {}
+        self.trainers: dict[str, TrainerGroup] = {}
+        """The trainer groups, by name."""
+        self._shared: SharedGpus | None = None
         self.roles: RoleDeployments | None = None
         self._roles: Mapping[str, RoleSpec] = {}
         self._parts = PartRunner(self._report_part)
-        self._router_restarts: list[str] = []
+        self._router_restarts: dict[str, list[str]] = {name: [] for name in self.routers}
         self._ray_checked_at = self._ray_seen_at = 0.0
 
     @property
@@ -73,13 +81,11 @@ class ComputePlane:
     @property
     def waiting(self) -> dict[str, str]:
         """What parts wait for that do not fail."""
-        found: dict[str, str] = {}
-        if self.trainer:
-            found[TRAINER] = self.trainer.waiting
+        found = {name: group.waiting for name, group in self.trainers.items()}
         if self.roles:
             found["roles"] = self.roles.waiting
-        if self.pool:
-            found[pool_target(self.pool.name)] = self.pool.waiting
+        for pool in self.pools.values():
+            found[pool_target(pool.name)] = pool.waiting
         return {part: text for part, text in found.items() if text and part not in self.faults}
 
     # -- start ------------------------------------------------------------------------------------------------------
@@ -88,27 +94,32 @@ class ComputePlane:
         cannot be made."""
         cfg = self.ctx.config
         model = self._start_model()
-        if cfg.uses_engines:
-            self.router.start()  # while Ray's processes start
+        for router in self.routers.values():
+            router.start()  # while Ray's processes start
         self._start_ray()
         if model is not None:
             self._await_model(model)
-        self.ctx = self.ctx.model_copy(update={"router_url": self.router.url if cfg.uses_engines else ""})
-        context_file = cfg.cluster_dir / "context.json"
-        self.ctx.save(context_file)
-        self.trainer = TrainerGroup(self.ctx, self.etcd, context_file) if cfg.uses_trainer else None
-        self.pool = EnginePool(self.ctx, self.etcd, unroute=self.router.unroute) if cfg.uses_engines else None
+        self.ctx = self.ctx.model_copy(update={
+            "router_urls": {name: router.url for name, router in self.routers.items()}})
+        self._shared = SharedGpus(cfg.trainer.ranks) if cfg.colocated and uses_cuda(cfg.device) else None
+        for group in cfg.trainer_groups:
+            own = self.ctx.of_group(group)
+            self.trainers[group.name] = TrainerGroup(own, self.etcd, own.save(
+                cfg.cluster_dir / f"context-{group.name}.json"), shared=self._shared if own.config.colocated else None)
+        self.pools = {name: EnginePool(self.ctx, self.etcd, name, unroute=router.unroute, shared=self._shared
+                                       if self.ctx.pool(name).colocated else None)
+                      for name, router in self.routers.items()}
         patiently(self._take_over, pause=self._pause, waiting=lambda: self._report_phase("waiting for etcd"))
-        self._roles = {name: spec for name, spec in ROLES.items()
-                       if (cfg.uses_engines or not spec.samples) and (cfg.uses_trainer or not spec.trains)}
+        self._roles = {name: spec for name, spec in ROLES.items() if spec.cls.is_wanted(cfg)}
         self.roles = RoleDeployments(self.ctx, self._roles)
         with contextlib.suppress(EtcdUnavailable):  # the passes that follow do it
             self.reconcile()
         self.roles.start()  # after the first pass: the trainer and the engines take longer to start
 
     def _take_over(self) -> None:
-        if self.pool:
-            self.pool.take_over()
+        remove_pools_except(self.etcd, self.ctx.keys, self.ctx.epoch, self.pools)
+        for pool in self.pools.values():
+            pool.take_over()
         for request in open_requests(self.etcd, self.ctx.keys).values():
             if request.target != JOB:  # this driver starts every part of it
                 acknowledge(self.etcd, self.ctx.keys, request, self._guard)
@@ -160,23 +171,31 @@ class ComputePlane:
     # -- reconcile --------------------------------------------------------------------------------------------------
     def reconcile(self) -> None:
         """One pass. Raises Fenced when a newer epoch has begun, EtcdUnavailable when etcd does not answer, and
-        ComputePlaneLost when Ray has no node left: only another driver can build it again."""
-        trainer, pool, roles = self.trainer, self.pool, self.roles
+        ComputePlaneLost when Ray has no node left, or has given away the GPUs in use: only another driver can build it
+        again."""
+        roles = self.roles
         assert roles
         self._parts.run("ray", self._check_ray)
         if time.monotonic() - self._ray_seen_at > _RAY_LOST_S:
             raise ComputePlaneLost(f"Ray has had no node for {_RAY_LOST_S:g} s", hint="see the job's folder ray/")
         requests = open_requests(self.etcd, self.ctx.keys)
-        if trainer:
-            self._parts.run(TRAINER, lambda: trainer.reconcile(requests.get(TRAINER)))
-        if pool:
-            self._parts.run(pool_target(pool.name), lambda: self.router.observe(pool.reconcile(requests)))
-            self._parts.note("router", self.router.fault)
-            self._parts.run("router events", self._report_router)
+        if self._shared is not None:
+            self._parts.run("shared GPUs", self._shared.reconcile)
+            if self._shared.moved:
+                raise ComputePlaneLost(f"trainer and engines use GPUs that are not held any more: {self._shared.moved}")
+        for name, group in self.trainers.items():
+            self._parts.run(name, partial(group.reconcile, requests.get(name)))
+        for name, pool in self.pools.items():
+            self._parts.run(pool_target(name), partial(self._reconcile_pool, name, pool, requests))
+            self._parts.note(router_target(name), self.routers[name].fault)
+            self._parts.run(f"events of {router_target(name)}", partial(self._report_router, name))
         self._parts.note("roles", roles.fault)
         for name in self._roles:
             if (request := requests.get(role_target(name))) is not None:
                 self._parts.run(role_target(name), partial(self._restart_role, name, request))
+
+    def _reconcile_pool(self, name: str, pool: EnginePool, requests: Mapping[str, RestartRequest]) -> None:
+        self.routers[name].observe(pool.reconcile(requests))
 
     def _check_ray(self) -> None:
         now = time.monotonic()
@@ -205,12 +224,13 @@ class ComputePlane:
             self._emit("compute.failing" if failed else "compute.working", part, f"{part}: {message}",
                        severity=Severity.WARNING if failed else Severity.INFO)
 
-    def _report_router(self) -> None:
-        self._router_restarts += self.router.restarts()
-        if reasons := self._router_restarts:
+    def _report_router(self, name: str) -> None:
+        reasons = self._router_restarts[name]
+        reasons += self.routers[name].restarts()
+        if reasons:
             times = f"; {len(reasons)} times" if len(reasons) > 1 else ""
-            self._emit("router.restarted", "router", f"the router is restarted: {reasons[-1]}{times}",
-                       severity=Severity.WARNING)
+            self._emit("router.restarted", router_target(name), f"the router of pool {name} is restarted: {reasons[-1]}"
+                       f"{times}", severity=Severity.WARNING)
             reasons.clear()
 
     def _emit(self, kind: str, subject: str, message: str, *, severity: Severity) -> None:
@@ -222,15 +242,18 @@ class ComputePlane:
         a failure. What fails to end does not keep the others from it."""
         with contextlib.ExitStack() as last:
             last.callback(shutil.rmtree, self.ctx.config.ray_dir, ignore_errors=True)
-            last.callback(self.router.stop)
+            for router in self.routers.values():
+                last.callback(router.stop)
             if ray.is_initialized():
                 last.callback(ray.shutdown)
-            if self.trainer:
-                last.callback(self.trainer.close)
-            if self.pool:
-                last.callback(self.pool.close)
-            if self.trainer:
-                last.callback(self.trainer.end)  # it ends while the pool does
+            if self._shared:
+                last.callback(self._shared.close)
+            for group in self.trainers.values():
+                last.callback(group.close)
+            for pool in self.pools.values():
+                last.callback(pool.close)
+            for end in (*(pool.end for pool in self.pools.values()), *(group.end for group in self.trainers.values())):
+                last.callback(end)  # they end at the same time
             if self.roles:
                 last.callback(self.roles.close)
 

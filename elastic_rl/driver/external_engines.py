@@ -69,7 +69,7 @@ class ExternalEngines:
             if leaves and not served.draining:
                 served.draining = True
                 served.placed.ask("drain")
-                served.placed.kill_after(self._ctx.config.engine.drain_timeout_s + _END_GRACE_S)
+                served.placed.kill_after(self._ctx.pool(self._pool).engine.drain_timeout_s + _END_GRACE_S)
         for engine_id, registration in registrations.items():
             if engine_id not in self._served:
                 self._serve(registration)

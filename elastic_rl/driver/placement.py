@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic_rl.config import Config
+from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.engine.server.arguments import tensor_parallel
 
 _CREATED = "CREATED"
@@ -68,6 +68,10 @@ class PlacedActor:
     def ask(self, method: str) -> None:
         """Calls a method of the actor, without its answer."""
         getattr(self._actor, method).remote()
+
+    def call(self, method: str) -> ray.ObjectRef:
+        """Calls a method of the actor; the reference of its answer."""
+        return getattr(self._actor, method).remote()
 
     def end(self, *, grace_s: float) -> None:
         """Asks it to stop, and returns; ``enforce`` kills it when it has not ended after ``grace_s`` seconds. One that
@@ -141,11 +145,11 @@ def room_needed(actors: Iterable[PlacedActor]) -> str:
     return f"{len(waiting)} times {bundle}" if len(waiting) > 1 else bundle
 
 
-def gpus_per_engine(cfg: Config) -> int:
-    """GPUs that an engine of this configuration uses: one for each tensor-parallel rank. Raises ConfigError."""
-    return tensor_parallel(cfg.engine.extra_args) if uses_cuda(cfg) else 0
+def gpus_per_engine(device: DeviceConfig, engine: EngineConfig) -> int:
+    """GPUs that an engine of these settings uses: one for each tensor-parallel rank. Raises ConfigError."""
+    return tensor_parallel(engine.extra_args) if uses_cuda(device) else 0
 
 
-def uses_cuda(cfg: Config) -> bool:
-    """Whether this configuration computes on GPUs; for ``auto`` Ray's view of the cluster decides."""
-    return cfg.device.uses_cuda(lambda: ray.cluster_resources().get("GPU", 0) > 0)
+def uses_cuda(device: DeviceConfig) -> bool:
+    """Whether these settings compute on GPUs; for ``auto`` Ray's view of the cluster decides."""
+    return device.uses_cuda(lambda: ray.cluster_resources().get("GPU", 0) > 0)

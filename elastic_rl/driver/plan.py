@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from elastic_rl.etcd.records import EngineState
 
+_SERVING = (EngineState.READY, EngineState.RELEASED)
+"""Released engines serve in the next turn of the engines."""
+
 
 @dataclass(frozen=True)
 class Running:
@@ -32,10 +35,10 @@ def plan(desired: int, engines: Sequence[Running], *, may_start: int) -> Plan:
     nothing yet, then the youngest: the older ones have the warmer caches. ``may_start`` bounds what may be started now:
     starts that fail, or engines that wait for room, leave no room for more of them.
     """
-    staying = [e for e in engines if e.state in (EngineState.STARTING, EngineState.SYNCING, EngineState.READY)]
+    staying = [e for e in engines if e.state.stays]
     if len(staying) < desired:
         return Plan(start=min(desired - len(staying), max(0, may_start)))
-    leave_first = sorted(staying, key=lambda e: (e.placed, e.state is EngineState.READY, -e.started_at))
+    leave_first = sorted(staying, key=lambda e: (e.placed, e.state in _SERVING, -e.started_at))
     return Plan(drain=tuple(e.id for e in leave_first[:len(staying) - desired]))
 
 

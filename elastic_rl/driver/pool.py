@@ -10,17 +10,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.coordinator.targets import engine_target
 from elastic_rl.driver.external_engines import ExternalEngines
+from elastic_rl.driver.late_engines import LateEngines
 from elastic_rl.driver.placement import PlacedActor, ended, gpus_per_engine, room_needed, stop_all
 from elastic_rl.driver.plan import Running, StartBudget, plan
 from elastic_rl.driver.restart_requests import acknowledge
+from elastic_rl.driver.shared_gpus import SharedGpus, free_gpus
 from elastic_rl.engine.actor import EngineActor
 from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
-from elastic_rl.etcd.decoding import readable, readable_one
+from elastic_rl.etcd.decoding import decode_bytes, readable, readable_one
+from elastic_rl.etcd.device_turn import SeenTurn
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus, RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
@@ -52,6 +56,8 @@ class _Slot:
     is_ending: bool = False
     killed_because: str = ""
     """Why this driver killed it."""
+    gpus: str = ""
+    """Of those that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
     request: RestartRequest | None = None
     """The restart request for which this driver killed it, until it is acknowledged."""
 
@@ -60,28 +66,37 @@ class EnginePool:
     """Level-triggered: each ``reconcile`` reads etcd and Ray again, and keeps only handles in memory. It waits for
     nothing: engines that wait for room, start or end are looked at again in the next pass."""
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, name: str = "rollout", *, body: type = EngineActor,
-                 unroute: Callable[[str], None] = lambda url: None) -> None:
-        """``body``: class of an engine's Ray actor. ``unroute(url)``: called for an engine that has ended."""
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, name: str = ROLLOUT_POOL, *, body: type = EngineActor,
+                 unroute: Callable[[str], None] = lambda url: None, shared: SharedGpus | None = None) -> None:
+        """``body``: class of an engine's Ray actor. ``unroute(url)``: called for an engine that has ended. ``shared``:
+        the GPUs that the engines share with the trainer."""
         self.ctx, self.etcd, self.keys, self.name = ctx, etcd, ctx.keys, name
-        self._body, self._unroute = body, unroute
+        self._settings, self._cfg = ctx.pool(name), ctx.pool(name).engine
+        self._body, self._unroute, self._shared = body, unroute, shared
+        self._late = LateEngines(self._cfg.release_timeout_s) if self._settings.colocated else None
         self._slots: dict[str, _Slot] = {}
         self._budget = StartBudget()
-        self._start_error = ""
+        self._start_error = self._no_gpus = ""
         self._status: PoolStatus | None = None
-        self._last_desired = ctx.config.rollout.engines
+        self._last_desired = self._settings.engines
         self._external = ExternalEngines(ctx, etcd, name, unroute=unroute)
 
     def take_over(self) -> None:
-        """Writes the pool's spec if there is none, and deletes the records of engines of older epochs, which died with
-        their driver. Raises Fenced and EtcdUnavailable; then it is to be called again."""
-        key = self.keys.pool_spec(self.name)
-        spec = PoolSpec(name=self.name, desired=self.ctx.config.rollout.engines)
-        self.etcd.txn([Compare.absent(key), fencing.epoch_guard(self.keys, self.ctx.epoch)],
-                      [Op.put(key, spec.encode())])
+        """Writes the pool's spec, with the desired number that it has already, and deletes the records of engines of
+        older epochs, which died with their driver. Raises Fenced and EtcdUnavailable; then it is to be called again."""
+        self.etcd.update(self.keys.pool_spec(self.name), self._spec, guards=[self._guard])
         for engine in self._records().values():
             if engine.epoch < self.ctx.epoch:
                 self._write(Op.delete(self.keys.engine(engine.id)))
+
+    def _spec(self, raw: bytes | None) -> bytes:
+        """The spec in the place of this one: the operator decides about the number, the settings about the rest."""
+        before = decode_bytes(raw, PoolSpec) if raw else None
+        if raw and before is None:
+            return raw  # of a newer release
+        settings = self._settings
+        return PoolSpec(name=self.name, desired=before.desired if before else settings.engines,
+                        model=settings.model_dir, stream=settings.stream or "").encode()
 
     def reconcile(self, restarts: Mapping[str, RestartRequest]) -> Collection[Engine]:
         """One pass; ``restarts`` are the open restart requests, by target. Returns the records of the pool's engines as
@@ -94,6 +109,7 @@ class EnginePool:
         self._reap(records)
         for engine_id, slot in self._slots.items():
             self._follow(engine_id, slot, records.get(engine_id))
+        self._end_late(records)
         running = [self._as_running(i, records.get(i)) for i in self._slots]
         pending = [self._slots[r.id].placed for r in running if not r.placed]
         unplaced = sum(not slot.placed.is_placed() for slot in self._slots.values())
@@ -106,10 +122,25 @@ class EnginePool:
         self._write_status(running, pending, external)
         return records.values()
 
+    def _end_late(self, records: Mapping[str, Engine]) -> None:
+        """Ends colocated engines that do not follow the turns."""
+        if self._late is None:
+            return
+        turn = SeenTurn.of(self.etcd.get(self.keys.device_turn()), self.ctx.epoch)
+        late = self._late.observe(turn.side, records.values(), time.monotonic())
+        for engine_id in late.keys() & self._slots.keys():
+            if not self._slots[engine_id].placed.stopping:
+                self._kill(engine_id, self._slots[engine_id], late[engine_id])
+
     @property
     def waiting(self) -> str:
         """What the pool waits for, as its status has it."""
         return self._status.message if self._status else ""
+
+    def end(self) -> None:
+        """Asks its engines to end, for ``close``, which waits for them."""
+        for placed in (*(slot.placed for slot in self._slots.values()), *self._external.placed):
+            placed.end(grace_s=_STOP_TIMEOUT_S)
 
     def close(self) -> None:
         """Ends every engine that this driver started, and stops serving external ones."""
@@ -123,15 +154,22 @@ class EnginePool:
         for _ in range(count):
             engine_id, now = f"{self.name}-{uuid.uuid4().hex[:6]}", time.monotonic()
             try:
-                placed = PlacedActor(engine_id, self._body, self.ctx, engine_id, cpus=1.0,
-                                     gpus=gpus_per_engine(self.ctx.config))
+                gpus, shared = gpus_per_engine(self.ctx.config.device, self._cfg), ""
+                if self._shared is not None:
+                    shared = free_gpus(self._shared.gpus(), [s.gpus for s in self._slots.values()], gpus)
+                    self._no_gpus = "" if shared else (
+                        self._shared.waiting or "no GPU of the trainer is without an engine: scale in")
+                    if self._no_gpus:
+                        return
+                placed = PlacedActor(engine_id, self._body, self.ctx, engine_id, self.name,
+                                     *(("", shared) if shared else ()), cpus=1.0, gpus=0 if shared else gpus)
             except (Fenced, EtcdUnavailable):
                 raise
             except Exception as e:  # Ray raises many kinds, also for a bug of a caller's
                 log.exception("engine %s could not be started", engine_id)
                 self._failed(f"{type(e).__name__}: {e}", now)
                 return
-            self._slots[engine_id] = _Slot(placed, time.time(), now)
+            self._slots[engine_id] = _Slot(placed, time.time(), now, gpus=shared)
             self._emit("engine.starting", engine_id, f"engine {engine_id} is starting")
 
     def _failed(self, reason: str, started_at: float | None = None) -> None:
@@ -142,12 +180,11 @@ class EnginePool:
     def _follow(self, engine_id: str, slot: _Slot, record: Engine | None) -> None:
         """Takes what the record says into account, and ends an engine that should have ended or begun by now."""
         slot.placed.enforce()
-        cfg = self.ctx.config.engine
         if record is None:
             overdue = not slot.has_record and slot.placed.is_placed() and not slot.placed.stopping and (
-                time.monotonic() - slot.placed.placed_at > cfg.start_timeout_s)
+                time.monotonic() - slot.placed.placed_at > self._cfg.start_timeout_s)
             if overdue:
-                self._kill(engine_id, slot, f"it did not report within {cfg.start_timeout_s:g} s of its start")
+                self._kill(engine_id, slot, f"it did not report within {self._cfg.start_timeout_s:g} s of its start")
             return
         slot.has_record = True
         if record.state is EngineState.READY and slot.ready_at is None:
@@ -155,7 +192,7 @@ class EnginePool:
         elif record.state is EngineState.DRAINING and not slot.draining:
             slot.draining = True  # the leader wrote it into the record, which a starting engine does not read
             slot.placed.ask("drain")
-            slot.placed.kill_after(cfg.drain_timeout_s + _END_GRACE_S)
+            slot.placed.kill_after(self._cfg.drain_timeout_s + _END_GRACE_S)
         elif record.state.ended and not slot.is_ending:
             slot.is_ending = True
             slot.placed.kill_after(_END_GRACE_S)
@@ -172,7 +209,7 @@ class EnginePool:
             self._set_state(record, EngineState.DRAINING)
         slot.draining = True
         slot.placed.ask("drain")
-        slot.placed.kill_after(self.ctx.config.engine.drain_timeout_s + _END_GRACE_S)
+        slot.placed.kill_after(self._cfg.drain_timeout_s + _END_GRACE_S)
 
     def _kill(self, engine_id: str, slot: _Slot, reason: str) -> None:
         """Ends an engine without asking it, since it may hang. Its server dies with it, and the router sends its
@@ -235,7 +272,7 @@ class EnginePool:
             kind, engine_id, message, severity=severity, ops=list(ops), **data)
 
     def _records(self) -> dict[str, Engine]:
-        items, _ = self.etcd.range(self.keys.engines_prefix())
+        items, _ = self.etcd.range(self.keys.engines_of_pool(self.name))
         return {e.id: e for e, _ in readable(items, Engine) if e.pool == self.name}
 
     def _as_running(self, engine_id: str, record: Engine | None) -> Running:
@@ -247,26 +284,31 @@ class EnginePool:
         found = self.etcd.get(self.keys.pool_spec(self.name))
         spec = readable_one(found, PoolSpec)
         if spec is not None or found is None:
-            self._last_desired = spec.desired if spec else self.ctx.config.rollout.engines
+            self._last_desired = spec.desired if spec else self._settings.engines
         return self._last_desired  # of an unreadable record: as it was
 
     def _write_status(self, running: list[Running], pending: list[PlacedActor], external: int) -> None:
         count = {s: sum(1 for r in running if r.state is s and r.placed) for s in EngineState}
         starting = count[EngineState.STARTING] + count[EngineState.SYNCING]
-        unplaced = max(len(pending), self._last_desired - count[EngineState.READY] - starting) if pending else 0
+        whole = count[EngineState.READY] + count[EngineState.RELEASED]
+        unplaced = max(len(pending), self._last_desired - whole - starting) if pending else 0
         status = PoolStatus(name=self.name, ready=count[EngineState.READY], draining=count[EngineState.DRAINING],
                             starting=starting, external=external, pending=unplaced,
-                            message=self._message(pending, count[EngineState.READY]))
+                            released=count[EngineState.RELEASED],
+                            message=self._message(pending, whole),
+                            router_url=self.ctx.router_urls.get(self.name, ""))
         if status != self._status:
             self._write(Op.put(self.keys.pool_status(self.name), status.encode()))
             self._status = status
 
-    def _message(self, pending: list[PlacedActor], ready: int) -> str:
+    def _message(self, pending: list[PlacedActor], whole: int) -> str:
         """What the pool waits for; empty when it is whole. It says nothing that changes with the time alone, so that it
         is seldom written."""
         found = []
         if pending:
             found.append(f"no room in the cluster for engines of {room_needed(pending[:1])}: add a machine or scale in")
-        if ready < self._last_desired and (failures := self._budget.failures(time.monotonic())):
+        if self._no_gpus and len(self._slots) < self._last_desired:
+            found.append(self._no_gpus)
+        if whole < self._last_desired and (failures := self._budget.failures(time.monotonic())):
             found.append(f"{failures} starts failed, the last: {self._start_error}")
         return "; ".join(found)

@@ -10,10 +10,10 @@ import time
 from enum import StrEnum
 from pathlib import Path
 
-from elastic_rl.coordinator.membership.registry import TRAINER
 from elastic_rl.driver.placement import PlacedActor, ended, room_needed, stop_all, uses_cuda
 from elastic_rl.driver.plan import StartBudget
 from elastic_rl.driver.restart_requests import acknowledge
+from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -31,7 +31,9 @@ _STOP_TIMEOUT_S = 10.0
 class TrainerHost:
     """Body of the Ray actor. The agent is a child of the actor's process and dies with it."""
 
-    def __init__(self, context_file: str, log_file: str) -> None:
+    def __init__(self, context_file: str, log_file: str, gpus: str = "") -> None:
+        """``gpus``: as ``CUDA_VISIBLE_DEVICES`` has them; empty: those that Ray gives this actor."""
+        self._env = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         self._command = processes.python("elastic_rl.trainer.group.agent", "--context", context_file)
         self._log = Path(log_file)
         self._stop = threading.Event()
@@ -40,7 +42,7 @@ class TrainerHost:
     def run(self) -> int:
         """Blocks until the agent ends; returns its exit code. An agent that is stopped (SIGSTOP) for longer than a
         member's lease can neither end nor restart its ranks, so it is killed, and they die with it."""
-        agent = processes.spawn(self._command, log=self._log)
+        agent = processes.spawn(self._command, log=self._log, env=self._env)
         watched = StoppedProcesses(self._stopped_limit_s)
         while agent.poll() is None and not self._stop.wait(0.1):
             if watched.lost(time.monotonic(), [agent.pid] if processes.is_stopped(agent.pid) else []):
@@ -67,9 +69,13 @@ class GroupState(StrEnum):
 class TrainerGroup:
     """Starts the agent, and restarts it with backoff, without end, when it ends or when that is requested."""
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, context_file: Path, body: type = TrainerHost) -> None:
-        """``body``: class of the Ray actor."""
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, context_file: Path, body: type = TrainerHost,
+                 shared: SharedGpus | None = None) -> None:
+        """``ctx``: of the group's processes, and saved in ``context_file``. ``body``: class of the Ray actor.
+        ``shared``: the GPUs that it shares with engines."""
+        self._shared = shared
         self.ctx, self.etcd, self.context_file, self._body = ctx, etcd, context_file, body
+        self.name = ctx.group.name
         self._placed: PlacedActor | None = None
         self._started_at = 0.0
         self._request: RestartRequest | None = None
@@ -94,6 +100,8 @@ class TrainerGroup:
                 return f"no room in the cluster: {room_needed([self._placed])}; add a machine or scale in"
             case GroupState.STOPPING:
                 return "its agent is being stopped"
+            case GroupState.ENDED if self._shared is not None and self._shared.waiting:
+                return self._shared.waiting
             case GroupState.ENDED:
                 return f"the next start, after {self._budget.count} that failed" if self._budget.count else ""
             case _:
@@ -105,7 +113,7 @@ class TrainerGroup:
         self._report()
         if request is not None and self._request is None:
             self._request = request
-            log.warning("restarting the trainer group: %s", request.reason)
+            log.warning("restarting the group %s: %s", self.name, request.reason)
         if self._request is not None and self._placed is not None and not self._placed.stopping:
             self._placed.end(grace_s=_STOP_TIMEOUT_S)
         if self._placed is not None:
@@ -126,15 +134,16 @@ class TrainerGroup:
         self._placed = None
         self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
         self._unreported = crash or f"exit code {code}"
-        log.warning("the trainer agent ended: %s", self._unreported)
+        log.warning("the agent of the group %s ended: %s", self.name, self._unreported)
         self._report()
 
     def _report(self) -> None:
         if not self._unreported:
             return
         wait_s = max(0.0, self._budget.not_before - time.monotonic())
-        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, "trainer.agent_ended", TRAINER,
-                     f"the trainer agent ended ({self._unreported}); the next one starts in {wait_s:.0f} s",
+        fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, f"{self.name}.agent_ended", self.name,
+                     f"the agent of the group {self.name} ended ({self._unreported}); the next one starts in "
+                     f"{wait_s:.0f} s",
                      severity=Severity.ERROR)
         self._unreported = ""
 
@@ -149,17 +158,21 @@ class TrainerGroup:
     def _start(self) -> None:
         cfg = self.ctx.config
         world = cfg.trainer.ranks
+        shared = ",".join(self._shared.gpus()) if self._shared is not None else ""
+        if self._shared is not None and not shared:
+            return  # a later pass starts it
         try:
-            self._placed = PlacedActor("trainer", self._body, str(self.context_file),
-                                       str((cfg.log_dir / "trainer.log").resolve()),
-                                       cpus=float(world), gpus=world if uses_cuda(cfg) else 0)
+            self._placed = PlacedActor(self.name, self._body, str(self.context_file),
+                                       str((cfg.log_dir / f"{self.name}.log").resolve()),
+                                       *((shared,) if shared else ()),
+                                       cpus=float(world), gpus=world if uses_cuda(cfg.device) and not shared else 0)
         except Exception:  # reported by the caller
             self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
             raise
 
     def _deregister(self) -> None:
         """Deregisters the ranks, so that their end does not count as a death. The agent has done it, unless it hung."""
-        deregister(self.etcd, self.ctx.keys, [m for m in members(self.etcd, self.ctx.keys, TRAINER)
+        deregister(self.etcd, self.ctx.keys, [m for m in members(self.etcd, self.ctx.keys, self.name)
                                             if m.epoch == self.ctx.epoch])
 
     def end(self) -> None:

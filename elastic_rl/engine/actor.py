@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime import freeze_heap
@@ -11,16 +12,19 @@ from elastic_rl.telemetry import logs, traces
 class EngineActor:
     """Needs a concurrency of 2 or more: ``run`` blocks until the engine has ended."""
 
-    def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", external_url: str = "") -> None:
+    def __init__(self, ctx: RunContext, engine_id: str, pool: str, external_url: str = "", gpus: str = "") -> None:
+        """``gpus``: those that it shares with the trainer, as ``CUDA_VISIBLE_DEVICES`` has them."""
         logs.setup(f"engine-{engine_id}", ctx.config.telemetry.log_level)
         traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.engine")
-        self._runner = EngineRunner(ctx, engine_id, pool=pool, external_url=external_url)
+        # An external server shares no device with the trainer: its memory is someone else's.
+        shares = ctx.pool(pool).colocated and not external_url
+        self._runner = (ColocatedRunner(ctx, engine_id, pool, gpus) if shares
+                        else EngineRunner(ctx, engine_id, pool, external_url=external_url))
         freeze_heap()
 
     def run(self) -> None:
         """Returns when the engine was drained, stopped or found dead."""
         self._runner.run()
-
 
     def drain(self) -> None:
         """Makes the engine leave the pool; ``run`` returns when it has left."""

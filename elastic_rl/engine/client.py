@@ -10,15 +10,19 @@ Measured on 2 cores, one engine, 64 prompts x 8 samples x 4 tokens, samples/s: `
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import resource
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import httpx
 
 from elastic_rl import http_client
 from elastic_rl.data.samples import Sample, Segment
-from elastic_rl.errors import EngineFailed
+from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
+from elastic_rl.errors import EngineFailed, RequestRefused
 from elastic_rl.retry import backoff_s
 
 
@@ -34,6 +38,10 @@ class Sampling:
     seed: int | None = None
     """Engines derive the seed of each sample from it, the prompt and the sample's number (``engine/sglang/seeds.py``),
     so that a group that is generated again, by whichever engine, is sampled the same. None: the engine chooses."""
+    resume: bool = False
+    """Whether a sample that an engine gave back unfinished, as it does for an update with ``engine.pause_mode=abort``,
+    goes on from its tokens: each part has the version that made it. Else it begins again, as it must where seeds decide
+    what is sampled."""
 
     def params(self) -> dict[str, Any]:
         """SGLang's sampling parameters. The router takes one set of them for a whole request."""
@@ -41,8 +49,19 @@ class Sampling:
                 "stop_token_ids": list(self.stop_token_ids),
                 **({"sampling_seed": self.seed} if self.seed is not None else {})}
 
+    def of_rest(self, number: int) -> Sampling:
+        """How a sample goes on that was given back unfinished. ``number``: of the sample in its group. Each is asked
+        for alone then, so that the engine would derive the same seed for all that have the same tokens so far, such as
+        none: the number is in the seed instead."""
+        if self.seed is None or not number:
+            return self
+        raw = hashlib.blake2b(array("q", [self.seed, number]).tobytes(), digest_size=8).digest()
+        return replace(self, seed=int.from_bytes(raw, "little") >> 1)
+
 
 T = TypeVar("T")
+_LARGE = 1 << 18
+"""Bytes of an answer."""
 _RETRY_S = (0.2, 2.0)
 """First and longest pause between two attempts of a request."""
 BATCH = 128
@@ -50,6 +69,11 @@ BATCH = 128
 _REQUEST_TOKENS = 4096
 """Tokens of responses that one HTTP request with more than one prompt may ask for. All of a request go to one engine:
 with larger ones of long responses, some engines would have nothing to do, and a retry would repeat more."""
+_CONNECTIONS = 4096
+"""Of one client at once, at most; half of the files that the process may open where that is less. A request that waits
+for one waits here: in httpx it would fail after a while, as if an engine had."""
+_ROUTE = "X-SMG-Routing-Key"
+"""By it the router, with the policy ``manual``, sends requests to one engine for as long as that serves."""
 _Pending = tuple[Sequence[int], int, "asyncio.Future[list[Sample]]"]
 """Prompt, number of samples, and the result."""
 
@@ -66,18 +90,33 @@ class GenerateClient:
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch = batch
-        self._pending: dict[Sampling, list[_Pending]] = {}
+        self._pending: dict[tuple[Sampling, str], list[_Pending]] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._http: httpx.AsyncClient | None = None
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._connections = _CONNECTIONS if files < 0 else max(1, min(_CONNECTIONS, files // 2))
+        self._turns = asyncio.Semaphore(self._connections)
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int) -> list[Sample]:
-        """``n`` samples of one prompt. Raises EngineFailed when every attempt failed."""
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int, route: str = "") -> list[Sample]:
+        """``n`` samples of one prompt. ``route``: those of one conversation have the same, so that they reach the
+        engine that has computed what came before. Raises EngineFailed when every attempt failed, and RequestRefused,
+        which is one, for a prompt or a sampling that engines do not take."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[list[Sample]] = loop.create_future()
         if not self._pending:
             loop.call_soon(self._flush)
-        self._pending.setdefault(sampling, []).append((token_ids, n, result))
+        self._pending.setdefault((sampling, route), []).append((token_ids, n, result))
         return await result
+
+    async def score(self, sequences: Sequence[ScoreRequest], top: int = 0) -> list[TokenScores | None]:
+        """What the model makes of the tokens of some sequences, in one request, with the ``top`` most probable ones
+        beside each; None for a sequence with tokens that it does not have. Raises as ``generate``."""
+        answers = await self._attempts(request_body(sequences, top))
+        try:
+            return await asyncio.to_thread(lambda: [
+                parse_scores(answer, one, top) for answer, one in zip(answers, sequences, strict=True)])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
+            raise EngineFailed(f"an engine's answer cannot be read: {type(e).__name__}: {e}") from e
 
     async def close(self) -> None:
         """Cancels the requests in flight and closes the connections."""
@@ -89,63 +128,111 @@ class GenerateClient:
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, {}
-        for sampling, groups in pending.items():
+        for (sampling, route), groups in pending.items():
             sequences = sequences_of_request(sampling.max_new_tokens, self._batch)
             for batch in share_requests(groups, sequences, apart=sampling.seed is not None):
-                self._start(sampling, batch)
+                self._start(sampling, route, batch)
 
-    def _start(self, sampling: Sampling, groups: list[_Pending]) -> None:
-        task = asyncio.get_running_loop().create_task(self._send(sampling, groups))
+    def _start(self, sampling: Sampling, route: str, groups: list[_Pending]) -> None:
+        task = asyncio.get_running_loop().create_task(self._send(sampling, route, groups))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _send(self, sampling: Sampling, groups: list[_Pending]) -> None:
+        def cancel_unwanted(_: object) -> None:
+            if all(result.cancelled() for _, _, result in groups):  # nobody waits; the engine ends it too
+                task.cancel()
+
+        for _, _, result in groups:
+            result.add_done_callback(cancel_unwanted)
+
+    async def _send(self, sampling: Sampling, route: str, groups: list[_Pending]) -> None:
         body = {"input_ids": [list(prompt) for prompt, n, _ in groups for _ in range(n)], "return_logprob": True,
                 "sampling_params": sampling.params()}
         try:
-            answers = await self._attempts(body)
-            samples = iter([parse_sample(a) for a in answers])
+            answers = await self._attempts(body, route, unfinished=sampling.resume)
+            given = [(prompt, number) for prompt, n, _ in groups for number in range(n)]
+            samples = iter(await asyncio.gather(*(
+                self._finished(prompt, sampling.of_rest(number), route, parse_sample(a))
+                for (prompt, number), a in zip(given, answers, strict=True))))
             for _, n, result in groups:
                 own = [next(samples) for _ in range(n)]
                 if not result.done():
                     result.set_result(own)
-        except (KeyError, TypeError, ValueError, StopIteration) as e:
-            self._fail(groups, EngineFailed(f"an engine's answer cannot be read: {type(e).__name__}: {e}"))
+        except RequestRefused as e:
+            if len(groups) == 1:
+                self._fail(groups, e)
+            for group in groups if len(groups) > 1 else []:  # which of them it was for is not known
+                self._start(sampling, route, [group])
         except EngineFailed as e:
             self._fail(groups, e)
         except asyncio.CancelledError:
             for _, _, result in groups:
                 result.cancel()
             raise
+        except Exception as e:  # of whatever an answer has: the task ends here, and somebody waits for its results
+            self._fail(groups, EngineFailed(f"an engine's answer cannot be read: {type(e).__name__}: {e}"))
+
+    async def _finished(self, prompt: Sequence[int], sampling: Sampling, route: str, sample: Sample) -> Sample:
+        """The sample, continued for as long as engines give it back unfinished. Raises EngineFailed once as many
+        attempts, one after the other, have added no token."""
+        vain = 0
+        while sample.finish_reason == "abort":
+            left = sampling.max_new_tokens - len(sample.response_ids)
+            if left <= 0:
+                return replace(sample, finish_reason="length")
+            if vain:
+                if vain >= self._retries:
+                    raise EngineFailed(f"engines gave a sample back unfinished {vain} times without a further token",
+                                       hint="`elastic-rl engines` shows which engines are ready")
+                await asyncio.sleep(backoff_s(vain, *_RETRY_S))
+            [answer] = await self._attempts(
+                {"input_ids": [[*prompt, *sample.response_ids]], "return_logprob": True,
+                 "sampling_params": {**sampling.params(), "max_new_tokens": left}}, route, unfinished=True)
+            more = parse_sample(answer)
+            vain = 0 if more.response_ids else vain + 1
+            sample = replace(more, segments=(*sample.segments, *(s for s in more.segments if s.token_ids)))
+        return sample
 
     def _fail(self, groups: list[_Pending], error: EngineFailed) -> None:
         for _, _, result in groups:
             if not result.done():
                 result.set_exception(error)
 
-    async def _attempts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _attempts(self, body: dict[str, Any], route: str = "", *, unfinished: bool = False
+                        ) -> list[dict[str, Any]]:
+        """``unfinished``: answers are taken of samples that the engine has aborted."""
         if self._http is None:
-            self._http = http_client.async_client(timeout=self._timeout_s)
+            self._http = http_client.async_client(timeout=self._timeout_s, limits=httpx.Limits(
+                max_connections=self._connections, max_keepalive_connections=self._connections))
         last = ""
         for attempt in range(self._retries):
             if attempt:
                 await asyncio.sleep(backoff_s(attempt, *_RETRY_S))
             try:
-                reply = await self._http.post(self._url, json=body)
+                async with self._turns:
+                    # After a failure by any engine: the router may not know yet that the one of the route is gone.
+                    reply = await self._http.post(self._url, json=body, headers={_ROUTE: route} if route and not attempt
+                                                  else None)
             except httpx.HTTPError as e:
                 last = f"{type(e).__name__}: {e}"
                 continue
             if reply.status_code == httpx.codes.OK:
                 try:
-                    answers: list[dict[str, Any]] = reply.json()
+                    # In a thread: those with many log-probs take long, and other requests go on meanwhile.
+                    answers: list[dict[str, Any]] = await asyncio.to_thread(reply.json) if len(
+                        reply.content) > _LARGE else reply.json()
                 except ValueError as e:
                     last = f"no JSON: {e}"
                     continue
-                if len(answers) == len(body["input_ids"]) and not any(finish_reason(a) == "abort" for a in answers):
+                if not _are_answers(answers):
+                    last = f"no answers of an engine: {reply.text[:100]}"
+                    continue
+                if len(answers) == len(body["input_ids"]) and (
+                        unfinished or not any(finish_reason(a) == "abort" for a in answers)):
                     return answers
                 last = "the engine aborted a sample"
-            elif reply.status_code == httpx.codes.BAD_REQUEST:
-                raise EngineFailed(f"the engine refused the request: {reply.text[:300]}")
+            elif reply.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):  # of engine, router
+                raise RequestRefused(f"the engine refused the request: {reply.text[:300]}")
             else:
                 last = f"HTTP {reply.status_code}: {reply.text[:300]}"
         raise EngineFailed(f"no engine answered in {self._retries} attempts; the last one: {last}",
@@ -175,17 +262,21 @@ def share_requests(groups: Sequence[tuple[Sequence[int], int, T]], sequences: in
         yield batch
 
 
+def _are_answers(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(a, dict) and isinstance(a.get("meta_info"), dict) for a in found)
+
+
 def finish_reason(answer: dict[str, Any]) -> str:
     """stop, length or abort."""
-    reason = answer["meta_info"].get("finish_reason") or {}
-    return str(reason.get("type", "abort"))
+    reason = answer["meta_info"].get("finish_reason")
+    return str(reason.get("type", "abort")) if isinstance(reason, dict) else "abort"
 
 
 def parse_sample(answer: dict[str, Any]) -> Sample:
     """A Sample from one element of SGLang's answer to /generate, with a segment for each weight version."""
     meta = answer["meta_info"]
     ids = tuple(int(t) for t in answer["output_ids"])
-    logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"])
+    logprobs = tuple(float(entry[0]) for entry in (meta["output_token_logprobs"] if ids else ()))
     spans = [(int(s["start"]), int(s["end"]), to_version(s["version"])) for s in meta.get("weight_versions") or ()]
     if [*(i for start, end, _ in spans for i in range(start, end))] != list(range(len(ids))):
         # It says nothing of where the versions changed, so all tokens count as of the oldest.

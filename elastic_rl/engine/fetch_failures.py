@@ -11,11 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic_rl.errors import (
+    AccessDenied,
+    ArenaFull,
+    CatalogMismatch,
+    ChunkCorrupt,
+    ChunkMissing,
+    Conflict,
+    DiskFull,
+    EtcdUnavailable,
+    NodeUnavailable,
+    RecordUnreadable,
+    StagingFailed,
+    VersionNotFound,
+)
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState
 
+FETCH_ERRORS = (AccessDenied, ArenaFull, CatalogMismatch, ChunkCorrupt, ChunkMissing, Conflict, DiskFull,
+                EtcdUnavailable, NodeUnavailable, RecordUnreadable, StagingFailed, VersionNotFound)
+"""A fetch that fails with one of these changed nothing in the engine, which serves on and tries again."""
+NO_EVIDENCE = (CatalogMismatch, EtcdUnavailable, RecordUnreadable, VersionNotFound)
+"""Those of them that say nothing about this engine: etcd is away, the catalog is suspended, the version is released."""
 _MAX_PEERS = 32
 """Engines that are asked about: the next ones in the order of the random ids. A pool of 10,000 in which all fail must
 not read itself 10,000 times."""
@@ -74,7 +93,7 @@ def evidence(own: Engine, others: Sequence[Engine], *, nodes: bool) -> FetchEvid
 
 def read_evidence(etcd: EtcdClient, keys: Keys, own: Engine) -> FetchEvidence:
     """Reads a bounded number of records. Raises EtcdUnavailable and Compacted."""
-    prefix, key = keys.engines_prefix(), keys.engine(own.id)
+    prefix, key = keys.engines_of_pool(own.pool), keys.engine(own.id)
     found = etcd.page(prefix, after=key, limit=_MAX_PEERS).kvs
     if len(found) < _MAX_PEERS:
         found = [*found, *etcd.page(prefix, before=key, limit=_MAX_PEERS - len(found)).kvs]

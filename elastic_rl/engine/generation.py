@@ -38,6 +38,9 @@ class GenerateFault:
     shared: bool = False
     """Whether its process ended, so that groups which were generated at the same time failed with it, and which of them
     is to blame is not known."""
+    away: str = ""
+    """Kind of the wait where something does not answer, which says nothing about the group: it is tried again for as
+    long as that lasts. "engines" or "plugin"."""
 
 
 Generated = list[Sample] | GenerateFault
@@ -59,6 +62,8 @@ def fault_of(samples: object, request: PromptRequest, vocabulary: int = MAX_TOKE
             return "gave something else than samples"
         if not isinstance(sample.segments, tuple | list) or not isinstance(sample.finish_reason, str):
             return "gave a sample whose segments are no tuple, or whose finish_reason is no text"
+        if not isinstance(sample.text, str):
+            return "gave a sample whose text is none"
         for segment in sample.segments:
             if fault := _fault_of_segment(segment, vocabulary):
                 return fault

@@ -1,62 +1,152 @@
-"""A ``GenerateFn`` of the user's own code, in a process of its own."""
+"""A ``GenerateFn`` of the user's own code, or an environment, in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.config import ENVIRONMENT, Config
+from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient
-from elastic_rl.engine.generation import GenerateFn, PromptRequest, fault_of
-from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed
+from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
+from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
 from elastic_rl.plugin_process import PluginProcess
-from elastic_rl.plugins import plain, resolve, text_of
+from elastic_rl.plugins import encodable, plain, resolve, text_of
+
+
+@dataclass(frozen=True)
+class EnvironmentJob:
+    """What episodes are played with (``elastic_rl/environments``)."""
+
+    name: str
+    options: Mapping[str, Any]
+    model_dir: str
+    turns: int
+    """Of the policy in a sample, at most."""
+    turn_tokens: int
+    seconds: float
+    """That the environment may take in one episode; what the engines take does not count."""
+    template_options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, cfg: Config, model_dir: str) -> EnvironmentJob:
+        rollout = cfg.rollout
+        return cls(rollout.environment, rollout.environment_options, model_dir, rollout.max_turns,
+                   rollout.max_turn_tokens, rollout.generate_timeout_s,
+                   cfg.data.options.get("chat_template_options") or {})
+
+
+Asked = PromptRequest | Prompt | None
+"""What the process is asked: the samples of a prompt; whether a prompt can be sampled; or whether its loop runs."""
 
 
 class OwnGenerate:
-    """The function that ``rollout.generate`` names as ``package.module:name``, with a client of the engines of its own.
-    The process of the role does not import it."""
+    """The function that ``rollout.generate`` names as ``package.module:name``, or an environment, with a client of the
+    engines of its own. The process of the role does not import it."""
 
-    def __init__(self, name: str, router_url: str, *, timeout_s: float, retries: int, vocabulary: int) -> None:
-        """``timeout_s``, ``retries``: of the client. ``vocabulary``: number of the model's tokens. Raises
-        ConfigError."""
-        self._process = PluginProcess(f"rollout.generate={plain(name, 200)}", f"{__name__}:serve", name, router_url,
-                                      timeout_s, retries, vocabulary)
+    def __init__(self, name: str | EnvironmentJob, router_url: str, *, timeout_s: float, retries: int, vocabulary: int
+                 ) -> None:
+        """``timeout_s``, ``retries``: of the client. ``vocabulary``: number of the model's tokens. Raises ConfigError.
+        """
+        self._bounds_itself = isinstance(name, EnvironmentJob)
+        what, maker = ((f"rollout.environment={plain(name.name, 200)}", "elastic_rl.environments.serving:serve")
+                       if isinstance(name, EnvironmentJob) else
+                       (f"rollout.generate={plain(name, 200)}", f"{__name__}:serve"))
+        self._process = PluginProcess(what, maker, name, router_url, timeout_s, retries, vocabulary)
         self._process.start_first()
 
     def start(self) -> None:
         """Replaces its process if need be; call it before calls. Raises PluginFailed."""
         self._process.start()
 
+    @contextlib.asynccontextmanager
+    async def within(self, limit_s: float) -> AsyncIterator[None]:
+        """Bounds a call. Of a function of the user's own that is all its time. An environment bounds its own, without
+        that of the engines, which may be slow or away; from here it is bounded how long its process does not answer at
+        all. Raises TimeoutError."""
+        async with asyncio.timeout(limit_s) as bound:
+            watching = asyncio.create_task(self._watch(bound, limit_s)) if self._bounds_itself else None
+            try:
+                yield
+            finally:
+                if watching is not None:
+                    watching.cancel()
+
+    async def _watch(self, bound: asyncio.Timeout, limit_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(PluginFailed):  # the call itself ends with it
+            while True:
+                asked = asyncio.create_task(self._process.call(None))
+                asked.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has seen it
+                await asyncio.shield(asked)  # a call that is cancelled would cost the process
+                if bound.expired():
+                    return
+                bound.reschedule(loop.time() + limit_s)
+                await asyncio.sleep(limit_s / 4)
+
     async def __call__(self, request: PromptRequest, engines: GenerateClient) -> list[Sample]:
-        """Samples that ``fault_of`` has found sound. ``engines`` is not used. Raises EngineFailed and PluginFailed."""
+        """Samples that ``fault_of`` has found sound. ``engines`` is not used. Raises EngineFailed, PluginAway and
+        PluginFailed."""
         answer = await self._process.call(request)
         if "engines" in answer:
             raise EngineFailed(answer["engines"])
+        if "away" in answer:
+            if answer["replace"]:
+                self._process.replace()
+            raise PluginAway(answer["away"])
         return [Sample(tuple(Segment(tuple(ids), tuple(logprobs), loss, version)
                              for ids, logprobs, loss, version in sample["segments"]),
-                       finish_reason=sample["finish_reason"], metadata=sample["metadata"])
+                       finish_reason=sample["finish_reason"], metadata=sample["metadata"], text=sample["text"])
                 for sample in answer["samples"]]
+
+    async def check(self, prompt: Prompt) -> None:
+        """Raises PluginFailed for a prompt of which no samples can be made, as far as that is known before."""
+        await self._process.call(prompt)
 
     def close(self) -> None:
         self._process.close()
 
 
+def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str) -> GenerateFn:
+    """The function that ``rollout.generate`` names. Raises ConfigError."""
+    rollout = cfg.rollout
+    if not rollout.generates_apart:
+        return resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
+    return OwnGenerate(EnvironmentJob.of(cfg, model_dir) if rollout.generate == ENVIRONMENT else rollout.generate,
+                       router_url, timeout_s=cfg.engine.request_timeout_s, retries=rollout.max_attempts,
+                       vocabulary=vocabulary)
+
+
 def serve(name: str, router_url: str, timeout_s: float, retries: int, vocabulary: int
-          ) -> Callable[[PromptRequest], Awaitable[dict[str, Any]]]:
+          ) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
     """In the process: the function that it runs. Raises ConfigError."""
     generate: GenerateFn = resolve(name, {}, setting="rollout.generate")
     if not callable(generate) or isinstance(generate, type):
         raise ConfigError(f"rollout.generate={name!r} is no async function (request, engines) -> samples",
                           hint="GenerateFn in elastic_rl/engine/generation.py says what it is")
+    return answering(generate, router_url, timeout_s, retries, vocabulary)
+
+
+def answering(generate: GenerateFn, router_url: str, timeout_s: float, retries: int, vocabulary: int
+              ) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
+    """A way to generate, with a client of its own, as a function whose result is JSON."""
     client = GenerateClient(router_url, timeout_s=timeout_s, retries=retries)
 
-    async def call(request: PromptRequest) -> dict[str, Any]:
+    async def call(asked: Asked) -> dict[str, Any]:
+        if not isinstance(asked, PromptRequest):
+            if asked is not None and callable(check := getattr(generate, "check", None)):
+                await check(asked)
+            return {}
         try:
-            samples = await generate(request, client)
+            samples = await generate(asked, client)
         except EngineFailed as e:  # or a class of the user's derived from it
             return {"engines": text_of(e)}
-        if fault := fault_of(samples, request, vocabulary):
+        except PluginAway as e:
+            return {"away": text_of(e), "replace": bool(e.replace)}
+        if fault := fault_of(samples, asked, vocabulary):
             raise PluginFailed(f"it {fault}")
         return {"samples": [_to_json(sample) for sample in samples]}
 
@@ -65,7 +155,8 @@ def serve(name: str, router_url: str, timeout_s: float, retries: int, vocabulary
 
 def _to_json(sample: Sample) -> dict[str, Any]:
     return {"segments": [_segment(segment) for segment in sample.segments],
-            "finish_reason": plain(sample.finish_reason, 100), "metadata": dict(sample.metadata)}
+            "finish_reason": plain(sample.finish_reason, 100), "metadata": dict(sample.metadata),
+            "text": encodable(sample.text)}  # whole: the answer is at its end
 
 
 def _segment(segment: Segment) -> Sequence[Any]:

@@ -17,8 +17,6 @@ from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import free_port, wait_until
 
 _FLAGS = {
-    # The client sends batches of equal size; measured equal to cache_aware on short prompts, without its prefix tree.
-    "policy": "round_robin",
     # /health* hangs for 20 s while an engine is paused for an update; /model_info still answers.
     "health-check-endpoint": "/model_info", "health-check-interval-secs": 1, "health-check-timeout-secs": 3,
     "health-failure-threshold": 1, "health-success-threshold": 1,
@@ -26,6 +24,11 @@ _FLAGS = {
     "retry-max-retries": 4, "retry-initial-backoff-ms": 20, "retry-max-backoff-ms": 500,
     "log-level": "warn",
 }
+# The client sends batches of equal size; measured equal to cache_aware on short prompts, without its prefix tree.
+_EVEN = {"policy": "round_robin"}
+# By the routing key of a conversation, whose turns are long prefixes of one another; cache_aware sends all to one
+# engine as long as few requests run. What has no key goes anywhere; a key that was not used for a while is forgotten.
+_STICKY = {"policy": "manual", "assignment-mode": "min_load", "max-idle-secs": 900}
 _REMOVE_AGAIN_S = 1.0
 _TRIES = 3
 """Of one call, when the router cannot be reached."""
@@ -36,8 +39,10 @@ class RouterProcess:
     """The router as a child of this process. Its ``url`` is there from the beginning and does not change over
     restarts."""
 
-    def __init__(self, *, host: str, log: Path, start_timeout_s: float = 30.0,
-                 request_timeout_s: float = 600.0) -> None:
+    def __init__(self, *, host: str, log: Path, start_timeout_s: float = 30.0, request_timeout_s: float = 600.0,
+                 sticky: bool = False) -> None:
+        """``sticky``: requests of one routing key go to one engine (``GenerateClient.generate``)."""
+        self._policy: dict[str, Any] = _STICKY if sticky else _EVEN
         self._host, self._log = host, log
         self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
         self._port = free_port(host)
@@ -63,7 +68,7 @@ class RouterProcess:
         """Starts the process, after it has ended one that still runs, and does not wait until it takes requests. Raises
         PreflightFailed."""
         self.stop()
-        flags = {**_FLAGS, "host": self._host, "port": self._port, "prometheus-host": self._host,
+        flags = {**_FLAGS, **self._policy, "host": self._host, "port": self._port, "prometheus-host": self._host,
                  "prometheus-port": self._metrics_port, "request-timeout-secs": int(self._request_timeout_s)}
         args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
         self._process = spawn(python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"),
@@ -161,6 +166,6 @@ class RouterClient:
             except httpx.HTTPError as e:
                 if not tries_left:
                     raise RouterUnavailable(f"the router at {self._url} does not answer: {type(e).__name__}",
-                                            hint="the driver restarts it; see logs/router.log") from e
+                                            hint="the driver restarts it; see logs/router-POOL.log") from e
             time.sleep(_TRY_AGAIN_S)
         raise AssertionError("unreachable")

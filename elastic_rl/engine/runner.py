@@ -8,43 +8,32 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from elastic_rl.config import Stream
+from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.coordinator.membership.registry import ENGINE
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
-from elastic_rl.engine.fetch_failures import FetchFailures, read_evidence
+from elastic_rl.engine.fetch_failures import FETCH_ERRORS, NO_EVIDENCE, FetchFailures, read_evidence
 from elastic_rl.engine.lifecycle import EngineLifecycle
+from elastic_rl.engine.record import EngineRecord
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.engine.server.external_server import ExternalServer
 from elastic_rl.engine.server.health import Health, HealthLimits
 from elastic_rl.engine.server.health_monitor import HealthMonitor
 from elastic_rl.engine.server.sglang_server import Server, SGLangServer, StagedUpdate
 from elastic_rl.errors import (
-    AccessDenied,
-    ArenaFull,
-    CatalogMismatch,
-    ChunkCorrupt,
-    ChunkMissing,
     Compacted,
-    Conflict,
     DeadlineExceeded,
-    DiskFull,
     ElasticRLError,
     EngineFailed,
     EtcdUnavailable,
     Fenced,
     NodeUnavailable,
-    RecordUnreadable,
     RouterUnavailable,
-    StagingFailed,
-    VersionNotFound,
 )
-from elastic_rl.etcd import fencing
-from elastic_rl.etcd.client import Compare, Op
-from elastic_rl.etcd.decoding import decode_bytes, readable_one
+from elastic_rl.etcd.client import Compare
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
@@ -55,6 +44,8 @@ from elastic_rl.telemetry import traces
 
 log = logging.getLogger(__name__)
 
+FOLDER_VERSION = 1
+"""Of weights that belong to no stream: those of the folder of the pool's model."""
 _TICK_S = 0.1
 """The server's processes and the drain flag are checked at least this often; a new head arrives by a watch."""
 _RECORD_INTERVAL_S = 0.5
@@ -66,43 +57,47 @@ _RETRY_S = (0.2, 30.0)
 """First and longest pause after a version that could not be fetched or staged; a newer version is tried at once."""
 _FAILURES_TO_REPORT = 5
 """Failed fetches, one after the other, that make an event; most single failures are gone with the next attempt."""
-# A pull that fails with one of these changed nothing in the engine, which serves on and retries.
-_PULL_FAILED = (AccessDenied, ArenaFull, CatalogMismatch, ChunkCorrupt, ChunkMissing, Conflict, DiskFull,
-                NodeUnavailable, RecordUnreadable, StagingFailed, EtcdUnavailable, VersionNotFound)
-_NO_EVIDENCE = (CatalogMismatch, EtcdUnavailable, RecordUnreadable, VersionNotFound)
-"""Those of them that say nothing about this engine: etcd is away, the catalog is suspended, the version is released."""
 
 
 class EngineRunner:
     """Runs engine ``engine_id`` of a run until it is drained, stopped or dead. Independent of Ray.
 
     ``external_url``: URL of a server that someone else runs; the runner uses it and never starts or ends it.
+    ``gpus``: of the server, as ``CUDA_VISIBLE_DEVICES`` has them; empty: those of this process.
     """
 
-    def __init__(self, ctx: RunContext, engine_id: str, *, pool: str = "rollout", external_url: str = "") -> None:
-        self._ctx, self._id, self._pool = ctx, engine_id, pool
-        self._cfg = ctx.config.engine
+    def __init__(self, ctx: RunContext, engine_id: str, pool: str = ROLLOUT_POOL, *, external_url: str = "",
+                 gpus: str = "") -> None:
+        self._ctx, self._id, self._pool = ctx, engine_id, ctx.pool(pool)
+        self._cfg, self._router_url = self._pool.engine, ctx.router_urls.get(pool, "")
         self._lifecycle = EngineLifecycle()
         self._drain = threading.Event()
         self._stop = threading.Event()
         self._etcd = ctx.connect()
         self._member = Membership(self._etcd, ctx.keys, ENGINE, engine_id, ttl_s=ctx.config.coordinator.lease_ttl_s,
                                   epoch=ctx.epoch)
+        self._record = EngineRecord(ctx, self._etcd, engine_id, self._member.incarnation)
         self._started_at = time.time()
         self._pull_apply_s = self._pause_s = 0.0
         self._checksum = ""
         self._alive_at = time.time()
+        self._holds_device = False
         self._fetch_failures = FetchFailures(self._cfg.fetch_timeout_s, min_failures=_FAILURES_TO_REPORT)
         self._retry = RetryBackoff(*_RETRY_S)
         self._route_retry = RetryBackoff(*_RETRY_S)
         self._next_record = 0.0
         self._load = (0, 0)
         self._unwritten = False  # the last write failed: the record in etcd is outdated
+        self._joined = False
+        """It has been READY."""
         self._external = bool(external_url)
         self._server: Server = ExternalServer(
-            external_url, ctx.model_dir, cfg=self._cfg) if external_url else SGLangServer(
-            ctx.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
+            external_url, self._pool.model_dir, cfg=self._cfg, updates=self._pool.stream is not None
+        ) if external_url else SGLangServer(
+            self._pool.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
             log=ctx.config.log_dir / f"engine-{engine_id}.log", deterministic=ctx.config.deterministic,
+            folder_version=0 if self._pool.stream else FOLDER_VERSION, shares_devices=self._pool.colocated,
+            gpus=gpus,
             # The same engine of the same run samples the same; no two engines share a seed.
             seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF,
             tag=file_tag(ctx.config.cluster_dir, engine_id, secrets.token_hex(4)))
@@ -127,11 +122,15 @@ class EngineRunner:
         try:
             self._write_soon()
             self._member.start()
+            self._before_launch()
             self._server.start(wait_while=lambda: not self._leaving)
             self._lifecycle = self._lifecycle.up()
             self._monitor.start()
             self._write_soon()
-            self._follow()
+            if self._pool.stream is None:
+                self._serve_folder()
+            else:
+                self._follow(self._pool.stream)
             self._leave()
         except EngineFailed as e:
             self._fail(e.message)
@@ -151,22 +150,60 @@ class EngineRunner:
     def _leaving(self) -> bool:
         return self._drain.is_set() or self._stop.is_set()
 
-    def _follow(self) -> None:
+    # -- for a subclass whose engine shares devices with the trainer --------------------------------------------------
+    def _before_launch(self) -> None:
+        """Returns when the server may be launched. Raises EngineFailed and Fenced."""
+
+    def _lost_weights(self) -> bool:
+        """Called again and again between two versions; whether the weights are gone since the last call. Raises
+        EngineFailed, Fenced and EtcdUnavailable."""
+        return False
+
+    def _before_routing(self) -> None:
+        """Called once a version is verified. Raises EngineFailed."""
+
+    def _serve_folder(self) -> None:
+        """Serves the weights of the model's folder, as their only version, until the engine leaves. Raises EngineFailed
+        and Fenced."""
+        try:
+            with self._monitor.paused():  # the scheduler answers nothing else meanwhile
+                self._checksum = self._server.checksum()  # the leader compares those of a pool
+        except EngineFailed as e:  # whether it serves is for the monitor to say
+            log.warning("engine %s: its weights are not compared with those of other engines: %s", self._id, e)
+        self._lifecycle = self._lifecycle.begin(FOLDER_VERSION).verified(FOLDER_VERSION)
+        self._write_soon()
+        while not self._leaving:
+            try:
+                self._look_after()
+            except EtcdUnavailable as e:  # it serves on
+                log.warning("engine %s: %s", self._id, e)
+            self._stop.wait(_TICK_S)
+
+    def _look_after(self) -> None:
+        """What an engine does in each tick, whatever it serves. Raises EngineFailed, Fenced and EtcdUnavailable."""
+        self._member.progress(self._lifecycle.version, self._phase())
+        if not self._server.alive():
+            raise EngineFailed(self._server.failure)
+        self._alive_at = time.time()
+        self._check_record()
+        self._join_router()
+
+    def _follow(self, stream: Stream) -> None:
         """Applies each new head until the engine leaves. Raises EngineFailed and Fenced."""
         dcs = self._ctx.config.dcs
         puller = Puller(self._etcd, self._ctx.keys, f"engine-{self._id}", io_timeout_s=dcs.io_timeout_s,
                         security=Security.from_config(dcs, self._ctx.config.cluster_dir / TOKEN_FILE))
-        heads = puller.watch_head(Stream.POLICY)
+        heads = puller.watch_head(stream)
         target: Version | None = None
+        lost = False
         try:
             while not self._leaving:
-                self._member.progress(self._lifecycle.version, self._phase())
-                if not self._server.alive():
-                    raise EngineFailed(self._server.failure)
-                self._alive_at = time.time()
                 try:
-                    self._check_record()
-                    self._join_router()
+                    self._look_after()
+                    lost = self._lost_weights() or lost
+                    if lost:  # no newer head may come before it is served
+                        target, lost = puller.head(stream), False
+                        self._retry.reset()
                     if target is None:
                         target = heads.get(_TICK_S)
                     elif not self._retry.is_due(time.monotonic()):
@@ -178,7 +215,7 @@ class EngineRunner:
                         self._retry.reset()
                     else:
                         self._retry.failed(time.monotonic())
-                        target = puller.head(Stream.POLICY)  # the version that failed may have been released meanwhile
+                        target = puller.head(stream)  # the version that failed may have been released meanwhile
                 except EtcdUnavailable as e:  # without etcd nothing new is decided, and the engine serves on
                     log.warning("engine %s: %s", self._id, e)
                     self._stop.wait(_TICK_S)  # etcd may refuse at once, without using up a retry budget
@@ -195,7 +232,7 @@ class EngineRunner:
 
     def _sync(self, puller: Puller, target: Version) -> bool:
         """Brings the engine to the version. False when the version could not be fetched: the engine is unchanged."""
-        if target.number <= self._lifecycle.version:
+        if not self._lifecycle.accepts(target.number):
             return True
         began = time.monotonic()
         try:
@@ -203,6 +240,8 @@ class EngineRunner:
                              version=target.number), contextlib.ExitStack() as held:
                 with traces.span("engine.pull", engine=self._id, version=target.number):
                     update = held.enter_context(self._staged(puller, target))
+                if self._cfg.pause_mode == "drain" and self._lifecycle.state is EngineState.READY:
+                    self._pause_requests()
                 begun = self._lifecycle.begin(target.number)
                 if not self._write(begun):  # before the first byte changes
                     return True             # the engine is to leave the pool
@@ -213,15 +252,16 @@ class EngineRunner:
                     self._server.apply(update, target.number)
                 self._pause_s = time.monotonic() - paused_at
                 self._checksum = " ".join(update.checksums)
-        except _PULL_FAILED as e:
+        except FETCH_ERRORS as e:
             self._on_fetch_failed(target, e)
             return False
         self._pull_apply_s = time.monotonic() - began
         if self._fetch_failures.count >= _FAILURES_TO_REPORT:
-            self._emit("engine.fetch_recovered", f"engine {self._id} has version {target.number} now",
+            self._record.emit("engine.fetch_recovered", f"engine {self._id} has version {target.number} now",
                        version=target.number)
         self._fetch_failures.succeeded()
         self._lifecycle = self._lifecycle.verified(target.number)
+        self._before_routing()
         if not self._join_router():
             self._write()
         return True
@@ -235,14 +275,17 @@ class EngineRunner:
             return False
         try:
             # Before the record: an engine that etcd calls ready takes requests.
-            RouterClient(self._ctx.router_url).add(self._server.url, timeout_s=_ROUTE_TRY_S)
+            RouterClient(self._router_url).add(self._server.url, timeout_s=_ROUTE_TRY_S)
         except (RouterUnavailable, DeadlineExceeded) as e:
             log.warning("engine %s waits for the router: %s", self._id, e)
             self._route_retry.failed(time.monotonic())
             return False
         self._lifecycle = self._lifecycle.routed()
         self._write()
-        self._emit("engine.ready", f"engine {self._id} serves version {self._lifecycle.version}",
+        if self._joined:  # it was out for an update
+            return True
+        self._joined = True
+        self._record.emit("engine.ready", f"engine {self._id} serves version {self._lifecycle.version}",
                    version=self._lifecycle.version, external=self._external,
                    start_s=round(time.time() - self._started_at, 3))
         return True
@@ -259,7 +302,7 @@ class EngineRunner:
                 self._member.progress(self._lifecycle.version, phase)
                 session.add(part)
 
-            with puller.pull(Stream.POLICY, target.number, on_part=on_part) as pulled:
+            with puller.pull(target.stream, target.number, on_part=on_part) as pulled:
                 update = session.finish(pulled.reference())
                 pulled.confirm()  # what was staged was read from memory that the node kept in place
                 yield update
@@ -276,10 +319,10 @@ class EngineRunner:
         failures, now = self._fetch_failures, time.monotonic()
         cause = f"{type(error).__name__}: {error}"
         failures.failed(now)
-        if isinstance(error, _NO_EVIDENCE):
+        if isinstance(error, NO_EVIDENCE):
             failures.excused()
         if failures.count == _FAILURES_TO_REPORT:
-            self._emit("engine.cannot_fetch", f"engine {self._id} cannot fetch version {target.number}: {cause}",
+            self._record.emit("engine.cannot_fetch", f"engine {self._id} cannot fetch version {target.number}: {cause}",
                        severity=Severity.WARNING, version=target.number)
         if not failures.overdue(now):
             return
@@ -294,7 +337,7 @@ class EngineRunner:
             return
         reason = (f"cannot fetch a newer version than {self._lifecycle.version} for {failures.lasted_s(now):.0f} s, "
                   f"while {found.ahead} of {found.peers} other engines can; the last error: {cause}")
-        self._emit("engine.cannot_fetch", f"engine {self._id} {reason}", severity=Severity.ERROR,
+        self._record.emit("engine.cannot_fetch", f"engine {self._id} {reason}", severity=Severity.ERROR,
                    version=target.number, failing_s=round(failures.lasted_s(now), 3))
         if self._lifecycle.version:
             self._finish_requests()
@@ -308,28 +351,50 @@ class EngineRunner:
         else:
             self._unroute()
         self._end_server()
-        if self._delete_record():
-            self._emit("engine.stopped", f"engine {self._id} left the pool")
+        if self._record.delete():
+            self._record.emit("engine.stopped", f"engine {self._id} left the pool")
 
     def _finish_requests(self) -> None:
-        """Takes the engine out of the router and waits, within a limit, for the requests that it has."""
+        """Takes the engine out of the router for good and waits, within a limit, for the requests that it has."""
         self._lifecycle = self._lifecycle.drain()
         self._write()
-        self._unroute()
-        self._member.progress(self._lifecycle.version, "waiting for the last request")
-        try:
-            wait_until(lambda: self._stop.is_set() or self._server.in_flight() == 0,
-                       timeout_s=self._cfg.drain_timeout_s, what="the last request of the engine", poll_s=0.1)
-        except DeadlineExceeded:
-            self._emit("engine.drain_timeout", f"engine {self._id} was stopped with requests in flight",
+        if not self._drained():
+            self._record.emit("engine.drain_timeout", f"engine {self._id} was stopped with requests in flight",
                        severity=Severity.WARNING)
+
+    def _pause_requests(self) -> None:
+        """The same until the engine joins the router again with a new version. Raises EngineFailed and
+        EtcdUnavailable."""
+        self._lifecycle = self._lifecycle.unrouted()
+        self._write()
+        if not self._drained():
+            log.warning("engine %s updates with requests in flight, which go on afterwards: they took longer than "
+                        "engine.drain_timeout_s=%g", self._id, self._cfg.drain_timeout_s)
+
+    def _drained(self) -> bool:
+        """Takes the engine out of the router; whether the requests that it has ended in time."""
+        self._unroute()
+        return self._await_idle(self._cfg.drain_timeout_s, self._stop.is_set)
+
+    def _await_idle(self, limit_s: float, is_over: Callable[[], bool]) -> bool:
+        """Whether the requests in flight ended within this time, or the wait for them is over. Raises EngineFailed."""
+        def is_idle() -> bool:
+            self._member.progress(self._lifecycle.newest, "waiting for the last request")
+            return is_over() or self._server.in_flight() == 0
+
+        try:
+            wait_until(is_idle, timeout_s=limit_s, what="the last request of the engine", poll_s=0.1)
+        except DeadlineExceeded:
+            return False
+        return True
 
     def _fail(self, reason: str) -> None:
         """Marks the engine dead, or quarantined when an update was under way. It never serves again; the driver
         replaces it."""
-        if self._stop.is_set() or (self._drain.is_set() and self._lifecycle.state is EngineState.STARTING):
+        if self._stop.is_set() or (self._drain.is_set() and self._lifecycle.state in (
+                EngineState.STARTING, EngineState.RELEASED)):
             self._unroute()
-            self._delete_record()  # it was to leave: nothing failed
+            self._record.delete()  # it was to leave: nothing failed
             return
         detect_s = round(max(0.0, time.time() - self._alive_at, self._monitor.health.silent_s), 3)
         alive = self._server.alive()
@@ -343,7 +408,7 @@ class EngineRunner:
             # A server that never joined the pool leaves no gap: only the operator who registered it has to know.
             kind, severity = ("refused", Severity.WARNING) if self._external and not self._lifecycle.version else (
                 str(self._lifecycle.state), Severity.ERROR)
-            self._emit(f"engine.{kind}", f"engine {self._id}: {reason}", severity=severity, detect_s=detect_s,
+            self._record.emit(f"engine.{kind}", f"engine {self._id}: {reason}", severity=severity, detect_s=detect_s,
                        version=self._lifecycle.version, applying=self._lifecycle.applying)
         except EtcdUnavailable as e:  # the leader finds that its process has ended
             log.warning("engine %s ends unreported: %s", self._id, e)
@@ -353,32 +418,21 @@ class EngineRunner:
     def _end_server(self) -> None:
         self._monitor.close()  # what answers no probe from here on is not frozen
         self._server.stop()
+        self._holds_device = False
 
     def _unroute(self) -> None:
         """Removes the server from the router, unless another runner has taken the same external server over."""
-        if not self._ctx.router_url or (self._external and self._superseded()):
+        if not self._router_url or (self._external and self._record.superseded()):
             return
         try:
-            RouterClient(self._ctx.router_url).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
+            RouterClient(self._router_url).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
         except (RouterUnavailable, DeadlineExceeded) as e:  # a router that is down routes nothing
             log.warning("engine %s could not be removed from the router: %s", self._id, e)
 
     # -- etcd ------------------------------------------------------------------------------------------------------
-    def _superseded(self) -> bool:
-        """Whether another runner of the same engine has written the record; false without etcd."""
-        try:
-            found = self._etcd.get(self._ctx.keys.engine(self._id))
-        except EtcdUnavailable:
-            return False
-        record = readable_one(found, Engine)
-        return record is not None and not self._mine(record)
-
-    def _mine(self, record: Engine) -> bool:
-        return record.incarnation == self._member.incarnation
-
     def _check_record(self) -> None:
         """Twice a second: follows a change of the record by the driver (DRAINING), the leader (QUARANTINED) or a newer
-        driver (deleted). Raises EngineFailed for a quarantined engine."""
+        driver (deleted). Raises Fenced, and EngineFailed for a quarantined engine."""
         if self._unwritten:
             self._write()
         now = time.monotonic()
@@ -386,17 +440,12 @@ class EngineRunner:
             return
         self._next_record = now + _RECORD_INTERVAL_S
         self._update_load()
-        found = self._etcd.get(self._ctx.keys.engine(self._id))
-        if found is None:
+        exists, record = self._record.read()
+        if not exists:
             self._stop.set()
-            return
-        record = readable_one(found, Engine)
-        if record is None:
+        elif record is None:
             self._write()  # it is this runner's to write
-            return
-        if not self._mine(record):
-            raise Fenced(f"another runner has taken over engine {self._id}")
-        if record.state is EngineState.DRAINING:
+        elif record.state is EngineState.DRAINING:
             self._drain.set()
         elif record.state is EngineState.QUARANTINED:
             raise EngineFailed(record.reason)
@@ -410,66 +459,30 @@ class EngineRunner:
             self._write()
 
     def _write_soon(self) -> None:
-        """Writes the record; without etcd ``_follow`` does it later. Raises Fenced."""
+        """Writes the record; without etcd ``_look_after`` does it later. Raises Fenced."""
         try:
             self._write()
         except EtcdUnavailable as e:
             log.warning("engine %s: its record is not written yet: %s", self._id, e)
 
-    def _write(self, lifecycle: EngineLifecycle | None = None) -> bool:
-        """Writes the record. Never overwrites DRAINING by the driver or QUARANTINED by the leader, which are requests
-        to this runner in the same record; false when there is one. Raises EtcdUnavailable, and Fenced when the epoch is
-        over: the engine then ends."""
+    def _write(self, lifecycle: EngineLifecycle | None = None, guards: Sequence[Compare] = ()) -> bool:
+        """Writes the record; false when the driver or the leader has asked for something in it. Raises EtcdUnavailable,
+        Conflict when one of the ``guards`` does not hold, and Fenced when the epoch is over: the engine then ends."""
         lifecycle = lifecycle or self._lifecycle
-        quarantined = False
-
-        def change(raw: bytes | None) -> bytes:
-            nonlocal quarantined
-            before = decode_bytes(raw, Engine) if raw else None  # of a record that cannot be read: it is ours to write
-            if before and not self._mine(before):
-                if before.epoch >= self._ctx.epoch:
-                    raise Fenced(f"another runner has taken over engine {self._id}")
-                before = None  # of the same external engine under an earlier driver
-            if before and before.state is EngineState.DRAINING:
-                self._drain.set()
-            if lifecycle.state.ended:
-                return self._as_record(lifecycle, lifecycle.state).encode()
-            if quarantined := before is not None and before.state is EngineState.QUARANTINED:
-                return raw or b""
-            state = EngineState.DRAINING if self._drain.is_set() else lifecycle.state
-            return self._as_record(lifecycle, state).encode()
-
+        state = EngineState.DRAINING if self._drain.is_set() and not lifecycle.state.ended else lifecycle.state
         self._unwritten = True
-        self._etcd.update(self._ctx.keys.engine(self._id), change,
-                          guards=[fencing.epoch_guard(self._ctx.keys, self._ctx.epoch)])
+        written = self._record.write(self._as_record(lifecycle, state), guards)
         self._unwritten = False
-        return not (self._drain.is_set() or quarantined)
+        if written is EngineState.DRAINING:
+            self._drain.set()
+        return written not in (EngineState.DRAINING, EngineState.QUARANTINED)
 
     def _as_record(self, lifecycle: EngineLifecycle, state: EngineState) -> Engine:
         server = self._server
-        return Engine(id=self._id, pool=self._pool, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
+        return Engine(id=self._id, pool=self._pool.name, state=state, epoch=self._ctx.epoch, host=self._ctx.host,
                       url=server.url if server.pid or self._external else "", pid=server.pid,
                       version=lifecycle.version, applying=lifecycle.applying, started_at=self._started_at,
                       updated_at=time.time(), pull_apply_s=self._pull_apply_s, pause_s=self._pause_s,
                       layout=server.layout, checksum=self._checksum, running=self._load[0], waiting=self._load[1],
-                      incarnation=self._member.incarnation, external=self._external,
+                      incarnation=self._member.incarnation, external=self._external, holds_device=self._holds_device,
                       reason=lifecycle.reason)
-
-    def _delete_record(self) -> bool:
-        """Deletes the record; false when another runner of the same engine wrote it. Raises Fenced."""
-        key = self._ctx.keys.engine(self._id)
-        found = self._etcd.get(key)
-        record = readable_one(found, Engine)
-        if record is not None and not self._mine(record):
-            return False
-        guards = [fencing.epoch_guard(self._ctx.keys, self._ctx.epoch),
-                  Compare.create(key, "==", found.create_revision if found else 0)]
-        if not self._etcd.txn(guards, [Op.delete(key)]).succeeded:
-            fencing.require_epoch(self._etcd, self._ctx.keys, self._ctx.epoch)
-            return False
-        return True
-
-    def _emit(self, kind: str, message: str, *, severity: Severity = Severity.INFO, **data: Any) -> None:
-        """Writes an event about this engine. Raises Fenced and EtcdUnavailable."""
-        fencing.emit(self._etcd, self._ctx.keys, self._ctx.epoch, kind, self._id, message, severity=severity,
-                     incarnation=self._member.incarnation, **data)

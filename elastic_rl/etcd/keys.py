@@ -102,6 +102,10 @@ class Keys:
     def pool_status(self, pool: str) -> str:
         return f"{self.pools_prefix()}{pool}/status"
 
+    def engines_of_pool(self, pool: str) -> str:
+        """Prefix of a pool's engines, and of those of pools whose names begin with its name and a hyphen."""
+        return f"{self.engines_prefix()}{pool}-"
+
     def engines_prefix(self) -> str:
         return f"{self.root}engines/"
 
@@ -282,6 +286,15 @@ class Keys:
     def output(self) -> str:
         """What a job that trains nothing has written."""
         return f"{self.root}output"
+
+    # -- colocated placement ----------------------------------------------------------------------------------------
+    def device_turn(self) -> str:
+        """Whose turn it is to have the memory of the devices that engines and trainer share."""
+        return f"{self.root}device/turn"
+
+    def device_holder(self) -> str:
+        """The formation of the trainer group that has device memory; absent while none has."""
+        return f"{self.root}device/holder"
 
     # -- torch elastic ------------------------------------------------------------------------------------------
     def rendezvous_prefix(self) -> str:

@@ -45,6 +45,11 @@ class Mirror(Generic[T]):
             self._take(event.kv, deleted=event.type == "delete")
 
     @property
+    def is_watched(self) -> bool:
+        """Whether the next ``read`` may know less than etcd."""
+        return self._watch is not None
+
+    @property
     def silent_s(self) -> float:
         """For how long etcd has said nothing: what ``read`` returned may be so old."""
         return self._watch.silent_s if self._watch is not None else 0.0

@@ -117,6 +117,10 @@ class PoolSpec(Record):
 
     name: str
     desired: int
+    model: str = ""
+    """Hugging Face folder of the model that its engines serve."""
+    stream: str = "policy"
+    """Whose versions they serve; empty for the weights of the folder, which never change."""
 
 
 class PoolStatus(Record):
@@ -130,8 +134,12 @@ class PoolStatus(Record):
     """Ready engines that someone else runs; in none of the other numbers."""
     pending: int = 0
     """Engines that wait for room in the cluster; in none of the other numbers."""
+    released: int = 0
+    """Engines that wait for the trainer's turn to end; in none of the other numbers."""
     message: str = ""
     """What the pool waits for; empty when it waits for nothing but its engines' start."""
+    router_url: str = ""
+    """Base URL of its router."""
 
 
 class EngineState(OpenEnum):
@@ -141,6 +149,9 @@ class EngineState(OpenEnum):
     READY = "ready"
     """Weights verified, known to the router."""
     DRAINING = "draining"
+    RELEASED = "released"
+    """Colocated with the trainer, whose turn it is: it has no device memory, and its weights belong to no version. Not
+    routable, and no failure."""
     QUARANTINED = "quarantined"
     """Its weights may be torn; it serves again only after a verified full reload."""
     DEAD = "dead"
@@ -149,6 +160,11 @@ class EngineState(OpenEnum):
     def serving(self) -> bool:
         """Whether it belongs to the pool and has, or is fetching, a version to serve."""
         return self in (EngineState.SYNCING, EngineState.READY)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it belongs to the pool, or will, and is not about to leave it."""
+        return self in (EngineState.STARTING, EngineState.SYNCING, EngineState.READY, EngineState.RELEASED)
 
     @property
     def ended(self) -> bool:
@@ -184,6 +200,9 @@ class Engine(Record):
     """Requests that it is processing; updated every few seconds."""
     waiting: int = 0
     """Requests that are queued in it."""
+    holds_device: bool = False
+    """Colocated with the trainer: whether its server may have device memory. Set before the server takes any, in the
+    transaction that makes sure of its turn; cleared once it has none."""
     external: bool = False
     """Someone else runs its server: it is extra, is never ended, and is not replaced."""
     reason: str = ""

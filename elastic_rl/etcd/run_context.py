@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from elastic_rl.config import Config
+from elastic_rl.config import Config, PoolSettings
+from elastic_rl.config.groups import ACTOR, CRITIC, TRAINER_GROUPS, GroupSpec
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.files import replace_file
@@ -30,8 +31,10 @@ class RunContext(BaseModel):
     """Fencing epoch of the run; a write of a lower epoch is refused."""
     model_dir: str
     """Folder of the HF model with the initial weights, the architecture and the tokenizer."""
-    router_url: str = ""
-    """Base URL of the SGLang router; empty where there are no engines."""
+    router_urls: dict[str, str] = {}
+    """Base URL of the SGLang router of each pool, by the pool's name."""
+    group_name: str = ACTOR.name
+    """Trainer group that the process belongs to, if to any: ``of_group`` makes the context of one."""
     host: str = "127.0.0.1"
     """Address at which other processes of the run reach this host."""
 
@@ -59,6 +62,21 @@ class RunContext(BaseModel):
         # slow.
         from elastic_rl.etcd.client import EtcdClient
         return EtcdClient.from_config(self.config.etcd, self.etcd_endpoints)
+
+    def pool(self, name: str) -> PoolSettings:
+        """What the engines of a pool are. Raises KeyError for one that the job does not have."""
+        return self.config.pool_settings(self.model_dir)[name]
+
+    @property
+    def group(self) -> GroupSpec:
+        """Trainer group that the process belongs to, if to any."""
+        return TRAINER_GROUPS[self.group_name]
+
+    def of_group(self, group: GroupSpec) -> RunContext:
+        """The context of the processes of a trainer group: settings and model are the group's."""
+        own = self.config.critic.model if group is CRITIC else ""
+        return self.model_copy(update={"config": self.config.of_group(group), "group_name": group.name,
+                                       "model_dir": own or self.model_dir})
 
     @property
     def keys(self) -> Keys:

@@ -9,16 +9,16 @@ from typing import Protocol
 
 import psutil
 
-from elastic_rl.config import Config
+from elastic_rl.config import ROLLOUT_POOL, Config
+from elastic_rl.config.groups import ACTOR
 from elastic_rl.coordinator.client.admin_client import AdminClient
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
-from elastic_rl.pipeline.rollout_pool import ROLLOUT_POOL, engines
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime import runs, wait_until
 
 INJECT_TIMEOUT_S = 600.0
 
@@ -44,12 +44,13 @@ class FaultContext:
     def __init__(self, cfg: Config, etcd: EtcdClient, keys: Keys, api: AdminClient) -> None:
         self.cfg, self.etcd, self.keys, self.api = cfg, etcd, keys, api
 
-    def engines(self) -> list[Engine]:
-        return engines(self.etcd, self.keys)
+    def engines(self, pool: str = ROLLOUT_POOL) -> list[Engine]:
+        items, _ = self.etcd.range(self.keys.engines_of_pool(pool))
+        return [engine for engine, _ in readable(items, Engine) if engine.pool == pool]
 
-    def ready(self) -> set[str]:
+    def ready(self, pool: str = ROLLOUT_POOL) -> set[str]:
         """Ids of the engines that are ready."""
-        return {e.id for e in self.engines() if e.state is EngineState.READY}
+        return {e.id for e in self.engines(pool) if e.state is EngineState.READY}
 
     def pool(self) -> PoolStatus | None:
         found = self.etcd.get(self.keys.pool_status(ROLLOUT_POOL))
@@ -68,8 +69,11 @@ class FaultContext:
         items, _ = self.etcd.range(self.keys.leader_prefix())
         return Leader.decode(min(items, key=lambda kv: kv.create_revision).value) if items else None
 
+    def members(self, role: str) -> list[Member]:
+        return members(self.etcd, self.keys, role)
+
     def trainer_ranks(self) -> list[Member]:
-        return members(self.etcd, self.keys, "trainer")
+        return self.members(ACTOR.name)
 
     def has_event(self, kind: str, since: float, subject: str = "") -> bool:
         """Whether there is an event of a kind since a unix second; of one subject, or of any."""
@@ -86,6 +90,5 @@ def kill(pid: int) -> str:
     program, *args = process.cmdline()
     name = " ".join([Path(program).name, *args[:3]])[:80]
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE,
-               timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
+    wait_until(lambda: not runs(process), timeout_s=INJECT_TIMEOUT_S, what=f"the end of pid {pid}", poll_s=0.01)
     return f"pid {pid} ({name}) was sent SIGKILL and seen to end"

@@ -2,70 +2,181 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import psutil
 
-from elastic_rl.etcd.records import EngineState, Member, OperationState, PoolStatus
+from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.config.groups import ACTOR, GroupSpec
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.device_turn import SeenTurn, Side
+from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
-from elastic_rl.pipeline.rollout_pool import ROLLOUT_POOL
 from elastic_rl.runtime import wait_until
 
 
-class EngineKilled:
-    name = "engine_killed"
+class _Killed:
+    """kill -9 of a part that the run needs. It has recovered from that once another process is in the place of the one
+    that was killed, and the run has since then trained steps that it could not have trained without it."""
+
+    name = ""
 
     def __init__(self, context: FaultContext) -> None:
-        self.context, self.victim, self.desired = context, "", context.cfg.rollout.engines
+        self.context, self.at = context, 0.0
+        self._back_at = 0
+        """The step in which another process was seen in its place."""
+        self._further = context.cfg.train.max_staleness + 2
+        """Steps, of which one may have been under way, and of the others as many may be of groups that were generated
+        before."""
+
+    def is_back(self) -> bool:
+        """Whether another process does what the killed one did."""
+        raise NotImplementedError
+
+    def healed(self) -> bool:
+        step = self.context.step()
+        if self._back_at:
+            return step >= self._back_at + self._further
+        self._back_at = step if self.is_back() else 0
+        return False
+
+
+class EngineKilled(_Killed):
+    """Of an engine's server."""
+
+    def __init__(self, context: FaultContext, pool: str = ROLLOUT_POOL, state: EngineState = EngineState.READY
+                 ) -> None:
+        """``state``: of the engine in the moment in which it is killed, such as *released* of a colocated one."""
+        super().__init__(context)
+        self.pool, self.state, self.victim = pool, state, ""
+        self.desired = context.cfg.pool_settings("")[pool].engines
+        self.name = "_".join((*([pool] if pool != ROLLOUT_POOL else []),
+                              *([state.value] if state is not EngineState.READY else []), "engine_killed"))
 
     def inject(self) -> tuple[str, str]:
-        wait_until(lambda: len(self.context.ready()) >= self.desired, timeout_s=INJECT_TIMEOUT_S,
-                   what="a pool of ready engines")
-        engine = next(e for e in self.context.engines() if e.state is EngineState.READY and not e.external)
-        self.victim = engine.id
+        def whole() -> list[Engine]:
+            found = [e for e in self.context.engines(self.pool) if e.state is self.state and not e.external and e.pid]
+            return found if len(found) >= self.desired else []
+
+        engine = wait_until(whole, timeout_s=INJECT_TIMEOUT_S, what=f"a pool of {self.state} engines", poll_s=0.01)[0]
+        self.victim, self.at = engine.id, time.time()
         return engine.id, kill(engine.pid)
 
     def detected(self) -> bool:
-        return self.victim not in self.context.ready()
+        """It is not counted as an engine that can serve any more, now or in its next turn."""
+        return not any(e.id == self.victim and e.state in (EngineState.READY, EngineState.RELEASED)
+                       for e in self.context.engines(self.pool))
 
-    def healed(self) -> bool:
-        return len(self.context.ready() - {self.victim}) >= self.desired
-
-
-class _TrainerRankFault:
-    """A fault of the last rank of the trainer."""
-
-    def __init__(self, context: FaultContext) -> None:
-        self.context = context
-
-    def _choose(self) -> Member:
-        """The rank, with the time and the step noted for what follows."""
-        self.at, self.step = time.time(), self.context.step()
-        return max(self.context.trainer_ranks(), key=lambda m: m.id)
+    def is_back(self) -> bool:
+        return len(self.context.ready(self.pool) - {self.victim}) >= self.desired
 
 
-class TrainerRankKilled(_TrainerRankFault):
-    name = "trainer_rank_killed"
+class RoleKilled(_Killed):
+    """Of the only replica of a role."""
+
+    def __init__(self, context: FaultContext, role: str) -> None:
+        super().__init__(context)
+        self.role, self.name = role, f"{role}_killed"
 
     def inject(self) -> tuple[str, str]:
-        rank = self._choose()
-        return f"trainer {rank.id}", kill(rank.pid)
+        self.at = time.time()
+        def only_one() -> list[Member]:  # the record of one that has ended is there until its lease is over
+            found = self.context.members(self.role)
+            return found if len(found) == 1 else []
+
+        [self.victim] = wait_until(only_one, timeout_s=INJECT_TIMEOUT_S, what=f"one replica of the role {self.role}")
+        return self.victim.id, kill(self.victim.pid)
 
     def detected(self) -> bool:
-        return self.context.has_event("trainer.failed", self.at)
+        return self.context.has_event(f"{self.role}.dead", self.at, self.victim.id)
 
-    def healed(self) -> bool:
-        """The group has re-formed, and has trained a step beyond the one in which the rank was killed."""
-        return self.context.has_event("trainer.recovered", self.at) and self.context.step() > self.step
+    def is_back(self) -> bool:
+        return any(m.id != self.victim.id for m in self.context.members(self.role))
 
 
-class TrainerRankStopped(_TrainerRankFault):
+class QueueActorKilled(_Killed):
+    """Of an actor of TransferQueue."""
+
+    def __init__(self, context: FaultContext, actor: str) -> None:
+        """``actor``: its class, ``TransferQueueController`` or ``SimpleStorageUnit``."""
+        super().__init__(context)
+        self.actor, self.name = actor, {"TransferQueueController": "queue_controller_killed",
+                                        "SimpleStorageUnit": "queue_storage_killed"}[actor]
+
+    def inject(self) -> tuple[str, str]:
+        self.at = time.time()
+        self.before = wait_until(self._pids, timeout_s=INJECT_TIMEOUT_S, what="the actors of TransferQueue")
+        victim = min(self.before)
+        return f"queue actor {self.actor}", kill(victim)
+
+    def _pids(self) -> set[int]:
+        """Of the actors of this class. Ray's processes are children of the driver, and have the names of the classes.
+        """
+        found: set[int] = set()
+        for driver in self.context.members("driver"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= {p.pid for p in psutil.Process(driver.pid).children(recursive=True)
+                          if f"ray::{self.actor}" in _command(p)}
+        return found
+
+    def detected(self) -> bool:
+        return self.context.has_event("queue.replaced", self.at)
+
+    def is_back(self) -> bool:
+        return bool(now := self._pids()) and not now & self.before
+
+
+def _command(process: psutil.Process) -> str:
+    """"" of one that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+class TrainerRankKilled(_Killed):
+    """Of the last rank of a trainer group."""
+
+    def __init__(self, context: FaultContext, group: GroupSpec = ACTOR, turn: Side | None = None) -> None:
+        """``turn``: of a group that shares devices with engines, whose turn it is when the rank is killed; None: it
+        does not matter."""
+        super().__init__(context)
+        self.group, self.turn = group.name, turn
+        self.name = f"{group.name}_rank_killed" + (f"_in_turn_of_{turn}" if turn else "")
+
+    def inject(self) -> tuple[str, str]:
+        if self.turn is not None:
+            wait_until(lambda: self._seen_turn() is self.turn, timeout_s=INJECT_TIMEOUT_S,
+                       what=f"the turn of {self.turn}", poll_s=0.01)
+        self.at = time.time()
+        ranks = wait_until(lambda: self.context.members(self.group), timeout_s=INJECT_TIMEOUT_S,
+                           what=f"ranks of the group {self.group}")
+        rank = max(ranks, key=lambda m: m.id)
+        return f"{self.group} {rank.id}", kill(rank.pid)
+
+    def _seen_turn(self) -> Side | None:
+        etcd, keys = self.context.etcd, self.context.keys
+        return SeenTurn.of(etcd.get(keys.device_turn()), fencing.current_epoch(etcd, keys)).side
+
+    def detected(self) -> bool:
+        return self.context.has_event(f"{self.group}.failed", self.at)
+
+    def is_back(self) -> bool:
+        return self.context.has_event(f"{self.group}.recovered", self.at)
+
+
+class TrainerRankStopped:
     """SIGSTOP of one rank: the process exists and does nothing, so the others hang in their collectives."""
 
     name = "trainer_rank_stopped"
 
+    def __init__(self, context: FaultContext) -> None:
+        self.context = context
+
     def inject(self) -> tuple[str, str]:
-        rank = self._choose()
+        self.at, self.step = time.time(), self.context.step()
+        rank = max(self.context.trainer_ranks(), key=lambda m: m.id)
         self.incarnation = rank.incarnation
         process = psutil.Process(rank.pid)
         process.suspend()
@@ -148,4 +259,6 @@ class PoolScaled:
             pool.draining > 0 or pool.ready <= self.desired)
 
     def healed(self) -> bool:
-        return self.context.pool() == PoolStatus(name=ROLLOUT_POOL, ready=self.desired, starting=0, draining=0)
+        status = self.context.pool()
+        return status is not None and status.replace(router_url="") == PoolStatus(
+            name=ROLLOUT_POOL, ready=self.desired, starting=0, draining=0)

@@ -29,25 +29,28 @@ class VersionSizes:
     policy. 0 where there is no trainer."""
     reference: int = 0
     """Of the reference policy, which all states of the trainer share."""
+    critic_state: int = 0
+    """With the weights. 0 where there is no critic."""
 
 
 def version_sizes(cfg: Config, arch: ModelArch) -> VersionSizes:
     """Weights in the dtype of the run; of the trainer two moments of Adam in fp32 and, where weights are not in fp32,
-    masters."""
+    masters. The critic is taken to have the policy's shape."""
     parameters = sum(math.prod(shape) for name in arch.hf_names() if (shape := shape_of(name, arch)))
     item = _ITEM_BYTES[cfg.device.dtype]
     policy = parameters * item
     if not cfg.uses_trainer:
         return VersionSizes(policy)
     masters = 0 if item == 4 else 4 * parameters
-    return VersionSizes(policy, policy + 8 * parameters + masters,
-                        policy if cfg.mode == "rl" and cfg.algorithm.measures_kl else 0)
+    state = policy + 8 * parameters + masters
+    return VersionSizes(policy, state, policy if cfg.mode == "rl" and cfg.algorithm.measures_kl else 0,
+                        state if cfg.uses_critic else 0)
 
 
 def faults(cfg: Config, sizes: VersionSizes) -> Iterator[Fault]:
     """What has no room on a node that serves the whole job, and what to set."""
     dcs = cfg.dcs
-    published = max(sizes.policy, sizes.trainer_state) + sizes.reference
+    published = max(sizes.policy, sizes.trainer_state) + sizes.reference + sizes.critic_state
     pulled = sizes.policy if cfg.uses_engines and cfg.uses_trainer else 0
     stored = published + _kept(cfg, sizes)
     in_memory = published + pulled if dcs.disk_bytes else max(published + pulled, stored)
@@ -67,8 +70,9 @@ def _kept(cfg: Config, sizes: VersionSizes) -> int:
     dcs = cfg.dcs
     if not cfg.uses_trainer or dcs.keep_age_s:
         # Without a trainer one version is published, and again the same; by age, the number depends on the speed.
-        return sizes.trainer_state
-    states = _limited(dcs.keep_versions * sizes.trainer_state, sizes.trainer_state, dcs.keep_bytes)
+        return sizes.trainer_state + sizes.critic_state
+    states = sum(_limited(dcs.keep_versions * nbytes, nbytes, dcs.keep_bytes)
+                 for nbytes in (sizes.trainer_state, sizes.critic_state))
     # Policies of steps whose state is not saved have weights of their own. The newest one often has a state.
     between = dcs.keep_versions - 1 if cfg.mode == "rl" and cfg.train.state_every_steps > 1 else 0
     return states + _limited(between * sizes.policy, 0, dcs.keep_bytes)

@@ -41,9 +41,24 @@ def stored(cluster_dir: Path) -> dict[str, Any]:
     return reading.values(path, ()) if path.exists() else {}
 
 
-def on_top(cluster_dir: Path, given: Mapping[str, Any]) -> Config:
-    """The settings stored in ``cluster_dir``, with the given ones on top. Raises ConfigError."""
-    return config.parse(_merged(stored(cluster_dir), given))
+def on_top(cluster_dir: Path, given: Mapping[str, Any], *, of_file: Mapping[str, Any] | None = None) -> Config:
+    """The settings stored in ``cluster_dir``, with the given ones on top. ``of_file``: those of the given ones that a
+    file names. Mappings with keys of the user's own that a file has, such as ``pools`` and ``rollout.reward_options``,
+    take the place of the stored ones, which may have other keys. Raises ConfigError."""
+    base = stored(cluster_dir)
+    for *path, leaf in reading.mappings(Config):
+        under, named = _at(base, path), _at(of_file or {}, path)
+        if leaf in under and leaf in named:
+            del under[leaf]
+    return config.parse(_merged(base, given))
+
+
+def _at(values: Mapping[str, Any], path: list[str]) -> dict[str, Any]:
+    """The section at ``path``; empty where there is none."""
+    found: Any = values
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def external_endpoints(cluster_dir: Path) -> list[str]:

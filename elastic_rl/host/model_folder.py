@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.config import Config
+from elastic_rl.config.groups import CRITIC, GroupSpec
 from elastic_rl.errors import ConfigError
-from elastic_rl.models.arch import ModelArch, read_json
+from elastic_rl.models.arch import VALUE_HEAD, ModelArch, read_json
 
 DTYPES = ("float32", "bfloat16", "float16")
 _INDEX = "model.safetensors.index.json"
@@ -55,6 +56,40 @@ def require(cfg: Config, longest_sequence: int) -> None:
     _refuse(cfg, faults(cfg, longest_sequence))
 
 
+def require_critic(cfg: Config) -> ModelArch | None:
+    """The shape of the critic's model; None for that of the built-in one. Raises ConfigError with every fault when the
+    critic's group cannot work with the folder of ``critic.model``, or else of ``model.path``; but for the length of
+    sequences, which ``require_critic_positions`` is for."""
+    path = cfg.critic.model or cfg.model.path
+    if not path:
+        return None
+    folder = Path(path).expanduser()
+    arch = read(folder, "critic.model" if cfg.critic.model else "model.path").arch
+    found = list(_parallel_of(CRITIC, cfg, arch))
+    if cfg.critic.model:
+        found += _weights(folder, arch.as_critic())
+        if not cfg.model.path:
+            found.append(Fault("the policy is the built-in model, whose tokens no other model has", "set model.path"))
+        elif arch.vocab < (vocab := read(Path(cfg.model.path).expanduser()).arch.vocab):
+            found.append(Fault(f"the critic has {arch.vocab} tokens, and the policy {vocab}",
+                               "take a critic with the policy's tokens"))
+    _refuse_critic(path, found)
+    return arch
+
+
+def require_critic_positions(cfg: Config, arch: ModelArch, longest_sequence: int) -> None:
+    """Raises ConfigError when the model of ``critic.model``, of that shape, has too few positions. The policy's, which
+    a critic without that begins with, is for ``require_positions``."""
+    name = _positions_key(Path(cfg.critic.model).expanduser())
+    _refuse_critic(cfg.critic.model, list(_positions(longest_sequence, arch.max_positions, name)))
+
+
+def _refuse_critic(path: str, found: list[Fault]) -> None:
+    if found:
+        raise ConfigError(f"the critic cannot begin with {path}:\n  " + "\n  ".join(f.message for f in found),
+                          hint="; ".join(dict.fromkeys(f.fix for f in found if f.fix)))
+
+
 def require_positions(cfg: Config, facts: Facts | None, longest_sequence: int) -> None:
     """The same for the length of sequences alone. ``facts``: what was read of the folder of ``model.path``."""
     positions, name = (cfg.model.max_positions, "model.max_positions") if facts is None else (
@@ -79,15 +114,27 @@ def faults(cfg: Config, longest_sequence: int = 0) -> list[Fault]:
     except ConfigError as e:
         return [Fault(e.message, e.hint)]
     checks: tuple[Callable[[], Iterable[Fault]], ...] = (
-        lambda: _parallel(cfg, facts.arch), lambda: _weights(folder, facts.arch), lambda: _tokenizer(folder, facts),
+        lambda: _parallel(cfg, facts.arch), lambda: _in_forward_groups(cfg, facts.arch),
+        lambda: _weights(folder, facts.arch), lambda: _tokenizer(folder, facts),
         lambda: _positions(longest_sequence, facts.arch.max_positions, _positions_key(folder)))
     return [fault for check in checks for fault in check()]
 
 
-def read(folder: Path) -> Facts:
-    """Raises ConfigError for a folder that holds no model that the trainer supports."""
+def require_servable(folder: Path) -> str:
+    """The ``model_type`` of a model that engines serve as it is, of whatever family. Raises ConfigError for a folder
+    without one."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", hint="model.path names a folder: download the model first")
+        raise ConfigError(f"there is no folder {folder}", hint="name a folder: download the model first")
+    raw = read_json(folder / "config.json")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ConfigError(f"{folder} has no weights", hint="download the model again")
+    return str(raw.get("model_type") or "unknown")
+
+
+def read(folder: Path, setting: str = "model.path") -> Facts:
+    """Raises ConfigError for a folder that holds no model that the trainer supports. ``setting``: that names it."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", hint=f"{setting} names a folder: download the model first")
     path = folder / "config.json"
     raw = read_json(path)
     arch = ModelArch.parse(raw, str(path))
@@ -127,6 +174,19 @@ def _parallel(cfg: Config, arch: ModelArch) -> Iterator[Fault]:
         yield Fault(e.message, e.hint)
 
 
+def _parallel_of(group: GroupSpec, cfg: Config, arch: ModelArch) -> Iterator[Fault]:
+    for fault in _parallel(cfg.of_group(group), arch):
+        yield Fault(group.with_own_keys(fault.message), group.with_own_keys(fault.fix))
+
+
+def _in_forward_groups(cfg: Config, arch: ModelArch) -> Iterator[Fault]:
+    """Of the groups that compute with the same model and have parallel sizes of their own."""
+    for group in cfg.trainer_groups:
+        if not group.trains:
+            yield from (Fault(f"of the group {group.name}: {fault.message}", fault.fix)
+                        for fault in _parallel_of(group, cfg, arch))
+
+
 def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
     """Every tensor of the model must be in a file that is there, with the shape that the config gives it."""
     index = folder / _INDEX
@@ -153,6 +213,8 @@ def _weights(folder: Path, arch: ModelArch) -> Iterator[Fault]:
             return
     # No more than say what is missing: a damaged config.json may have layers and experts for more than memory holds.
     wanted = list(islice(arch.hf_names(), len(stored) + _SHOWN))
+    if arch.value_head and VALUE_HEAD not in stored:
+        wanted.remove(VALUE_HEAD)  # a critic begins without one
     lacking = [name for name in wanted if name not in stored][:_SHOWN]
     if lacking:
         more = " and more" if len(lacking) == _SHOWN else ""
@@ -182,8 +244,8 @@ def shape_of(name: str, arch: ModelArch) -> list[int]:
     """The shape that a tensor of the model has by its config; [] where its name does not say."""
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     ffn = arch.moe.ffn if arch.moe is not None else arch.ffn
-    rows = {"embed_tokens": arch.vocab, "lm_head": arch.vocab, "q_proj": queries, "k_proj": keys, "v_proj": keys,
-            "o_proj": arch.hidden, "gate_proj": ffn, "up_proj": ffn, "down_proj": arch.hidden}
+    rows = {"embed_tokens": arch.vocab, "lm_head": arch.vocab, "score": 1, "q_proj": queries, "k_proj": keys,
+            "v_proj": keys, "o_proj": arch.hidden, "gate_proj": ffn, "up_proj": ffn, "down_proj": arch.hidden}
     columns = {"o_proj": queries, "down_proj": ffn}
     *_, module, kind = name.split(".")
     if module not in rows:

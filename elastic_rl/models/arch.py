@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -14,10 +14,12 @@ from elastic_rl.errors import ConfigError
 from elastic_rl.models.families import FAMILIES
 from elastic_rl.models.families.parameters import TOP
 from elastic_rl.models.family import Family
-from elastic_rl.models.layout import AttentionDims, Rule, padded_vocab
+from elastic_rl.models.layout import AttentionDims, Rule, ShardLayout, padded_vocab
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.)(\d+)(\..+)")
+VALUE_HEAD = "score.weight"
+"""HF's name of the value head [1, hidden], as a model for sequence classification has it."""
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's rotary embedding has built in; of llama3 scaling only the factor can be chosen."""
@@ -61,6 +63,8 @@ class ModelArch:
     rope_factor: float | None = None
     """Factor of llama3 rope scaling; None: not scaled."""
     moe: MoeArch | None = None
+    value_head: bool = False
+    """Whether the last layer gives one number a token, and not logits: that of a critic."""
 
     @classmethod
     def read(cls, model_dir: Path | str) -> ModelArch:
@@ -105,6 +109,10 @@ class ModelArch:
                               hint="use a model that sends each token to two experts or more")
         return arch
 
+    def as_critic(self) -> ModelArch:
+        """The same layers with a value head, which is no embedding."""
+        return replace(self, tied=False, value_head=True)
+
     def attention_dims(self, tp: int) -> AttentionDims:
         """Raises ConfigError when the heads do not fit."""
         if self.kv_heads % tp:
@@ -122,6 +130,8 @@ class ModelArch:
     def rule_of(self, megatron_name: str) -> Rule:
         """The rule of a parameter by its name in the whole model. Raises ConfigError for one that has no HF counterpart
         in the model's family."""
+        if megatron_name == _OUTPUT and self.value_head:
+            return Rule((VALUE_HEAD,), ShardLayout.WHOLE)
         if megatron_name in TOP:
             tied = self.tied and megatron_name == _OUTPUT
             return Rule(*TOP[_EMBEDDING if tied else megatron_name], replica=tied)
@@ -219,3 +229,23 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, float | None]:
         raise ConfigError(f"{where}: llama3 rope scaling with {other or {'factor': factor}} is not supported",
                           hint=f"supported: a factor of at least 1 with {_LLAMA3}, as in Llama 3.1 to 3.3")
     return float(theta), float(factor)
+
+
+RESERVED_TOKENS = 8
+"""Of the longest sequence of a model or of an engine's cache: what the engine keeps for itself."""
+
+
+def max_positions(folder: Path) -> int:
+    """Tokens of the longest sequence that a model of whatever family takes; without limit where its folder does not say
+    it."""
+    try:
+        raw = json.loads((folder / "config.json").read_bytes())
+        found = raw.get("max_position_embeddings") or raw.get("text_config", {}).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        found = None
+    return found if type(found) is int and found > 0 else 1 << 62
+
+
+def longest_sequence(folder: Path, cache_tokens: int) -> int:
+    """Tokens of the longest sequence that an engine with such a model and cache takes, ``RESERVED_TOKENS`` included."""
+    return min(max_positions(folder), cache_tokens)

@@ -26,4 +26,4 @@ def _multiplied_parameters(arch: ModelArch) -> int:
         mlp = 3 * arch.hidden * arch.ffn
     else:
         mlp = arch.hidden * arch.moe.experts + arch.moe.top_k * 3 * arch.hidden * arch.moe.ffn
-    return arch.layers * (attention + mlp) + arch.hidden * arch.vocab
+    return arch.layers * (attention + mlp) + arch.hidden * (1 if arch.value_head else arch.vocab)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,31 +25,51 @@ class PoolSync:
     def __init__(self, etcd: EtcdClient, keys: Keys, waits: Waits, publish_again: Callable[[int], None], *,
                  first_pull_s: float) -> None:
         """``publish_again``: called with a version that engines cannot get. ``first_pull_s``: see ``Republish``."""
-        self._etcd, self._keys, self._waits = etcd, keys, waits
-        self._publish_again, self._first_pull_s = publish_again, first_pull_s
+        self.etcd, self.keys, self.waits = etcd, keys, waits
+        self.publish_again, self.first_pull_s = publish_again, first_pull_s
         self.engines: list[Engine] = []
         """As of the last wait."""
 
     def no_engine(self) -> str:
         """Which engines are missing, while none serves; "" also without etcd."""
         try:
-            return missing(self._etcd, self._keys)
+            return missing(self.etcd, self.keys)
         except EtcdUnavailable:
             return ""
 
     def wait(self, version: int) -> None:
         """Waits until every routable engine serves ``version`` or a newer one. Raises Fenced, and what
         ``publish_again`` raises."""
-        republish, look_s = Republish(self._first_pull_s), 0.0
-        # Watched for as long as the wait only: thousands of engines change their records at all times.
-        with PoolWatch(self._etcd, self._keys) as pool:
-            while True:
-                self.engines = self._waits.retry("etcd", partial(pool.engines, look_s))
-                if in_sync(self.engines, version):
-                    self._waits.works()
-                    return
-                if republish.is_due(time.monotonic(), behind(self.engines, version)):
-                    self._publish_again(version)
-                self._waits.waits("engines", describe(self.engines, version))
-                self._waits.pause(_PAUSE_S)
-                look_s = _LOOK_S
+        with contextlib.closing(self.begin(version)) as wait:
+            while not wait.poll():
+                self.waits.pause(_PAUSE_S)
+
+    def begin(self, version: int) -> VersionWait:
+        """A wait that the caller polls."""
+        return VersionWait(self, version)
+
+
+class VersionWait:
+    """A wait until every routable engine serves a version or a newer one. The pool is watched until it is closed only,
+    since thousands of engines change their records at all times."""
+
+    def __init__(self, sync: PoolSync, version: int) -> None:
+        self._sync, self._version = sync, version
+        self._republish, self._timeout_s = Republish(sync.first_pull_s), 0.0
+        self._pool = PoolWatch(sync.etcd, sync.keys)
+
+    def poll(self) -> bool:
+        """Whether they do; if not, says what is waited for. Raises Fenced, and what ``publish_again`` raises."""
+        sync = self._sync
+        sync.engines = sync.waits.retry("etcd", partial(self._pool.engines, self._timeout_s))
+        if in_sync(sync.engines, self._version):
+            sync.waits.works()
+            return True
+        if self._republish.is_due(time.monotonic(), behind(sync.engines, self._version)):
+            sync.publish_again(self._version)
+        sync.waits.waits("engines", describe(sync.engines, self._version))
+        self._timeout_s = _LOOK_S
+        return False
+
+    def close(self) -> None:
+        self._pool.close()

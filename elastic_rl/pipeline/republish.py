@@ -32,7 +32,7 @@ class Republish:
         usual_s = max(FIRST_S, _PULLS * longest_pull_s)
 
         def over(engine: Engine) -> bool:
-            limit_s = usual_s if engine.version else max(usual_s, self._first_pull_s)
+            limit_s = usual_s if engine.version or engine.pull_apply_s else max(usual_s, self._first_pull_s)
             return now - self._since[engine.id] >= limit_s * 2.0 ** self._times
 
         if not any(map(over, behind)):

@@ -29,6 +29,12 @@ class RewardFailures:
         self._tried.clear()
         self._failures.clear()
 
+    def forget(self, groups: Sequence[int]) -> None:
+        """Nothing more is heard of these groups."""
+        for group in groups:
+            self._tried.pop(group, None)
+            self._failures.pop(group, None)
+
     def rewarded(self, groups: int) -> None:
         """So many groups got their rewards."""
         self._dropped.extend([False] * groups)

@@ -18,16 +18,17 @@ from functools import partial
 from typing import TypeVar
 
 from elastic_rl.config import Config
-from elastic_rl.data.samples import Group, Prompt, Sample
+from elastic_rl.data.samples import Group, Prompt, Sample, as_episode
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.errors import PluginFailed, SourceFailed
+from elastic_rl.errors import ElasticRLError, PluginFailed, SourceFailed
 from elastic_rl.pipeline.reward_failures import RewardFailures
 from elastic_rl.pipeline.source_reads import SHOWN_AFTER_S
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import CANCEL_S, START_S, CallLost, ProcessLost
 from elastic_rl.plugins import describe, plain, text_of
-from elastic_rl.rewards.base import Decode, plain_rewards
+from elastic_rl.rewards.base import Decode, Judge, RewardAway, plain_rewards
+from elastic_rl.rewards.environment import episode_parts
 from elastic_rl.rewards.own import OwnFilter, close_filter, named_filter, require_reason
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
 
@@ -105,26 +106,22 @@ class Rewarder:
     """Rewards groups and filters them. Used by one thread."""
 
     def __init__(self, cfg: Config, waits: Waits, *, other: Callable[[int], tuple[Prompt, Sample]],
-                 decode: Decode | None = None,
-                 on_failed: Callable[[Sequence[int], str], None] = lambda ordinals, why: None) -> None:
+                 decode: Decode | None = None, judge: Judge | None = None) -> None:
         """``other``: from a number to some prompt of the source and a sample for it; it raises SourceFailed where the
         source gives none, and Fenced. ``decode``: from the token ids of a response to its text, without special tokens;
-        without it samples have none. ``on_failed``: called with groups whose reward failed for good, and why; it raises
-        nothing but Fenced.
+        without it samples have none. ``judge``: see ``RewardContext``.
 
         Waits for the user's code, which may take long to be imported. Raises ConfigError for a setting that names
         nothing, and for what the reward needs and this machine lacks; PluginFailed; and Fenced.
         """
         self._cfg, self._waits, self._calls = cfg, waits, BoundedCalls(waits)
-        self._other, self._decode, self._on_failed = other, decode, on_failed
+        self._other, self._decode = other, decode
         self._others = 0
         rollout = cfg.rollout
         self._filtered: Group | None = None
         """A group that the filters took: as long as they can again, they work."""
         self._failures = RewardFailures(attempts=rollout.reward_attempts, max_share=rollout.max_failed_rewards,
                                         window=max(cfg.train.prompts_per_step, rollout.groups_per_request))
-        self._away = ""
-        """Why the last attempt did not call the reward for some groups: its process had ended."""
         self._proof: tuple[PromptRequest, Sequence[Sample]] | None = None
         """A group that was rewarded: as long as it can be again, the reward works."""
         self._closing = contextlib.ExitStack()
@@ -133,7 +130,10 @@ class Rewarder:
                 f"the filter {plain(str(entry), 200)}", partial(named_filter, entry, rollout.reward_timeout_s),
                 lambda named: close_filter(named[1])) for entry in rollout.filters]
             self._reward = self._made(f"rollout.reward={rollout.reward}", lambda: make_reward(
-                rollout.reward, rollout.reward_options, decode=decode), close_reward)
+                rollout.reward, rollout.reward_options, decode=decode, pools=cfg.pool_settings(""), judge=judge,
+                seed=cfg.seed, attempts=rollout.max_attempts), close_reward)
+            self._limit_s = max(rollout.reward_timeout_s, getattr(self._reward, "least_timeout_s", 0.0))
+            """Of one call of the reward."""
         except BaseException:
             self.close()  # the caller tries again
             raise
@@ -174,7 +174,6 @@ class Rewarder:
         if failed:
             log.warning("%d of %d groups are dropped since their reward failed: %s", len(failed), len(requests),
                         next(iter(failed.values())))
-            self._on_failed(sorted(failed), next(iter(failed.values())))
         return [Group(request.ordinal, request.prompt, tuple(samples) if isinstance(found, PluginFailed) else found,
                       failed.get(request.ordinal, ""))
                 for request, samples, found in zip(requests, answered, map(known.__getitem__, range(len(requests))),
@@ -193,10 +192,12 @@ class Rewarder:
         faults: dict[int, PluginFailed] = {}
         blocked: list[int] = []
         worked = False
+        away: ProcessLost | RewardAway | None = None
         for together in ([fresh] if fresh else []) + [[i] for i in left if i not in fresh]:
             found: dict[int, list[Sample]] = {}
             try:
-                own, held_up = self._once([requests[i] for i in together], [answered[i] for i in together], found)
+                own, held_up, uncalled = self._once([requests[i] for i in together], [answered[i] for i in together],
+                                                    found)
             finally:
                 known.update({together[n]: tuple(samples) for n, samples in found.items()})
                 self._failures.rewarded(len(found))
@@ -204,9 +205,10 @@ class Rewarder:
                 worked, self._proof = True, (requests[together[n]], answered[together[n]])
             faults |= {together[n]: fault for n, fault in (own | held_up).items()}
             blocked += [together[n] for n in held_up]
+            away = away or uncalled
         if not faults:
             if len(known) < len(requests):  # the others were rewarded; of these nothing is known
-                raise PluginFailed(self._away or "the reward was not called for some groups")
+                raise _waited_for(away) if away else PluginFailed("the reward was not called for some groups")
             return
         failed = dict(faults)
         self._failures.failed(blocked, reward_works=False)
@@ -233,15 +235,17 @@ class Rewarder:
             prompt, sample = self._other(self._others)
         except SourceFailed:
             return PromptRequest(-1, Prompt(()), Sampling(1), 0), []
-        return PromptRequest(-1, prompt, Sampling(1), 1), [sample]
+        return PromptRequest(-1, prompt, Sampling(1), 1), [as_episode(self._with_text(sample))]
 
     def _once(self, requests: Sequence[PromptRequest], answered: Sequence[Sequence[Sample]],
-              into: dict[int, list[Sample]]) -> tuple[dict[int, PluginFailed], dict[int, PluginFailed]]:
+              into: dict[int, list[Sample]]) -> tuple[
+                  dict[int, PluginFailed], dict[int, PluginFailed], ProcessLost | RewardAway | None]:
         """Tries each of these groups once: adds the samples of those that are rewarded to ``into``, by position, and
-        returns why others failed, and which were under way when the process or thread ended that one of them blocked.
-        Those whose turn did not come are nowhere. Raises Fenced, and PluginFailed when no call of the reward can be
-        made."""
-        limit_s, what = self._cfg.rollout.reward_timeout_s, f"rollout.reward={self._cfg.rollout.reward}"
+        returns why others failed, which were under way when the process or thread ended that one of them blocked, and
+        why some were not rewarded through no fault of theirs (the process had ended, or what the reward asks was
+        away). These, and those whose turn did not come, are nowhere. Raises Fenced, and PluginFailed when no call of
+        the reward can be made."""
+        limit_s, what = self._limit_s, f"rollout.reward={self._cfg.rollout.reward}"
         at_once = self._cfg.rollout.reward_concurrency
         error = self._calls.run(f"the start of {what}", lambda _: start_reward(self._reward), START_S + _GRACE_S,
                                 shown_after_s=limit_s)
@@ -252,7 +256,7 @@ class Rewarder:
         failed: dict[int, PluginFailed] = {}
         lost: dict[int, PluginFailed] = {}
         begun: dict[int, None] = {}
-        ended: list[ProcessLost] = []
+        ended: list[ProcessLost | RewardAway] = []
 
         async def one(i: int, turn: asyncio.Semaphore) -> None:
             named = f"for group {requests[i].ordinal}"
@@ -263,9 +267,10 @@ class Rewarder:
                     async with bound:
                         samples = [self._with_text(sample) for sample in answered[i]]
                         rewards = plain_rewards(await self._reward(requests[i].prompt, samples), len(samples))
-                        found[i] = [s.rewarded(r.value, r.parts) for s, r in zip(samples, rewards, strict=True)]
+                        found[i] = [s.rewarded(r.value, {**episode_parts(s), **r.parts})
+                                    for s, r in zip(samples, rewards, strict=True)]
                 except BaseException as e:  # whatever a user's function raises: this is no main thread
-                    if isinstance(e, ProcessLost):
+                    if isinstance(e, ProcessLost | RewardAway):
                         del begun[i]
                         ended.append(e)
                     elif isinstance(e, CallLost):
@@ -292,18 +297,20 @@ class Rewarder:
         finally:
             into.update(dict(found))
         if ended and not begun:
-            raise PluginFailed(ended[0].message)
-        self._away = ended[0].message if ended else ""
+            raise _waited_for(ended[0])
         unsaid = "its task was cancelled" if error is None else describe(error)
         hint = error.hint if isinstance(error, PluginFailed) else ""
         silent = {i: PluginFailed(f"{what} failed for group {requests[i].ordinal}: {unsaid}", hint=hint)
                   for i in (list(begun) or range(len(requests))) if i not in into and i not in failed}
         silent |= {i: fault for i, fault in list(lost.items()) if i not in into}
         own = {i: fault for i, fault in list(failed.items()) if i not in into}
-        return (own, silent) if len(requests) > 1 else (own | silent, {})
+        uncalled = ended[0] if ended else None
+        return (own, silent, uncalled) if len(requests) > 1 else (own | silent, {}, uncalled)
 
     def _with_text(self, sample: Sample) -> Sample:
-        return sample if self._decode is None else replace(sample, text=self._decode(sample.response_ids))
+        if self._decode is None or not sample.lacks_text:
+            return sample
+        return replace(sample, text=self._decode(sample.written_ids))
 
     def dropped_because(self, group: Group) -> str:
         """The reason of the first filter that drops the group, or "". One for which a filter fails again and again,
@@ -354,6 +361,10 @@ class Rewarder:
             if given[0]:
                 return given[0]
         return ""
+
+
+def _waited_for(error: ProcessLost | RewardAway) -> ElasticRLError:
+    return error if isinstance(error, RewardAway) else PluginFailed(error.message, hint=error.hint)
 
 
 def _text(error: BaseException) -> str:

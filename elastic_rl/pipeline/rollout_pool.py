@@ -1,9 +1,8 @@
-"""State of the engine pool as the actor reads it from etcd."""
+"""State of the pool that serves the policy, as the actor reads it from etcd."""
 
 from __future__ import annotations
 
-from typing import Self
-
+from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
@@ -11,7 +10,6 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.mirror import Mirror
 from elastic_rl.etcd.records import Engine, EngineState
 
-ROLLOUT_POOL = "rollout"
 _NAMED = 8
 """Engines that a text names."""
 _SILENT_S = 5.0
@@ -23,35 +21,32 @@ class PoolWatch:
     would take seconds. For one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys) -> None:
-        self._records = Mirror(etcd, keys.engines_prefix(), lambda kv: readable_one(kv, Engine))
+        self._records = Mirror(etcd, keys.engines_of_pool(ROLLOUT_POOL), lambda kv: readable_one(kv, Engine))
 
     def engines(self, timeout_s: float) -> list[Engine]:
         """As soon as one has changed since the last call, and after ``timeout_s`` at the latest. Raises EtcdUnavailable
         while etcd is away."""
-        found = list(self._records.read(timeout_s).values())
+        found = [engine for engine in self._records.read(timeout_s).values() if engine.pool == ROLLOUT_POOL]
         if self._records.silent_s > _SILENT_S:
             raise EtcdUnavailable(f"etcd has sent no change of the engines and no sign of life for "
                                   f"{self._records.silent_s:.0f} s")
         return found
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._records.close()
 
 
 def engines(etcd: EtcdClient, keys: Keys) -> list[Engine]:
-    items, _ = etcd.range(keys.engines_prefix())
-    return [engine for engine, _ in readable(items, Engine)]
+    items, _ = etcd.range(keys.engines_of_pool(ROLLOUT_POOL))
+    return [engine for engine, _ in readable(items, Engine) if engine.pool == ROLLOUT_POOL]
 
 
 def missing(etcd: EtcdClient, keys: Keys) -> str:
     """Which engines are missing while none is routable, for people; else "". Reads no further than to the first page
     with one that is."""
     found: list[Engine] = []
-    for page in etcd.pages(keys.engines_prefix()):
-        found += [engine for engine, _ in readable(page.kvs, Engine)]
+    for page in etcd.pages(keys.engines_of_pool(ROLLOUT_POOL)):
+        found += [engine for engine, _ in readable(page.kvs, Engine) if engine.pool == ROLLOUT_POOL]
         if any(e.state is EngineState.READY for e in found):
             return ""
     return describe(found, 1)
@@ -60,10 +55,13 @@ def missing(etcd: EtcdClient, keys: Keys) -> str:
 def in_sync(found: list[Engine], version: int) -> bool:
     """Whether there is a routable engine, and every routable engine serves ``version`` or newer.
 
-    An engine that is still starting does not count: it becomes routable only at the head.
+    An engine that is still starting does not count: it becomes routable only at the head. One that shares devices with
+    the trainer counts as soon as its server is up: in each turn all of them load the version at the same time, and
+    with the first one alone a whole step's requests would go to it.
     """
     ready = [e for e in found if e.state is EngineState.READY]
-    updating = [e for e in found if e.state is EngineState.SYNCING and e.version > 0]
+    updating = [e for e in found if e.state is EngineState.RELEASED
+                or (e.state is EngineState.SYNCING and (e.version > 0 or e.holds_device))]
     return bool(ready) and not updating and all(e.version >= version and not e.applying for e in ready)
 
 

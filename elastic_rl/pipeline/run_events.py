@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Protocol
 
-from elastic_rl.coordinator.targets import TRAINER
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.decoding import readable_one
+from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import GroupLease, RestartRequest, Severity, StepMetrics
+from elastic_rl.etcd.records import Event, GroupLease, RestartRequest, Severity, StepMetrics
+from elastic_rl.pipeline.group_queue import QueueLoss
 from elastic_rl.pipeline.reporting import truncated_text
 from elastic_rl.pipeline.reward_failures import ReportLimit
 
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 PRODUCER = "actor"
 _FAILED_GROUPS_S = 60.0
 """Shortest pause between two events about groups whose reward failed, or that could not be generated."""
+_LOST = ("failed", "agent_ended", "dead", "hung")
+"""What says that a trainer group was lost, after its name in the kind of an event."""
+_RECENT = 200
+"""Events that an actor looks through as it takes over."""
 _SPANS = 16
 """Spans of ordinals that an event names."""
 
@@ -42,9 +47,12 @@ class RunEvents:
         self._failed_groups = {part: ReportLimit(_FAILED_GROUPS_S) for part in ("reward", "generate")}
         self._truncated = False
         """Whether all responses of the last step were."""
+        self._lost: set[str] | None = None
+        """Trainer groups that were lost and have not been there since. None: an earlier actor may have missed some."""
         self._took_over = False
         """The groups that an earlier term left behind are reported."""
-        self._restart_requests = 0
+        self._restart_requests: dict[str, int] = {}
+        """Generation of the newest request that was known when the state was read, by trainer group."""
 
     def groups_failed(self, part: str, ordinals: Sequence[int], why: str) -> None:
         """The metrics of the step count them; the event is for people. ``part``: reward or generate."""
@@ -60,16 +68,18 @@ class RunEvents:
                        step=metrics.step)
         self._truncated = metrics.truncated >= 1.0
 
-    def logprob_difference(self, step: int, difference: float | None, tolerance: float) -> None:
-        """``difference``: largest one of a step; None where it is no number."""
-        if difference is None or difference > tolerance:
-            self._emit("logprob.mismatch", "actor", severity=Severity.WARNING, step=step, message=
-                       f"engine and trainer log-probs differ by {difference or float('inf'):.2e} at step {step}")
+    def logprob_difference(self, metrics: StepMetrics, difference: float | None, tolerance: float) -> None:
+        """``difference``: largest one of a step; None where it is no number. That of samples which older weights made
+        says nothing of engines and trainer."""
+        if difference is None or (difference > tolerance and not metrics.staleness):
+            self._emit("logprob.mismatch", "actor", "engine and trainer log-probs differ by "
+                       f"{difference or float('inf'):.2e} at step {metrics.step}", severity=Severity.WARNING,
+                       step=metrics.step)
 
     def resumed(self, step: int, consumed: IntervalSet, term: int) -> None:
         """The committed state was read. An earlier term leaves groups behind that it had begun; the ledger leases them
         again."""
-        self._restart_requests = self._read_restart_request().generation
+        self._restart_requests = {group: self._read_restart_request(group).generation for group in TRAINER_GROUPS}
         lease = readable_one(self._etcd.get(self._keys.group_lease(PRODUCER)), GroupLease)
         if lease is None or lease.term == term or self._took_over:
             return
@@ -79,6 +89,10 @@ class RunEvents:
                        "are generated again", step=step, term=term, groups=begun.to_json()[:_SPANS])
         self._took_over = True
 
+    def queue_replaced(self, loss: QueueLoss) -> None:
+        self._emit("queue.replaced", "queue", f"the queue is replaced, and {len(loss.groups)} groups that were in it "
+                   f"are generated again: {loss.why}", severity=Severity.WARNING, groups=len(loss.groups))
+
     def resynced(self, step: int, reason: str) -> None:
         """A command did not fit to the committed state."""
         log.warning("step %d does not fit to the committed state: %s", step, reason)
@@ -86,18 +100,39 @@ class RunEvents:
                    severity=Severity.WARNING, step=step)
 
     def trainer_lost(self, step: int, reason: str, group: str) -> None:
-        """``group``: incarnation of the trainer group that was lost."""
-        log.warning("the trainer was lost at step %d: %s", step, reason)
-        request = self._read_restart_request()
-        if request.generation > self._restart_requests:  # it was ended on purpose, so this is no fault
-            self._emit("trainer.restarting", "trainer", f"the trainer group restarts: {request.reason or request.by}",
-                       step=step, incarnation=group)
+        """``group``: name of the trainer group that was lost."""
+        self._lost = {*self._missed(), group}
+        log.warning("the group %s was lost at step %d: %s", group, step, reason)
+        request = self._read_restart_request(group)
+        if request.generation > self._restart_requests.get(group, 0):  # it was ended on purpose, so this is no fault
+            self._emit(f"{group}.restarting", group, f"the group {group} restarts: {request.reason or request.by}",
+                       step=step)
             return
-        beats = [m.beat_at for m in members(self._etcd, self._keys, "trainer")]  # a dead rank's until its lease ends
-        self._emit("trainer.failed", "trainer", reason, severity=Severity.ERROR, step=step, incarnation=group,
+        beats = [m.beat_at for m in members(self._etcd, self._keys, group)]  # a dead rank's until its lease ends
+        self._emit(f"{group}.failed", group, reason, severity=Severity.ERROR, step=step,
                    **({"detect_s": round(max(0.0, time.time() - min(beats)), 3)} if beats else {}))
 
-    def _read_restart_request(self) -> RestartRequest:
-        """The newest request to restart the trainer group, carried out or not."""
-        found = self._etcd.get(self._keys.restart(TRAINER))
-        return readable_one(found, RestartRequest) or RestartRequest(target=TRAINER, generation=0)
+    def trainers_recovered(self, reformed: Set[str], at_step: int, step: int, version: int) -> None:
+        """Every group is there, at this step. ``reformed``: those that have re-formed since step ``at_step``; one that
+        nobody had missed was lost too."""
+        for group in sorted(reformed - self._missed()):
+            self.trainer_lost(at_step, f"the {group} group re-formed", group)
+        for group in sorted(self._missed()):
+            self._emit(f"{group}.recovered", group, f"resumed at step {step}, version {version}", step=step)
+        self._lost = set()
+
+    def _missed(self) -> set[str]:
+        if self._lost is None:
+            kvs, _ = self._etcd.range(self._keys.events_prefix(), limit=_RECENT, newest_first=True)
+            newest: dict[str, str] = {}
+            for event, _ in readable(kvs, Event):
+                group, _, what = event.kind.partition(".")
+                if group in TRAINER_GROUPS and what in (*_LOST, "recovered"):
+                    newest.setdefault(group, what)
+            self._lost = {group for group, what in newest.items() if what in _LOST}
+        return self._lost
+
+    def _read_restart_request(self, group: str) -> RestartRequest:
+        """The newest request to restart a trainer group, carried out or not."""
+        found = self._etcd.get(self._keys.restart(group))
+        return readable_one(found, RestartRequest) or RestartRequest(target=group, generation=0)

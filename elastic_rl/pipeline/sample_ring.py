@@ -15,6 +15,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import SampleRecord
 from elastic_rl.etcd.transaction import MAX_OPS
+from elastic_rl.plugins import encodable
 
 MAX_TEXT_CHARS = 2000
 """Characters that are kept of a prompt and of a response."""
@@ -90,7 +91,7 @@ def fitted(sample: SampleRecord) -> SampleRecord:
     other fields are cut to a bounded size as well. What is left out of a text is its middle: the answer is often at its
     end."""
     parts = {_head(name): value for name, value in list(sample.reward_parts.items())[:MAX_PARTS]}
-    sample = sample.replace(prompt=_encodable(sample.prompt), response=_encodable(sample.response), reward_parts=parts,
+    sample = sample.replace(prompt=encodable(sample.prompt), response=encodable(sample.response), reward_parts=parts,
                             finish_reason=_head(sample.finish_reason), versions=sample.versions[-_MAX_VERSIONS:])
     # Validated again, because ``replace`` does not: a value that is not finite would make the record unreadable.
     sample = SampleRecord.model_validate(sample.model_dump())
@@ -113,10 +114,5 @@ def cut_text(text: str, limit: int) -> str:
     return text[:head] + _MARK.format(f"{len(text) - limit:,}") + text[len(text) - tail:]
 
 
-def _encodable(text: str) -> str:
-    # A tokenizer may give half of a surrogate pair, which UTF-8 cannot hold.
-    return text.encode("utf-8", "replace").decode()
-
-
 def _head(text: str) -> str:
-    return _encodable(text)[:_MAX_NAME_CHARS]
+    return encodable(text)[:_MAX_NAME_CHARS]

@@ -164,9 +164,9 @@ class _Texts:
 
     def with_text(self, sample: Sample) -> Sample:
         """The rewarder gives a sample its text, unless its reward failed or the source has no tokenizer."""
-        if sample.text:
+        if not sample.lacks_text:
             return sample
-        return replace(sample, text=self._decoded(sample.response_ids, skip_special_tokens=True))
+        return replace(sample, text=self._decoded(sample.written_ids, skip_special_tokens=True))
 
     def _decoded(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         tokenizer = self._tokenizer

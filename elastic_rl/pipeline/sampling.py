@@ -4,42 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
 
 from elastic_rl.config import Config
 from elastic_rl.data.order import order_of
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment, demonstration
 from elastic_rl.data.sources import DataSource, read_order, read_prompts
 from elastic_rl.engine.client import Sampling
-from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
-from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable, SourceFailed
-from elastic_rl.pipeline.reward_failures import RewardFailures
+from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.errors import SourceFailed
+from elastic_rl.pipeline.generating import Answer, Generate, GroupRequests
 from elastic_rl.pipeline.rewarding import Rewarder
+from elastic_rl.pipeline.side_calls import SideCalls
 from elastic_rl.pipeline.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.retry import RetryBackoff
-from elastic_rl.rewards.base import Decode
-from elastic_rl.runtime import batches
+from elastic_rl.rewards.base import Decode, Judge
 
-log = logging.getLogger(__name__)
+_POLL_S, _FEED_S = 0.5, 0.05
+"""How long is waited at once for a request to end, or for prompts: while nothing else is to be done, and while there
+may be further prompts."""
 
-_REQUESTS = 64
-"""Requests in flight at once."""
-_POLL_S = 0.5
-_RETRY_S = (0.2, 4.0)
-"""First and longest pause before a request that failed is sent again."""
-
-_PROOF = -1
-"""Number of the request that shows whether the user's function works."""
-_TOO_MANY = ("more of the last groups failed than rollout.max_failed_rewards allows, so none is dropped: correct "
-             "rollout.generate")
-
-Generate = Callable[[Sequence[PromptRequest], int], Sequence[Generated]]
-"""One attempt: from prompt groups and the oldest version that is accepted to the samples of each, or why there are
-none."""
+T = TypeVar("T")
+Judged = tuple[Group, str]
+"""A group, and the reason of the first filter that drops it; or nothing."""
 OnFailed = Callable[[str, Sequence[int], str], None]
 """Called with what failed (``reward``, ``generate``), the groups that are dropped for it, and why. Raises nothing but
 Fenced."""
@@ -50,48 +41,73 @@ def sampling_seed(seed: int, data_pass: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{data_pass}".encode()).digest()[:4], "little") & 0x7FFFFFFF
 
 
+More = Callable[[float], tuple[Sequence[T], int] | None]
+"""Gives further prompts, with the oldest version that is accepted of their samples: none when it has none within so
+many seconds; None when there will be none."""
+
+
 class Sampler:
     """Generates and rewards groups. Used by one thread."""
 
     def __init__(self, cfg: Config, source: DataSource, generate: Generate, waits: Waits,
                  no_engine: Callable[[], str] = lambda: "",
-                 on_failed: OnFailed = lambda part, ordinals, why: None) -> None:
-        """``no_engine``: says which engines are missing while none serves; else "". Waits for the source's order.
-        Raises ConfigError for a setting that names nothing."""
-        self._cfg, self._source, self._generate, self._waits = cfg, source, generate, waits
-        self._reads = SourceReads(cfg.data.source, waits)
+                 on_failed: OnFailed = lambda part, ordinals, why: None, judge: Judge | None = None,
+                 reads: SourceReads | None = None) -> None:
+        """``no_engine``: says which engines are missing while none serves; else "". ``judge``: for rewards that ask a
+        model. ``reads``: where another thread asks the same source. Waits for the source's order. Raises ConfigError
+        for a setting that names nothing."""
+        self._cfg, self._source, self._waits, self._on_failed = cfg, source, waits, on_failed
+        self._reads = reads or SourceReads(cfg.data.source, waits)
         self._order = waits.retry("source", lambda: self._reads.read("be ordered", lambda: order_of(
             source, cfg.seed))) if cfg.uses_training_prompts else None
-        self._no_engine = no_engine
-        self._on_failed = on_failed
-        self._rewarder = Rewarder(cfg, waits, other=self._other, decode=decoder(source),
-                                  on_failed=lambda ordinals, why: on_failed("reward", ordinals, why))
-        self._failures = RewardFailures(
-            attempts=cfg.rollout.reward_attempts, max_share=cfg.rollout.max_failed_rewards,
-            window=max(cfg.train.prompts_per_step, cfg.rollout.groups_per_request))
-        self._generated = 0
-        """Groups that were generated, so that it is known whether others were while one failed."""
-        self._proof: PromptRequest | None = None
-        """A group that was generated: as long as it can be again, the user's function works."""
         self._others = 0
-        self._threads = ThreadPoolExecutor(_REQUESTS, "generate")
         self.reward_s = 0.0
-        """Seconds spent on rewards since it was last set to 0; part of the time of ``groups``."""
+        """Seconds in which only rewards were waited for, since it was last set to 0; part of the time of ``groups``."""
+        self._requests = GroupRequests(cfg, generate, waits, other=self._other_request, no_engine=no_engine,
+                                       on_failed=partial(on_failed, "generate"))
+        # Beside the requests: rewards may take as long as the samples, and engines would stand still for them.
+        self._side = SideCalls("reward", waits)
+        self._side_reads = self._reads.of_thread(self._side.waits)
+        try:
+            self._rewarder = self._side.call(lambda: Rewarder(
+                cfg, self._side.waits, other=self._other, decode=decoder(source), judge=judge), Rewarder.close)
+        except BaseException:
+            self._side.close()
+            self._requests.close()
+            raise
 
     def close(self) -> None:
+        self._side.close()
         self._rewarder.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._requests.close()
 
     def training_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int) -> list[tuple[Group, str]]:
         """A group for each (ordinal, prompt), and the reason of the first filter that drops it, or "". One whose reward
         failed says so itself, and no filter sees it."""
+        groups = self._groups(self._prompt_requests(prompts), min_version)
+        return self._side.call(lambda: self._filtered(groups))
+
+    def training_stream(self, more: More[tuple[int, Prompt]]) -> Iterator[tuple[Group, str]]:
+        """As ``training_groups``, of the prompts that ``more`` gives again and again, each group as it finishes. Ends
+        with them."""
+        def requests(wait_s: float) -> tuple[Sequence[PromptRequest], int] | None:
+            given = more(wait_s)
+            return None if given is None else (self._prompt_requests(given[0]), given[1])
+
+        return self._stream(requests, self._filtered)
+
+    def _filtered(self, groups: Sequence[Group]) -> list[tuple[Group, str]]:
+        """In the thread of the rewards."""
+        return [(group, "" if group.failed else self._rewarder.dropped_because(group)) for group in groups]
+
+    def _prompt_requests(self, prompts: Sequence[tuple[int, Prompt]]) -> list[PromptRequest]:
+        if not prompts:
+            return []
         # A prompt returns once in each of its passes over the data, so pass and prompt stand for the group.
-        groups = self._groups([PromptRequest(
+        return [PromptRequest(
             ordinal, prompt, self._sampling(self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, data_pass)),
             self._cfg.train.group_size)
-            for (ordinal, prompt), data_pass in zip(prompts, self._passes([o for o, _ in prompts]), strict=True)],
-            min_version)
-        return [(group, "" if group.failed else self._rewarder.dropped_because(group)) for group in groups]
+            for (ordinal, prompt), data_pass in zip(prompts, self._passes([o for o, _ in prompts]), strict=True)]
 
     def evaluation_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int, *, samples: int = 1,
                           temperature: float = 0.0) -> list[Group]:
@@ -108,121 +124,81 @@ class Sampler:
             "give an order", lambda: read_order(order, ordinals, len(self._source.train),
                                                 named=self._cfg.data.source)))]
 
-    def _held_out(self, number: int) -> Prompt:
+    def _held_out(self, number: int, reads: SourceReads) -> Prompt:
         """One of the held-out prompts. Raises SourceFailed."""
         prompts = self._source.eval
-        [prompt] = self._reads.read("give another prompt", lambda: read_prompts(
+        [prompt] = reads.read("give another prompt", lambda: read_prompts(
             prompts, [number % len(prompts)], named=self._cfg.data.source, answers=False))
         return prompt
 
     def _other(self, number: int) -> tuple[Prompt, Sample]:
-        """A held-out prompt with its answer or, where it has none, with an empty response. Raises SourceFailed."""
-        prompt = self._held_out(number)
+        """A held-out prompt with its answer or, where it has none, with an empty response. In the thread of the
+        rewards. Raises SourceFailed."""
+        prompt = self._held_out(number, self._side_reads)
         return prompt, demonstration(prompt) if prompt.answer_ids else Sample(
             (Segment(tuple(self._source.stop_token_ids[:1]) or prompt.token_ids[:1]),))
 
-    def _known_good(self) -> PromptRequest | None:
-        """A group that was generated or, before there is one, another prompt: of the first groups of an actor some may
-        fail whenever they are tried. None where the source gives none now."""
-        if self._proof is None:
-            self._others += 1  # another one each time: the function may fail for this one too
-            with contextlib.suppress(SourceFailed):
-                return PromptRequest(-1, self._held_out(self._others), self._sampling(
-                    self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, 0)), 1)
-        return self._proof
+    def _other_request(self) -> PromptRequest | None:
+        """For another held-out prompt each time, since the user's function may fail for one too; None where the source
+        gives none now."""
+        self._others += 1
+        with contextlib.suppress(SourceFailed):
+            return PromptRequest(-1, self._held_out(self._others, self._reads), self._sampling(
+                self._cfg.rollout.temperature, sampling_seed(self._cfg.seed, 0)), 1)
+        return None
 
     def _sampling(self, temperature: float, seed: int | None) -> Sampling:
-        return Sampling(self._source.max_response_tokens, temperature, tuple(self._source.stop_token_ids), seed)
+        return Sampling(self._source.max_response_tokens, temperature, tuple(self._source.stop_token_ids), seed,
+                        resume=self._cfg.engine.pause_mode == "abort" and not self._cfg.deterministic)
 
     def _groups(self, requests: Sequence[PromptRequest], min_version: int) -> list[Group]:
-        """Every group, in order. A request that fails is sent again, after a pause that grows, without end; a group for
-        which the user's function fails is sent again alone, and is returned as failed in the end. That takes attempts
-        between which another group was generated: what the function depends on may be away for all of them."""
-        parts = [list(part) for part in batches(requests, self._cfg.rollout.groups_per_request)]
-        retries = [RetryBackoff(*_RETRY_S) for _ in parts]
-        unsent = dict.fromkeys(range(len(parts)))  # in order
-        suspects: dict[int, None] = {}
-        """Parts of one group that may have ended the process of others: they are sent while nothing else runs."""
-        running: dict[Future[Sequence[Generated]], int] = {}
-        generated: dict[int, int] = {}
-        """How many groups were generated when a part failed last, or was sent first."""
-        done: dict[int, Group] = {}
-        self._failures.begin()
-        alone = -1
-        """Number of the part that was last sent while nothing else ran."""
-        while len(done) < len(requests):
-            self._waits.pause(0.0)
-            now = time.monotonic()
-            queue, room = (unsent, _REQUESTS - len(running)) if unsent or running else (suspects, 1)
-            for number in [n for n in queue if retries[n].is_due(now)][:room]:
-                del queue[number]
-                alone = number if queue is suspects else -1
-                generated.setdefault(number, self._generated)
-                running[self._threads.submit(self._generate, parts[number], min_version)] = number
-            if not running:
-                self._waits.pause(min(retries[n].left_s(now) for n in queue))
-                continue
-            ended, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            if not ended and (missing := self._no_engine()):
-                self._waits.waits("engines", missing)  # the requests themselves may wait in the router
-            for future in ended:
-                number = running.pop(future)
-                try:
-                    given = future.result()
-                except Fenced:
-                    raise
-                except ElasticRLError as e:
-                    if number != _PROOF:
-                        retries[number].failed(time.monotonic())
-                        unsent[number] = None
-                    self._waits.waits(*_waited_for(e))
-                    continue
-                if number == _PROOF:
-                    self._generated += not isinstance(given[0], GenerateFault)
-                    continue
-                answered = list(zip(parts[number], given, strict=True))
-                done |= self._rewarded([(r, found) for r, found in answered if not isinstance(found, GenerateFault)])
-                for request, fault in answered:
-                    if not isinstance(fault, GenerateFault):
-                        continue
-                    if self._is_dropped(request.ordinal, fault, self._generated > generated[number],
-                                        number == alone):
-                        done[request.ordinal] = Group(request.ordinal, request.prompt, (), fault.why)
-                        continue
-                    again = number
-                    if len(answered) > 1:
-                        again = len(parts)
-                        parts.append([request])
-                        retries.append(RetryBackoff(*_RETRY_S))
-                    retries[again].failed(time.monotonic())
-                    generated[again] = self._generated
-                    (suspects if fault.shared else unsent)[again] = None
-                    if _PROOF not in running.values() and (proof := self._known_good()) is not None:
-                        running[self._threads.submit(self._generate, [proof], min_version)] = _PROOF
-                    too_many = f" ({_TOO_MANY})" if self._failures.is_exhausted([request.ordinal]) else ""
-                    self._waits.waits("plugin", fault.why + too_many)
+        """Every group, in order."""
+        given = iter([(requests, min_version)])
+        done = {group.ordinal: group for group, _ in self._stream(
+            lambda wait_s: next(given, None), lambda groups: [(group, "") for group in groups])}
         return [done[request.ordinal] for request in requests]
 
-    def _is_dropped(self, ordinal: int, fault: GenerateFault, works: bool, alone: bool) -> bool:
-        """Whether the group has failed for good. ``works``: another was generated since it failed before."""
-        if not self._failures.failed([ordinal], reward_works=works and (alone or not fault.shared)):
-            return False
-        log.warning("group %d is dropped since it cannot be generated: %s", ordinal, fault.why)
-        self._on_failed("generate", [ordinal], fault.why)
-        return True
+    def _stream(self, more: More[PromptRequest], judged: Callable[[Sequence[Group]], list[Judged]]) -> Iterator[Judged]:
+        """The groups that ``more`` gives, as they finish, with those that are rewarded at once with them. Each
+        comes with what ``judged`` says of it in the thread of the rewards. One that could not be generated or rewarded
+        says so itself."""
+        requests = self._requests
+        requests.begin()
+        answered: list[Answer] = []
+        rewarding: Future[list[Judged]] | None = None
+        ended = False
+        while True:
+            self._waits.pause(0.0)
+            if not ended and requests.takes_more:
+                given = more(0.0 if requests.pending or rewarding is not None else _POLL_S)
+                ended = given is None
+                if given is not None:
+                    requests.add(*given)
+            if ended and not requests.pending and rewarding is None:
+                return
+            began, only_rewards = time.perf_counter(), not requests.pending
+            found, failed = requests.poll(_POLL_S if ended else _FEED_S, rewarding, quiet=self._side.show())
+            self.reward_s += time.perf_counter() - began if only_rewards else 0.0
+            yield from ((group, "") for group in failed)
+            answered += found
+            if rewarding is not None and rewarding.done():
+                done, rewarding = self._taken(rewarding), None
+                yield from done
+            if answered and rewarding is None:
+                # All that have ended: one after the other, slow rewards of small requests would take turns.
+                rewarding = self._side.submit(partial(self._rewarded, answered, judged))
+                answered = []
 
-    # -- rewards ------------------------------------------------------------------------------------------------------
-    def _rewarded(self, answered: Sequence[tuple[PromptRequest, list[Sample]]]) -> dict[int, Group]:
-        """The groups of one request by ordinal, whose rewards are computed at once."""
-        if not answered:
-            return {}
-        self._waits.works()
-        self._generated, self._proof = self._generated + len(answered), answered[-1][0]
-        self._failures.rewarded(len(answered))
-        began = time.perf_counter()
-        groups = self._rewarder.groups([request for request, _ in answered], [samples for _, samples in answered])
-        self.reward_s += time.perf_counter() - began
-        return {group.ordinal: group for group in groups}
+    def _rewarded(self, answered: Sequence[Answer], judged: Callable[[Sequence[Group]], list[Judged]]) -> list[Judged]:
+        """In the thread of the rewards."""
+        return judged(self._rewarder.groups([request for request, _ in answered], [samples for _, samples in answered]))
+
+    def _taken(self, rewarding: Future[list[Judged]]) -> list[Judged]:
+        """What the thread of the rewards returned; says which rewards failed. Raises what that raised."""
+        found = rewarding.result()
+        if failed := {group.ordinal: group.failed for group, _ in found if group.failed}:
+            self._on_failed("reward", sorted(failed), next(iter(failed.values())))
+        return found
 
 
 def decoder(source: DataSource) -> Decode | None:
@@ -230,11 +206,3 @@ def decoder(source: DataSource) -> Decode | None:
     tokenizer = getattr(source, "tokenizer", None)
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-
-def _waited_for(error: ElasticRLError) -> tuple[str, str]:
-    """Kind and text of the wait for another attempt to generate."""
-    if isinstance(error, PluginFailed):
-        return "plugin", str(error)
-    if isinstance(error, RoleUnavailable):
-        return "rollout", str(error)
-    return "engines", f"the engines to generate: {error}"

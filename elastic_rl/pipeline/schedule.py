@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_rl.config import Config
+from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger
 from elastic_rl.data.samples import Group
+from elastic_rl.pipeline.group_flow import ChosenStep, FlowLimits
 from elastic_rl.trainer.progress import Phase
 
 _KEPT_EVALS = 4
@@ -63,6 +65,19 @@ class Plan:
                    sft_max_steps=cfg.sft.max_steps, sft_target=_sft_target(cfg),
                    sft_eval_far=cfg.sft.eval_every_steps, sft_eval_near=cfg.sft.eval_every_steps_near_target)
 
+    def flow_limits(self, max_in_flight: int | None = None) -> FlowLimits:
+        return FlowLimits(self.steps, self.groups_per_step, self.max_staleness, self.max_dropped_groups, max_in_flight)
+
+
+class Flow(Protocol):
+    """The groups that are generated while others are trained, as the schedule sees them (``GroupFlow``)."""
+
+    def resume(self, step: int, version: int, consumed: IntervalSet, branch: Branch) -> object:
+        """The trainer is at this committed state."""
+
+    def trained(self, consumption: Consumption, version: int) -> object:
+        """The step that was taken last was made, and its policy has this number."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -73,6 +88,13 @@ class State:
     policy_version: int
     consumed: IntervalSet = IntervalSet()
     cursor: Mapping[str, Any] = field(default_factory=dict)
+    branch: Branch = Branch()
+    """Which versions are of the weights that the trainer has."""
+
+    def min_version(self, max_staleness: int) -> int:
+        """The oldest version whose samples are of use now: no engine shall sample from weights that the trainer went
+        back from, whose numbers are all below that of the branch's first version."""
+        return max(self.policy_version - max_staleness, self.branch.first)
 
 
 # -- effects: what the schedule asks for. The comment says what it is sent.
@@ -122,6 +144,13 @@ class Generate:
     step: int
     ordinals: Sequence[int]
     min_version: int
+
+
+@dataclass(frozen=True)
+class Take:
+    """→ (groups, ChosenStep), once enough groups have finished that may be trained in this step."""
+
+    step: int
 
 
 @dataclass(frozen=True)
@@ -179,13 +208,14 @@ class Finish:
     step: int
 
 
-Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Lease | Generate | Train | Evaluate | Save | Write | Complete
-          | Finish)
+Effect = (Resume | SftUpdate | SftEvaluate | BeginRl | Lease | Generate | Take | Train | Evaluate | Save | Write
+          | Complete | Finish)
 Steps = Generator[Effect, Any, None]
 
 
-def run(plan: Plan) -> Steps:
-    """A whole job. Ends after ``Finish``."""
+def run(plan: Plan, flow: Flow | None = None) -> Steps:
+    """A whole job. Ends after ``Finish``. With a ``flow`` groups are generated beside the steps (``train.schedule:
+    fully_async``), and each step takes those that have finished; without one each step has its groups generated."""
     reason, at_step = "", 0
     while True:
         state: State = yield Resume(reason, at_step)
@@ -203,7 +233,7 @@ def run(plan: Plan) -> Steps:
                 yield BeginRl(position.step, cursor)
                 reason = ""
                 continue
-            yield from _rl(plan, state, position)
+            yield from _rl(plan, state, position, flow)
             return
         except Lost as e:
             reason, at_step = str(e) or "the trainer was lost", position.step
@@ -245,18 +275,20 @@ def _sft_interval(plan: Plan, accuracy: float | None) -> int:
     return plan.sft_eval_far if far else min(plan.sft_eval_near, plan.sft_eval_far)
 
 
-def _rl(plan: Plan, state: State, position: _Position) -> Steps:
+def _rl(plan: Plan, state: State, position: _Position, flow: Flow | None) -> Steps:
     ledger = GroupLedger(state.consumed)
+    if flow is not None:
+        flow.resume(state.step, state.policy_version, state.consumed, state.branch)
     while True:
         evals = _evals(state)
         if _evaluation_due(plan, state.step) and (not evals or evals[-1][0] != state.step):
-            accuracy = yield Evaluate(state.step, state.policy_version - plan.max_staleness)
+            accuracy = yield Evaluate(state.step, state.min_version(plan.max_staleness))
             evals = [*evals, (state.step, float(accuracy))][-_KEPT_EVALS:]
             # Committed with the next step; until then a successor finds it missing, and evaluates again.
             state = replace(state, cursor={**state.cursor, "evals": [list(e) for e in evals]})
         if state.step >= plan.steps or reached([a for _, a in evals], plan.stop_eval_accuracy):
             break
-        version = yield from _step(plan, state, ledger)
+        version = yield from (_step(plan, state, ledger) if flow is None else _taken_step(state, flow))
         position.step = state.step + 1
         state = replace(state, step=position.step, policy_version=version)
     yield Save("rl", state.step, state.cursor)
@@ -267,7 +299,7 @@ def _step(plan: Plan, state: State, ledger: GroupLedger) -> Generator[Effect, An
     """One RL step; returns the version that it makes."""
     kept: list[Group] = []
     dropped = 0
-    min_version = state.policy_version - plan.max_staleness
+    min_version = state.min_version(plan.max_staleness)
     while len(kept) < plan.groups_per_step:
         ordinals = ledger.lease(plan.groups_per_step - len(kept))
         yield Lease(ledger.open)
@@ -275,7 +307,7 @@ def _step(plan: Plan, state: State, ledger: GroupLedger) -> Generator[Effect, An
             ledger.generated(group.ordinal)
             if group.failed:
                 # It has no rewards, so no limit makes the step take it.
-                ledger.drop(group.ordinal, _failure(group))
+                ledger.drop(group.ordinal, failure(group))
             elif reason and dropped < plan.max_dropped_groups:
                 dropped += 1
                 ledger.drop(group.ordinal, reason)
@@ -285,6 +317,15 @@ def _step(plan: Plan, state: State, ledger: GroupLedger) -> Generator[Effect, An
     consumption = ledger.consumption([group.ordinal for group in kept])
     version: int = yield Train(state.step + 1, kept, consumption, state.cursor, state.policy_version)
     ledger.consumed(consumption)
+    return version
+
+
+def _taken_step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
+    """One RL step on groups that were generated beside the steps before it; returns the version that it makes."""
+    taken: tuple[Sequence[Group], ChosenStep] = yield Take(state.step + 1)
+    groups, chosen = taken
+    version: int = yield Train(state.step + 1, groups, chosen.consumption, state.cursor, state.policy_version)
+    flow.trained(chosen.consumption, version)
     return version
 
 
@@ -299,7 +340,7 @@ def _sampled(plan: Plan, state: State, position: _Position) -> Steps:
         for group, reason in (yield Generate(position.step + 1, ordinals, state.policy_version)):
             ledger.generated(group.ordinal)
             if plan.mode != "eval" and (group.failed or reason):
-                ledger.drop(group.ordinal, _failure(group) if group.failed else reason)
+                ledger.drop(group.ordinal, failure(group) if group.failed else reason)
             else:
                 kept.append(group)
         consumption = ledger.consumption([group.ordinal for group in kept])
@@ -310,7 +351,7 @@ def _sampled(plan: Plan, state: State, position: _Position) -> Steps:
     yield Finish(position.step)
 
 
-def _failure(group: Group) -> str:
+def failure(group: Group) -> str:
     """Why a group that failed is dropped: one that could not be generated has no samples."""
     return REWARD_FAILED if group.samples else GENERATE_FAILED
 

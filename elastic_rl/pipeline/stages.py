@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatchmethod
 from typing import Any, Protocol
 
-from elastic_rl.algorithms.registry import algorithm_of
-from elastic_rl.algorithms.reward_shaping import shaped_rewards
 from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import Group, Prompt, demonstration
 from elastic_rl.data.sources import make_source
@@ -32,9 +31,12 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.pipeline import divergence, schedule
+from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.base_policy import output_of
+from elastic_rl.pipeline.commits import until_committed
 from elastic_rl.pipeline.evaluation import bounded, evaluate_sets, further_sets
+from elastic_rl.pipeline.fully_async import FullyAsync
+from elastic_rl.pipeline.group_flow import ChosenStep
 from elastic_rl.pipeline.output import OutputStatus
 from elastic_rl.pipeline.pool_sync import PoolSync
 from elastic_rl.pipeline.prompt_reader import PROMPTS, PromptReader
@@ -47,36 +49,41 @@ from elastic_rl.pipeline.sampling import Sampler
 from elastic_rl.pipeline.schedule import Lost, Plan, State
 from elastic_rl.pipeline.source_reads import SourceReads
 from elastic_rl.pipeline.step_timer import StepTimer
+from elastic_rl.pipeline.trainers import Trainers
+from elastic_rl.pipeline.training_batch import ScoringRoles, TrainingBatches
+from elastic_rl.pipeline.turns import OwnDevices, SharedDevices, Turns
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.retry import RetryBackoff
+from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from elastic_rl.telemetry import traces, training_metrics
 from elastic_rl.telemetry.trackers import Trackers
-from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
+from elastic_rl.trainer.service.client import TrainerStatus
 
 log = logging.getLogger(__name__)
 
 _LOST_RETRY_S = (0.5, 10.0)
 """Pauses after losses of the trainer with no step between them."""
-_SAVE_AGAIN_S = (1.0, 15.0)
-"""Pauses before a commit is asked for again that the checkpoint service did not take."""
 _FENCE_CHECK_S = 5.0
 _LAST_STEP = "last_step"
 """In the cursor: what is known of a step before it is trained."""
 _PHASES = {"generate": "waiting for samples", "evaluate": "waiting for samples", "advantage": "waiting for advantages",
-           "reference": "waiting for the trainer's step", "train": "waiting for the trainer's step",
-           "sft": "waiting for the trainer's step", "publish": "waiting for the trainer's step",
-           "save": "waiting for the trainer's step"}
+           "teacher": "waiting for the teacher",
+           "reference": "waiting for the trainer's step", "actor_fwd": "waiting for the trainer's step",
+           "value": "waiting for the critic",
+           "train": "waiting for the trainer's step", "sft": "waiting for the trainer's step",
+           "publish": "waiting for the trainer's step", "save": "waiting for the trainer's step",
+           "turn": "waiting for the devices"}
 """Phases as a member: in these stages others work, and report their own progress."""
 
 
-class RoleCalls(Protocol):
-    """The stateless roles, one attempt a call. Both raise ElasticRLError when the attempt failed."""
+class RoleCalls(ScoringRoles, Protocol):
+    """The stateless roles, one attempt a call. Each raises ElasticRLError when the attempt failed."""
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> Sequence[Generated]:
         """The samples of each prompt, none of them older than ``min_version``, or why there are none."""
 
-    def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
-        """Advantages [groups, samples] of rewards of the same shape."""
+    def judge(self, request: JudgeRequest) -> Sequence[Judgement]:
+        """What the judge model makes of each response."""
 
 
 class Pipeline:
@@ -97,15 +104,20 @@ class Pipeline:
         self.finished = False
         self.status: JobStatusWriter | None = None
         self.term = 0
-        self._phase, self._step, self._group = "starting", 0, ""
+        self._phase, self._step = "starting", 0
         self._fence_read = 0.0
         """When a wait last checked that this is still the actor; monotonic."""
-        self._trainer_lost = False
+        self._lost = ""
+        """Name of the trainer group that was lost last; "" while none is."""
         self._cursor: Mapping[str, Any] = {}
         """As the trainer has it."""
         self._reported: schedule.Resume | None = None
         self._timer = StepTimer()
         self._sft: dict[str, Any] = {}
+        self.background: FullyAsync | None = None
+        """With ``train.schedule: fully_async``."""
+        self._taken: dict[str, float] = {}
+        """Metrics of how the groups of the step came."""
 
     def run(self) -> None:
         """Returns when the job has finished. Raises Fenced when another term or epoch has begun."""
@@ -117,8 +129,12 @@ class Pipeline:
             self.etcd, self.keys, self.writer, steps=self.cfg.total_steps, seed=self.cfg.seed))
         self.samples = SampleWriter(SampleRing(self.etcd, self.keys, self.writer), self.ctx.model_dir)
         security = Security.from_config(self.cfg.dcs, self.cfg.cluster_dir / TOKEN_FILE)
-        self.trainer = TrainerClient(self.etcd, self.keys, security, epoch=self.ctx.epoch, term=self.term,
-                                     on_wait=self._on_trainer_wait)
+        self.trainer = Trainers(self.etcd, self.keys, security, self.cfg, epoch=self.ctx.epoch, term=self.term,
+                                on_wait=self._on_trainer_wait, waits=self.waits, on_recovered=lambda group: self._emit(
+                                    f"{group}.recovered", group, f"the group {group} computes again", step=self._step))
+        self.turns: Turns = OwnDevices() if not self.cfg.colocated else SharedDevices(
+            self.etcd, self.keys, self.writer, self.waits, self.trainer, epoch=self.ctx.epoch, term=self.term,
+            timer=lambda: self._timer)
         with contextlib.ExitStack() as closing:
             closing.callback(self.run_log.close)
             closing.callback(self.trainer.close)
@@ -131,27 +147,37 @@ class Pipeline:
     def _make_parts(self, closing: contextlib.ExitStack) -> None:
         """What the settings name: the source, and the user's functions. What these read may be away now, as it may be
         later, so they are waited for; a job that is wrong is refused before it begins (``job_check``)."""
-        reads = self.reads = SourceReads(self.cfg.data.source, self.waits)
-        self.waits.retry("plugin", lambda: algorithm_of(self.cfg))
+        source_turn = threading.Lock()
+        reads = self.reads = SourceReads(self.cfg.data.source, self.waits, source_turn)
         self.source = self.waits.retry("source", lambda: reads.read("be made", lambda: make_source(self.cfg)))
         self.prompts = self.waits.retry("source", lambda: PromptReader(self.cfg, self.source, self.waits, reads))
         self.sampler = self.waits.retry("plugin", lambda: Sampler(
-            self.cfg, self.source, self.roles.generate, self.waits, self.pool.no_engine, self.events.groups_failed))
+            self.cfg, self.source, self.roles.generate, self.waits, self.pool.no_engine, self.events.groups_failed,
+            self.roles.judge, reads))
         closing.callback(self.sampler.close)
+        if self.cfg.mode == "rl":
+            self.batches = self.waits.retry("plugin", lambda: TrainingBatches(
+                self.cfg, self.roles, self.waits, self.source.max_response_tokens, self.trainer))
+            closing.callback(self.batches.close)
         self.mode = self.waits.retry("source", lambda: sampled_mode(
             self.cfg, self.source, self.prompts, self.sampler, self.ctx.model_dir))
         self.plan = Plan.of(self.cfg, self.mode.groups if self.mode is not None else 0)
+        if self.cfg.mode == "rl" and self.cfg.train.schedule == "fully_async":
+            self.background = self.waits.retry("plugin", lambda: FullyAsync(
+                self.cfg, self.plan, self.etcd, self.keys, self.writer, self.source, self.roles.generate,
+                self.roles.judge, self._write_lease, source_turn, self._publish_again, self.events.queue_replaced))
+            closing.callback(self.background.close)
 
     def _drive(self) -> None:
-        steps = schedule.run(self.plan)
+        steps = schedule.run(self.plan, self.background.flow if self.background is not None else None)
         effect = next(steps)
         lost = RetryBackoff(*_LOST_RETRY_S)
         while True:
             try:
-                outcome = self.waits.retry("trainer", lambda e=effect: self.execute(e),  # type: ignore[misc]
+                outcome = self.waits.retry("trainer", lambda e=effect: self._carry_out(e),  # type: ignore[misc]
                                            end_on=(TrainerFailed, Conflict))
             except (TrainerFailed, Conflict) as e:
-                self._trainer_lost = isinstance(e, TrainerFailed)
+                self._lost = e.group if isinstance(e, TrainerFailed) else ""
                 effect = steps.throw(Lost(str(e)))
                 self.waits.pause(lost.left_s(time.monotonic()))
                 lost.failed(time.monotonic())  # the first loss is answered at once
@@ -162,6 +188,10 @@ class Pipeline:
                 effect = steps.send(outcome)
             except StopIteration:
                 return
+
+    def _carry_out(self, effect: schedule.Effect) -> Any:
+        self.turns.before(effect)
+        return self.execute(effect)
 
     # -- waiting --------------------------------------------------------------------------------------------------
     def _show_wait(self, stage: str, kind: str, what: str) -> None:
@@ -174,9 +204,9 @@ class Pipeline:
             with contextlib.suppress(EtcdUnavailable):  # a wait whose text stays the same writes nothing
                 self.writer.require()
 
-    def _on_trainer_wait(self, what: str) -> None:
+    def _on_trainer_wait(self, group: str, what: str) -> None:
         if what:
-            self.waits.waits("trainer", what)
+            self.waits.waits(group, what)
         else:  # it answers; its ranks report their own progress
             self.waits.pause(0.0)
             self.waits.works()
@@ -213,13 +243,13 @@ class Pipeline:
     def _resume(self, effect: schedule.Resume) -> State:
         self.waits.stage("resume")
         if effect.reason and effect is not self._reported:
-            if self._trainer_lost:
-                self.events.trainer_lost(effect.at_step, effect.reason, self._group)
+            if self._lost:
+                self.events.trainer_lost(effect.at_step, effect.reason, self._lost)
             else:
                 self.events.resynced(effect.at_step, effect.reason)
             self._reported = effect  # this effect may be carried out again: one fault, one alert
         status = self._committed()
-        self._phase, self._step, self._group = status.phase, status.step, status.group
+        self._phase, self._step = status.phase, status.step
         rl_step = 0 if status.phase == "sft" else status.step
         assert self.status is not None
         self.status.resume(status.phase, rl_step, policy_version=status.policy_version)
@@ -230,15 +260,12 @@ class Pipeline:
             status.cursor, self.source.train if self.mode is None else self.mode.prompts)
         self._report_step_of_predecessor(status, rl_step)
         self.events.resumed(status.step, status.consumed.groups, self.term)
-        if effect.reason:
-            if status.phase == "rl":
-                self.run_log.write("rewind", from_step=effect.at_step, to_step=rl_step, reason=effect.reason)
-            if self._trainer_lost:
-                self._emit("trainer.recovered", "trainer",
-                           f"resumed at step {status.step}, version {status.policy_version}", step=status.step,
-                           incarnation=status.group)
+        if effect.reason and status.phase == "rl":
+            self.run_log.write("rewind", from_step=effect.at_step, to_step=rl_step, reason=effect.reason)
+        self.events.trainers_recovered(self.trainer.take_reformed(), effect.at_step, status.step, status.policy_version)
         return State(phase=status.phase, step=status.step, policy_version=status.policy_version,
                      consumed=status.consumed.groups,
+                     branch=status.branch if isinstance(status, TrainerStatus) else Branch(),
                      cursor={**status.cursor, PROMPTS: prompts})
 
     def _committed(self) -> TrainerStatus | OutputStatus:
@@ -300,7 +327,10 @@ class Pipeline:
     def _lease(self, effect: schedule.Lease) -> None:
         self.waits.stage("source")
         self._timer = StepTimer()
-        lease = GroupLease(producer=PRODUCER, epoch=self.ctx.epoch, term=self.term, groups=effect.groups.to_json(),
+        self._write_lease(effect.groups)
+
+    def _write_lease(self, groups: IntervalSet) -> None:
+        lease = GroupLease(producer=PRODUCER, epoch=self.ctx.epoch, term=self.term, groups=groups.to_json(),
                            at=time.time())
         self.writer.write(Op.put(self.keys.group_lease(PRODUCER), lease.encode()))
 
@@ -317,55 +347,51 @@ class Pipeline:
         return groups
 
     @execute.register
+    def _take(self, effect: schedule.Take) -> tuple[Sequence[Group], ChosenStep]:
+        assert self.background is not None
+        self._timer = StepTimer()
+        self.waits.stage("generate")
+        with traces.span("take", step=effect.step), self._timer.phase("groups"):
+            taken = self.background.take(self.waits)
+        self._taken = taken.metrics
+        return taken.groups, taken.chosen
+
+    @execute.register
     def _train(self, effect: schedule.Train) -> int:
         with traces.span("train_step", step=effect.step):
-            rewards, measured = self._rewards_for_advantages(effect)
-            self.waits.stage("advantage")
-            with self._timer.phase("advantage"):
-                advantages = [a for row in self.waits.retry(
-                    "advantages", lambda: self.roles.advantages(rewards)) for a in row]
+            made = self.batches.make(effect.groups, effect.step, self._timer)
             self.waits.stage("train")
             with self._timer.phase("train"):
-                batch = collate([(g.prompt, s) for g in effect.groups for s in g.samples], advantages)
                 metrics = step_metrics(
                     effect.step, effect.groups, policy_version=effect.policy_version,
                     dropped={reason: len(groups) for reason, groups in effect.consumption.dropped.items()})
                 known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.trained.to_json()}
                 cursor = {**effect.cursor, _LAST_STEP: known}
-                trained = measured | self.trainer.update("rl", effect.step, batch, consumption=effect.consumption,
-                                                         cursor=cursor)
+                trained = self._taken | made.metrics | self.trainer.update(
+                    "rl", effect.step, made.batch, consumption=effect.consumption, cursor=cursor)
         self._cursor = cursor
+        self.batches.forget()
         self._timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         self._step, version = effect.step, int(trained["policy_version"])
         self.waits.works()
         metrics = with_measured(metrics, trained, self._timer.seconds()).replace(
-            policy_version=version, idle_s=self.waits.take_idle_s())
+            policy_version=version, idle_s=self._idle_s())
         log_step(self.run_log, metrics, [g.ordinal for g in effect.groups],
-                 sorted({v for g in effect.groups for s in g.samples for v in s.versions}), self.pool.engines, trained)
+                 sorted({v for g in effect.groups for s in g.samples for v in s.versions}),
+                 self.pool.engines if self.background is None else self.background.engines, trained)
         self._write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
                     staleness=metrics.staleness)
-        self.samples.write(effect.step, effect.groups, advantages)
+        self.samples.write(effect.step, effect.groups, made.advantages)
         self.events.responses(metrics, self.source)
-        self.events.logprob_difference(effect.step, trained["logprob_diff_max"], self.cfg.logprob_tolerance)
+        self.events.logprob_difference(metrics, trained["logprob_diff_max"], self.cfg.logprob_tolerance)
         return version
 
-    def _rewards_for_advantages(self, effect: schedule.Train) -> tuple[list[list[float]], dict[str, float]]:
-        """Rewards [groups, samples] with what the settings add to them, and metrics of that."""
-        cfg, rewards = self.cfg.algorithm, [self._shaped_rewards(g) for g in effect.groups]
-        if not cfg.measures_kl or cfg.kl_in != "reward":
-            return rewards, {}
-        self.waits.stage("reference")
-        with self._timer.phase("train"):
-            batch = collate((g.prompt, s) for g in effect.groups for s in g.samples)
-            # By the trainer's ranks, which hold the reference; a pass changes nothing, so it may be repeated.
-            reference = self.trainer.reference_logprobs(divergence.without_scores(batch), effect.step)
-        found = divergence.sample_divergences(batch, reference, cfg)
-        return (divergence.penalised(rewards, found, cfg),
-                {"kl_reference": float(found.sum()) / max(batch.loss_tokens, 1)})
-
-    def _shaped_rewards(self, group: Group) -> list[float]:
-        return shaped_rewards(group.rewards, [len(s.response_ids) for s in group.samples],
-                              self.source.max_response_tokens, self.cfg.algorithm)
+    def _idle_s(self) -> dict[str, float]:
+        """Seconds since the last call in which the loop, or the producer beside it, waited, by stage."""
+        idle = self.waits.take_idle_s()
+        if self.background is None:
+            return idle
+        return {**idle, **self.background.take_idle_s(), "groups": self._timer.seconds().get("groups", 0.0)}
 
     @execute.register
     def _evaluate(self, effect: schedule.Evaluate) -> float:
@@ -384,21 +410,8 @@ class Pipeline:
     @execute.register
     def _save(self, effect: schedule.Save) -> None:
         self.waits.stage("save")
-
-        def save() -> bool:
-            return bool(self.trainer.save(effect.phase, effect.step, publish=effect.publish,
-                                          cursor=effect.cursor)["committed"])
-
-        if save():
-            return
-        backoff = RetryBackoff(*_SAVE_AGAIN_S)
-        with self.waits.holding("dcs", "the checkpoint service to commit the last state: see the alert publish.failed"):
-            while True:
-                self.waits.works()  # but for what is held, which is shown when it has lasted a while
-                if save():
-                    return
-                backoff.failed(time.monotonic())
-                self.waits.pause(backoff.left_s(time.monotonic()))
+        until_committed(self.waits, lambda: self.trainer.save(
+            effect.phase, effect.step, publish=effect.publish, cursor=effect.cursor))
 
     @execute.register
     def _write_samples(self, effect: schedule.Write) -> None:
@@ -455,9 +468,20 @@ class Pipeline:
         self._emit("version.republished", "actor", f"engines lack version {version}, so its weights are "
                    "published again", severity=Severity.WARNING, version=version)
         if self.output is None:
-            self.trainer.save("rl", self._step, publish=True, cursor=self._cursor)
+            self._publish_weights_again()
         else:
             self.waits.retry("dcs", self.output.publish_again, end_on=(Conflict,))
+
+    def _publish_weights_again(self) -> None:
+        def save() -> Mapping[str, Any]:
+            return self.trainer.save("rl", self._step, publish=True, cursor=self._cursor)
+
+        self.turns.to_trainer()
+        if self.cfg.colocated:  # a trainer whose memory is offloaded does not repeat a commit that failed
+            self.turns.to_engines(int(until_committed(self.waits, save)["policy_version"]))
+        else:
+            save()
+        self.waits.stage("sync")
 
 
 def _demonstrations(prompts: Sequence[Prompt]) -> Batch:

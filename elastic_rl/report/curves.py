@@ -19,12 +19,20 @@ _SMALLEST, _LARGEST = 1e-30, 1e30
 _MOST_OWN = 16
 """Curves of what an algorithm of the user's own reports."""
 _TITLES = {
-    "kl": "KL to sampler", "kl_reference": "KL to reference", "entropy": "Entropy", "clip_fraction": "Clip fraction",
+    "kl": "KL to sampler", "kl_reference": "KL to reference", "kl_teacher": "KL to teacher",
+    "kl_teacher_top": "KL to teacher, top tokens", "teacher_refused": "Refused by the teacher", "entropy": "Entropy",
+    "clip_fraction": "Clip fraction",
     "ratio_mean": "Ratio, mean", "gate_mean": "Gate, mean", "advantage_std": "Advantage std",
     "grad_norm": "Gradient norm", "lr": "Learning rate", "loss": "Loss",
     "logprob_diff_mean": "Log-prob difference, mean", "logprob_diff_max": "Log-prob difference, max",
     "tis_weight_mean": "TIS weight, mean",
-    "tis_capped_fraction": "TIS weights at the cap", "train_tokens_per_s": "Trained", "mfu": "MFU",
+    "tis_capped_fraction": "TIS weights at the cap", "critic_loss": "Loss of the critic",
+    "explained_variance": "Explained variance", "value_mean": "Value, mean", "return_mean": "Return, mean",
+    "value_clip_fraction": "Value clip fraction", "critic_grad_norm": "Gradient norm of the critic",
+    "critic_lr": "Learning rate of the critic",
+    "staleness_min": "Staleness of groups, min", "staleness_mean": "Staleness of groups, mean",
+    "staleness_max": "Staleness of groups, max", "groups_queued": "Groups queued", "groups_leased": "Groups generating",
+    "groups_stale": "Groups too stale", "groups_lost": "Groups lost", "train_tokens_per_s": "Trained", "mfu": "MFU",
     "generate_tokens_per_s": "Generated", "tflops_per_rank": "Model FLOPs", "peak_memory_bytes": "Memory, peak"}
 """Metrics with a curve of their own, in order."""
 

@@ -17,8 +17,10 @@ from elastic_rl.report.curves import curves
 
 _TILES = 6
 """Evaluation sets that have a tile; the table has all."""
-_PHASE_WORDS = {"sync": "wait for engines", "generate": "generate", "reward": "reward", "advantage": "advantage",
-                "train": "train", "publish_stall": "publish stall", "other": "other"}
+_PHASE_WORDS = {"turn": "change turns", "sync": "wait for engines", "generate": "generate", "reward": "reward",
+                "groups": "wait for groups",
+                "teacher": "teacher", "advantage": "advantage", "train": "train", "publish_stall": "publish stall",
+                "other": "other"}
 
 
 def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
@@ -43,7 +45,8 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
         _section("Training metrics", curves(steps)),
         _section("Where a step's time goes",
                  charts.step_seconds([(int(r["step"]), r.get("seconds") or {}) for r in steps], marks),
-                 _legend(*((f"p-{p}", _PHASE_WORDS[p]) for p in charts.PHASE_ORDER)), _phase_table(steps)),
+                 _legend(*((f"p-{p}", _PHASE_WORDS[p]) for p in charts.PHASE_ORDER
+                           if any(p in (r.get("seconds") or {}) for r in steps))), _phase_table(steps)),
         _section("Version lag per engine",
                  charts.engine_lanes(version_lags(steps), [int(r["step"]) for r in steps],
                                      int(report["staleness_max"])),

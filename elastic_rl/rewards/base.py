@@ -8,16 +8,28 @@ from itertools import islice
 from numbers import Real
 from typing import Any, Protocol
 
+from elastic_rl.config import PoolSettings
 from elastic_rl.data.samples import Prompt, Sample
-from elastic_rl.errors import PluginFailed
+from elastic_rl.errors import ElasticRLError, PluginFailed
 from elastic_rl.plugins import plain
+from elastic_rl.rewards.judging import Judgement, JudgeRequest
 
 _MAX_REWARD = 1e30
 _PARTS = 64
 """Parts that a reward may have, and characters of a part's name."""
 
+Judge = Callable[[JudgeRequest], Sequence[Judgement]]
+"""Has a model judge responses, and blocks for as long as that takes. Raises EngineFailed, RoleUnavailable and
+PluginFailed."""
 Decode = Callable[[Sequence[int]], str]
 """From token ids to text, without special tokens."""
+
+
+class RewardAway(ElasticRLError):
+    """What a reward asks does not answer. It says nothing about a group, which is tried again for as long as that
+    lasts."""
+
+    retryable = True
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,9 @@ class Reward:
 class RewardFn(Protocol):
     """Rewards the samples of one prompt, together, since a judge may compare them.
 
-    It may have a method ``close()``, which is called when no more samples come.
+    It may have a method ``close()``, which is called when no more samples come; ``check(prompt)``, which raises
+    PluginFailed for a prompt that cannot be rewarded, for ``config check``; and ``least_timeout_s``, which a call may
+    take where ``rollout.reward_timeout_s`` is less.
     """
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Reward]:
@@ -49,6 +63,14 @@ class RewardContext:
     """Makes another reward: ``make(name, options, setting, options_setting)``. Raises ConfigError."""
     decode: Decode | None = None
     """None where the data source has no tokenizer."""
+    pools: Mapping[str, PoolSettings] = field(default_factory=dict)
+    """The job's pools of engines, by name."""
+    judge: Judge | None = None
+    """None where the job does not run; then a reward that asks a judge checks what it would ask."""
+    seed: int = 0
+    """Of the job."""
+    attempts: int = 1
+    """Of a request to engines (``rollout.max_attempts``)."""
 
 
 RewardFactory = Callable[[Mapping[str, Any], RewardContext], RewardFn]

@@ -107,7 +107,7 @@ class _PlainPerSample:
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         plain = {"token_ids": prompt.token_ids, "text": prompt.text, "answer_ids": prompt.answer_ids,
-                 "metadata": dict(prompt.metadata)}
+                 "metadata": dict(prompt.metadata), "question": prompt.question}
         found = await self._pool.calls([{"name": self._name, "text": sample.text, "prompt": plain}
                                         for sample in samples], self._given.timeout_s)
         return [Reward(value, parts) for value, parts in values(found)]
@@ -121,7 +121,8 @@ def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
     PluginFailed."""
     raw = job["prompt"]
     answer = raw["answer_ids"]
-    prompt = Prompt(tuple(raw["token_ids"]), raw["text"], None if answer is None else tuple(answer), raw["metadata"])
+    prompt = Prompt(tuple(raw["token_ids"]), raw["text"], None if answer is None else tuple(answer), raw["metadata"],
+                    raw["question"])
     reward = _as_reward(_marked(job["name"])(job["text"], prompt))
     if not isinstance(reward, Reward):
         raise TypeError(f"it must return a number or a Reward, not {type(reward).__name__}")

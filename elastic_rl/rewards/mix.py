@@ -11,7 +11,7 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.rewards.base import Reward, RewardContext, RewardFn
+from elastic_rl.rewards.base import Reward, RewardAway, RewardContext, RewardFn
 
 _MAX_NAME = 64
 """Characters of a part's name that the records of a step take."""
@@ -55,7 +55,12 @@ class Mix:
             raise
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
-        found = await asyncio.gather(*(reward(prompt, samples) for _, _, reward in self._parts))
+        # All of them to their end: what one leaves behind would go on beside the next attempt.
+        ended = await asyncio.gather(*(reward(prompt, samples) for _, _, reward in self._parts), return_exceptions=True)
+        failed = [one for one in ended if isinstance(one, BaseException)]
+        if failed:  # a fault of the group counts, whatever is away besides
+            raise next((e for e in failed if not isinstance(e, RewardAway)), failed[0])
+        found = [one for one in ended if not isinstance(one, BaseException)]
         for (name, _, _), rewards in zip(self._parts, found, strict=True):
             if len(rewards) != len(samples):
                 raise PluginFailed(f"the part {name} gave {len(rewards)} rewards for {len(samples)} samples")
@@ -71,6 +76,15 @@ class Mix:
                 if len(parts) < _MAX_NAME and len(f"{name}/{inner}") <= _MAX_NAME:
                     parts.setdefault(f"{name}/{inner}", number)
         return Reward(value, parts)
+
+    @property
+    def least_timeout_s(self) -> float:
+        return max((getattr(reward, "least_timeout_s", 0.0) for _, _, reward in self._parts), default=0.0)
+
+    def check(self, prompt: Prompt) -> None:
+        for _, _, reward in self._parts:
+            if check := getattr(reward, "check", None):
+                check(prompt)
 
     def start(self) -> None:
         for _, _, reward in self._parts:

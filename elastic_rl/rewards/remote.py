@@ -67,9 +67,9 @@ class RemoteOptions(Options):
 
 
 class Remote:
-    """Posts ``{"prompt": {"text", "metadata", "answers"}, "samples": [{"text", "finish_reason"}, …]}`` and is answered
-    ``{"rewards": [0.5, {"value": 1.0, "parts": {"style": 0.7}}, …]}``: a finite number, or an object, for each sample.
-    """
+    """Posts ``{"prompt": {"text", "question", "metadata", "answers"}, "samples": [{"text", "finish_reason"}, …]}`` and
+    is answered ``{"rewards": [0.5, {"value": 1.0, "parts": {"style": 0.7}}, …]}``: a finite number, or an object, for
+    each sample."""
 
     def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
         """Raises ConfigError, also for a token file that cannot be read."""
@@ -125,7 +125,7 @@ class Remote:
 
     def _prompt(self, prompt: Prompt) -> dict[str, Any]:
         has_answer = "answer" in prompt.metadata or (prompt.answer_ids is not None and self._decode is not None)
-        about = {"text": prompt.text, "metadata": dict(prompt.metadata),
+        about = {"text": prompt.text, "question": prompt.question or prompt.text, "metadata": dict(prompt.metadata),
                  "answers": gold_answers(prompt, self._decode) if has_answer else ()}
         return {**about, "token_ids": prompt.token_ids} if self._options.send_token_ids else about
 

@@ -9,12 +9,19 @@ from ray import serve
 
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd import fencing
+from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline.stages import Pipeline
+from elastic_rl.roles.advantages import AdvantagesRole
 from elastic_rl.roles.base import Role
-from elastic_rl.roles.role_clients import RoleClients, call_timeout_s
+from elastic_rl.roles.genrm import GenRmRole
+from elastic_rl.roles.role_clients import RoleClients
+from elastic_rl.roles.rollout import RolloutRole
+from elastic_rl.roles.teacher import TeacherRole
 
 log = logging.getLogger(__name__)
+
+_CALLED: tuple[type[Role], ...] = (RolloutRole, AdvantagesRole, GenRmRole, TeacherRole)
 
 
 class ActorRole(Role):
@@ -27,10 +34,8 @@ class ActorRole(Role):
         super().__init__(ctx)
         cfg = ctx.config
         self._stopping = threading.Event()
-        roles = (("rollout",) if cfg.uses_engines else ()) + (
-            ("advantages",) if cfg.uses_engines and cfg.uses_trainer else ())
-        clients = RoleClients({role: serve.get_app_handle(role) for role in roles},
-                              call_timeout_s(cfg))
+        clients = RoleClients({role.name: serve.get_app_handle(role.name) for role in _CALLED if role.is_wanted(cfg)},
+                              cfg, lambda role: bool(members(self.etcd, ctx.keys, role)))
         self.pipeline = Pipeline(ctx, self.etcd, self.member, clients, self._stopping)
         self._ended = ""
         self._thread = threading.Thread(target=self._run, name="training-loop", daemon=True)

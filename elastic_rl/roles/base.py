@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from elastic_rl.config import Config
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
@@ -19,10 +22,6 @@ class RoleSpec:
 
     name: str
     cls: type[Role]
-    samples: bool = True
-    """Whether the role works on samples, so that a job without engines needs none of it."""
-    trains: bool = False
-    """Whether the role works on what is trained on, so that a job without a trainer needs none of it."""
     replicas: int = 1
     num_cpus: float = 0.25
     max_ongoing_requests: int = 8
@@ -36,6 +35,11 @@ class Role:
     """
 
     name: ClassVar[str]
+
+    @classmethod
+    def is_wanted(cls, cfg: Config) -> bool:
+        """Whether a job of these settings needs the role."""
+        return True
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx
@@ -56,3 +60,28 @@ class Role:
         # Called by Serve's graceful shutdown; after kill -9 the entry expires with its lease.
         if hasattr(self, "member"):
             self.close()
+
+
+class EngineRole(Role):
+    """Base of roles that have engines do the work: what these take is no fault of the role."""
+
+    def __init__(self, ctx: RunContext) -> None:
+        super().__init__(ctx)
+        self._done = self._in_flight = 0
+
+    @contextlib.contextmanager
+    def working(self, count: int = 1) -> Iterator[None]:
+        """Inside, so many things are in flight; they count as done where nothing is raised."""
+        self._in_flight += count
+        self._report()
+        try:
+            yield
+            self._done += count
+        finally:
+            self._in_flight -= count
+            self._report()
+
+    def _report(self) -> None:
+        # Neither phase counts as hung: engines that do not answer are no fault of this role, and each wait is bounded.
+        phase = "waiting for the engines" if self._in_flight else "idle"
+        self.member.progress(self._done, phase, in_flight=self._in_flight)

@@ -4,38 +4,68 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from elastic_rl.config import Config
+from elastic_rl.config import ENVIRONMENT, ROLLOUT_POOL, Config
 from elastic_rl.engine.generation import Generated, PromptRequest
-from elastic_rl.errors import ConfigError, ElasticRLError, EngineFailed, PluginFailed, RoleUnavailable
+from elastic_rl.engine.scoring import ScoreRequest, TokenScores
+from elastic_rl.errors import (
+    ConfigError,
+    ElasticRLError,
+    EngineFailed,
+    EtcdUnavailable,
+    PluginFailed,
+    RoleUnavailable,
+)
 from elastic_rl.plugins import describe, text_of
+from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from elastic_rl.roles.rollout import GenerationRequest
 
 log = logging.getLogger(__name__)
 
-
 _OWN_S = 60.0
 """What the role may take besides the user's function: its process may have to be replaced."""
+_LOOK_S = 1.0
+"""While Serve finds no replica for a call, this often it is looked whether there is one."""
+_ABSENT_S = 3.0
+"""A role without a replica for so long is away: Serve would hold its calls back until they are over their limit."""
 
 
 def call_timeout_s(cfg: Config) -> float:
-    """Limit of one call, in seconds: more than the rollout role takes to give a prompt group up."""
-    engines = cfg.engine.request_timeout_s * (cfg.rollout.max_attempts + 1)
-    return max(engines, cfg.rollout.generate_timeout_s + _OWN_S) if ":" in cfg.rollout.generate else engines
+    """Limit of one call, in seconds: more than the rollout role takes to give a prompt group up.
+
+    An episode asks the engines once a turn, and ``rollout.generate_timeout_s`` bounds the environment twice, once while
+    the episode begins and once in its steps. It is played again, up to ``rollout.max_attempts`` times, where engines
+    served an older version than the one asked for. That may be hours; a role that has died is found much sooner (Ray),
+    as is a process of the environment that does not answer (``OwnGenerate.within``).
+    """
+    rollout, engines = cfg.rollout, _pool_timeout_s(cfg, ROLLOUT_POOL)
+    if rollout.generate == ENVIRONMENT:
+        return rollout.max_attempts * (rollout.max_turns * engines + 2 * rollout.generate_timeout_s) + _OWN_S
+    return max(engines, rollout.generate_timeout_s + _OWN_S) if rollout.generates_apart else engines
+
+
+def _pool_timeout_s(cfg: Config, pool: str) -> float:
+    settings = cfg.pool_settings("").get(pool)
+    return settings.call_timeout_s(cfg.rollout.max_attempts) if settings else cfg.engine.request_timeout_s
 
 
 class RoleClients:
     """Handles of the stateless roles. Thread-safe. Each call is idempotent: whoever gets an error may call again."""
 
-    def __init__(self, handles: Mapping[str, DeploymentHandle], timeout_s: float) -> None:
-        """``handles``: by role; a job without engines has none of these roles. ``timeout_s``: of one call."""
-        self._handles, self._timeout_s = handles, timeout_s
+    def __init__(self, handles: Mapping[str, DeploymentHandle], cfg: Config, has_replica: Callable[[str], bool]
+                 ) -> None:
+        """``handles``: of the roles that the job has. ``has_replica``: whether a replica of a role is registered;
+        raises EtcdUnavailable."""
+        self._handles, self._has_replica = handles, has_replica
+        self._cfg, self._timeout_s = cfg, call_timeout_s(cfg)
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[Generated]:
         """Samples of every prompt, or why the user's function failed for it. Raises EngineFailed, RoleUnavailable, and
@@ -47,15 +77,35 @@ class RoleClients:
         """Advantages of rewards [groups, samples]. Raises as ``generate``."""
         return self._call("advantages", lambda handle: handle.compute.remote(rewards))
 
-    def _call(self, role: str, send: Callable[[DeploymentHandle], DeploymentResponse]) -> Any:
+    def token_advantages(self, batch: bytes) -> np.ndarray:
+        """Advantages [N, T] fp32 of a batch in safetensors. Raises as ``generate``."""
+        return self._call("advantages", lambda handle: handle.compute_of_tokens.remote(batch))
+
+    def score(self, sequences: Sequence[ScoreRequest], top: int) -> list[TokenScores]:
+        """What the teacher makes of each sequence. Raises as ``generate``."""
+        return self._call("teacher", lambda handle: handle.score.remote(list(sequences), top),
+                          _pool_timeout_s(self._cfg, self._cfg.algorithm.teacher or ""))
+
+    def judge(self, request: JudgeRequest) -> list[Judgement]:
+        """What the judge model makes of each response. Raises as ``generate``."""
+        return self._call("genrm", lambda handle: handle.judge.remote(request),
+                          _pool_timeout_s(self._cfg, request.options.pool))
+
+    def _call(self, role: str, send: Callable[[DeploymentHandle], DeploymentResponse],
+              timeout_s: float | None = None) -> Any:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         response: DeploymentResponse | None = None
         try:
+            end = time.monotonic() + limit_s
             response = send(self._handles[role])
-            return response.result(timeout_s=self._timeout_s)
+            self._await_replica(role, response, end)
+            return response.result(timeout_s=max(0.0, end - time.monotonic()))
+        except RoleUnavailable:
+            raise
         except TimeoutError as e:
             if response is not None:
                 response.cancel()  # nobody waits for it any more
-            raise RoleUnavailable(f"role {role} did not answer within {self._timeout_s:g} s",
+            raise RoleUnavailable(f"role {role} did not answer within {limit_s:g} s",
                                    hint=f"`elastic-rl restart roles/{role}` replaces it") from e
         except RayTaskError as e:
             if isinstance(e.cause, PluginFailed | ConfigError):  # a setting of the user's names what does not fit
@@ -75,6 +125,31 @@ class RoleClients:
             # What a user's metadata raise while they are written.
             raise PluginFailed(f"role {role} cannot be called: {describe(e)}",
                                hint="metadata of prompts must be plain values") from e
+
+    def _await_replica(self, role: str, response: DeploymentResponse, end: float) -> None:
+        """Returns once a replica has the call, which may wait for one that is busy. Raises RoleUnavailable when there
+        is none, TimeoutError after ``end`` (monotonic), and what Serve raises."""
+        seen_at = time.monotonic()
+        while True:
+            left_s = end - time.monotonic()
+            try:
+                response._to_object_ref_sync(_timeout_s=max(0.0, min(left_s, _LOOK_S)))
+                return
+            except TimeoutError:
+                if left_s <= _LOOK_S:
+                    raise
+            if self._may_have_replica(role):
+                seen_at = time.monotonic()
+            elif time.monotonic() - seen_at >= _ABSENT_S:
+                response.cancel()
+                raise RoleUnavailable(f"role {role} has no replica", hint=f"`elastic-rl members --role {role}`; Serve "
+                                      "starts another one as soon as there is room for it")
+
+    def _may_have_replica(self, role: str) -> bool:
+        try:
+            return self._has_replica(role)
+        except EtcdUnavailable:
+            return True  # nobody can say
 
 
 def _last_line(error: RayTaskError) -> str:

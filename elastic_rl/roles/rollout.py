@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_rl.config import Config
+from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
 from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
-from elastic_rl.engine.generation import GENERATE_FNS, Generated, GenerateFault, GenerateFn, PromptRequest
-from elastic_rl.engine.own_generate import OwnGenerate
-from elastic_rl.errors import EngineFailed, PluginFailed
+from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
+from elastic_rl.engine.own_generate import OwnGenerate, make_generate
+from elastic_rl.errors import EngineFailed, PluginAway, PluginFailed
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.plugin_process import CallLost, ProcessLost
-from elastic_rl.plugins import describe, resolve, text_of
+from elastic_rl.plugins import describe, text_of
 from elastic_rl.retry import backoff_s
-from elastic_rl.roles.base import Role
+from elastic_rl.roles.base import EngineRole
 from elastic_rl.roles.first_sample_trace import FirstSampleTrace
 
 _RETRY_S = (0.05, 1.0)
@@ -40,42 +40,35 @@ class GenerationRequest:
     min_version: int
 
 
-class RolloutRole(Role):
+class RolloutRole(EngineRole):
     name = "rollout"
+
+    @classmethod
+    def is_wanted(cls, cfg: Config) -> bool:
+        return cfg.uses_engines
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
         cfg = ctx.config
         self._vocabulary = _vocabulary(ctx.model_dir)
-        self.generate_fn = make_generate(cfg, ctx.router_url, self._vocabulary)
-        self.client = GenerateClient(ctx.router_url, timeout_s=cfg.engine.request_timeout_s,
+        self.generate_fn = make_generate(cfg, ctx.router_urls[ROLLOUT_POOL], self._vocabulary, ctx.model_dir)
+        self.client = GenerateClient(ctx.router_urls[ROLLOUT_POOL], timeout_s=cfg.engine.request_timeout_s,
                                      retries=cfg.rollout.max_attempts)
-        self._completed = self._in_flight = 0  # prompt groups
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
 
     async def generate(self, request: GenerationRequest) -> list[Generated]:
-        """The samples of each prompt, in the prompts' order, or why the user's function failed for it. Raises
-        EngineFailed when the retries are used up."""
-        count = len(request.prompts)
-        self._in_flight += count
-        self._report()
-        try:
-            groups = list(await asyncio.gather(*(self._bounded(p, request.min_version) for p in request.prompts)))
-            self._completed += count
-            return groups
-        finally:
-            self._in_flight -= count
-            self._report()
+        """The samples of each prompt, in the prompts' order, or why there are none: the user's function failed, or no
+        engine answered. Raises EngineFailed when none did for any of them."""
+        with self.working(len(request.prompts)):
+            # Each to its end: what still ran would go on, beside the repeated request, and call tools.
+            found = await asyncio.gather(*(self._bounded(p, request.min_version) for p in request.prompts),
+                                         return_exceptions=True)
+            return of_each(found)
 
     def close(self) -> None:
         if isinstance(self.generate_fn, OwnGenerate):
             self.generate_fn.close()
         super().close()
-
-    def _report(self) -> None:
-        # Neither phase counts as hung: engines that do not answer are no fault of this role, and each wait is bounded.
-        phase = "waiting for the engines" if self._in_flight else "idle"
-        self.member.progress(self._completed, phase, in_flight=self._in_flight)
 
     async def _bounded(self, prompt: PromptRequest, min_version: int) -> Generated:
         """One group: a function of the user's own has a limit for all that it does, and a fault of it is no error."""
@@ -86,7 +79,7 @@ class RolloutRole(Role):
             for _ in range(self.ctx.config.rollout.max_attempts):
                 await asyncio.to_thread(self.generate_fn.start)  # has a limit of its own
                 with contextlib.suppress(ProcessLost):  # replaced for another group: that is no time of this one
-                    async with asyncio.timeout(limit_s):
+                    async with self.generate_fn.within(limit_s):
                         return await self._group(prompt, min_version)
             return GenerateFault(f"rollout.generate={setting} cannot be called for group {prompt.ordinal}: its process "
                                  "ended again and again", shared=True)
@@ -95,6 +88,8 @@ class RolloutRole(Role):
                                  f"{prompt.ordinal} (raise rollout.generate_timeout_s, or make the function faster)")
         except CallLost as e:
             return GenerateFault(f"rollout.generate={setting} failed for group {prompt.ordinal}: {e}", shared=True)
+        except PluginAway as e:
+            return GenerateFault(str(e), away="plugin")
         except PluginFailed as e:
             return GenerateFault(str(e))
 
@@ -119,7 +114,7 @@ class RolloutRole(Role):
         try:
             samples = await self.generate_fn(prompt, self.client)
             fault = generation.fault_of(samples, prompt, self._vocabulary)
-        except (CallLost, ProcessLost):
+        except (CallLost, ProcessLost, PluginAway):
             raise
         except EngineFailed as e:  # or a class of the user's derived from it, which the caller may not be able to read
             raise EngineFailed(text_of(e)) from e
@@ -136,13 +131,15 @@ class RolloutRole(Role):
         return samples
 
 
-def make_generate(cfg: Config, router_url: str, vocabulary: int) -> GenerateFn:
-    """The function that ``rollout.generate`` names. Raises ConfigError."""
-    name = cfg.rollout.generate
-    if ":" in name:
-        return OwnGenerate(name, router_url, timeout_s=cfg.engine.request_timeout_s, retries=cfg.rollout.max_attempts,
-                           vocabulary=vocabulary)
-    return resolve(name, GENERATE_FNS, setting="rollout.generate")
+def of_each(found: Sequence[Generated | BaseException]) -> list[Generated]:
+    """What became of each group; one for which no engine answered is repeated alone. Raises the first error when no
+    group was answered at all, and any that is no failure of engines. Pure."""
+    errors = [e for e in found if isinstance(e, BaseException)]
+    others = [e for e in errors if not isinstance(e, EngineFailed)]
+    if others or (errors and len(errors) == len(found)):
+        raise (others or errors)[0]
+    return [GenerateFault(f"the engines to generate: {f}", away="engines") if isinstance(f, BaseException) else f
+            for f in found]
 
 
 def _vocabulary(model_dir: str) -> int:

@@ -20,6 +20,12 @@ UPDATE: dict[str, Quantity] = {
     "loss": Quantity("", "loss of the last update, with what the settings add to it"),
     "kl": Quantity("nats", "divergence of the policy from the one that sampled (with `algorithm.tis_cap`: from the "
                          "trainer's before the step), k3 estimate, mean of the tokens"),
+    "kl_teacher": Quantity("nats", "divergence of the policy from the teacher, estimated from the sampled tokens; with "
+                           "`algorithm.teacher`"),
+    "kl_teacher_top": Quantity("nats", "the same over the teacher's most probable tokens, of the last update; with "
+                               "`algorithm.teacher_top_k`"),
+    "teacher_refused": Quantity("0 to 1", "share of the tokens that are not trained on, since the teacher refused "
+                                "their samples; with `algorithm.teacher`"),
     "kl_reference": Quantity("nats", "divergence of the policy from the reference policy, mean of the tokens; with "
                                      "`algorithm.kl_coef` or `algorithm.report_kl`"),
     "reference_step": Quantity("", "the RL step whose policy the reference is; 0: with which RL began"),
@@ -30,16 +36,35 @@ UPDATE: dict[str, Quantity] = {
     "ratio_mean": Quantity("", "mean importance ratio"),
     "gate_mean": Quantity("", "`sapo`: mean factor of a token's gradient"),
     "logprob_diff_mean": Quantity("nats", "difference between the engine's and the trainer's log-probs, mean of the "
-                                          "tokens, at the first update"),
+                                          "tokens, at the first update; with staleness above 0 most of it is that of "
+                                          "the weights"),
     "logprob_diff_max": Quantity("nats", "the largest of them"),
     "tis_weight_mean": Quantity("", "mean truncated importance weight; with `algorithm.tis_cap`"),
     "tis_capped_fraction": Quantity("0 to 1", "share of the tokens at that cap"),
-    "advantage_mean": Quantity("", "mean of the samples' advantages"),
+    "advantage_mean": Quantity("", "mean of the advantages of samples, or of tokens where an algorithm has these"),
     "advantage_std": Quantity("", "their standard deviation; 0: there is nothing to learn from"),
     "advantage_min": Quantity("", "the least of them"),
     "advantage_max": Quantity("", "the largest of them"),
     "grad_norm": Quantity("", "norm of the gradient before it is clipped to `train.max_grad_norm`"),
     "lr": Quantity("", "learning rate"),
+    "critic_loss": Quantity("", "with a critic: its loss in its last update, half a squared error"),
+    "critic_grad_norm": Quantity("", "norm of its gradient before it is clipped to `train.max_grad_norm`"),
+    "critic_lr": Quantity("", "its learning rate"),
+    "value_clip_fraction": Quantity("0 to 1", "share of the tokens whose value `algorithm.value_clip` stopped"),
+    "value_mean": Quantity("", "mean of its values of the tokens, before the step"),
+    "return_mean": Quantity("", "mean of what they should have been"),
+    "explained_variance": Quantity("", "share of the variance of the returns that the values explain: 1 for a perfect "
+                                       "critic, 0 for one that knows nothing"),
+    "staleness_min": Quantity("versions", "by how many versions the oldest token of a group is older than the policy "
+                                          "that it trained, the least of the step's groups; this and those below with "
+                                          "`train.schedule: fully_async`"),
+    "staleness_mean": Quantity("versions", "the same, their mean"),
+    "staleness_max": Quantity("versions", "the same, the most; never above `train.max_staleness`"),
+    "groups_queued": Quantity("", "groups that had finished and were left for later steps when this one was taken"),
+    "groups_leased": Quantity("", "groups that were being generated then"),
+    "groups_stale": Quantity("", "groups that were generated again since the step before, as they were too stale when "
+                                 "their turn came"),
+    "groups_lost": Quantity("", "groups that were generated again since the step before, as the queue had lost them"),
 }
 """Of the updates of a step: of the last one, unless it says otherwise. An algorithm may report more."""
 THROUGHPUT: dict[str, Quantity] = {

@@ -26,6 +26,8 @@ class Order(IntEnum):
     STOP = 2
     PUBLISH = 3
     """Publish the current weights under the numbers in the payload."""
+    LOAD = 4
+    """Load the version of the policy whose number is in the payload."""
 
 
 @dataclass(frozen=True)

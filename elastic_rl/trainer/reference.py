@@ -13,17 +13,10 @@ from collections.abc import Iterator
 
 import torch
 
+from elastic_rl.config.algorithm import reference_step
 from elastic_rl.errors import ConfigError
 from elastic_rl.trainer.megatron.policy import Policy
 from elastic_rl.trainer.progress import Progress
-
-
-def reference_step(step: int, every: int | None) -> int:
-    """The RL step whose policy is the reference in RL step ``step``, counted from 1; 0: the policy with which RL began.
-    ``every``: ``algorithm.reference_every_steps``. Raises ValueError for a step below 1."""
-    if step < 1:
-        raise ValueError(f"steps count from 1, got {step}")
-    return (step - 1) // every * every if every else 0
 
 
 class Reference:

@@ -38,15 +38,18 @@ class UpdateLoss:
         self.kl_coef = cfg.kl_coef if self._learns and cfg.kl_in == "loss" else 0.0
         self.wants_kl = self._learns and cfg.measures_kl and cfg.kl_in == "loss"
         self.wants_entropy = self._learns and (cfg.report_entropy or bool(cfg.entropy_coef))
+        self.wants_teacher = self._learns and bool(cfg.teacher_top_k)
         added = {"tis_weight_mean": self.tis_cap is not None, "tis_capped_fraction": self.tis_cap is not None,
-                 "kl_reference": self.wants_kl, "entropy": self.wants_entropy}
+                 "kl_reference": self.wants_kl, "entropy": self.wants_entropy, "kl_teacher_top": self.wants_teacher}
         self.sums: dict[str, float] = dict.fromkeys(
             ("loss", "logprob_diff_mean", *algorithm.stats, *(name for name, on in added.items() if on)), 0.0)
         """By metric, this rank's part of it: those of all replicas add up to the metric."""
         self.logprob_diff_max = 0.0
 
-    def add(self, logp: Tensor, batch: LossBatch, entropy: Tensor | None = None) -> Tensor:
-        """The loss [] of a micro-batch, whose gradient flows into ``logp`` [M] and ``entropy`` [M].
+    def add(self, logp: Tensor, batch: LossBatch, entropy: Tensor | None = None, teacher: Tensor | None = None
+            ) -> Tensor:
+        """The loss [] of a micro-batch, whose gradient flows into ``logp`` [M], ``entropy`` [M] and the divergences
+        from the ``teacher`` [M].
 
         ``batch``: what ``registry.required_tensors`` names, and ``trainer_logprobs`` [M], the log-probs before the
         step's first update, unless this is it. Raises PluginFailed as ``_algorithm_loss``.
@@ -67,7 +70,7 @@ class UpdateLoss:
         value, total, stats = _algorithm_loss(self.algorithm, logp, batch, policy_weights, self.cfg)
         for name in self.algorithm.stats:
             self._count(name, stats[name])
-        for name, coefficient, term in self._terms(logp, batch, entropy):
+        for name, coefficient, term in self._terms(logp, batch, entropy, teacher):
             self._count(name, term)
             if coefficient:
                 added = coefficient * (term * weights).sum()
@@ -75,7 +78,8 @@ class UpdateLoss:
         self.sums["loss"] += value
         return total
 
-    def _terms(self, logp: Tensor, batch: LossBatch, entropy: Tensor | None) -> list[tuple[str, float, Tensor]]:
+    def _terms(self, logp: Tensor, batch: LossBatch, entropy: Tensor | None, teacher: Tensor | None
+               ) -> list[tuple[str, float, Tensor]]:
         """Name of the metric, coefficient in the loss, and values [M] of what the settings add."""
         terms = []
         if self.wants_kl:
@@ -83,6 +87,8 @@ class UpdateLoss:
                           kl_estimate(logp, batch["ref_logprobs"], self.cfg.kl_estimator)))
         if entropy is not None:
             terms.append(("entropy", -self.entropy_coef, entropy))
+        if teacher is not None:
+            terms.append(("kl_teacher_top", self.cfg.teacher_coef, teacher))
         return terms
 
     def _count(self, name: str, values: Tensor) -> None:

@@ -1,26 +1,20 @@
-"""The program of each rank of a trainer group: restores or initialises its state, then executes commands."""
+"""What each rank of a trainer group does, the policy's or the critic's: it restores or initialises its state, then
+executes commands."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import math
-import os
-import queue
-import sys
-import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import save
 
-from elastic_rl.algorithms.registry import algorithm_of, required_tensors, uses_reference
+from elastic_rl.algorithms.registry import CRITIC_LOSS, algorithm_of, required_tensors, uses_reference
+from elastic_rl.config.algorithm import reference_step
+from elastic_rl.config.groups import ACTOR, CRITIC
 from elastic_rl.data.batch import Batch
-from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import (
     ConfigError,
     Conflict,
@@ -35,60 +29,69 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import die_with_parent, freeze_heap
-from elastic_rl.telemetry import logs, traces
-from elastic_rl.trainer.broadcast import Message, Order, broadcast_message, gather_text, share_of_replica
+from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
 from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
+from elastic_rl.trainer.device_turns import GroupTurns
+from elastic_rl.trainer.group_worker import GroupWorker, restarts
 from elastic_rl.trainer.megatron import parallel
+from elastic_rl.trainer.megatron.device_memory import DeviceMemory
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.policy import ModelArch, Policy
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.reference import Reference
 from elastic_rl.trainer.service.board import Board
-from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
-from elastic_rl.trainer.service.server import TrainerService
+from elastic_rl.trainer.service.commands import MOVES, Command, CommandKind, after_begin_rl, after_update
+from elastic_rl.trainer.service.dispatch import Refused, executed_by, executes
 from elastic_rl.trainer.step import TrainStep
 from elastic_rl.trainer.throughput import Throughput
 
 log = logging.getLogger(__name__)
 
+_PUBLISH_AGAIN_S = 1.0
+"""Pause after a publish that was not committed and must be."""
+
 
 @dataclass
 class _Wanted:
     """A publish that is to be begun as soon as etcd gives numbers. ``command``: is done when it has begun or, with
-    ``join``, when it has ended; ``result``: of that command, so far."""
+    ``join``, when it has ended; ``result``: of that command, so far. ``until_committed``: it is repeated until it is,
+    with the weights that it began with, since another group needs that very version."""
 
     policy: bool = False
     state: bool = False
     join: bool = False
+    until_committed: bool = False
     command: Command | None = None
     result: dict[str, Any] = field(default_factory=dict)
 
 
-class TrainerWorker:
+class TrainerWorker(GroupWorker):
     """One rank. Rank 0 takes commands from its board and checks them; the others follow."""
 
     def __init__(self, ctx: RunContext, etcd: EtcdClient, par: parallel.ParallelDims, member: Membership,
-                 board: Board, share_urls: list[str]) -> None:
-        """``share_urls``: of the ranks that take the shares of a batch, by data-parallel rank."""
-        self.ctx, self.cfg, self.par, self.member, self.board = ctx, ctx.config, par, member, board
-        self._etcd, self._share_urls = etcd, share_urls
-        self.policy = Policy(ModelArch.read(ctx.model_dir), self.cfg, par)
+                 board: Board, share_urls: list[str], turns: GroupTurns | None = None) -> None:
+        """``share_urls``: of the ranks that take the shares of a batch, by data-parallel rank. ``turns``: of a group
+        that shares devices with engines, and may have device memory now."""
+        super().__init__(ctx, etcd, par, member, board, share_urls)
+        arch = ModelArch.read(ctx.model_dir)
+        self.policy = Policy(arch.as_critic() if ctx.group is CRITIC else arch, self.cfg, par)
         self.adam = Adam(self.policy, self.cfg)
         self.train_step = TrainStep(self.policy, self.adam, self.cfg, par)
         dtype = next(self.policy.module.parameters()).dtype
         self.throughput = Throughput(self.policy.arch, self.cfg.device, par, dtype)
-        algorithm = algorithm_of(self.cfg)
-        self._adds_reference = "ref_logprobs" in required_tensors(algorithm, self.cfg.algorithm)
+        algorithm = CRITIC_LOSS if ctx.group is CRITIC else algorithm_of(self.cfg)
+        own_reference = uses_reference(algorithm, self.cfg.algorithm) and not self.cfg.uses_reference_group
+        self._adds_reference = own_reference and "ref_logprobs" in required_tensors(algorithm, self.cfg.algorithm)
         self.reference = (Reference(self.policy, self.cfg.algorithm.reference_every_steps, self.cfg.dcs.bucket_bytes)
-                          if uses_reference(algorithm, self.cfg.algorithm) else None)
+                          if own_reference else None)
         self.checkpoints = Checkpoints(ctx, etcd, par, self.policy, self.adam, member.incarnation, board.wake.set,
                                        self._on_restore, self.reference)
         self.progress = Progress()
         self._wanted: _Wanted | None = None
-        self._ready = False
-        self._pause = threading.Event()  # never set
-        self.gate = WriterGate(ctx.epoch, member.incarnation)
+        self._turns, self._memory = turns, DeviceMemory.of_rank(self.policy, self.adam)
+        self._offloaded = False
+        self._moving: Command | None = None
+        """On rank 0: a command to move memory, until etcd has its part."""
 
     # -- main loop ------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -111,16 +114,20 @@ class TrainerWorker:
         self._report("starting")
         restored = self.checkpoints.restore()
         if restored is None:
-            self.checkpoints.load_initial(self.ctx.model_dir)
-            self.adam.reset()
-            self.progress = Progress()
+            self._begin()
         else:
             self.progress = restored
-            if restored.phase == "rl":
+            if restored.phase == "rl" and self.ctx.group.every_step:
                 # A new number for the old weights: engines that hold a later step roll forward to it, never back.
                 self._wanted = _Wanted(policy=True)
                 return  # ready once that number is known
         self._report(ready=True)
+
+    def _begin(self) -> None:
+        """The state of the beginning. A critic takes no part in the supervised phase."""
+        self.checkpoints.load_initial(self.ctx.model_dir)
+        self.adam.reset()
+        self.progress = Progress("rl" if self.ctx.group is CRITIC else "sft")
 
     def _on_restore(self, phase: str, detail: str) -> None:
         """A sign of life during a restore, which may wait for etcd or a node for as long as they are away."""
@@ -129,9 +136,11 @@ class TrainerWorker:
     def _next(self, idle_s: float) -> Message:
         """Rank 0: the next message; IDLE when nothing was requested within ``idle_s``."""
         self._read_claims()
-        if self._wanted is not None or self.checkpoints.must_republish():
+        if self._wanted is not None or (self.checkpoints.must_republish() and not self._offloaded):
             return self._begin_publish(self._wanted or _Wanted(), idle_s)
-        command = self.board.next()
+        if self._moving is not None and self._moving.kind is CommandKind.OFFLOAD:
+            return self._give_up(self._moving)
+        command = self._moving or self.board.next()
         if command is None:
             self.board.wake.wait(idle_s)
             self.board.wake.clear()
@@ -139,14 +148,35 @@ class TrainerWorker:
         try:
             self._learn_term()
             earlier = self.gate.admit(command, self.progress)
+            if self._offloaded and command.kind not in MOVES:
+                raise Conflict("the trainer's memory is offloaded", hint="onload it, then send the command again")
         except (Fenced, Conflict, TrainerFailed, PluginFailed) as e:
             log.warning("refused %s of step %d: %s", command.kind, command.step, e)
             self.board.refused(command, e)
+            self._moving = None
             return Message(Order.IDLE)
+        if command.kind is CommandKind.ONLOAD and self._turns is not None and (why := self._turns.take()):
+            return self._move_later(command, why)
+        self._moving = None
         if earlier is not None:
             self.board.done(command, earlier)
             return Message(Order.IDLE)
         return Message(Order.EXECUTE, command.encode())
+
+    def _move_later(self, command: Command, why: str) -> Message:
+        self._moving, self.board.waits_for = command, why
+        assert self._turns is not None
+        self._turns.pause()
+        return Message(Order.IDLE)
+
+    def _give_up(self, command: Command) -> Message:
+        """Every rank has offloaded its memory: says so, and that the command is done."""
+        assert self._turns is not None
+        if why := self._turns.give_up():
+            return self._move_later(command, why)
+        self._moving, self.board.waits_for = None, ""
+        self._finish(command, {})
+        return Message(Order.IDLE)
 
     def _begin_publish(self, wanted: _Wanted, idle_s: float) -> Message:
         """Takes the numbers of a publish while no other rank waits for this one: etcd may be away for an hour, and a
@@ -173,25 +203,20 @@ class TrainerWorker:
         committed = self.checkpoints.join() if order["join"] else None
         self.board.waits_for = ""
         wanted, self._wanted = self._wanted, None
+        if wanted is not None and wanted.until_committed and not committed:
+            self._wanted = wanted
+            self.board.waits_for = "the trainer to commit a policy that the group reference needs"
+            self._pause.wait(_PUBLISH_AGAIN_S)
+            return
+        if wanted is not None and wanted.until_committed:
+            self.progress = self.progress.replace(reference_version=published.policy)
         self._report(ready=True)
         if wanted is not None and wanted.command is not None:
             self._finish(wanted.command, wanted.result | {
                 "publish_stall_s": published.stall_s, "gather_s": published.gather_s, "copy_s": published.copy_s,
                 "publish_wait_s": published.waited_s, "policy_version": published.policy,
-                "state_version": published.state, "committed": committed})
-
-    def _read_claims(self) -> None:
-        """An actor that has taken over fences its predecessor off here, also while etcd is unavailable."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                epoch, term = self.board.claims.get_nowait()
-                with contextlib.suppress(Fenced):
-                    self.gate.claim(epoch, term)
-
-    def _learn_term(self) -> None:
-        """Raises the gate's term to the one in etcd: the newest actor may not have reached this group yet."""
-        with contextlib.suppress(EtcdUnavailable):  # then no newer actor can have begun its term either
-            self.gate.term = max(self.gate.term, fencing.current_term(self._etcd, self.ctx.keys))
+                "state_version": published.state, "committed": committed,
+                "reference_version": self.progress.reference_version})
 
     def _report(self, phase: str = "", *, ready: bool = False) -> None:
         p = self.progress
@@ -201,63 +226,41 @@ class TrainerWorker:
                              state_version=self.checkpoints.state_version)
         if self.par.rank == 0 and self._wanted is None:  # else step and version would not belong together
             self.board.set_status(
-                group=self.member.incarnation, epoch=self.ctx.epoch, step=p.step, phase=p.phase, cursor=p.cursor,
+                group=self.member.incarnation, epoch=self.ctx.epoch, step=p.step, phase=p.phase, pair=p.pair,
+                cursor=p.cursor, branch=self.checkpoints.branch.to_json(),
                 consumed=p.consumed.to_json(), policy_version=self.checkpoints.policy_version,
-                state_version=self.checkpoints.state_version, share_urls=self._share_urls, restarts=restarts(),
+                state_version=self.checkpoints.state_version, reference_version=p.reference_version,
+                share_urls=self._share_urls, restarts=restarts(),
                 **({"ready": True} if ready else {}))
 
     # -- commands -------------------------------------------------------------------------------------------------
-    def _execute(self, command: Command) -> None:
-        """On every rank. What a rank raises here ends it, and the group re-forms from its last state."""
-        self._report(command.kind)
-        share = self._share(command) if command.batch else None
-        if command.batch and share is None:
-            self._refuse(command, Conflict(f"not every rank has its share of batch {command.batch}",
-                                           hint="send the shares again, then the command"))
-            return
-        if (fault := self._reference_fault(command)) is not None:
-            self._refuse(command, fault)
-        elif command.kind is CommandKind.UPDATE and share is not None:
-            self._update(command, share)
-        elif command.kind is CommandKind.FORWARD_LOGPROBS and share is not None:
-            self._forward(command, share)
-        elif command.kind is CommandKind.SAVE:
-            self._save(command)
-        else:
-            self._refuse(command, ConfigError(f"{command.kind} needs a batch"))
-        if command.batch:
-            self.board.discard_share(command.batch)
+    @executes(CommandKind.FORWARD_LOGPROBS)
+    def _forward_logprobs(self, command: Command, share: Batch) -> dict[str, torch.Tensor]:
+        if command.weights == "reference":
+            return {"logprobs": self._reference_logprobs(share)}
+        return self.train_step.forward_logprobs(share, self.progress.phase)
 
-    def _finish(self, command: Command, result: dict[str, Any]) -> None:
-        self._report()
-        # JSON has no other numbers.
-        result = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
-        if self.par.rank == 0:
-            self.gate.executed(command, result)
-            self.board.done(command, result)
-
-    def _refuse(self, command: Command, error: ElasticRLError) -> None:
-        self._report()
-        if self.par.rank == 0:
-            self.board.refused(command, error)
-
-    def _share(self, command: Command) -> Batch | None:
-        raw = share_of_replica(self.board.share(command.batch) if self.par.is_share_leader else None, self.par)
-        return Batch.from_bytes(raw) if raw is not None else None
-
-    def _forward(self, command: Command, share: Batch) -> None:
-        outputs = ({"logprobs": self._reference_logprobs(share)} if command.weights == "reference"
-                   else self.train_step.forward_logprobs(share, self.progress.phase))
-        if self.par.is_share_leader:
-            self.board.put_output(command.id, save(outputs))
-        parallel.barrier(self.par)  # once rank 0 says that it is done, every output is there
-        self._finish(command, {})
+    @executes(CommandKind.FORWARD_VALUES)
+    def _forward_values(self, command: Command, share: Batch) -> dict[str, torch.Tensor]:
+        return self.train_step.forward_values(share)
 
     def _reference_logprobs(self, share: Batch) -> torch.Tensor:
         """[n, T] fp32, of the reference policy of the next step."""
-        assert self.reference is not None  # by ``_reference_fault``
+        assert self.reference is not None  # by ``_require_possible``
         with self.reference.in_place():
             return self.train_step.forward_logprobs(share, greedy=False)["logprobs"]
+
+    def _require_possible(self, command: Command, share: Batch | None = None) -> None:
+        super()._require_possible(command, share)
+        is_critic, of_critic = self.ctx.group is CRITIC, command.kind is CommandKind.FORWARD_VALUES
+        if is_critic and command.kind is CommandKind.UPDATE and share is not None:
+            if missing := [name for name in CRITIC_LOSS.needs if name not in share]:
+                raise Refused(ConfigError(f"a batch for a critic needs {', '.join(missing)}"))
+        elif command.kind in (CommandKind.FORWARD_LOGPROBS, CommandKind.FORWARD_VALUES) and is_critic is not of_critic:
+            raise Refused(ConfigError(
+                f"the group {self.ctx.group.name} has no {command.kind.removeprefix('forward_')}"))
+        if fault := self._reference_fault(command):
+            raise Refused(fault)
 
     def _reference_fault(self, command: Command) -> ConfigError | None:
         """Why a command cannot be executed that needs the reference policy; the same on every rank."""
@@ -269,7 +272,8 @@ class TrainerWorker:
         return ConfigError("the settings of this trainer ask for no reference policy",
                            hint="set algorithm.kl_coef or algorithm.report_kl in a new job")
 
-    def _update(self, command: Command, share: Batch) -> None:
+    @executes(CommandKind.UPDATE)
+    def _update(self, command: Command, share: Batch) -> dict[str, Any] | None:
         updates = self.adam.updates
         if command.phase == "rl" and self._adds_reference:
             share = Batch({**share.tensors, "ref_logprobs": self._reference_logprobs(share)})
@@ -279,8 +283,7 @@ class TrainerWorker:
             log.error("step %d was not made: %s", command.step, e)
             if self.adam.updates != updates:  # a step is made whole or not at all
                 e = self._go_back_from(command, e)
-            self._refuse(command, e)
-            return
+            raise Refused(e) from e
         metrics |= self.throughput.of_step(share, self.adam.updates - updates, metrics["train_s"])
         self.progress = after_update(self.progress, command)
         if self.reference is not None:
@@ -290,29 +293,63 @@ class TrainerWorker:
         sft = command.phase == "sft"
         every = self.cfg.sft.state_every_steps if sft else self.cfg.train.state_every_steps
         state = command.step % every == 0
-        if sft and not state:
-            self._finish(command, metrics)
-        else:
-            self._wanted = _Wanted(policy=not sft, state=state, command=command, result=metrics)
+        weights = not sft and (state or self.ctx.group.every_step)
+        if weights or state:
+            for_reference = not sft and self._is_reference(command.step)
+            if for_reference:
+                self.progress = self.progress.replace(reference_version=0)
+            self._wanted = _Wanted(policy=weights, state=state, join=for_reference, until_committed=for_reference,
+                                   command=command, result=metrics)
+            return None  # when the publish has begun
+        return metrics
 
     def _go_back_from(self, command: Command, error: PluginFailed) -> PluginFailed:
         """After updates of a step that failed: the group goes back to its last committed state, and makes no step until
         a person has corrected what failed. Returns what the actor is told, and tells the operator."""
-        self.board.waits_for = "the trainer to commit what is being published, and to go back to its last state"
-        self._report("waiting for the publish")
-        self.checkpoints.join()  # else its collectives would meet those of the restore
+        self._join_before_restore("its last state")
         self._restore()
         self.board.waits_for = ""
-        held = PluginFailed(f"{error.message}; step {command.step} had made an update by then, so the trainer is back "
-                            f"at step {self.progress.step} and makes no step",
-                            hint=" ".join(filter(None, (error.hint, "correct it, and `elastic-rl restart trainer`"))))
+        name = self.ctx.group.name
+        held = command.held(error, name, self.progress.step)
         if self.par.rank == 0:
             self.gate.hold(held)
             with contextlib.suppress(EtcdUnavailable):  # the status of the job says it too
-                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, "trainer.rewound", "trainer", str(held),
+                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, f"{name}.rewound", name, str(held),
                              severity=Severity.ERROR, step=command.step, to_step=self.progress.step)
         return held
 
+    def _join_before_restore(self, state: str) -> None:
+        self.board.waits_for = f"the trainer to commit what is being published, and to go back to {state}"
+        self._report("waiting for the publish")
+        self.checkpoints.join()  # else its collectives would meet those of the restore
+
+    @executes(CommandKind.LOAD)
+    def _load(self, command: Command) -> dict[str, Any] | None:
+        """Goes back to a committed state, or to the newest that there is: which it is, the status says."""
+        before = self.progress
+        self._join_before_restore(f"version {command.version} of its state")
+        restored = self.checkpoints.load(command.version) if command.version else None
+        if restored is not None:
+            self.progress = restored
+        elif command.version:
+            self._restore()
+        else:
+            self._begin()
+        self.board.waits_for = ""
+        result = {"loaded": restored is not None or not command.version}
+        if self.par.rank == 0:
+            name = self.ctx.group.name
+            with contextlib.suppress(EtcdUnavailable):
+                fencing.emit(self._etcd, self.ctx.keys, self.ctx.epoch, f"{name}.went_back", name,
+                             f"the group {name} went back from step {before.step} to step {self.progress.step}, which "
+                             "the other group has too", step=self.progress.step)
+        if self.progress.phase == "rl" and self.ctx.group.every_step:
+            self._wanted = _Wanted(policy=True, command=command, result=result)  # see ``_restore``
+            return None
+        self._wanted = None
+        return result
+
+    @executes(CommandKind.SAVE)
     def _save(self, command: Command) -> None:
         if command.begin_rl and self.progress.phase == "sft":
             self.adam.reset()  # RL starts with its own learning rate, without the momentum of the supervised gradient
@@ -321,74 +358,32 @@ class TrainerWorker:
                 self.progress = self.reference.renew(self.progress)
         else:
             self.progress = self.progress.replace(cursor=dict(command.cursor))
-        self._wanted = _Wanted(policy=command.begin_rl or command.publish, state=True, join=True, command=command)
+        weights = command.begin_rl or command.publish or not self.ctx.group.every_step
+        self._wanted = _Wanted(policy=weights, state=True, join=True, command=command,
+                               until_committed=command.begin_rl and self._is_reference(0))
+
+    def _is_reference(self, step: int) -> bool:
+        """Whether the reference group is going to need the policy of this RL step."""
+        return (self.cfg.uses_reference_group and self.ctx.group is ACTOR
+                and reference_step(step + 1, self.cfg.algorithm.reference_every_steps) == step)
+
+    @executes(CommandKind.OFFLOAD, CommandKind.ONLOAD)
+    def _move(self, command: Command) -> dict[str, Any] | None:
+        if self._turns is None:
+            raise Refused(ConfigError("the trainer shares no device with engines",
+                                      hint="it does with placement=colocated"))
+        if command.kind is CommandKind.OFFLOAD:
+            freed = self._memory.offload()
+            log.info("offloaded %d MiB of device memory", freed >> 20)
+        else:
+            self._memory.onload()
+        self._offloaded = command.kind is CommandKind.OFFLOAD
+        parallel.barrier(self.par)  # what rank 0 says is of all ranks
+        if self._offloaded:
+            self._moving = command if self.par.rank == 0 else None
+            return None  # when etcd has it, see ``_give_up``
+        self.board.waits_for = ""
+        return {}
 
 
-def restarts() -> int:
-    """How often torch elastic has restarted this group."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def serve(context_file: str) -> None:
-    """Runs this rank. Exits with ``parallel.FENCED_EXIT`` when its epoch is over."""
-    die_with_parent()
-    ctx = RunContext.load(Path(context_file))
-    rank = int(os.environ["RANK"])
-    logs.setup(f"trainer-rank-{rank}", ctx.config.telemetry.log_level)
-    traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.trainer")
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    try:
-        with ctx.connect() as etcd:
-            _serve(ctx, etcd, rank)
-    except Fenced as e:
-        log.error("epoch %d of this trainer is over: %s", ctx.epoch, e)
-        sys.exit(parallel.FENCED_EXIT)
-
-
-def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
-    if (now := fencing.current_epoch(etcd, ctx.keys)) > ctx.epoch:
-        raise Fenced(f"the run's epoch is {now}")
-    needs = [name for name in required_tensors(algorithm_of(ctx.config), ctx.config.algorithm)
-             if name != "ref_logprobs"]  # the ranks add these
-    vocab = ModelArch.read(ctx.model_dir).vocab
-
-    def check_share(raw: bytes) -> None:
-        batch = Batch.from_bytes(raw)
-        batch.require_tokens_below(vocab)
-        if "old_logprobs" in batch or "advantages" in batch:  # for RL; demonstrations have neither
-            for name in needs:
-                batch[name]
-
-    board = Board(ctx.config.trainer.max_share_bytes)
-    # The ranks of a stage and of one replica are consecutive, so the first ranks are those of the first stage.
-    trainer = ctx.config.trainer
-    stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel
-    service = TrainerService(
-        board, ctx.host, Security.from_config(ctx.config.dcs, ctx.config.cluster_dir / TOKEN_FILE),
-        check_share).start() if rank < stage and rank % replica == 0 else None
-    member = Membership(etcd, ctx.keys, "trainer", f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,
-                        url=service.url if service is not None else "", epoch=ctx.epoch,
-                        info={"restarts": restarts()}).start()
-    try:
-        par = parallel.init(ctx.config)
-        urls = [url for url in gather_text(service.url if service is not None else "", par) if url]
-        worker = TrainerWorker(ctx, etcd, par, member, board, urls)
-        if rank == 0:
-            kind = "trainer.restarted" if restarts() else "trainer.started"
-            fencing.emit(etcd, ctx.keys, ctx.epoch, kind, "trainer",
-                         f"group of {par.world} ranks, TP={par.tp} CP={par.cp} PP={par.pp} DP={par.dp}",
-                         severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),
-                         incarnation=member.incarnation)
-        freeze_heap()
-        worker.run()
-    except Fenced:
-        member.close()  # the run was restarted on purpose: no death of this rank
-        raise
-    except (ElasticRLError, RuntimeError):
-        # Not deregistered: the entry expires with its lease, so that the end of this rank counts as a death.
-        log.exception("rank %d ends", rank)
-        raise
-    member.close()
-    if service is not None:
-        service.close()
-    dist.destroy_process_group()
+TrainerWorker.methods = executed_by(TrainerWorker)

@@ -18,12 +18,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from elastic_rl.config import parse
+from elastic_rl.config import ROLLOUT_POOL, parse
 from elastic_rl.data.samples import Sample
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.data.tokenizer import EOS_ID
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.engine.client import GenerateClient, Sampling
+from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.engine.sglang.loader import LOADER
@@ -54,7 +55,7 @@ class EngineTestbed:
         self.router.start()
         model_dir = make_model_dir(tmp / "model", config)
         self.ctx = RunContext(config=config, etcd_endpoints=etcd_servers.endpoints, job=config.job, epoch=0,
-                              model_dir=str(model_dir), router_url=self.router.url)
+                              model_dir=str(model_dir), router_urls={ROLLOUT_POOL: self.router.url})
         self.keys = self.ctx.keys
         self.publisher: Publisher | None = None
         self.raise_epoch()
@@ -83,6 +84,16 @@ class EngineTestbed:
     def start_engine(self, engine_id: str, *, external_url: str = "", **engine: object) -> EngineRunner:
         """Runs an engine in a thread of this process. ``engine``: settings of the section of this name."""
         runner = self.runners[engine_id] = EngineRunner(self.context(**engine), engine_id, external_url=external_url)
+        return self._run(engine_id, runner)
+
+    def start_colocated_engine(self, engine_id: str, **engine: object) -> EngineRunner:
+        """A deterministic engine that has device memory in its turns only. ``engine``: as in ``start_engine``."""
+        ctx = self.context(**engine)
+        config = ctx.config.model_copy(update={"placement": "colocated", "deterministic": True})
+        runner = self.runners[engine_id] = ColocatedRunner(ctx.model_copy(update={"config": config}), engine_id)
+        return self._run(engine_id, runner)
+
+    def _run(self, engine_id: str, runner: EngineRunner) -> EngineRunner:
         self.threads[engine_id] = threading.Thread(target=runner.run, daemon=True)
         self.threads[engine_id].start()
         return runner
@@ -167,12 +178,12 @@ class EngineTestbed:
         return load_file(folder / "model.safetensors")
 
     def ask(self, n: int = 1, temperature: float = 0.0, tokens: int = 8,
-            seed: int | None = None) -> list[Sample]:
+            seed: int | None = None, resume: bool = False) -> list[Sample]:
         """``n`` samples of ``PROMPT`` through the router."""
         async def run() -> list[Sample]:
             client = GenerateClient(self.router.url, timeout_s=60, retries=4)
             try:
-                return await client.generate(PROMPT, Sampling(tokens, temperature, seed=seed), n)
+                return await client.generate(PROMPT, Sampling(tokens, temperature, seed=seed, resume=resume), n)
             finally:
                 await client.close()
         return asyncio.run(run())

@@ -18,6 +18,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import audit
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
@@ -47,6 +48,7 @@ class Executed:
     dropped: tuple[int, ...]
     oldest_version: int
     version_before: int
+    id: int = 0
 
 
 @dataclass
@@ -55,6 +57,10 @@ class Committed:
     policy_version: int
     lineage: int
     """Length of the list of executed updates that made it."""
+
+
+Weights = tuple[int, ...]
+"""The updates that made them, by ids of the world."""
 
 
 @dataclass
@@ -70,12 +76,13 @@ class Trainer:
     pending: set[str] = field(default_factory=set)
     publishing: Command | None = None
     """A step that is trained, and whose version has no number yet."""
-    shown: tuple[Progress, int] = (Progress(), 0)
-    """Progress and policy version as its status has them: always a pair that belongs together."""
+    branch: Branch = Branch()
+    shown: tuple[Progress, int, Branch] = (Progress(), 0, Branch())
+    """Progress, policy version and branch as its status has them: they always belong together."""
 
     def show(self) -> None:
         if self.publishing is None:
-            self.shown = (self.progress, self.policy_version)
+            self.shown = (self.progress, self.policy_version, self.branch)
 
 
 @dataclass
@@ -101,6 +108,8 @@ class World:
         self.executed: list[Executed] = []
         self.committed: list[Committed] = []
         self.version = self.served = 0
+        self.weights_of: dict[int, Weights] = {}
+        """Of each version."""
         self.groups = 0
         self.network: list[tuple[int, Command]] = []
         self.trainer = self.form_group()
@@ -121,11 +130,22 @@ class World:
         else:
             self.executed.clear()
             progress = Progress()
+        formed = Trainer(self.groups, progress, self.version, WriterGate(1, str(self.groups)),
+                         branch=Branch().restored(self.committed[-1].policy_version if self.committed else 0))
         if progress.phase == "rl":
-            self.version += 1  # a new number for the old weights
-        formed = Trainer(self.groups, progress, self.version, WriterGate(1, str(self.groups)))
+            self.number(formed)  # a new number for the old weights
         formed.show()
         return formed
+
+    def weights(self) -> Weights:
+        """Those that the trainer has."""
+        return tuple(e.id for e in self.executed if e.phase == "rl")
+
+    def number(self, trainer: Trainer) -> None:
+        """Its weights are published."""
+        self.version += 1
+        self.weights_of[self.version] = self.weights()
+        trainer.policy_version, trainer.branch = self.version, trainer.branch.published(self.version)
 
     def execute_next(self) -> None:
         trainer = self.trainer
@@ -153,8 +173,7 @@ class World:
             if begins := command.begin_rl and trainer.progress.phase == "sft":
                 trainer.progress = after_begin_rl(trainer.progress, command)
             if begins or command.publish:
-                self.version += 1
-                trainer.policy_version = self.version
+                self.number(trainer)
             self.commit(trainer)
             self.done(trainer, command, {"committed": self.etcd_up or self.random.random() < 0.5})
         else:
@@ -170,10 +189,15 @@ class World:
             self.trainer = self.form_group()  # a rank dies in mid-step: nothing of it remains
             return
         meta = dict(command.cursor)
+        now = self.weights()
+        for version in meta.get("versions", ()):
+            if (made_by := self.weights_of[version]) != now[:len(made_by)]:
+                raise Violation(f"step {command.step} was trained on samples of version {version}, whose weights the "
+                                "trainer went back from")
         self.executed.append(Executed(
             command.phase, command.step, tuple(command.consumption.trained),
             tuple(g for groups in command.consumption.dropped.values() for g in groups),
-            int(meta.get("oldest", 0)), trainer.policy_version))
+            int(meta.get("oldest", 0)), trainer.policy_version, next(self.ids)))
         trainer.progress = after_update(trainer.progress, command)
         if command.phase == "rl":
             trainer.publishing = command
@@ -185,8 +209,8 @@ class World:
         """The version of a step gets its number, which needs etcd."""
         if not self.etcd_up:
             return
-        self.version += 1
-        trainer.policy_version, trainer.publishing = self.version, None
+        self.number(trainer)
+        trainer.publishing = None
         if trainer.progress.step % STATE_EVERY == 0:
             self.commit(trainer)
         self.done(trainer, command, {"policy_version": trainer.policy_version})
@@ -255,7 +279,8 @@ class World:
                                             weights="reference")
                 result = yield from self.command(
                     actor, CommandKind.UPDATE, phase="rl", step=effect.step, consumption=effect.consumption,
-                    cursor={**effect.cursor, "oldest": oldest})
+                    cursor={**effect.cursor, "oldest": oldest,
+                            "versions": sorted({v for g in effect.groups for v in g.versions})})
                 return result["policy_version"]
             case schedule.Save(phase=phase, step=step, cursor=cursor, publish=publish):
                 # The trainer goes on publishing until it is committed; the world does not model that wait.
@@ -292,8 +317,8 @@ class World:
                 raise Violation("the newest actor was fenced off") from None
             raise
         actor.group = trainer.group  # type: ignore[attr-defined]
-        p, version = trainer.shown
-        return State(p.phase, p.step, version, p.consumed.groups, p.cursor)
+        p, version, branch = trainer.shown
+        return State(p.phase, p.step, version, p.consumed.groups, p.cursor, branch)
 
     def generate(self, actor: Actor, ordinals: Any, min_version: int) -> Generator[None, None, Any]:
         for _ in range(self.random.randint(0, 3)):

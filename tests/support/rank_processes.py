@@ -16,8 +16,10 @@ from elastic_rl.config import Config
 from elastic_rl.host.processes import stop
 from elastic_rl.runtime import free_port
 
-RANKS = Path(__file__).parents[1] / "integration" / "trainer" / "megatron_ranks.py"
+RANKS = Path(__file__).parents[1] / "integration" / "trainer" / "rank_groups.py"
 Tensors = dict[str, torch.Tensor]
+Sizes = tuple[int, int, int, int]
+"""TP, CP, PP, DP."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,13 @@ class RankProcesses:
         stop(self._process.pid, grace_s=0.5)
         self._process.wait(60)
         self._log.close()
+
+
+def assert_close(found: Tensors, expected: Tensors, sizes: Sizes) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-4, atol=2e-6,
+                                   msg=lambda m, n=name: f"{n} at TP, CP, PP, DP = {sizes}: {m}")
 
 
 def assert_reference_is(folder: Path, state: Tensors) -> None:

@@ -7,15 +7,15 @@ import ray
 _TRIES = 5
 
 
-def start_ray(cpus: int) -> None:
-    """Ray gives its processes 30 seconds to start, a constant of its own, which a busy machine exceeds; so it is tried
-    again, as the driver does."""
+def start_ray(cpus: int, gpus: int = 0) -> None:
+    """``gpus``: that Ray counts; nothing looks for them. Ray gives its processes 30 seconds to start, a constant of its
+    own, which a busy machine exceeds; so it is tried again, as the driver does."""
     for left in reversed(range(_TRIES)):
         try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=80 << 20,
-                     log_to_driver=False)
+            ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False,
+                     object_store_memory=80 << 20, log_to_driver=False)
             return
-        except Exception:  # Ray raises this very class for it
+        except Exception as e:
             ray.shutdown()
-            if not left:
+            if not left or type(e) is not Exception:  # Ray raises this very class for it
                 raise

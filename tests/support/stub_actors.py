@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 
+from elastic_rl.config import Config
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import Op
 from elastic_rl.etcd.fencing import write
@@ -18,10 +19,11 @@ FAIL = "starts-fail"
 
 
 class StubEngine:
-    """An engine that is READY at once, and has no server."""
+    """An engine that is READY at once, and has no server. Its layout is the GPUs that it is told to use."""
 
-    def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", external_url: str = "") -> None:
-        self._ctx, self._id, self._pool = ctx, engine_id, pool
+    def __init__(self, ctx: RunContext, engine_id: str, pool: str = "rollout", external_url: str = "", gpus: str = ""
+                 ) -> None:
+        self._ctx, self._id, self._pool, self._gpus = ctx, engine_id, pool, gpus
         self._leave = threading.Event()
 
     def run(self) -> None:
@@ -31,7 +33,7 @@ class StubEngine:
             key = self._ctx.keys.engine(self._id)
             with Membership(etcd, self._ctx.keys, "engine", self._id, ttl_s=30, epoch=self._ctx.epoch) as member:
                 record = Engine(id=self._id, pool=self._pool, state=EngineState.READY, epoch=self._ctx.epoch,
-                                incarnation=member.incarnation, pid=os.getpid(), version=1)
+                                incarnation=member.incarnation, pid=os.getpid(), version=1, layout=self._gpus)
                 written = False
                 while not written:
                     try:
@@ -51,10 +53,11 @@ class StubEngine:
 
 
 class StubTrainer:
-    """A trainer group that runs until it is told to stop, and notes its process in a file."""
+    """A trainer group that runs until it is told to stop, and notes its process in a file, and its GPUs in another."""
 
-    def __init__(self, context_file: str, log_file: str) -> None:
+    def __init__(self, context_file: str, log_file: str, gpus: str = "") -> None:
         self._notes = Path(context_file).with_name("trainers")
+        Path(context_file).with_name("gpus").write_text(gpus)
         self._stopped = threading.Event()
 
     def run(self) -> int:
@@ -76,6 +79,10 @@ class HungTrainer(StubTrainer):
 
 class StubRole:
     """A role that does nothing."""
+
+    @classmethod
+    def is_wanted(cls, cfg: Config) -> bool:
+        return True
 
     def __init__(self, ctx: RunContext) -> None:
         pass

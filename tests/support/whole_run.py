@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Event
+from elastic_rl.etcd.records import Event, StepMetrics
 from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.host import leftovers, processes
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.report.build import Record, read_records
 from support.otlp_collector import Collector, collecting
 
 
@@ -31,7 +32,7 @@ class Job:
         self.cfg = config.load(overrides=[
             f"--job=e2e-{secrets.token_hex(4)}", f"--run_dir={run_dir}", "--train.eval_every_steps=1000",
             f"--telemetry.otlp_endpoint={spans.endpoint}",
-            *(f"--{key}={value}" for key, value in settings.items())])
+            *(f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items())])
         self.cluster = Cluster(self.cfg)
 
     def run(self, plan: FaultPlan | None = None) -> dict[str, Any]:
@@ -40,6 +41,16 @@ class Job:
         code = train.run(self.cluster.cfg, info, **({"faults": True, "fault_plan": plan} if plan else {}))
         assert code == 0, f"the run failed; its logs are in {self.cluster.cfg.log_dir}"
         return json.loads((self.cluster.cfg.job_dir / "report.json").read_text())
+
+    def step_records(self) -> list[Record]:
+        """Of each step as often as it was done."""
+        records = read_records(self.cluster.cfg.job_dir / "steps.jsonl")
+        return [record for record in records if record["kind"] == "step"]
+
+    def step_metrics(self) -> list[StepMetrics]:
+        """As etcd has them, of the cluster that is up."""
+        with EtcdClient(ClusterInfo.load(self.cluster.cfg.cluster_dir).etcd_endpoints, call_timeout_s=2.0) as etcd:
+            return [StepMetrics.decode(kv.value) for kv in etcd.range(Keys(self.cfg.job).steps_prefix())[0]]
 
     def events(self) -> list[Event]:
         """All of the cluster that is up."""
@@ -72,10 +83,30 @@ def whole_job(run_dir: Path, settings: dict[str, Any]) -> Iterator[Job]:
             leftovers.sweep(job.cluster.cfg.cluster_dir)
 
 
+def assert_sound(job: Job, report: dict[str, Any], steps: int) -> None:
+    """What holds after every run, whatever happened to it (I3, I4, I5). Steps that were done again count too."""
+    assert report["steps"] == steps and [m.step for m in job.step_metrics()] == list(range(1, steps + 1))
+    assert report["groups_lost"] == 0 and report["groups_duplicated"] == 0 and report["audit_problems"] == []
+    assert report["versions_committed"] > steps
+    bound = job.cfg.train.max_staleness
+    assert [r["step"] for r in job.step_records() if r["staleness"] > bound] == []
+    if not bound:  # else samples are of other weights than those that they are compared with
+        assert report["logprob_diff_max"] <= 1e-4
+
+
+def assert_recovered(faults: Iterable[dict[str, Any]], witness: str) -> None:
+    """Faults of a report were seen to happen, were detected, and the run recovered from each. ``witness``: what those
+    who saw it say."""
+    for fault in faults:
+        assert witness in fault["witness"], fault
+        assert fault["detected_at"] and fault["healed_at"], fault
+        assert fault["injected_at"] <= fault["detected_at"] <= fault["healed_at"]
+
+
 def fault_of(report: dict[str, Any], name: str) -> dict[str, Any]:
     """A fault of a report, which was seen to happen, was detected, and from which the run recovered."""
     fault = next((f for f in report["faults"] if f["name"] == name), None)
     assert fault is not None, f"{name} did not happen: the run took its {report['steps']} steps before its turn"
     assert fault["witness"], "the fault must have been seen to happen"
-    assert fault["injected_at"] <= fault["detected_at"] <= fault["healed_at"]
+    assert_recovered([fault], "")
     return fault

@@ -18,6 +18,7 @@ import yaml
 
 from elastic_rl import config
 from elastic_rl.cli.main import app
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.config.reading import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,11 +45,15 @@ def code_of(page: Path) -> list[str]:
 
 @cache
 def literals() -> set[str]:
-    """Every string in the code without a blank, such as kinds of events, names of spans and of files."""
+    """Every string in the code without a blank, such as kinds of events, names of spans and of files; and those that
+    begin with the name of a trainer group."""
     found: set[str] = set()
     for file in (ROOT / "elastic_rl").rglob("*.py"):
         found |= {node.value for node in ast.walk(ast.parse(file.read_text()))
                   if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value}
+        found |= {f"{group}{node.values[1].value}" for node in ast.walk(ast.parse(file.read_text()))
+                  if isinstance(node, ast.JoinedStr) and len(node.values) == 2
+                  and isinstance(node.values[1], ast.Constant) for group in TRAINER_GROUPS}
     return found
 
 
@@ -121,7 +126,7 @@ def test_settings_and_kinds_that_a_page_names_exist(page: Path) -> None:
     for code in code_of(page):
         settings = set(re.findall(r"--([a-z_]+\.[a-z_]+)\b", code)) - {"key.sub"}  # that stands for any
         unknown |= settings - KEYS
-        if re.fullmatch(r"[a-z_]+\.[a-z_]+", code) and code.partition(".")[0] in FIRST_WORDS:
+        if re.fullmatch(r"[a-z_]+\.(?!py$)[a-z_]+", code) and code.partition(".")[0] in FIRST_WORDS:
             unknown |= {code} - KEYS - MEMBER_EVENTS - literals()
     assert unknown == set()
 

@@ -81,10 +81,11 @@ class BenchEngine(SGLangServer):
         at = args.index(LOADER)
         return [*args[:at + 1], loaders.BARE, loaders.DCP, *args[at + 1:]]
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *,
+              timeout_s: float | None = None) -> dict[str, Any]:
         if path == "/pause_generation":
             self._asked = time.monotonic()
-        answer = super()._call(method, path, body)
+        answer = super()._call(method, path, body, timeout_s=timeout_s)
         if path == "/continue_generation":
             self.pauses.append(time.monotonic() - self._asked)
         return answer

@@ -11,12 +11,15 @@ from elastic_rl.bench.suite import Suite
 
 _PHASES = ("sync", "generate", "reward", "advantage", "train", "other", "between", "train-ranks")
 _IDLE_STAGES = ("sync", "generate", "advantage", "train", "other")
+_ASYNC_IDLE = ("groups", "producer", "producer-no-room")
 _OUTAGES = ("etcd", "router", "engines", "engines-s", "dcs", "actor", "trainer")
 
 SUITE = Suite(__name__, {
     "steps": ("samples-per-s", "step-s", *(f"step-s-{phase}" for phase in _PHASES), "publish-stall-s", "pull-apply-s",
               *(f"idle-s-{stage}" for stage in _IDLE_STAGES)),
     "overhead": ("overhead", "overhead-s", "overhead-tokens"),
+    "async_vs_sync": ("async-vs-sync", "async-step-s", *(f"async-idle-s-{part}" for part in _ASYNC_IDLE),
+                      "async-staleness", "async-queue-s"),
     "vs_trl": ("vs-trl-small", "vs-trl-small-s", "vs-trl-small-tokens"),
     "vs_trl_long": ("vs-trl-long", "vs-trl-long-s", "vs-trl-long-tokens"),
     "trainer_vs_megatron": ("trainer-vs-megatron", "trainer-tokens-per-s"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic_rl import config, train
@@ -16,16 +16,17 @@ from elastic_rl.host.local_cluster import Cluster
 
 WARM_STEPS = 2
 """First steps that do not count: caches fill and lazy imports happen in them."""
+ASYNC_SETTINGS = ("--train.schedule=fully_async", "--train.max_staleness=2")
 _SHORT_STEPS = ("--sft.max_steps=0", "--train.prompts_per_step=16", "--train.group_size=4",
                 "--train.updates_per_step=1")
 
 
-def configure(folder: Path, options: Options) -> Config:
-    """The default job, cut short (the loop takes as long with a model that hardly learned), and the settings of the
-    options. Raises ConfigError."""
+def configure(folder: Path, options: Options, more: Sequence[str] = ()) -> Config:
+    """The default job, cut short (the loop takes as long with a model that hardly learned), the settings of the
+    options, and ``more`` of them. Raises ConfigError."""
     steps = 12 if options.quick else 60
     return config.load(None, [*place(folder, options), "--sft.max_steps=25", f"--train.steps={steps}",
-                              f"--train.eval_every_steps={steps}", *options.settings])
+                              f"--train.eval_every_steps={steps}", *options.settings, *more])
 
 
 def configure_outages(folder: Path, options: Options, steps: int) -> Config:

@@ -66,6 +66,16 @@ class Testbed:
         job.run(self.cfg, then=lambda cfg, info: inherited_model.keep_policy(cfg, info, policy))
         return Run(self.cfg, self.records(), policy)
 
+    def async_run(self) -> Run:
+        """The measured run with groups that are generated beside its steps; the first call trains. Raises
+        ElasticRLError."""
+        return self._once("async run", self._train_async)
+
+    def _train_async(self) -> Run:
+        cfg = job.configure(self.folder / "async", self.options, job.ASYNC_SETTINGS)
+        job.run(cfg)
+        return Run(cfg, read_records(cfg.job_dir / "steps.jsonl"), Path())
+
     def long_run(self) -> Run:
         """A run with responses of widely different lengths; the first call trains. Raises ElasticRLError."""
         return self._once("long run", self._train_long)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from elastic_rl.config import Config, Stream
+from elastic_rl.config import Config
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.alerts.state_machine import Condition
 from elastic_rl.coordinator.etcd_health import Health
 from elastic_rl.coordinator.membership import registry
@@ -44,12 +45,15 @@ class Thresholds:
     run_waiting_s: float = 60.0
     pool_hold_s: float = 600.0
     """A pool may be short for so long: an engine needs that to start."""
+    pool_holds_s: Mapping[str, float] = field(default_factory=dict)
+    """The same by pool, where it differs."""
 
     @classmethod
     def from_config(cls, cfg: Config) -> Thresholds:
         a = cfg.alerts
         return cls(a.engine_lag_versions, a.engine_lag_s, a.durable_lag_s, a.full_fraction, a.etcd_slow_s,
-                   cfg.etcd.quota_bytes, cfg.train.max_staleness, a.run_waiting_s, cfg.engine.start_timeout_s)
+                   cfg.etcd.quota_bytes, cfg.train.max_staleness, a.run_waiting_s, cfg.engine.start_timeout_s,
+                   {name: pool.engine.start_timeout_s for name, pool in cfg.pool_settings("").items()})
 
 
 def conditions(snapshot: ClusterSnapshot, now: float, limits: Thresholds = Thresholds(),
@@ -71,7 +75,7 @@ def behind_s(now: float, number: int, committed: Mapping[int, float]) -> float:
 def _members(snapshot: ClusterSnapshot) -> Iterator[Condition]:
     for s in snapshot.registry.values():
         # The ranks of a trainer fail together, whichever was hit first: one fault, one alert.
-        subject = registry.TRAINER if s.role == registry.TRAINER else s.id
+        subject = s.role if s.role in TRAINER_GROUPS else s.id
         who = f"{s.role} {s.id} (pid {s.pid} on {s.host})"
         if s.dead and s.role != registry.ENGINE:  # the death of an engine is reported, often by its runner or driver
             yield Condition(f"{s.role}.dead", subject, f"{who} is dead", cause=s.host)
@@ -102,20 +106,20 @@ def _texts(found: object) -> list[tuple[str, str]]:
 def _pools(snapshot: ClusterSnapshot, limits: Thresholds) -> Iterator[Condition]:
     for name, status in snapshot.statuses.items():
         spec = snapshot.specs.get(name)
-        if spec and not snapshot.run_over and status.ready < spec.desired:
+        # Released engines wait for the trainer's turn to end, as it should be.
+        if spec and not snapshot.run_over and status.ready + status.released < spec.desired:
             why = f": {status.message}" if status.message else ""
             yield Condition("pool.short", name, f"pool {name} has {status.ready} ready of {spec.desired} engines{why}",
-                            Severity.WARNING, hold_s=limits.pool_hold_s)
+                            Severity.WARNING, hold_s=limits.pool_holds_s.get(name, limits.pool_hold_s))
 
 
 def _lags(snapshot: ClusterSnapshot, now: float, limits: Thresholds) -> Iterator[Condition]:
-    policy = snapshot.committed.get(Stream.POLICY, {})
-    head = max(policy, default=0)
     for engine in snapshot.engines.values():
         # An engine without a version is starting; pool.short covers that.
         if engine.version == 0 or not engine.state.serving or snapshot.run_over:
             continue
-        versions, seconds = head - engine.version, behind_s(now, engine.version, policy)
+        committed = snapshot.committed.get(snapshot.follows(engine), {})
+        versions, seconds = max(committed, default=0) - engine.version, behind_s(now, engine.version, committed)
         if versions >= limits.engine_lag_versions or seconds > limits.engine_lag_s:
             message = (f"engine {engine.id} serves version {engine.version}, {versions} behind the head; a newer one "
                        f"has been available for {seconds:.0f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
 from elastic_rl.coordinator.election import leader_gap
 from elastic_rl.coordinator.membership import registry
@@ -18,35 +19,38 @@ SETTLE_S = 3.0
 """Reports of one engine's death by its runner, its driver and the leader arrive within this time."""
 
 _ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
-_TRAINER = ("trainer.failed", "trainer.agent_ended", "trainer.dead")
+_GROUP_ENDS = ("failed", "agent_ended", "dead")
+"""Of a trainer group, after its name."""
 _WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "staleness.")
-_ONE_TIME = ("restart.requested", "router.restarted", "etcd.restarted", "dcs.restarted", "coordinator.restarted",
-             leader_gap.KIND)
-_ENDED_BY = {"trainer.recovered": f"trainer.dead/{registry.TRAINER}",
+_ONE_TIME = ("restart.requested", "router.restarted", "queue.replaced", "etcd.restarted", "dcs.restarted",
+             "coordinator.restarted", leader_gap.KIND)
+_ENDED_BY = {**{f"{group}.recovered": f"{group}.dead/{group}" for group in TRAINER_GROUPS},
              "engine.fetch_recovered": "engine.cannot_fetch/{}",
              "dcs.durable_recovered": "dcs.durable_failed/{}"}
 """Kind of an event that declares an alert over → key of the alert; {} is the event's subject."""
-_ENDS_WITH = {"trainer.hung": "trainer.dead", "engine.lagging": "engine.cannot_fetch",
+_ENDS_WITH = {**{f"{group}.hung": f"{group}.dead" for group in TRAINER_GROUPS},
+              "engine.lagging": "engine.cannot_fetch",
               "durable.behind": "dcs.durable_failed", "driver.dead": "run.global_restart",
               "driver.hung": "run.global_restart"}
 """Kind of an alert that may stand for one of another kind (see ``merge_by_fault``) → that kind, whose end is its end
 too."""
 _RUN = "run"
-_WAITS_FOR = {registry.TRAINER: registry.TRAINER, "actor": _RUN}
+_WAITS_FOR = {**{group: group for group in TRAINER_GROUPS}, "actor": _RUN}
 """What a run waits for → the fault that it is a sign of, where there is just one."""
 
 
 def report(event: Event, revision: int, job: str) -> Condition | None:
     """The alert that an event opens, if any."""
     kind, subject = event.kind, event.subject
+    group, _, what = kind.partition(".")
     if kind in _ONE_TIME:
         return Condition(kind, subject, event.message, event.severity, notify_resolved=False, revision=revision)
     if kind in _ENGINE:
         kind = "engine.dead"
     elif event.data.get("by") == BY_LEADER:
         return None
-    elif kind in _TRAINER:
-        kind, subject = "trainer.dead", registry.TRAINER
+    elif group in TRAINER_GROUPS and what in _GROUP_ENDS:
+        kind, subject = f"{group}.dead", group
     elif kind == "run.failed":
         kind, subject = "job.failed", job
     elif kind == "version.dropped":
@@ -85,8 +89,8 @@ def fault_of(kind: str, subject: str) -> str:
             return "durable"
     if part == "driver":
         return _RUN
-    if part == registry.TRAINER and what in ("dead", "hung"):
-        return registry.TRAINER
+    if part in TRAINER_GROUPS and what in ("dead", "hung"):
+        return part
     if part == registry.ENGINE or what in ("dead", "hung") or kind in ("dcs.restarted", "coordinator.restarted"):
         return f"{part}/{subject}"
     return f"{kind}/{subject}"
@@ -141,6 +145,10 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
     """Whether the state of the job says that what an alert reported is over."""
     if not alert.notify_resolved:
         return True
+    part, _, what = alert.kind.partition(".")
+    if part in TRAINER_GROUPS and what in ("dead", "hung"):
+        return snapshot.run_over or any(s.role == part and s.id == "rank-0" and not s.dead
+                                     and s.first_seen > alert.last_at for s in snapshot.registry.values())
     match alert.kind:
         case "engine.dead" | "engine.hung":
             pools = [snapshot.specs[n] for n in snapshot.statuses if n in snapshot.specs]
@@ -148,9 +156,6 @@ def released(alert: Alert, snapshot: ClusterSnapshot, now: float) -> bool:
             e = snapshot.engines.get(alert.subject)
             stale = e is not None and e.state is EngineState.READY and e.updated_at < alert.last_at
             return snapshot.run_over or (whole and not stale and now - alert.last_at >= SETTLE_S)
-        case "trainer.dead" | "trainer.hung":
-            return snapshot.run_over or any(s.role == registry.TRAINER and s.id == "rank-0" and not s.dead
-                                         and s.first_seen > alert.last_at for s in snapshot.registry.values())
         case "driver.dead" | "driver.hung" | "run.global_restart":
             epoch, status = (snapshot.revision(key) for key in (snapshot.keys.epoch(), snapshot.keys.job_status()))
             return snapshot.run_over or (alert.revision < epoch < status

@@ -89,7 +89,8 @@ def deregister_engine(request: Request, ctx: Ctx, engine_id: Name, dry_run: DryR
 
 def restart(request: Request, ctx: Ctx, body: Annotated[NewRestart, Body()], dry_run: DryRun = False,
             idempotency_key: Key = None) -> Response:
-    """An engine, a role, the trainer, or the job (the whole compute plane, which resumes from what is committed)."""
+    """An engine, a role, a trainer group, or the job (the whole compute plane, which resumes from what is
+    committed)."""
     return carry_out(request, ctx, body, idempotency_key, lambda claim: _created(ctx.operations.restart(
         body.target, reason=body.reason, by=caller_of(request).name, dry_run=dry_run, claim=claim)), dry_run=dry_run)
 

@@ -36,7 +36,7 @@ class NewExternalEngine(Body):
 
 class NewRestart(Body):
     target: StrictStr = Field(min_length=1, max_length=200, examples=["trainer"])
-    """``engines/ID``, ``roles/NAME``, ``trainer`` or ``job``."""
+    """``engines/ID``, ``roles/NAME``, ``trainer``, ``critic``, ``actor_fwd``, ``reference`` or ``job``."""
     reason: StrictStr = Field(default="", max_length=500)
     """Why, for the events."""
 

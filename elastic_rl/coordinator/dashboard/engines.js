@@ -5,11 +5,12 @@ import { attr, badge, el, text } from "./dom.js";
 import { plural, seconds } from "./format.js";
 import { Listing } from "./listing.js";
 
-const ORDER = { quarantined: 0, dead: 1, draining: 2, starting: 3, syncing: 4, ready: 5 };
-const LEVEL = { ready: "ok", syncing: "busy", starting: "busy", draining: "warn", quarantined: "bad", dead: "bad" };
+const ORDER = { quarantined: 0, dead: 1, draining: 2, starting: 3, syncing: 4, released: 5, ready: 6 };
+const LEVEL = { ready: "ok", released: "idle", syncing: "busy", starting: "busy", draining: "warn", quarantined: "bad",
+  dead: "bad" };
 
 const leaving = (e) => (e.external ? "Deregister" : "Drain");
-const canLeave = (e) => ["starting", "syncing", "ready"].includes(e.state);
+const canLeave = (e) => ["starting", "syncing", "ready", "released"].includes(e.state);
 
 export class Pools {
   constructor(section, actions) {
@@ -19,7 +20,7 @@ export class Pools {
       columns: [
         plain("Pool", (p) => p.name),
         { head: "Engines", class: "fill", fill: gauge },
-        plain("Ready", (p) => p.ready, "num"),
+        plain("Ready", (p) => (p.released ? `${p.ready} + ${p.released} released` : p.ready), "num"),
         plain("Starting", (p) => p.starting, "num"),
         plain("Draining", (p) => p.draining, "num"),
         plain("Desired", (p) => p.desired, "num"),
@@ -29,7 +30,7 @@ export class Pools {
 
   render(model) {
     const pools = [...model.pools.values()]
-      .sort((a, b) => (b.desired - b.ready > 0) - (a.desired - a.ready > 0) || a.name.localeCompare(b.name));
+      .sort((a, b) => (missing(b) > 0) - (missing(a) > 0) || a.name.localeCompare(b.name));
     const ready = pools.reduce((n, p) => n + p.ready, 0);
     const desired = pools.reduce((n, p) => n + p.desired, 0);
     text(this.sum, pools.length > 1 ? `${pools.length} pools, ${ready} of ${plural(desired, "engine")} ready` : "");
@@ -37,11 +38,14 @@ export class Pools {
   }
 }
 
+/** Engines that a pool lacks; a released one waits for the trainer's turn to end, as it should. */
+export const missing = (p) => p.desired - p.ready - p.released;
+
 function gauge(cell, p) {
   if (!cell.firstChild) cell.append(el("div", { class: "gauge", "aria-hidden": "true" }, el("i"), el("i"), el("i"), el("i")));
-  const whole = Math.max(p.desired, p.ready + p.starting) + p.draining || 1;
-  const missing = Math.max(0, p.desired - p.ready - p.starting);
-  [p.ready, p.starting, p.draining, missing].forEach((n, i) => {
+  const serving = p.ready + p.released;
+  const whole = Math.max(p.desired, serving + p.starting) + p.draining || 1;
+  [serving, p.starting, p.draining, Math.max(0, missing(p) - p.starting)].forEach((n, i) => {
     const width = `${(100 * n) / whole}%`;
     const part = cell.firstChild.children[i];
     if (part.style.width !== width) part.style.width = width;

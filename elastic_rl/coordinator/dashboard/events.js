@@ -5,7 +5,7 @@ import { clock, duration, now } from "./format.js";
 
 const CAP = 14;
 const LEVEL = { error: "bad", warning: "warn", info: "idle" };
-const LANES = [["engines", /^(engine|pool|router)\./], ["trainer", /^(trainer|logprob|staleness|run|job|actor|advantages|rollout)\./],
+const LANES = [["engines", /^(engine|pool|router)\./], ["trainer", /^(trainer|critic|actor_fwd|reference|logprob|staleness|run|job|actor|advantages|rollout)\./],
   ["versions", /^(version|publish|dcs)\./], ["control", /./]];
 const LANE_HEIGHT = 18;
 const LEFT = 62;

@@ -1,6 +1,8 @@
 // The verdict on the job, its firing alerts, and what was done about each. Pure: model and time are arguments.
 
+import { missing } from "./engines.js";
 import { duration, plural, visible } from "./format.js";
+import { GROUPS } from "./groups.js";
 import { RUN_ENDED } from "./model.js";
 
 const LONG_WAIT_S = 60;
@@ -61,7 +63,7 @@ function title(level, model, waitsLong) {
 }
 
 function* shortPools(model) {
-  const pools = [...model.pools.values()].filter((p) => p.ready < p.desired);
+  const pools = [...model.pools.values()].filter((p) => missing(p) > 0);
   if (pools.length > 3) yield `${pools.length} pools have fewer engines than desired.`;
   else {
     for (const p of pools) {
@@ -81,7 +83,7 @@ export function responses(alert, model) {
   for (const e of model.events.values()) {
     if (e.at < alert.since - 1 || (e.severity === "error" && e.kind === alert.kind)) continue;
     const same = e.subject === alert.subject || mentions(e.message, alert.subject)
-      || (group === "trainer" && /^(trainer|run)\./.test(e.kind));
+      || (group === "trainer" && /^(trainer|critic|actor_fwd|reference|run)\./.test(e.kind));
     if (same && e.kind !== alert.kind) found.push({ at: e.at, what: e.message || e.kind, id: e.id });
   }
   for (const o of model.operations.values()) {
@@ -99,6 +101,6 @@ export function describe(o) {
   if (o.kind === "drain") return `Drain ${name}`;
   if (o.kind === "register") return `Register engine ${name}`;
   if (o.target === "job") return "Restart the whole compute plane";
-  if (o.target === "trainer") return "Restart the trainer";
+  if (GROUPS.has(o.target)) return `Restart the group ${o.target}`;
   return `Restart ${o.target.startsWith("roles/") ? "role " : "engine "}${name}`;
 }

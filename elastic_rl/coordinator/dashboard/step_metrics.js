@@ -30,6 +30,9 @@ const GROUPS = [
     update("kl", "KL to sampler", { unit: "nats", low: 0 }),
     update("kl_reference", "KL to reference", { unit: "nats", low: 0,
       note: (p) => (of("reference_step")(p) ? `of step ${of("reference_step")(p)}` : "") }),
+    update("kl_teacher", "KL to teacher", { unit: "nats" }),
+    update("kl_teacher_top", "KL to teacher, top tokens", { unit: "nats", low: 0 }),
+    update("teacher_refused", "Refused by the teacher", { unit: "%", low: 0, of: (p) => percent(of("teacher_refused")(p)) }),
     update("entropy", "Entropy", { unit: "nats", low: 0 }),
     update("clip_fraction", "Clip fraction", { unit: "%", low: 0, of: (p) => percent(of("clip_fraction")(p)) }),
     update("ratio_mean", "Ratio, mean"),
@@ -42,6 +45,13 @@ const GROUPS = [
       lines: several({ max: "logprob_diff_max", mean: "logprob_diff_mean" }) }),
     update("tis_weight_mean", "TIS weight, mean", { low: 0,
       note: (p) => `${number(percent(of("tis_capped_fraction")(p)))} % at the cap` }),
+    update("critic_loss", "Loss of the critic", { low: 0 }),
+    update("explained_variance", "Explained variance"),
+    update("value_mean", "Values and returns, mean", { lines: several({ value: "value_mean", return: "return_mean" }) }),
+    update("value_clip_fraction", "Value clip fraction", { unit: "%", low: 0,
+      of: (p) => percent(of("value_clip_fraction")(p)) }),
+    update("critic_grad_norm", "Gradient norm of the critic", { low: 0 }),
+    update("critic_lr", "Learning rate of the critic", { low: 0 }),
   ] },
   { id: "throughput", title: "Throughput", charts: [
     { id: "step-time", title: "Step time", unit: "s", low: 0, digits: 2, of: (p) => (p.seconds?.total > 0 ? p.seconds.total : null),
@@ -61,10 +71,17 @@ const GROUPS = [
     { id: "memory", title: "Memory, peak", unit: "GiB", low: 0, has: rate("peak_memory_bytes"),
       of: (p) => (rate("peak_memory_bytes")(p) === undefined ? null : rate("peak_memory_bytes")(p) / 2 ** 30) },
     { id: "staleness", title: "Staleness", unit: "versions", low: 0, high: 1, digits: 0, of: (p) => p.staleness },
+    update("staleness_mean", "Staleness of groups", { unit: "versions", low: 0, digits: 2,
+      lines: several({ max: "staleness_max", mean: "staleness_mean", min: "staleness_min" }) }),
+    update("groups_queued", "Groups in flight", { unit: "groups", low: 0, digits: 0,
+      lines: several({ queued: "groups_queued", generating: "groups_leased" }) }),
+    update("groups_stale", "Generated again", { unit: "groups", low: 0, digits: 0,
+      lines: several({ "too stale": "groups_stale", lost: "groups_lost" }) }),
   ] },
 ];
 // These are shown in the chart of another one.
-const SHOWN = new Set(["reference_step", "advantage_mean", "advantage_min", "advantage_max", "logprob_diff_mean", "tis_capped_fraction"]);
+const SHOWN = new Set(["reference_step", "advantage_mean", "advantage_min", "advantage_max", "logprob_diff_mean", "tis_capped_fraction",
+  "staleness_min", "staleness_max", "groups_leased", "groups_lost"]);
 
 export class StepMetrics {
   constructor(section) {

@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Iterable
 
 from elastic_rl.config import FailurePolicyConfig
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.failure import policy
 from elastic_rl.coordinator.failure.policy import Fault
-from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.membership.registry import Change
 from elastic_rl.coordinator.operations.service import OperationService
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.coordinator.records import FaultLog, LastSeen, RecoveryAction
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
-from elastic_rl.coordinator.targets import JOB, TRAINER, engine_target, name_of
+from elastic_rl.coordinator.targets import JOB, engine_target, name_of
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient, Op
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 BY = "failure_policy"
 """Who asked for an operation of the failure policy."""
-_AGENT_ENDED = "trainer.agent_ended"
+_AGENT_ENDED = {f"{group}.agent_ended": group for group in TRAINER_GROUPS}
 _MAX_COUNTED = 256
 _FAULTS = {Change.DIED: Fault.DEAD, Change.HUNG: Fault.HUNG}
 
@@ -56,14 +56,15 @@ class FailureController:
             known, rule, reason, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
 
     def record_reports(self, reported: Iterable[Event], snapshot: ClusterSnapshot) -> None:
-        """Adds the ends of the trainer's agent that the driver reported: one that ends before its ranks have registered
-        is no member's death. Each event counts once for this leader, however often it is read."""
+        """Adds the ends of a trainer group's agent that the driver reported: one that ends before its ranks have
+        registered is no member's death. Each event counts once for this leader, however often it is read."""
         for event in reported:
-            if event.kind != _AGENT_ENDED or event.id in self._counted or snapshot.run_over:
+            if event.kind not in _AGENT_ENDED or event.id in self._counted or snapshot.run_over:
                 continue
-            known, revision = self._read(TRAINER)
-            writes, rule = WriteSet(), policy.rule_for(registry.TRAINER, Fault.DEAD)
-            writes.put(self._keys.fault(TRAINER), revision, policy.record_fault(
+            group = _AGENT_ENDED[event.kind]
+            known, revision = self._read(group)
+            writes, rule = WriteSet(), policy.rule_for(group, Fault.DEAD)
+            writes.put(self._keys.fault(group), revision, policy.record_fault(
                 known, rule, event.message, snapshot.leader_time, policy.progress_of(snapshot.status), self._cfg))
             if self._guarded(writes.compares, writes.ops):
                 self._counted.append(event.id)

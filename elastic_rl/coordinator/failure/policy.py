@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_rl.config import FailurePolicyConfig
+from elastic_rl.config.groups import TRAINER_GROUPS, GroupSpec
 from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, RecoveryAction
-from elastic_rl.coordinator.targets import JOB, TRAINER, engine_target, role_target
+from elastic_rl.coordinator.targets import JOB, engine_target, role_target
 from elastic_rl.etcd.records import JobStatus
 
 
@@ -44,16 +45,22 @@ ROLE = "role"
 _ALL = "everything"
 _OTHERS = "engines, within the staleness bound"
 
+
+def _goes_on(group: GroupSpec) -> str:
+    return f"resumes from {group.state}" if group.trains else "loads the policy again; nothing goes back"
+
+
 POLICY: tuple[Rule, ...] = (
     Rule("engine", Fault.DEAD, RecoveryAction.NONE,
          "the driver replaces it; the replacement pulls the weights, is verified, and becomes routable",
          "training and all other engines"),
     Rule("engine", Fault.HUNG, RecoveryAction.RESTART, "the driver ends it and replaces it as a dead one",
          "training and all other engines"),
-    Rule("trainer", Fault.DEAD, RecoveryAction.NONE,
-         "torch elastic re-forms the group, which resumes from trainer_state", _OTHERS, counts=True),
-    Rule("trainer", Fault.HUNG, RecoveryAction.RESTART,
-         "the driver restarts the group, which resumes from trainer_state", _OTHERS, counts=True),
+    *(rule for group in TRAINER_GROUPS.values() for rule in (
+        Rule(group.name, Fault.DEAD, RecoveryAction.NONE,
+             f"torch elastic re-forms the group, which {_goes_on(group)}", _OTHERS, counts=True),
+        Rule(group.name, Fault.HUNG, RecoveryAction.RESTART,
+             f"the driver restarts the group, which {_goes_on(group)}", _OTHERS, counts=True))),
     Rule(ROLE, Fault.DEAD, RecoveryAction.NONE,
          "Ray Serve starts a new replica, which resumes from committed state", _ALL, counts=True),
     Rule(ROLE, Fault.HUNG, RecoveryAction.RESTART, "the driver restarts the role's replicas", _ALL, counts=True),
@@ -82,8 +89,8 @@ def target_of(role: str, member_id: str) -> str:
     match role:
         case registry.ENGINE:
             return engine_target(member_id)
-        case registry.TRAINER:
-            return TRAINER
+        case _ if role in TRAINER_GROUPS:
+            return role
         case registry.DRIVER:
             return JOB
         case _:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.etcd.records import Event, Record
 
 DETECT_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -25,9 +26,11 @@ _EXPIRED_S = 3600.0
 _CLOCK_ERROR_S = 0.5
 """Difference between the clocks of two processes that is tolerated when events are put in order."""
 
-_TRAINER = ("trainer.failed", "trainer.agent_ended", "trainer.dead")
+_GROUP_ENDS = ("failed", "agent_ended", "dead", "hung")
+"""Of a trainer group, after its name."""
 _ENGINE = ("engine.dead", "engine.quarantined", "engine.replaced")
-_RESTARTS = {"engine.replaced": "engine", "trainer.agent_ended": "trainer", "run.global_restart": "job"}
+_RESTARTS = {"engine.replaced": "engine", **{f"{group}.agent_ended": group for group in TRAINER_GROUPS},
+             "run.global_restart": "job"}
 
 
 class Histogram(Record):
@@ -44,8 +47,8 @@ class Histogram(Record):
 
 
 class FaultStatistics(Record):
-    """Counts since the job's first event. A *part* is engine, trainer, coordinator, dcs, driver, router, the name of a
-    role, or job (the whole compute plane)."""
+    """Counts since the job's first event. A *part* is engine, a trainer group, coordinator, dcs, driver, router, the
+    name of a role, or job (the whole compute plane)."""
 
     events: dict[str, int] = {}
     """By kind."""
@@ -91,7 +94,8 @@ def _increment(counts: Mapping[str, int], key: str) -> dict[str, int]:
 
 def _restarted_part(event: Event) -> str | None:
     part, _, what = event.kind.partition(".")
-    back = what in ("returned", "recovered") and part not in ("trainer", "engine")  # these have events of their own
+    # Engines and trainer groups have events of their own.
+    back = what in ("returned", "recovered") and part not in (*TRAINER_GROUPS, "engine")
     if what == "restarted" or back:
         return part
     return _RESTARTS.get(event.kind)
@@ -100,8 +104,8 @@ def _restarted_part(event: Event) -> str | None:
 def _fault(event: Event) -> str | None:
     """Name of the fault that an event reports. Ranks of a trainer fail together, whichever was hit first."""
     part, _, what = event.kind.partition(".")
-    if part == "trainer":
-        return "trainer/" if what == "hung" or event.kind in _TRAINER else None
+    if part in TRAINER_GROUPS:
+        return f"{part}/" if what in _GROUP_ENDS else None
     return f"{part}/{event.subject}" if what in ("dead", "hung") or event.kind in _ENGINE else None
 
 
@@ -136,7 +140,7 @@ def _recovered_faults(statistics: FaultStatistics, event: Event) -> list[str]:
         # A replacement has another id. It is one if it was started after the fault; each ends one fault.
         started = event.at - (_duration(event, "start_s") or 0.0) + _CLOCK_ERROR_S
         return [f for f in sorted(mine, key=lambda f: statistics.open[f]) if statistics.open[f] <= started][:1]
-    if part == "trainer":
+    if part in TRAINER_GROUPS:
         return mine if what in ("recovered", "resumed") else []
     return [f for f in mine if what in ("returned", "recovered", "resumed") and f == f"{part}/{event.subject}"]
 

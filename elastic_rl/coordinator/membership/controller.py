@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from elastic_rl.config import Config
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.membership import hang_detection, registry
 from elastic_rl.coordinator.membership.hang_detection import HangLimits, IntervalLearner
 from elastic_rl.coordinator.membership.registry import BY_LEADER, Change, Heartbeat, LiveMember, MemberChange
@@ -43,7 +44,7 @@ _MAX_SUSPICION_EVENTS = 50
 """Beyond so many in one pass they are written without events."""
 _MAX_WITHOUT_EVENT, _MAX_WITH_EVENT = 4000, 400
 """Changes that one pass writes; the next pass writes the others. A pass must end well within its deadline."""
-_REPORT_RECOVERY = (registry.ENGINE, registry.TRAINER)
+_REPORT_RECOVERY = (registry.ENGINE, *TRAINER_GROUPS)
 """Roles whose own events say that a replacement works."""
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.membership.suspicion import Suspicion, WitnessReports
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.records import DcsNode, Member
 
 DCS = "dcs"
 COORDINATOR = "coordinator"
-TRAINER = "trainer"
 ENGINE = "engine"
 DRIVER = "driver"
 BY_LEADER = "leader"
@@ -177,8 +177,8 @@ class _Peers:
         self._newest: dict[str, int] = {}
         for m in live:
             self._count[m.role] += 1
-            # The trainer group forms again as a whole, perhaps smaller; its rank 0 stands for it.
-            if m.role != TRAINER or m.id == "rank-0":
+            # A trainer group forms again as a whole, perhaps smaller; its rank 0 stands for it.
+            if m.role not in TRAINER_GROUPS or m.id == "rank-0":
                 self._newest[m.role] = max(m.create_revision, self._newest.get(m.role, 0))
 
     def replace(self, entry: LastSeen, coordinators: int) -> bool:

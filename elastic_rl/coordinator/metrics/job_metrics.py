@@ -18,7 +18,8 @@ from elastic_rl.coordinator.alerts.state_machine import Alert
 from elastic_rl.coordinator.election.election import leading
 from elastic_rl.coordinator.failure.statistics import DETECT_S, RECOVER_S, EventCursor, FaultStatistics, Histogram
 from elastic_rl.coordinator.membership.hang_detection import is_idle, stalled_s
-from elastic_rl.coordinator.snapshot import RUN_OVER, ClusterSnapshot, newest_number
+from elastic_rl.coordinator.snapshot import RUN_OVER, ClusterSnapshot
+from elastic_rl.dcs.catalog.reads import newest_number
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.records import EngineState, Member, StepMetrics
@@ -241,7 +242,7 @@ def _named(values: Mapping[str, float], limit: int = _MAX_NAMES) -> dict[str, fl
 
 def _pools(s: ClusterSnapshot) -> list[Metric]:
     actual = {(name, state): float(getattr(s.statuses.get(name), state, 0)) for name in s.specs
-              for state in ("ready", "starting", "draining")}
+              for state in ("ready", "starting", "draining", "released")}
     return [
         _gauge("pool_desired", "Desired engines of a pool", "pool",
                {name: spec.desired for name, spec in s.specs.items()}),
@@ -250,13 +251,13 @@ def _pools(s: ClusterSnapshot) -> list[Metric]:
 
 def _engines(s: ClusterSnapshot) -> list[Metric]:
     states = Counter(e.state for e in s.engines.values())
-    head = s.heads[Stream.POLICY].number if Stream.POLICY in s.heads else 0
+    heads = {stream: version.number for stream, version in s.heads.items()}
     serving = [e for e in s.engines.values() if e.state in _SERVES and e.version]
     return [
         _gauge("engines", "Engines by state", "state", {state.value: states[state] for state in EngineState}),
-        _gauge("engine_version", "Policy version verified in an engine", "engine", {e.id: e.version for e in serving}),
+        _gauge("engine_version", "Version verified in an engine", "engine", {e.id: e.version for e in serving}),
         _gauge("engine_version_lag", "Versions by which an engine lags behind the newest committed one", "engine",
-               {e.id: max(0, head - e.version) for e in serving}),
+               {e.id: max(0, heads.get(s.follows(e), 0) - e.version) for e in serving}),
         _gauge("engine_update_seconds", "Last update of an engine, from seeing the version to its verification",
                "engine", {e.id: e.pull_apply_s for e in serving}),
         _gauge("engine_pull_seconds", "Part of the last update in which the engine kept serving", "engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from elastic_rl.coordinator.operations import state_machine
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
@@ -25,8 +26,8 @@ _SEVERITIES = {OperationState.SUCCEEDED: Severity.INFO, OperationState.FAILED: S
 
 
 class OperationController:
-    def __init__(self, keys: Keys, trainer_ranks: int, guarded: GuardedWrite) -> None:
-        self._keys, self._trainer_ranks, self._guarded = keys, trainer_ranks, guarded
+    def __init__(self, keys: Keys, group_ranks: Mapping[str, int], guarded: GuardedWrite) -> None:
+        self._keys, self._group_ranks, self._guarded = keys, group_ranks, guarded
 
     def update(self, snapshot: ClusterSnapshot) -> None:
         """Records the progress of the operations. Raises Fenced."""
@@ -34,7 +35,7 @@ class OperationController:
         written = 0
         for op in snapshot.operations.values():
             try:
-                now = state_machine.advance(op, snapshot, self._trainer_ranks)
+                now = state_machine.advance(op, snapshot, self._group_ranks)
             except (KeyError, TypeError, ValueError) as e:  # parameters that this release does not understand
                 now = state_machine.failed(op, snapshot.now, f"its parameters cannot be read: {type(e).__name__}: {e}")
             if now == op or written >= _MAX_WRITES:

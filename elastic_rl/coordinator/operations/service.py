@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from elastic_rl.config import Config
+from elastic_rl.config import ROLLOUT_POOL, Config, EngineConfig
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator import pools
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.operations import external_engines, state_machine
 from elastic_rl.coordinator.problems import Problem, no_leader, not_found
-from elastic_rl.coordinator.targets import JOB, TRAINER, engine_target, name_of, pool_target
+from elastic_rl.coordinator.targets import JOB, engine_target, name_of, pool_target
 from elastic_rl.coordinator.write_set import WriteSet
 from elastic_rl.errors import OutcomeUnknown
 from elastic_rl.etcd import events, fencing
@@ -44,7 +45,7 @@ _ROLE_RESTART_S = 120.0
 _TRAINER_GRACE_S = 60.0
 _EVENT_KINDS = {OperationKind.SCALE: "pool.scaled", OperationKind.DRAIN: "engine.draining",
                 OperationKind.RESTART: "restart.requested", OperationKind.REGISTER: "engine.registering"}
-_TARGETS = "engines/ID, roles/NAME, trainer or job"
+_TARGETS = f"engines/ID, roles/NAME, {', '.join(TRAINER_GROUPS)} or job"
 
 
 class IdempotencyClaim(Protocol):
@@ -90,7 +91,7 @@ class OperationService:
                 writes.require(Compare.mod(key, "==", found.mod_revision))  # its ETag does not change
             else:
                 writes.put(key, found.mod_revision, old.replace(desired=desired))
-            engine = self._cfg.engine
+            engine = self._engine_config(pool)
             op = self._operation(OperationKind.SCALE, pool_target(pool), by,
                                  engine.start_timeout_s + engine.drain_timeout_s, desired=desired,
                                  previous=old.desired)
@@ -108,7 +109,7 @@ class OperationService:
         def draft() -> Draft:
             writes = WriteSet()
             found, engine = self._engine(engine_id)
-            if engine.state not in (EngineState.STARTING, EngineState.SYNCING, EngineState.READY):
+            if not engine.state.stays:
                 raise Problem(409, "conflict", "The engine cannot be drained",
                               f"engine {engine_id} is {engine.state} already")
             writes.put(found.key, found.mod_revision,
@@ -119,7 +120,7 @@ class OperationService:
                     writes.delete(registration.key, registration.mod_revision)
             elif not replace:
                 self._shrink(engine.pool, writes)
-            cfg, replaced = self._cfg.engine, replace and not engine.external
+            cfg, replaced = self._engine_config(engine.pool), replace and not engine.external
             op = self._operation(OperationKind.DRAIN, engine_target(engine_id), by, cfg.drain_timeout_s +
                                  (cfg.start_timeout_s if replaced else _ENGINE_GRACE_S), pool=engine.pool,
                                  replace=replaced)
@@ -143,7 +144,7 @@ class OperationService:
             writes.put(self._keys.external_engine(url), _revision(found),
                        ExternalEngine(engine=engine_id, pool=pool, url=url, by=by, at=self._clock()))
             op = self._operation(OperationKind.REGISTER, engine_target(engine_id), by,
-                                 self._cfg.engine.start_timeout_s, pool=pool, url=url)
+                                 self._engine_config(pool).start_timeout_s, pool=pool, url=url)
             return op.replace(total=2), writes, self._event(
                 op, engine_id, f"{url} joins pool {pool} as engine {engine_id}, by {by}", url=url)
 
@@ -152,9 +153,9 @@ class OperationService:
     def restart(self, target: str, *, reason: str = "", by: str, dry_run: bool = False,
                 claim: IdempotencyClaim | None = None,
                 also: Callable[[Operation], WriteSet] | None = None) -> Operation:
-        """Restarts ``engines/ID``, ``roles/NAME``, ``trainer`` or ``job`` (the whole compute plane). ``also``: what
-        else the operation's transaction holds. Raises problems: 404 for an engine or role that is not there; 422 for
-        another target."""
+        """Restarts ``engines/ID``, ``roles/NAME``, a trainer group by its name, or ``job`` (the whole compute plane).
+        ``also``: what else the operation's transaction holds. Raises problems: 404 for an engine or role that is not
+        there; 422 for another target."""
 
         def draft() -> Draft:
             writes = WriteSet()
@@ -179,25 +180,32 @@ class OperationService:
         """What the operation needs to see that the part is back, and the longest time for it. A restart of the job ends
         its epoch in the same transaction: from then on nothing of the old one can write."""
         kind, _, name = target.partition("/")
-        engine, trainer = self._cfg.engine, self._cfg.trainer
+        groups = {group.name: self._cfg.of_group(group).trainer for group in self._cfg.trainer_groups}
         if kind == "engines" and name:
-            return {"pool": self._engine(name)[1].pool}, engine.start_timeout_s + _ENGINE_GRACE_S
+            pool = self._engine(name)[1].pool
+            return {"pool": pool}, self._engine_config(pool).start_timeout_s + _ENGINE_GRACE_S
         if kind == "roles" and name:
             replicas = self._incarnations(name)
             if not replicas:
                 raise not_found("role", name)
             return {"before": replicas}, _ROLE_RESTART_S
-        if target == TRAINER:
-            return {"before": self._incarnations(TRAINER)}, trainer.start_timeout_s + _TRAINER_GRACE_S
+        if target in groups:
+            return {"before": self._incarnations(target)}, groups[target].start_timeout_s + _TRAINER_GRACE_S
         if target == JOB:
             epoch = fencing.current_epoch(self._etcd, self._keys)
             guard, put = fencing.next_epoch(self._keys, epoch, holder="global restart")
             writes.require(guard)
             writes.add(put)
-            return ({"before": self._incarnations(TRAINER), "ended": epoch},
-                    trainer.start_timeout_s + engine.start_timeout_s + _TRAINER_GRACE_S)
+            return ({"before": [i for group in groups for i in self._incarnations(group)], "ended": epoch},
+                    max((t.start_timeout_s for t in groups.values()), default=0.0) + _TRAINER_GRACE_S + max(
+                        self._engine_config(pool).start_timeout_s for pool in (ROLLOUT_POOL, *self._cfg.pools)))
         raise Problem(422, "invalid", "The request is not valid", f"target must be {_TARGETS}, not {target!r}",
                       errors=[{"pointer": "/target", "detail": _TARGETS}])
+
+    def _engine_config(self, pool: str) -> EngineConfig:
+        """Settings of a pool's engines."""
+        settings = self._cfg.pool_settings("").get(pool)
+        return settings.engine if settings else self._cfg.engine
 
     def _incarnations(self, role: str) -> list[str]:
         return [m.incarnation for m in members(self._etcd, self._keys, role)]

@@ -11,16 +11,19 @@ deadline.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
-from elastic_rl.coordinator.membership import registry
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.targets import engine_target, name_of
 from elastic_rl.etcd.records import WORKING_PHASES, EngineState, Member, Operation, OperationKind, OperationState
 
 
-def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) -> Operation:
-    """The operation as it is now; an equal one where nothing has changed."""
+def advance(op: Operation, snapshot: ClusterSnapshot, group_ranks: Mapping[str, int] = MappingProxyType({})
+            ) -> Operation:
+    """The operation as it is now; an equal one where nothing has changed. ``group_ranks``: number of ranks of each of
+    the job's trainer groups."""
     if op.state is not OperationState.RUNNING or not op.kind.known:  # an unknown kind is a newer release's
         return op
     now = op if op.leader_deadline_s else op.replace(leader_deadline_s=snapshot.leader_time + op.timeout_s)
@@ -30,7 +33,7 @@ def advance(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int = 1) ->
         case OperationKind.DRAIN:
             now = _drain(now, snapshot)
         case OperationKind.RESTART:
-            now = _restart(now, snapshot, trainer_ranks)
+            now = _restart(now, snapshot, group_ranks)
         case OperationKind.REGISTER:
             now = _register(now, snapshot)
     if not now.state.ended and snapshot.leader_time >= now.leader_deadline_s:
@@ -89,14 +92,14 @@ def _drain(op: Operation, snapshot: ClusterSnapshot) -> Operation:
                       message=f"{snapshot.ready(pool)} of {desired} engines ready")
 
 
-def _restart(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> Operation:
+def _restart(op: Operation, snapshot: ClusterSnapshot, group_ranks: Mapping[str, int]) -> Operation:
     request = snapshot.restarts.get(op.target)
     generation = int(op.params["generation"])
     if request is None or request.generation < generation:
         return _end(op, OperationState.CANCELLED, snapshot.now, error="the request was withdrawn")
     if request.observed_generation < generation and not _has_ended(op.target, snapshot):
         return op.replace(phase="stopping", total=2, message=f"waiting for {op.target} to be stopped")
-    missing = _missing(op, snapshot, trainer_ranks)
+    missing = _missing(op, snapshot, group_ranks)
     if missing:
         return op.replace(phase="starting", done=1, total=2, message=missing)
     return _end(op.replace(done=2, total=2), OperationState.SUCCEEDED, snapshot.now, message=f"{op.target} works again")
@@ -129,7 +132,7 @@ def _register(op: Operation, snapshot: ClusterSnapshot) -> Operation:
                 version=engine.version, message=f"engine {engine_id} serves version {engine.version}")
 
 
-def _missing(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> str:
+def _missing(op: Operation, snapshot: ClusterSnapshot, group_ranks: Mapping[str, int]) -> str:
     """What a restarted part still lacks; empty when it works again."""
     before = {str(i) for i in op.params.get("before", ())}
     match op.target.partition("/")[0]:
@@ -142,8 +145,8 @@ def _missing(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> st
         case "roles":
             role = name_of(op.target)
             return "" if _started_since(snapshot, role, before) else f"no new replica of {role} yet"
-        case "trainer":
-            return _missing_ranks(snapshot, before, trainer_ranks)
+        case group if group in TRAINER_GROUPS:
+            return _missing_ranks(snapshot, before, group, group_ranks.get(group, 1))
         case _:
             if snapshot.epoch <= int(op.params["ended"]) + 1:  # the request itself began one; the new driver's is later
                 return f"the run is still in epoch {snapshot.epoch}"
@@ -151,12 +154,12 @@ def _missing(op: Operation, snapshot: ClusterSnapshot, trainer_ranks: int) -> st
             begun = snapshot.revision(snapshot.keys.job_status()) > snapshot.created(snapshot.keys.operation(op.id))
             if snapshot.status is None or snapshot.status.phase not in (*WORKING_PHASES, "finished") or not begun:
                 return "the training loop has not begun again"
-            return _missing_ranks(snapshot, before, trainer_ranks)
+            return "; ".join(filter(None, (_missing_ranks(snapshot, before, *item) for item in group_ranks.items())))
 
 
-def _missing_ranks(snapshot: ClusterSnapshot, before: Collection[str], trainer_ranks: int) -> str:
-    ranks = [m for m in _started_since(snapshot, registry.TRAINER, before) if m.info.get("ready") is True]
-    return "" if len(ranks) >= trainer_ranks else f"{len(ranks)} of {trainer_ranks} trainer ranks work"
+def _missing_ranks(snapshot: ClusterSnapshot, before: Collection[str], group: str, ranks: int) -> str:
+    working = sum(m.info.get("ready") is True for m in _started_since(snapshot, group, before))
+    return "" if working >= ranks else f"{working} of {ranks} {group} ranks work"
 
 
 def _started_since(snapshot: ClusterSnapshot, role: str, before: Collection[str]) -> list[Member]:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic_rl.dcs.catalog import leader_writes, reads
+from elastic_rl.dcs.catalog import leader_writes, pairs, reads, references
 from elastic_rl.dcs.catalog.pins import pinned
 from elastic_rl.dcs.catalog.reads import CatalogContents, Entry
 from elastic_rl.dcs.catalog.retention import RetentionPolicy, to_release
@@ -43,9 +43,12 @@ class GarbageCollector:
     """Level-triggered: each sweep reads everything and does what is due. Every write carries the caller's guard."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, retention: RetentionPolicy, *, io_timeout_s: float = 2.0,
-                 security: Security | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """``io_timeout_s``: longest wait for one node, while which others are swept."""
+                 security: Security | None = None, clock: Callable[[], float] = time.monotonic,
+                 paired: Sequence[tuple[str, str]] = ()) -> None:
+        """``paired``: streams whose newest pair of versions is kept, whatever the retention says (see ``pairs``).
+        ``io_timeout_s``: longest wait for one node, while which others are swept."""
         self._etcd, self._keys, self._retention, self._clock = etcd, keys, retention, clock
+        self._paired = paired
         self._client = DcsClient(etcd, keys, io_timeout_s=io_timeout_s, security=security)
         self._reported = ("", 0.0)  # last mismatch, and when
 
@@ -63,10 +66,12 @@ class GarbageCollector:
             leader_writes.suspend(self._etcd, self._keys, identity, revision, older, guard)
             return self._mismatch(older, guard)
         contents = reads.read_catalog(self._etcd, self._keys)
-        lines = []
+        committed = {stream: [e.version for e in entries if e.version.state is VersionState.COMMITTED]
+                     for stream, entries in contents.streams.items()}
+        lines, in_pairs, needed = [], pairs.in_newest_pairs(committed, self._paired), references.needed(committed)
         for stream, entries in contents.streams.items():
             lines += self._abort_orphans(entries, guard)
-            lines += self._release(stream, entries, guard)
+            lines += self._release(stream, entries, {in_pairs.get(stream, 0), *needed.get(stream, ())}, guard)
             self._delete_records(entries, guard)
         lines += self._drop(identity, marks, failed, guard)
         lines += [f"could not sweep node {n}: {e.message}" for n, e in failed.items()]
@@ -89,9 +94,11 @@ class GarbageCollector:
                 lines.append(f"aborted {v.stream} version {v.number}: its publisher is gone")
         return lines
 
-    def _release(self, stream: str, entries: Sequence[Entry], guard: Sequence[Compare]) -> list[str]:
+    def _release(self, stream: str, entries: Sequence[Entry], needed: set[int], guard: Sequence[Compare]
+                 ) -> list[str]:
+        """``needed``: numbers of versions that stay in any case."""
         committed = {e.version.number: e for e in entries if e.version.state is VersionState.COMMITTED}
-        old = to_release([e.version for e in committed.values()], self._retention, time.time())
+        old = to_release([e.version for e in committed.values()], self._retention, time.time(), pinned=needed)
         if not old and not any(e.version.state is VersionState.RELEASING for e in entries):
             return []
         kept = pinned(self._etcd, self._keys, stream)

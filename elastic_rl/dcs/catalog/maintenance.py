@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from elastic_rl.config import Config
 from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
+from elastic_rl.dcs.catalog.pairs import PAIRED
 from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.dcs.client import DcsClient
@@ -22,7 +23,8 @@ class Maintenance:
         dcs = cfg.dcs
         security = Security.from_config(dcs, cfg.cluster_dir / TOKEN_FILE)
         self._collector = GarbageCollector(
-            etcd, keys, RetentionPolicy(dcs.keep_versions, dcs.keep_age_s, dcs.keep_bytes), security=security)
+            etcd, keys, RetentionPolicy(dcs.keep_versions, dcs.keep_age_s, dcs.keep_bytes), security=security,
+            paired=PAIRED)
         self._client = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
         self._repair = RepairThread(Repairer(etcd, keys, self._client, replicas=dcs.replicas))
         self._repair.start()

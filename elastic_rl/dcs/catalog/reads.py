@@ -78,6 +78,13 @@ def list_entries(etcd: EtcdClient, keys: Keys, stream: str) -> list[Entry]:
     return [_entry(kv) for kv in kvs]
 
 
+def newest_number(etcd: EtcdClient, prefix: str) -> int:
+    """The highest of the numbers that end the keys under a prefix; 0 for none. Raises EtcdUnavailable."""
+    newest = etcd.page(prefix, limit=1, newest_first=True).kvs
+    name = newest[0].key.removeprefix(prefix) if newest else ""
+    return int(name) if name.isdecimal() else 0
+
+
 def list_versions(etcd: EtcdClient, keys: Keys, stream: str) -> list[Version]:
     """Every version of a stream that has a record, in any state, oldest first."""
     return [e.version for e in list_entries(etcd, keys, stream)]

@@ -1,9 +1,9 @@
 """Copying committed versions to the durable store, in the background, by all nodes together.
 
 One node leads: it chooses the newest version of a stream that is not durable yet as the *task*, for all nodes, and pins
-it. Each node copies the parts that it wrote (``catalog/placement.py``), and puts a key in etcd for each that is
-complete. When all are, the leader writes the commit mark. Versions that are superseded before they were chosen are
-skipped.
+it; streams take turns (``copy_order.py``). Each node copies the parts that it wrote (``catalog/placement.py``), and
+puts a key in etcd for each that is complete. When all are, the leader writes the commit mark. Versions that are
+superseded before they were chosen are skipped.
 
 Chunks are stored whole, or as deltas against the *anchor*, the last version of the stream that was copied whole. The
 leader pins that one too, so that the nodes have its chunks at hand.
@@ -21,17 +21,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs.catalog import pins, reads
+from elastic_rl.dcs.catalog import pairs, pins, reads
 from elastic_rl.dcs.catalog.reads import decode
 from elastic_rl.dcs.catalog.retention import durable_to_drop
 from elastic_rl.dcs.codecs import delta
+from elastic_rl.dcs.durable.copy_order import Copies, Copyable, CopyOrder
 from elastic_rl.dcs.durable.store import CommitMark, DurableStore, PartMark
 from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.errors import ChunkMissing, Conflict, ElasticRLError, EtcdUnavailable, NodeUnavailable, VersionNotFound
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeptLease, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Severity, UploadTask, Version
+from elastic_rl.etcd.records import Severity, UploadTask, Version, VersionState
 from elastic_rl.retry import backoff_s
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class Uploader(threading.Thread):
         self._lease: KeptLease | None = None
         self._leading = 0  # mod revision of the task while this node leads; 0 while it does not
         self._anchors: dict[str, Anchor] = {}
+        self._order = CopyOrder(dcs.durable_streams, pairs.PAIRED)
         self._work: _Work | None = None
         self._last: dict[str, tuple[int, set[str]]] = {}
         """Stream → the last version of which this node copied parts, and their chunks that are whole in the store."""
@@ -190,6 +192,7 @@ class Uploader(threading.Thread):
         """Leads no more; every pin ends with the lease."""
         self._leading, self._work = 0, None
         self._anchors.clear()
+        self._order.forget()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()
@@ -199,21 +202,38 @@ class Uploader(threading.Thread):
 
     def _choose(self) -> _Work | None:
         """The leader's next task."""
-        for stream in self._dcs.durable_streams:
-            head = reads.head(self._etcd, self._keys, stream)
-            if (head is None or self._etcd.get(self._keys.durable(stream, head.number)) is not None
-                    or not self._parts(head)):
+        for copies in self._order.candidates(self._read_stream):
+            versions = [self._pinned(stream, number) for stream, number in copies]
+            if (version := versions[0]) is None or None in versions:
+                self._give_up(copies)
                 continue
-            assert self._lease is not None
-            with contextlib.suppress(VersionNotFound):  # released meanwhile: there is a newer one
-                pins.pin(self._etcd, self._keys, stream, head.number, self._holder, self._lease.id)
-                anchor = self._anchors.get(stream)
-                is_delta = anchor is not None and anchor.deltas + 2 <= self._dcs.durable_full_every
-                task = UploadTask(node=self._node_id, stream=stream, number=head.number,
-                                  anchor=anchor.number if anchor is not None and is_delta else head.number)
-                self._put_task(task)
-                return self._share(task, self._leading, head)
+            self._order.begin(copies)
+            stream, anchor = version.stream, self._anchors.get(version.stream)
+            is_delta = anchor is not None and anchor.deltas + 2 <= self._dcs.durable_full_every
+            task = UploadTask(node=self._node_id, stream=stream, number=version.number,
+                              anchor=anchor.number if anchor is not None and is_delta else version.number)
+            self._put_task(task)
+            return self._share(task, self._leading, version)
         return None
+
+    def _read_stream(self, stream: str) -> Copyable:
+        versions = reads.list_versions(self._etcd, self._keys, stream)
+        return Copyable([v.number for v in versions if v.state is VersionState.COMMITTED], pairs.names_of(versions),
+                        reads.newest_number(self._etcd, self._keys.durable_prefix(stream)))
+
+    def _pinned(self, stream: str, number: int) -> Version | None:
+        """The version, pinned; None if it was released meanwhile, or where its parts are is not known."""
+        assert self._lease is not None
+        try:
+            version = pins.pin(self._etcd, self._keys, stream, number, self._holder, self._lease.id)
+        except VersionNotFound:
+            return None
+        return version if self._parts(version) else None
+
+    def _give_up(self, copies: Copies) -> None:
+        self._order.give_up(copies)
+        for stream, number in copies:
+            self._unpin(stream, number)
 
     def _put_task(self, task: UploadTask, *also: Op) -> None:
         assert self._lease is not None
@@ -338,10 +358,14 @@ class Uploader(threading.Thread):
 
     def _clean(self, stream: str) -> None:
         """Drops versions over ``dcs.durable_keep_versions``, and now and then the objects that no version needs."""
-        anchors = {n: self._durable.mark(stream, n).anchor for n in self._durable.numbers(stream)}
-        for number in durable_to_drop(anchors, self._dcs.durable_keep_versions):
-            if self._etcd.txn([self._guard()], [Op.delete(self._keys.durable(stream, number))]).succeeded:
-                self._durable.drop(stream, number)
+        marks = {s: {n: self._durable.mark(s, n) for n in self._durable.numbers(s)}
+                 for s in self._order.with_stream(stream)}
+        paired = pairs.in_newest_pairs({s: [m.version for m in of.values()] for s, of in marks.items()}, pairs.PAIRED)
+        for name, of in marks.items():
+            for number in durable_to_drop({n: m.anchor for n, m in of.items()}, self._dcs.durable_keep_versions,
+                                          paired.get(name, 0)):
+                if self._etcd.txn([self._guard()], [Op.delete(self._keys.durable(name, number))]).succeeded:
+                    self._durable.drop(name, number)
         self._copied += 1
         if self._copied % _SWEEP_EVERY == 0:
             self._durable.sweep(still_leads=self._still_leads)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from elastic_rl.config import Config, durations
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.dcs.catalog import pins, reads
 from elastic_rl.dcs.catalog import placement as placements
 from elastic_rl.dcs.catalog.pins import pin_holders
@@ -194,7 +195,7 @@ class VersionService:
             return publisher.publish(hf_folder.read(source, counter), meta={"imported": str(source), "by": self.me})
 
     def _require_idle(self, otherwise: str, yes: bool) -> None:
-        if not yes and self.etcd.count(self.keys.members_prefix("trainer")):
+        if not yes and any(self.etcd.count(self.keys.members_prefix(group)) for group in TRAINER_GROUPS):
             raise ConfigError(f"a trainer of job {self.keys.job} is running, and {otherwise}",
                               hint="stop the run first, or give --yes if that is what you want")
 

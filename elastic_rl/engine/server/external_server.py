@@ -20,6 +20,7 @@ from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LOADER
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.process_activity import ActivityMeter, listening
+from elastic_rl.plugins import describe
 from elastic_rl.runtime import wait_until
 
 _START_TIMEOUT_S = 20.0
@@ -36,10 +37,12 @@ class ExternalServer(Server):
     """Recognises a restart of the server by its version: a restarted server has the weights of its folder, and does not
     report the version that was applied to it."""
 
-    def __init__(self, url: str, model_dir: str, *, cfg: EngineConfig) -> None:
+    def __init__(self, url: str, model_dir: str, *, cfg: EngineConfig, updates: bool = True) -> None:
+        """``updates``: whether it is to get versions; if not, it serves the weights that it was started with."""
         # Its schedulers have no stagers, since they lack the secret: weights are loaded in the pause.
         super().__init__(cfg, secret=stager.new_secret(), log_hint="see the log of the server, which someone else runs")
         self._url, self._model_dir = url.rstrip("/"), model_dir
+        self._updates = updates
         self._ranks, self._dtype = 1, ""
         self._applied: int | None = None
         """Version that the server has to report; None before the first update, and during one."""
@@ -74,14 +77,26 @@ class ExternalServer(Server):
                        what=f"an answer of {self._url}", alive=wait_while)
         except DeadlineExceeded as e:
             raise EngineFailed(f"no SGLang server answers at {self._url}/model_info", hint=e.hint) from e
-        architectures = json.loads((Path(self._model_dir) / "config.json").read_text()).get("architectures")
+        try:
+            architectures = json.loads((Path(self._model_dir) / "config.json").read_text()).get("architectures")
+        except (OSError, ValueError, AttributeError) as e:
+            raise EngineFailed(f"{self._model_dir}/config.json cannot be read: {describe(e)}") from e
         info = self._call("GET", "/server_info")
-        reason = incompatibility(self._call("GET", "/model_info"), info, architectures)
+        model = self._call("GET", "/model_info")
+        reason = incompatibility(model, info, architectures, updates=self._updates) or self._foreign(model)
         if reason:
             raise EngineFailed(f"{self._url} cannot join the pool: {reason}")
         self._ranks, self._dtype = int(info.get("tp_size") or 1), str(info.get("dtype", ""))
         # Where they are not visible, time in which they have no CPU counts as waiting.
         self._meter = ActivityMeter(listening(urlsplit(self._url).port or 80))
+
+    def _foreign(self, info: dict[str, Any]) -> str:
+        """Why these are no weights of the pool, where they never change; else "". A server says where it read its
+        weights, and not which they are."""
+        path = str(info.get("model_path") or "")
+        if self._updates or not path or Path(path).resolve() == Path(self._model_dir).resolve():
+            return ""
+        return f"it serves {path}, not {self._model_dir}"
 
     def alive(self) -> bool:
         return not self._condemned
@@ -98,6 +113,9 @@ class ExternalServer(Server):
         if info is None:
             if self._refused >= _MAX_REFUSED:
                 self.condemn(f"{self._url} no longer answers")
+            return False
+        if foreign := self._foreign(info):
+            self.condemn(f"{self._url} has other weights than its pool: {foreign}")
             return False
         version = to_version(info.get("weight_version"))
         if applied is not None and applied == self._applied and version != applied:
@@ -132,10 +150,13 @@ class ExternalServer(Server):
         return info if isinstance(info, dict) else None
 
 
-def incompatibility(model: dict[str, Any], server: dict[str, Any], architectures: object) -> str:
-    """Why a server cannot join a pool, by its answers to /model_info and /server_info; empty when it can."""
+def incompatibility(model: dict[str, Any], server: dict[str, Any], architectures: object, *, updates: bool) -> str:
+    """Why a server cannot join a pool, by its answers to /model_info and /server_info; empty when it can. ``updates``:
+    whether the pool changes weights."""
     if architectures and model.get("architectures") != architectures:
         return f"its model is a {model.get('architectures')}, not a {architectures}"
+    if not updates:
+        return ""
     if LOADER not in (server.get("custom_weight_loader") or ()):
         return f"it was started without --custom-weight-loader {LOADER}"
     for name in ("dp_size", "pp_size", "nnodes"):

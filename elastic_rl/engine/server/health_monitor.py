@@ -32,7 +32,10 @@ class HealthMonitor:
         self._health = EngineHealth(limits, clock())
         self._lock = threading.Lock()
         self._pauses = 0
-        self._paused = False
+        self._paused = 0
+        """Pauses that have begun and not ended."""
+        self._probing = threading.Lock()
+        """Held from the look whether there is a pause to the end of the probe."""
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"health-{name}", daemon=True)
@@ -50,14 +53,22 @@ class HealthMonitor:
         counts for nothing."""
         with self._lock:
             self._pauses += 1
-            self._paused = True
+            self._paused += 1
         try:
             yield
         finally:
             with self._lock:
                 self._pauses += 1
-                self._paused = False
+                self._paused -= 1
                 self._health = self._health.skip(self._clock())
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """As ``paused``, and no probe is in flight inside: the server could not bear one."""
+        with self.paused():
+            with self._probing:  # one in flight ends: it is bounded
+                pass
+            yield
 
     def close(self) -> None:
         """Ends the thread at its next turn; does not wait for a probe in flight."""
@@ -71,6 +82,10 @@ class HealthMonitor:
 
     def observe(self) -> Health:
         """One probe."""
+        with self._probing:
+            return self._observe()
+
+    def _observe(self) -> Health:
         with self._lock:
             pauses = self._pauses
             if self._paused:

@@ -28,6 +28,7 @@ from elastic_rl import http_client
 from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.engine.client import to_version
 from elastic_rl.engine.server.arguments import tensor_parallel
+from elastic_rl.engine.server.device_memory import DeviceMemory
 from elastic_rl.engine.server.health import Effort
 from elastic_rl.engine.server.probe import Load, ServerProbe, parse_load
 from elastic_rl.engine.sglang import stager
@@ -36,7 +37,7 @@ from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.leftovers import TAG_ENV, remove_files
 from elastic_rl.host.process_activity import ActivityMeter, of_tree
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime import ProgressLimit, free_port, wait_until
+from elastic_rl.runtime import ProgressLimit, free_port, runs, wait_until
 
 _START_STEPS = {"cpu_s": 0.5, "starved_s": 0.5, "read_bytes": 1 << 16}
 """What counts as progress of a start: a tree of processes that all wait still wakes up now and then."""
@@ -84,6 +85,7 @@ class Server(ABC):
         self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg))
         self._meter = ActivityMeter(())
         self._condemned = ""
+        self.memory = DeviceMemory(self._call)
 
     @property
     @abstractmethod
@@ -153,9 +155,18 @@ class Server(ABC):
         """Version that the engine puts on its answers; 0 before the first update. Raises EngineFailed."""
         return to_version(self._call("GET", "/model_info").get("weight_version"))
 
+    def checksum(self) -> str:
+        """Of the weights that it serves, in its own layout. Takes as long as reading them. Raises EngineFailed."""
+        answer = self._call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=self._cfg.start_timeout_s)
+        return str(answer.get("per_engine_checksum") or "")
+
     def in_flight(self) -> int:
         """Requests that run or wait in the engine. Raises EngineFailed."""
         return parse_load(self._call("GET", "/v1/loads")).in_flight
+
+    def abort_requests(self) -> None:
+        """Ends every request that runs or waits in the engine. Raises EngineFailed."""
+        self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     # -- weights --------------------------------------------------------------------------------------------------
     @contextmanager
@@ -169,15 +180,17 @@ class Server(ABC):
 
         With ``engine.pause_mode=retract`` requests in flight return to the queue: the tokens that they have stay with
         the old version, their KV cache is computed again under the new one, and the answer says where the version
-        changed. Raises EngineFailed; the weights may then be torn, and the engine must not serve again.
+        changed. With ``abort`` they are answered with the tokens that they have. With ``drain`` there should be none.
+        Raises EngineFailed; the weights may then be torn, and the engine must not serve again.
         """
-        self._call("POST", "/pause_generation", {"mode": self._cfg.pause_mode})
+        mode = self._cfg.pause_mode
+        self._call("POST", "/pause_generation", {"mode": "retract" if mode == "drain" else mode})
         self._call("POST", "/begin_weight_update", {})
         # One call, so the version that SGLang records after each call is recorded after the last byte; it also drops
         # the prefix cache, which holds KV of the old weights (and cannot be dropped under requests that use it).
         self._call("POST", "/update_weights_from_tensor", {
             "serialized_named_tensors": [pack(update.request)] * self.tensor_parallel, "load_format": LOADER,
-            "weight_version": str(version), "flush_cache": self._cfg.pause_mode == "retract"})
+            "weight_version": str(version), "flush_cache": mode != "in_place"})
         self._call("POST", "/end_weight_update", {})
         self._call("POST", "/continue_generation", {})
         # Checked after the pause, to keep it short; until then the record says `applying`.
@@ -185,9 +198,11 @@ class Server(ABC):
         if seen != version or not self.alive():
             raise EngineFailed(f"the engine reports version {seen} after version {version} was applied")
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *,
+              timeout_s: float | None = None) -> dict[str, Any]:
+        limit = self._http.timeout if timeout_s is None else timeout_s
         try:
-            reply = self._http.request(method, self.url + path, json=body)
+            reply = self._http.request(method, self.url + path, json=body, timeout=limit)
         except httpx.HTTPError as e:
             raise EngineFailed(f"engine {self.url} failed at {path}: {type(e).__name__}",
                                hint=self._log_hint) from e
@@ -210,17 +225,22 @@ class Server(ABC):
 class SGLangServer(Server):
     """A server with its scheduler and detokenizer processes, all of which end with this process.
 
-    ``model_dir``: HF folder; its weights belong to no version. ``seed`` seeds the sampler: engines of a pool need
+    ``model_dir``: HF folder. ``seed`` seeds the sampler: engines of a pool need
     different ones, or they would produce the same samples. ``log``: file for stdout and stderr. ``tag``: put into the
     names of the server's files in /dev/shm and the temp folder; ``stop`` removes the files of this tag.
     """
 
     def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int, tag: str,
-                 host: str = "127.0.0.1", deterministic: bool = False) -> None:
-        """``deterministic``: what a sample gets depends on nothing but the weights, its prompt and its seed."""
+                 host: str = "127.0.0.1", deterministic: bool = False, folder_version: int = 0,
+                 shares_devices: bool = False, gpus: str = "") -> None:
+        """``deterministic``: what a sample gets depends on nothing but the weights, its prompt and its seed.
+        ``folder_version``: of the folder's weights; 0 where they belong to no version. ``shares_devices``: its device
+        memory is to be released and resumed (``memory``). ``gpus``: the ones it uses, as ``CUDA_VISIBLE_DEVICES`` has
+        them; empty: those that this process sees."""
         super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}")
         self._model_dir, self._device, self._log, self._seed = model_dir, device, log, seed
         self._host, self._tag, self._deterministic = host, tag, deterministic
+        self._folder_version, self._shares_devices, self._gpus = folder_version, shares_devices, gpus
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._processes: list[psutil.Process] = []
@@ -250,6 +270,8 @@ class SGLangServer(Server):
             # Two threads per engine make 2 cores slower, not faster, and the allocator's arenas cost memory.
             env |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "MALLOC_ARENA_MAX": "2",
                     **_cores_of_ranks(self.tensor_parallel)}
+        if self._gpus:
+            env["CUDA_VISIBLE_DEVICES"] = self._gpus
         env["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(probe_timeout_s(self._cfg)))
         self._process = spawn(python("elastic_rl.engine.sglang.launch", *self.arguments(cuda)), log=self._log, env=env)
         limit = ProgressLimit(self._cfg.start_timeout_s, steps=_START_STEPS)
@@ -285,7 +307,8 @@ class SGLangServer(Server):
                 "log_bytes": log_bytes}
 
     def uses_cuda(self) -> bool:
-        return self._device.uses_cuda(torch.cuda.is_available)
+        # Ray hides the GPUs from an actor that it gave none, as to the runner of an engine that shares some.
+        return self._device.uses_cuda(lambda: bool(self._gpus) or torch.cuda.is_available())
 
     def arguments(self, cuda: bool) -> list[str]:
         """Command line of sglang.launch_server."""
@@ -296,11 +319,14 @@ class SGLangServer(Server):
                 "--max-total-tokens", str(self._cfg.max_total_tokens),
                 "--max-running-requests", str(self._cfg.max_running_requests),
                 "--custom-weight-loader", LOADER, "--log-level", "warning",
+                *(("--weight-version", str(self._folder_version)) if self._folder_version else ()),
                 "--skip-tokenizer-init",   # token ids in, token ids out
                 "--skip-server-warmup", "--sleep-on-idle"]  # without the latter an idle scheduler spins a core
         if not cuda:
             args += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
                      "--disable-cuda-graph", "--disable-radix-cache"]  # the tree costs more than short prompts' prefill
+        elif self._shares_devices:
+            args.append("--enable-memory-saver")
         seeded = self._cfg.seeded_sampling
         if self._deterministic or seeded == "on" or (seeded == "auto" and not cuda):
             args.append("--enable-deterministic-inference")
@@ -315,13 +341,13 @@ class SGLangServer(Server):
     # -- health ---------------------------------------------------------------------------------------------------
     def alive(self) -> bool:
         """Whether the main process and every child that it had when it first answered still run."""
-        return not self._condemned and self._main_alive() and all(_runs(p) for p in self._processes[1:])
+        return not self._condemned and self._main_alive() and all(runs(p) for p in self._processes[1:])
 
     def condemn(self, reason: str) -> None:
         super().condemn(reason)
         with self._ending:
             for process in self._processes:  # SIGTERM would hang
-                if _runs(process):
+                if runs(process):
                     process.kill()
 
     def _main_alive(self) -> bool:
@@ -345,12 +371,12 @@ class SGLangServer(Server):
             if self._process is None:
                 return
             for process in self._processes[1:] if not grace_s else ():
-                if _runs(process):
+                if runs(process):
                     process.kill()
             stop(self._process.pid, grace_s=grace_s)
             self._process.wait(timeout=10.0)
             for process in self._processes[1:]:  # those that had left the tree when the main process ended
-                if _runs(process):
+                if runs(process):
                     process.kill()
             self._process = None
         remove_files(self._tag)
@@ -368,13 +394,6 @@ def _cores_of_ranks(ranks: int) -> dict[str, str]:
         return {}
     cores = sorted(os.sched_getaffinity(0))
     return {name: "|".join(",".join(map(str, cores[rank::ranks] or cores)) for rank in range(ranks))}
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class _InBand:

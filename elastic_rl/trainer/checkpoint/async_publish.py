@@ -60,10 +60,11 @@ class AsyncPublisher:
     """Completes publishes in a thread of each rank, one at a time. All ranks make the same calls in the same order."""
 
     def __init__(self, par: ParallelDims, cfg: DcsConfig, etcd: EtcdClient, keys: Keys,
-                 publishers: Mapping[str, Publisher], on_dropped: Callable[[], None]) -> None:
-        """``publishers``: by stream, on rank 0. ``on_dropped`` is called there after each publish that failed."""
+                 publishers: Mapping[str, Publisher], on_dropped: Callable[[], None], subject: str) -> None:
+        """``publishers``: by stream, on rank 0. ``subject``: of the event about a publish that was dropped.
+        ``on_dropped`` is called there after each publish that failed."""
         self._par, self._cfg, self._etcd, self._keys = par, cfg, etcd, keys
-        self._publishers, self._on_dropped = publishers, on_dropped
+        self._publishers, self._on_dropped, self._subject = publishers, on_dropped, subject
         self._timeout_s = cfg.publish_timeout_s + cfg.io_timeout_s + _MARGIN_S
         self.group = (dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
                       if par.world > 1 else None)
@@ -161,7 +162,8 @@ class AsyncPublisher:
         log.warning("%s dropped: %s", names, error)
         epoch = max(s.version.epoch for s in publish.staged.values())
         with contextlib.suppress(ElasticRLError):  # the log has it too
-            fencing.emit(self._etcd, self._keys, epoch, "version.dropped", "trainer", f"{names} was dropped: {error}",
+            fencing.emit(self._etcd, self._keys, epoch, "version.dropped", self._subject,
+                         f"{names} was dropped: {error}",
                          severity=Severity.WARNING, step=publish.step,
                          **{stream: s.version.number for stream, s in publish.staged.items()})
         with self._lock:

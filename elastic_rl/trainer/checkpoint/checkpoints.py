@@ -1,4 +1,5 @@
-"""Publishes the streams ``policy`` and ``trainer_state`` to the checkpoint service, and restores the latter.
+"""Publishes the two streams of a group, its weights and its state (``policy`` and ``trainer_state``, ``critic`` and
+``critic_state``), to the checkpoint service, and restores the latter.
 
 Every rank writes the tensors that it owns, and reads its own part of each tensor; no rank ever has the whole state.
 
@@ -18,8 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_rl.config import Stream
+from elastic_rl.config.groups import ACTOR
+from elastic_rl.data.branch import Branch
 from elastic_rl.dcs.catalog import reads
+from elastic_rl.dcs.catalog.pairs import META_KEY
+from elastic_rl.dcs.catalog.references import REFERENCE_KEY
 from elastic_rl.dcs.catalog.writer import Staged
 from elastic_rl.dcs.client import DcsClient
 from elastic_rl.dcs.fetch.puller import Puller
@@ -49,8 +53,7 @@ from elastic_rl.trainer.reference import Reference
 log = logging.getLogger(__name__)
 
 _WEIGHTS, _EXTRAS, _REFERENCE = "weights", "extras", "reference"
-_PARTS: dict[str, tuple[str, ...]] = {Stream.POLICY: (_WEIGHTS,),
-                                      Stream.TRAINER_STATE: (_WEIGHTS, _EXTRAS, _REFERENCE)}
+_STATE_PARTS = (_WEIGHTS, _EXTRAS, _REFERENCE)
 """Both streams refer to the same chunks of the weights. Those of the reference policy are the same in every state until
 it is renewed, and are stored once."""
 _RETRY_S = (0.2, 4.0)
@@ -83,19 +86,22 @@ class Checkpoints:
         arguments are the phase (restoring, loading, or waiting for etcd or a node) and a detail for people.
         ``reference``: of a run that has a reference policy."""
         self.par, self.policy, self.adam, self.incarnation = par, policy, adam, incarnation
+        self._group, self._has_pair = ctx.group, ctx.config.uses_critic
+        self._names_reference = ctx.config.uses_reference_group and ctx.group is ACTOR
         self._reference = reference
         self._cfg, keys = ctx.config.dcs, ctx.keys
         dcs, security = self._cfg, Security.from_config(self._cfg, ctx.config.cluster_dir / TOKEN_FILE)
         self._publishers: dict[str, Publisher] = {stream: Publisher(
-            etcd, keys, stream, epoch=ctx.epoch, owner=f"trainer-{incarnation}", chunk_bytes=dcs.chunk_bytes,
+            etcd, keys, stream, epoch=ctx.epoch, owner=f"{ctx.group.name}-{incarnation}", chunk_bytes=dcs.chunk_bytes,
             replicas=dcs.replicas, digest=dcs.digest, staging_ttl_s=dcs.staging_ttl_s,
-            io_timeout_s=dcs.io_timeout_s, security=security) for stream in Stream if par.rank == 0}
+            io_timeout_s=dcs.io_timeout_s, security=security)
+            for stream in (ctx.group.weights, ctx.group.state) if par.rank == 0}
         self._etcd, self._keys = etcd, keys
-        self._puller = Puller(etcd, keys, f"trainer-{par.rank}-{incarnation}", io_timeout_s=dcs.io_timeout_s,
+        self._puller = Puller(etcd, keys, f"{ctx.group.name}-{par.rank}-{incarnation}", io_timeout_s=dcs.io_timeout_s,
                               security=security)
         self._dcs = DcsClient(etcd, keys, io_timeout_s=dcs.io_timeout_s, security=security)
         self._arena, self._to_host = LocalArena(self._dcs), HostCopier(par.device)
-        self._background = AsyncPublisher(par, dcs, etcd, keys, self._publishers, on_dropped)
+        self._background = AsyncPublisher(par, dcs, etcd, keys, self._publishers, on_dropped, ctx.group.name)
         self._rounds = Rounds(par, self._background.group, round_timeout_s=ctx.config.trainer.collective_timeout_s)
         self._report = on_restore
         self._epoch = ctx.epoch
@@ -106,6 +112,7 @@ class Checkpoints:
         self._retry = RetryBackoff(*_RETRY_S)
         self.policy_version = 0
         """Number of the last publish that was begun."""
+        self.branch = Branch()
         self.state_version = 0
 
     # -- publishing --------------------------------------------------------------------------------------------------
@@ -125,25 +132,31 @@ class Checkpoints:
 
     def _begin(self, progress: Progress, policy: bool, state: bool) -> list[int]:
         self._collect_dropped()
-        streams = self._dropped | ({Stream.POLICY} if policy else set()) | ({Stream.TRAINER_STATE} if state else set())
+        weights_of, state_of = self._group.weights, self._group.state
+        streams = self._dropped | ({weights_of} if policy else set()) | ({state_of} if state else set())
         staged: dict[str, Staged] = {}
         number = self.policy_version
-        if Stream.POLICY in streams:
-            staged[Stream.POLICY] = self._publishers[Stream.POLICY].begin({
-                "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation})
-            number = staged[Stream.POLICY].version.number
-        if Stream.TRAINER_STATE in streams:
-            meta: dict[str, Any] = {**progress.replace(updates=self.adam.updates).to_json(), "policy_version": number}
+        if weights_of in streams:
+            staged[weights_of] = self._publishers[weights_of].begin({
+                "step": progress.step, "phase": progress.phase, "incarnation": self.incarnation,
+                **({REFERENCE_KEY: progress.reference_version} if progress.reference_version else {})})
+            number = staged[weights_of].version.number
+        if state_of in streams:
+            if self._names_reference and progress.phase == "rl" and not progress.reference_version:
+                progress = progress.replace(reference_version=number)
+            meta: dict[str, Any] = {**progress.replace(updates=self.adam.updates).to_json(), "policy_version": number,
+                                    **({META_KEY: progress.pair} if self._has_pair else {})}
             try:
-                staged[Stream.TRAINER_STATE] = self._publishers[Stream.TRAINER_STATE].begin(meta)
+                staged[state_of] = self._publishers[state_of].begin(meta)
             except ElasticRLError:
-                if Stream.POLICY in staged:
-                    self._publishers[Stream.POLICY].abort(staged[Stream.POLICY])
+                if weights_of in staged:
+                    self._publishers[weights_of].abort(staged[weights_of])
                 raise
         self._dropped = set()
-        self._begun = InFlightPublish(staged, {stream: _PARTS[stream] for stream in staged}, progress.step,
+        self._begun = InFlightPublish(staged, {
+            stream: _STATE_PARTS if stream == state_of else (_WEIGHTS,) for stream in staged}, progress.step,
                                       traces.inject())
-        return [staged[s].version.number if s in staged else 0 for s in (Stream.POLICY, Stream.TRAINER_STATE)]
+        return [staged[s].version.number if s in staged else 0 for s in (weights_of, state_of)]
 
     def publish(self, numbers: Sequence[int], step: int, *, has_reference: bool = False) -> Published:
         """Copies the streams that ``begin`` took ``numbers`` for into the arena. A collective of the group.
@@ -177,6 +190,7 @@ class Checkpoints:
             end = time.perf_counter()
             self._background.submit(writer, begun)
         self.policy_version = policy_number or self.policy_version
+        self.branch = self.branch.published(policy_number)
         self.state_version = state_number or self.state_version
         return Published(policy_number, state_number, gather_s=end - gathering - writer.copy_s, copy_s=writer.copy_s,
                          stall_s=end - start, waited_s=waited)
@@ -223,7 +237,7 @@ class Checkpoints:
             if not unavailable:
                 return progress
             log.error("no version of %s is available; the newest is not: %s; start the DCS nodes that have its chunks, "
-                      "or restore the durable store", Stream.TRAINER_STATE, unavailable)
+                      "or restore the durable store", self._group.state, unavailable)
             self._report("waiting for the trainer's state", unavailable)
             self._pause.wait(_UNAVAILABLE_PAUSE_S)
 
@@ -237,19 +251,29 @@ class Checkpoints:
             if not number:
                 break
             try:
-                loader, version = self._rounds.run(
-                    lambda job, n=number: patiently(job, lambda: self._read(n, job), self._waits))  # type: ignore[misc]
+                loader, version = self._read_together(number)
             except Unavailable as e:
-                log.warning("trainer_state %d is not available: %s", number, e)
+                log.warning("%s %d is not available: %s", self._group.state, number, e)
                 newest = newest or str(e)  # not the error, which keeps what the attempt has loaded
                 continue
             return self._restored(loader, version, newest), ""
         return None, newest
 
+    def load(self, number: int) -> Progress | None:
+        """Restores this version of the state on every rank, between two publishes; None when it is not available: then
+        the weights are torn, and another state must be restored. Raises TrainerFailed when a rank was lost."""
+        try:
+            loader, version = self._read_together(number)
+        except Unavailable as e:
+            log.warning("%s %d is not available: %s", self._group.state, number, e)
+            return None
+        return self._restored(loader, version, "")
+
     def load_initial(self, model_dir: Path | str) -> None:
         """Initialises the weights from an HF folder. Each rank reads its own part, for as long as that takes. Raises
         ConfigError, and TrainerFailed when a rank was lost."""
         self._rounds.run(lambda _: self.policy.load_folder(model_dir, lambda: self._report("loading", str(model_dir))))
+        self.branch = self.branch.restored(0)
 
     def _restored(self, loader: StateLoader, version: Version, newest: str) -> Progress:
         progress = Progress.from_json(version.meta)
@@ -257,13 +281,14 @@ class Checkpoints:
             progress = progress.replace(reference=None)  # this run has none, and would not save it
         loader.apply(progress.updates, has_reference=progress.reference is not None)
         self.policy_version = int(version.meta.get("policy_version", 0))
+        self.branch = self.branch.restored(self.policy_version)
         self.state_version = version.number
         if newest and self.par.rank == 0:
             with suppress(EtcdUnavailable):  # the log has it too
-                fencing.emit(self._etcd, self._keys, self._epoch, "trainer.state_lost", Stream.TRAINER_STATE,
+                fencing.emit(self._etcd, self._keys, self._epoch, f"{self._group.name}.state_lost", self._group.state,
                              f"the newest state is not available, resuming from version {version.number}: {newest}",
                              severity=Severity.ERROR)
-        log.info("restored trainer_state %d: %s step %d", version.number, progress.phase, progress.step)
+        log.info("restored %s %d: %s step %d", self._group.state, version.number, progress.phase, progress.step)
         return progress
 
     def _waits(self, error: ElasticRLError) -> None:
@@ -271,14 +296,18 @@ class Checkpoints:
 
     def _committed(self) -> list[int]:
         """Numbers of the committed states, oldest first."""
-        return [v.number for v in reads.list_versions(self._etcd, self._keys, Stream.TRAINER_STATE)
+        return [v.number for v in reads.list_versions(self._etcd, self._keys, self._group.state)
                 if v.state is VersionState.COMMITTED]
+
+    def _read_together(self, number: int) -> tuple[StateLoader, Version]:
+        """This rank's part of a state, once every rank has its own. Raises Unavailable."""
+        return self._rounds.run(lambda job: patiently(job, lambda: self._read(number, job), self._waits))
 
     def _read(self, number: int, job: Job[Any]) -> tuple[StateLoader, Version]:
         """In the thread of a job: this rank's part of a state."""
         loader = StateLoader(self.policy, self.adam, self._reference)
         version = state_reader.read(
-            self._puller, Stream.TRAINER_STATE, number, loader, bucket_bytes=self._cfg.bucket_bytes, check=job.check,
+            self._puller, self._group.state, number, loader, bucket_bytes=self._cfg.bucket_bytes, check=job.check,
             on_progress=lambda done, total: self._report(
-                "restoring", f"trainer_state {number}: {done >> 20} of {total >> 20} MiB are on this host"))
+                "restoring", f"{self._group.state} {number}: {done >> 20} of {total >> 20} MiB are on this host"))
         return loader, version

@@ -1,9 +1,8 @@
 """``python -m elastic_rl.trainer.group.agent --context FILE``: torch elastic's agent for the ranks of this host.
 
 When a rank dies or is stopped (SIGSTOP), the agent ends all ranks of the group and starts them again; they resume from
-the newest ``trainer_state``. The agent ends when the run's epoch is raised above its own. Its ranks die with it, also
-after kill -9. Exit codes: 0 stopped, 1 restarts used up, 2 bad context, 3 fenced.
-"""
+the newest state of their group. The agent ends when the run's epoch is raised above its own. Its ranks die with it,
+also after kill -9. Exit codes: 0 stopped, 1 restarts used up, 2 bad context, 3 fenced. """
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as e:
         print(e, file=sys.stderr)
         return 2
-    logs.setup("trainer-agent", ctx.config.telemetry.log_level)
+    logs.setup(f"{ctx.group.name}-agent", ctx.config.telemetry.log_level)
     # Not a default: Ray sets it in its workers, to the number of CPUs of the whole group.
     os.environ["OMP_NUM_THREADS"] = str(ctx.config.trainer.cpu_threads)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps its TP collectives by this order
@@ -70,25 +69,25 @@ def _run(ctx: RunContext, etcd: EtcdClient, context_file: str) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # There is one agent per group: with a run id of its own it does not wait for a predecessor that was killed.
-    run_id = f"{ctx.epoch}-{secrets.token_hex(4)}"
+    run_id = f"{ctx.group.name}-{ctx.epoch}-{secrets.token_hex(4)}"
     agent = _make_agent(ctx, run_id, context_file)
     try:
         result = agent.run()
         if not result.is_failed():
             return 0
-        failure = ChildFailedError("trainer", result.failures)
-        log.error("the trainer group failed: %s", failure)
-        fencing.emit(etcd, ctx.keys, ctx.epoch, "trainer.restarts_exhausted", "trainer",
+        failure = ChildFailedError(ctx.group.name, result.failures)
+        log.error("the group failed: %s", failure)
+        fencing.emit(etcd, ctx.keys, ctx.epoch, f"{ctx.group.name}.restarts_exhausted", ctx.group.name,
                      f"{ctx.config.trainer.max_restarts} restarts are used up; the last failure: {failure}",
                      severity=Severity.ERROR)
         return 1
     except Fenced as e:
-        log.error("the trainer ends: %s", e)
+        log.error("the group ends: %s", e)
         return FENCED_EXIT
     except SignalException as e:
         log.info("stopped by %s", e.sigval.name)
         # On purpose, so it must not count as a death of the ranks.
-        deregister(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, "trainer") if m.epoch == ctx.epoch])
+        deregister(etcd, ctx.keys, [m for m in members(etcd, ctx.keys, ctx.group.name) if m.epoch == ctx.epoch])
         return 0
     finally:
         with contextlib.suppress(EtcdUnavailable):  # the keys end with their lease
@@ -103,7 +102,7 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from elastic_rl.trainer import worker
+    from elastic_rl.trainer import rank
     from elastic_rl.trainer.group import rendezvous
     from elastic_rl.trainer.group.rank_watch import RankWatch
 
@@ -135,7 +134,7 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, _raise_signal)
     return Agent(WorkerSpec(
-        role="trainer", local_world_size=trainer.ranks, entrypoint=worker.serve,
+        role=ctx.group.name, local_world_size=trainer.ranks, entrypoint=rank.serve,
         args=(context_file,), rdzv_handler=handler, max_restarts=trainer.max_restarts,
         monitor_interval=_MONITOR_INTERVAL_S, master_addr=None), DefaultLogsSpecs(), start_method=method,
         exit_barrier_timeout=5, shutdown_timeout=_RANK_GRACE_S)

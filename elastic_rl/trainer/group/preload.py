@@ -19,4 +19,4 @@ import megatron.core.distributed  # noqa: E402
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
 import megatron.core.optimizer  # noqa: E402, F401
 
-import elastic_rl.trainer.worker  # noqa: E402, F401
+import elastic_rl.trainer.rank  # noqa: E402, F401

@@ -45,6 +45,8 @@ def build(arch: ModelArch, dims: AttentionDims, cfg: Config, par: ParallelDims) 
                          rotary_base=arch.rope_theta, rope_scaling=arch.rope_factor is not None,
                          rope_scaling_factor=arch.rope_factor or 1.0, pre_process=par.pp_rank == 0,
                          post_process=par.is_last_stage)
+    if arch.value_head and par.is_last_stage:
+        model.output_layer = ValueHead(config)
     return model.to(par.device, dtype)  # Megatron's local norms are fp32 whatever the config says
 
 
@@ -62,6 +64,24 @@ def padded_length(config: Any, length: int) -> int:
     of_tensor = config.tensor_model_parallel_size if config.sequence_parallel else 1
     divisor = of_tensor * multiple(config.context_parallel_size)
     return -(-length // divisor) * divisor
+
+
+class ValueHead(torch.nn.Module):
+    """The last layer of a critic: one number a position, in fp32. Each rank of a tensor-parallel group has all of it
+    and computes the same, so its gradient is whole on each."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._gathers = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: torch.Tensor, **_of_logits: Any) -> tuple[torch.Tensor, None]:
+        """From hidden states [P, R, hidden], with sequence parallelism this rank's positions of them, to [P, R, 1]."""
+        if self._gathers:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return torch.nn.functional.linear(hidden.float(), self.weight.float()), None
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -148,6 +148,12 @@ class Adam:
             state.reset()
         self.updates = 0
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What it keeps from one update to the next: parameters or masters, and the state of each."""
+        for inner in self._inner:
+            yield from (p.data for group in inner.param_groups for p in group["params"])
+            yield from (v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+
     def moments(self) -> Moments:
         """The moments that this rank keeps, in place; zeros before the first update."""
         return _joined([state.moments() for state in self._states])

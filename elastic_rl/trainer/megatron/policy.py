@@ -1,4 +1,4 @@
-"""The policy: a Megatron GPTModel with the shape of an HF folder, wrapped for data parallelism."""
+"""The policy, or the critic: a Megatron GPTModel with the shape of an HF folder, wrapped for data parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from elastic_rl.config import Config
 from elastic_rl.dcs.versions import hf_folder
 from elastic_rl.errors import ConfigError
-from elastic_rl.models.arch import ModelArch, whole_model_name
+from elastic_rl.models.arch import VALUE_HEAD, ModelArch, whole_model_name
 from elastic_rl.models.layout import ShardLayout
 from elastic_rl.trainer.context_parallel import own_positions
 from elastic_rl.trainer.megatron import gpt_model
@@ -26,18 +26,19 @@ __all__ = ["FileTensor", "ModelArch", "Policy"]
 
 
 class Policy:
-    """This rank's part of the model."""
+    """This rank's part of the model: of the policy or, with ``arch.value_head``, of the critic."""
 
-    def __init__(self, arch: ModelArch, cfg: Config, par: ParallelDims) -> None:
+    def __init__(self, arch: ModelArch, cfg: Config, par: ParallelDims, *, trains: bool = True) -> None:
+        """``trains``: whether it gets gradients, which take memory."""
         self.arch, self.par = arch, par
         self.dims = arch.attention_dims(par.tp)
-        module = gpt_model.build(arch, self.dims, cfg, par)
-        for name, param in self._named(module):
+        self.module: torch.nn.Module = gpt_model.build(arch, self.dims, cfg, par)
+        for name, param in self.parameters():
             # By it Megatron counts a parameter in the norm of the gradient: once, or each rank's part of it. It sets it
             # only where it initialises parameters itself.
             param.tensor_model_parallel = arch.rule_of(name).layout is not ShardLayout.WHOLE  # type: ignore[attr-defined]
         # The optimizer and gradient code read the model through Megatron's DDP, so it is wrapped for one replica too.
-        self.ddp = gpt_model.wrap(module, cfg)
+        self.ddp = gpt_model.wrap(self.module, cfg) if trains else self.module
         self.masters: dict[str, ShardRange] = {}
         """By Megatron name, what this rank's optimizer has of the fp32 master weights. Empty for fp32 parameters, which
         are their own, and without an optimizer."""
@@ -55,19 +56,12 @@ class Policy:
         dtype: torch.dtype = self.module.config.params_dtype
         return dtype
 
-    @property
-    def module(self) -> torch.nn.Module:
-        return self.ddp.module
-
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """(Megatron name, this rank's shard), in a fixed order. Layers and experts are numbered over the whole model.
         """
-        yield from self._named(self.module)
-
-    def _named(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         first_layer = self.par.pp_rank * (self.arch.layers // self.par.pp)
         first_expert = self.par.ep_rank * (self.arch.moe.experts // self.par.ep if self.arch.moe else 0)
-        for name, param in module.named_parameters():
+        for name, param in self.module.named_parameters():
             yield whole_model_name(name, first_layer, first_expert), param
 
     def forward(self, given: ModelInput) -> torch.Tensor:
@@ -76,7 +70,8 @@ class Policy:
         of each count from 0: their logits are those of the sequences in rows of their own, up to rounding. With context
         parallelism each rank is given all tokens, and computes its own P / CP positions (``own_positions``).
 
-        Padding columns hold the dtype's minimum, so that they have no probability.
+        Padding columns hold the dtype's minimum, so that they have no probability. A critic gives values [R, P, 1] fp32
+        in the place of logits.
         """
         tokens, (n, length) = given.tokens, given.tokens.shape
         width = gpt_model.padded_length(self.module.config, length)
@@ -99,6 +94,8 @@ class Policy:
         if not self.par.is_last_stage:
             return logits
         logits = logits[:, :length // self.par.cp]
+        if self.arch.value_head:
+            return logits
         first = self.par.tp_rank * logits.shape[-1]
         real = self.dims.vocab - first
         if real < logits.shape[-1]:
@@ -130,10 +127,13 @@ class Policy:
 
     def load_folder(self, model_dir: Path | str, on_tensor: Callable[[], None] = lambda: None) -> None:
         """Initialises parameters and masters from the safetensors files of an HF folder, in any dtype; it reads this
-        rank's part only, with a call of ``on_tensor`` for each tensor. Raises ConfigError."""
+        rank's part only, with a call of ``on_tensor`` for each tensor. A value head that no file has is zero. Raises
+        ConfigError."""
         loader = self.shard_loader()
         for name, master in self.masters.items():
             loader.expect(name, master)
+        if loader.wants(VALUE_HEAD):
+            loader.set_to_zero(VALUE_HEAD)
         for file in hf_folder.files_of(Path(model_dir)):
             try:
                 with safe_open(file, framework="pt") as opened:

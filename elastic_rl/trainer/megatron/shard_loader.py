@@ -55,6 +55,10 @@ class ShardLoader:
             piece.fill(part)
         self._missing.discard(name)
 
+    def set_to_zero(self, name: str) -> None:
+        """As ``load`` of a wanted tensor of zeros, which a later ``load`` may replace."""
+        self.load(name, torch.zeros(self._pieces[name][0].shape))
+
     def require_complete(self) -> None:
         """Raises ConfigError when a tensor has not come."""
         if self._missing:

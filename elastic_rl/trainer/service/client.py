@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import torch
 from safetensors.torch import load
 
 from elastic_rl import http_client
+from elastic_rl.config.groups import ACTOR, GroupSpec
 from elastic_rl.data.batch import Batch
-from elastic_rl.data.ledger import ConsumedGroups, Consumption
+from elastic_rl.data.branch import Branch
+from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, EtcdUnavailable, Fenced, PluginFailed, TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
@@ -28,7 +30,11 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Member
 from elastic_rl.retry import RetryBackoff
 from elastic_rl.trainer.progress import Phase
+from elastic_rl.trainer.service.calls import DISPATCH, TrainerCalls
 from elastic_rl.trainer.service.commands import Command, CommandKind
+from elastic_rl.trainer.service.dispatch import Call, Dispatch, Uploaded
+
+R = TypeVar("R")
 
 _POLL_S = 0.1
 _REQUEST_S = 10.0
@@ -53,25 +59,34 @@ class TrainerStatus:
     restarts: int
     cursor: dict[str, Any]
     consumed: ConsumedGroups
+    pair: str
+    """Name of the state; see ``Progress.pair``."""
+    branch: Branch
+    """Which versions are of the weights that it has."""
     share_urls: tuple[str, ...]
     """Where the shares of a batch go, by data-parallel rank."""
+    reference_version: int
+    """See ``Progress``."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> TrainerStatus:
         return cls(group=raw["group"], step=int(raw["step"]), phase="rl" if raw["phase"] == "rl" else "sft",
                    policy_version=int(raw["policy_version"]), state_version=int(raw["state_version"]),
                    restarts=int(raw["restarts"]), cursor=dict(raw["cursor"]),
-                   consumed=ConsumedGroups.from_json(raw["consumed"]), share_urls=tuple(raw["share_urls"]))
+                   consumed=ConsumedGroups.from_json(raw["consumed"]), share_urls=tuple(raw["share_urls"]),
+                   pair=str(raw["pair"]), branch=Branch.from_json(raw["branch"]),
+                   reference_version=int(raw["reference_version"]))
 
 
-class TrainerClient:
+class TrainerClient(TrainerCalls):
     """Client of one actor: every command carries its fencing token (epoch, term)."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, *, epoch: int, term: int,
-                 on_wait: Callable[[str], None] = lambda text: None) -> None:
+                 group: GroupSpec = ACTOR, on_wait: Callable[[str], None] = lambda text: None) -> None:
         """``on_wait`` is called again and again during a wait, with what is waited for; "" for a trainer that answers.
         It may raise, which ends the wait."""
         self._etcd, self._keys, self._epoch, self._term, self._on_wait = etcd, keys, epoch, term, on_wait
+        self._role = group.name
         context = security.client_context
         self._http = http_client.client(
             timeout=_REQUEST_S, verify=context if context is not None else True,
@@ -79,6 +94,7 @@ class TrainerClient:
         self._threads = ThreadPoolExecutor(_SHARE_THREADS, "shares")
         self._url = ""
         self._group = ""
+        """The formation of the group that this client has taken over."""
         self._shares: tuple[str, ...] = ()
         self._waits_for = ""
         """What the trainer waits for, as of its last answer."""
@@ -98,8 +114,12 @@ class TrainerClient:
                 self._group, self._shares = status.group, status.share_urls
                 self._on_wait("")
                 return status
-            self._on_wait(f"{why or 'the trainer'} ({time.monotonic() - began:.0f} s)")
+            self._on_wait(f"{why or f'the {self._role}'} ({time.monotonic() - began:.0f} s)")
             time.sleep(_POLL_S)
+
+    def forget(self) -> None:
+        """The next command goes to whichever group there is then, once it is ready."""
+        self._group = ""
 
     def _claim(self) -> bool:
         try:
@@ -112,92 +132,76 @@ class TrainerClient:
         """The status if the group is ready, else what is missing."""
         member = self._member()
         if member is None or not member.url:
-            return None, "a trainer group: none has formed"
+            return None, f"a group of ranks ({self._role}): none has formed"
         try:
             answer = self._http.get(member.url + "/v1/status", timeout=5.0)
             if answer.status_code == httpx.codes.FORBIDDEN:
-                return None, "a trainer that accepts this job's token"
+                return None, f"a {self._role} that accepts this job's token"
             raw = answer.json()
             if not raw.get("ready"):
-                return None, "the trainer to restore its state"
+                return None, f"the {self._role} to restore its state"
             if raw["group"] != member.incarnation or int(raw["epoch"]) != self._epoch:
-                return None, "the trainer group of this epoch"
+                return None, f"the {self._role} group of this epoch"
             self._url = member.url
             return TrainerStatus.from_json(raw), ""
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as e:
             # The member's record outlives a killed rank by the lease.
-            return None, f"the trainer to answer: {type(e).__name__}"
+            return None, f"the {self._role} to answer: {type(e).__name__}"
 
     def _member(self) -> Member | None:
-        return readable_one(self._etcd.get(self._keys.member("trainer", "rank-0")), Member)
+        return readable_one(self._etcd.get(self._keys.member(self._role, "rank-0")), Member)
 
     # -- commands -----------------------------------------------------------------------------------------------------
-    def update(self, phase: Phase, step: int, batch: Batch, *, consumption: Consumption = Consumption(),
-               cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Runs step ``step`` of a phase (the trainer's step + 1) and returns its metrics once its policy is being
-        published. Keys: those of ``TrainStep.train`` and, for RL, gather_s, copy_s, publish_stall_s, publish_wait_s
-        (seconds), policy_version and state_version (0 when no state was saved).
+    def upload(self, batch: Batch) -> Uploaded:
+        """Sends the shares of a batch ahead of the update that needs them: a batch that the group does not take is
+        refused before anything else has happened. Raises as ``update``."""
+        if not self._group:
+            self.wait_ready()
+        return self._upload(batch, DISPATCH[CommandKind.UPDATE].rows(batch, len(self._shares)))
 
-        ``cursor`` is saved with the state. Raises TrainerFailed when the group is lost, Conflict when the step does not
-        follow, Fenced when another actor has taken over, ConfigError when the batch is refused, PluginFailed when the
-        algorithm's loss failed: the step was not made. If it failed after an update, the group is at its last state,
-        and every further step is refused with the same error until another actor takes over or the group re-forms.
-        """
-        return self._command(CommandKind.UPDATE, phase=phase, step=step, batch=batch, consumption=consumption,
-                             cursor=dict(cursor or {}))
-
-    def forward_logprobs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and ``greedy`` [N, T] bool: whether the
-        token is the most probable one. Raises as ``update``."""
-        return self._forward(batch)
-
-    def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
-        """[N, T] fp32: log-probs of the batch's loss tokens (0 elsewhere) by the reference policy of RL step ``step``
-        (the trainer's step + 1). Raises as ``update``; ConfigError when the trainer has no such reference."""
-        return self._forward(batch, phase="rl", step=step, weights="reference")["logprobs"]
-
-    def _forward(self, batch: Batch, **fields: Any) -> dict[str, torch.Tensor]:
-        command_id = self._new_id()
-        self._command(CommandKind.FORWARD_LOGPROBS, batch=batch, command_id=command_id, **fields)
-        outputs = list(self._threads.map(lambda url: self._output(url, command_id), self._shares))
-        return {name: batch.joined([o[name] for o in outputs]) for name in outputs[0]}
-
-    def save(self, phase: Phase, step: int, *, begin_rl: bool = False, publish: bool = False,
-             cursor: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Commits the state of this step, and ends the SFT phase first with ``begin_rl``; with ``publish`` also the
-        policy, under a new number. The result says whether it is ``committed``: if not, the trainer goes on trying by
-        itself. Raises as ``update``."""
-        return self._command(CommandKind.SAVE, phase=phase, step=step, begin_rl=begin_rl, publish=publish,
-                             cursor=dict(cursor or {}))
+    def dispatch(self, kind: CommandKind, how: Dispatch[R], call: Call) -> R:
+        """See ``TrainerCalls``."""
+        if not self._group:
+            self.wait_ready()
+        batch, rows, uploaded = None, list[torch.Tensor](), call.batch
+        if not isinstance(uploaded, Uploaded):
+            batch, rows = uploaded, how.rows(uploaded, len(self._shares))
+            uploaded = self._upload(batch, rows) if batch is not None else Uploaded("", self._group)
+        command = Command(id=self._new_id(), kind=kind, epoch=self._epoch, term=self._term, group=uploaded.group,
+                          batch=uploaded.batch, **call.fields)
+        result = self._await_result(command)
+        outputs = list(self._threads.map(lambda url: self._output(url, command.id), self._shares)
+                       ) if how.collect.of_replicas else []
+        return how.collected(result, batch, rows, outputs)
 
     def _new_id(self) -> str:
         return f"{self._epoch}-{self._term}-{secrets.token_hex(8)}"
 
-    def _command(self, kind: CommandKind, *, batch: Batch | None = None, command_id: str = "", **fields: Any
-                 ) -> dict[str, Any]:
-        if not self._group:
-            self.wait_ready()
-        command = Command(id=command_id or self._new_id(), kind=kind, epoch=self._epoch, term=self._term,
-                          group=self._group, batch=self._new_id() if batch is not None else "", **fields)
-        began = time.monotonic()
-        sent = shares_sent = False
+    def _upload(self, batch: Batch, rows: Sequence[torch.Tensor]) -> Uploaded:
+        """``rows``: of each replica's share."""
+        uploaded, began = Uploaded(self._new_id(), self._group), time.monotonic()
+        unsent = dict(zip(self._shares, rows, strict=True))
+        while unsent:
+            try:
+                self._send_shares(uploaded.batch, batch, unsent)
+            except (httpx.HTTPError, _Unanswered) as e:
+                self._await_answer(e, began)
+        return uploaded
+
+    def _await_result(self, command: Command) -> dict[str, Any]:
+        began, sent = time.monotonic(), False
         while True:
             try:
                 if not sent:
-                    if batch is not None and not shares_sent:
-                        self._send_shares(command.batch, batch)
-                        shares_sent = True
                     if not self._post(command):
-                        self._require_same_group()
-                        self._on_wait("the trainer to take a command: it starts, or others wait")
+                        self.require_same_group()
+                        self._on_wait(f"the {self._role} to take a command: it starts, or others wait")
                         time.sleep(_POLL_S)
                         continue
                     sent = True
                 outcome = self._ask(command.id)
             except (httpx.HTTPError, _Unanswered) as e:
-                self._require_same_group()
-                self._on_wait(f"the trainer to answer ({_name_of(e)}, {time.monotonic() - began:.0f} s)")
-                time.sleep(_POLL_S)
+                self._await_answer(e, began)
                 continue
             if outcome is None:
                 self._on_wait(self._waits_for)
@@ -206,19 +210,34 @@ class TrainerClient:
             elif outcome:
                 raise _error_of(outcome)
             else:
-                self._require_same_group()
+                self.require_same_group()
                 sent = False  # it is not known: it was lost before it was queued
 
-    def _send_shares(self, batch_id: str, batch: Batch) -> None:
-        bodies = [share.to_bytes() for share in batch.shares(len(self._shares))]
+    def _await_answer(self, error: Exception, began: float) -> None:
+        """A pause after a request that was not answered. Raises as ``require_same_group``."""
+        self.require_same_group()
+        self._on_wait(f"the {self._role} to answer ({_name_of(error)}, {time.monotonic() - began:.0f} s)")
+        time.sleep(_POLL_S)
 
-        def put(url: str, body: bytes) -> httpx.Response:
-            return self._http.put(f"{url}/v1/batches/{batch_id}/share", content=body,
-                                  timeout=_REQUEST_S + len(body) / _SLOW_BYTES_PER_S)
-
-        for answer in list(self._threads.map(put, self._shares, bodies)):
+    def _send_shares(self, batch_id: str, batch: Batch, unsent: dict[str, torch.Tensor]) -> None:
+        """Sends the rows of each URL there, and takes out of ``unsent`` what has arrived, so that another attempt sends
+        only the rest. Raises what the first one met that failed; those that have not begun by then wait for the next
+        attempt, so that a group that is away is noticed at once."""
+        def put(url: str, rows: torch.Tensor) -> None:
+            body = batch.share(rows).to_bytes()  # made here: as many at a time as there are threads
+            answer = self._http.put(f"{url}/v1/batches/{batch_id}/share", content=body,
+                                    timeout=_REQUEST_S + len(body) / _SLOW_BYTES_PER_S)
             if answer.status_code != httpx.codes.CREATED:
                 raise _refusal(answer)
+            del unsent[url]
+
+        sending = [self._threads.submit(put, url, rows) for url, rows in list(unsent.items())]
+        for late in wait(sending, return_when=FIRST_EXCEPTION).not_done:
+            late.cancel()
+        wait(sending)
+        for sent in sending:
+            if not sent.cancelled():
+                sent.result()
 
     def _post(self, command: Command) -> bool:
         """Whether it was queued; not while the trainer starts, or too many others wait."""
@@ -251,12 +270,12 @@ class TrainerClient:
                 return load(answer.content)
             except (httpx.HTTPError, _Unanswered) as e:
                 failure = _name_of(e)
-            self._require_same_group()
+            self.require_same_group()
             retry.failed(time.monotonic())
             time.sleep(retry.left_s(time.monotonic()))
-        raise TrainerFailed(f"a rank of the trainer did not give its log-probs ({failure})")
+        raise TrainerFailed(f"a rank of the {self._role} did not give its outputs ({failure})")
 
-    def _require_same_group(self) -> None:
+    def require_same_group(self) -> None:
         """Raises TrainerFailed when another group has formed than the one that this client has taken over. A group
         whose record is missing may only be slow: its lease has ended."""
         try:
@@ -264,7 +283,7 @@ class TrainerClient:
         except EtcdUnavailable:  # nobody can say; the group may answer again
             return
         if member is not None and member.incarnation != self._group:
-            raise TrainerFailed("the trainer group re-formed")
+            raise TrainerFailed(f"the {self._role} group re-formed")
 
 
 class _Unanswered(Exception):

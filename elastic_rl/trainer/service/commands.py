@@ -25,11 +25,25 @@ class CommandKind(StrEnum):
     """Optimizer updates on a batch: one step."""
     FORWARD_LOGPROBS = "forward_logprobs"
     """Log-probs of a batch's loss tokens, by the policy or by the reference policy; changes nothing."""
+    FORWARD_VALUES = "forward_values"
+    """Of a critic: values of a batch's loss tokens; changes nothing."""
+    FORWARD_VERSION = "forward_version"
+    """Of a group that does not train: log-probs of a batch's loss tokens by a version of the policy."""
     SAVE = "save"
     """Commit the weights and the trainer_state now; may begin the RL phase."""
+    LOAD = "load"
+    """Go back to a committed state."""
+    OFFLOAD = "offload"
+    """Colocated with engines: keep everything in host memory until the next ONLOAD. Commands that compute are refused
+    meanwhile."""
+    ONLOAD = "onload"
+    """Back onto the devices, once engines have released their memory. Both change nothing when it is so already."""
 
 
-CHANGES = (CommandKind.UPDATE, CommandKind.SAVE)
+CHANGES = (CommandKind.UPDATE, CommandKind.SAVE, CommandKind.LOAD)
+_FOR_NEXT_STEP = (CommandKind.UPDATE, CommandKind.FORWARD_VALUES)
+_AT_STEP = (CommandKind.SAVE, CommandKind.LOAD)
+MOVES = (CommandKind.OFFLOAD, CommandKind.ONLOAD)
 Weights = Literal["policy", "reference"]
 
 
@@ -45,8 +59,14 @@ class Command:
     """The formation of the trainer group whose state the actor knows."""
     phase: Phase = "rl"
     step: int = 0
-    """UPDATE, and FORWARD_LOGPROBS of the reference policy, which depends on it: the step that this is (for), one more
-    than the trainer's. SAVE: the step that is saved."""
+    """UPDATE, and FORWARD_LOGPROBS of the reference policy and FORWARD_VALUES, which depend on it: the step that this
+    is (for), one more than the trainer's. SAVE: the step that is saved. LOAD: the one that the trainer is at.
+    FORWARD_VERSION: the RL step that made the policy."""
+    step_id: str = ""
+    """UPDATE, of a job with a critic: see ``Progress``."""
+    version: int = 0
+    """LOAD: number of the state; 0 for the state that the job began with. FORWARD_VERSION: the least number of the
+    policy's version."""
     batch: str = ""
     """Name under which the data-parallel ranks hold their shares of the batch."""
     consumption: Consumption = Consumption()
@@ -58,11 +78,18 @@ class Command:
     weights: Weights = "policy"
     """FORWARD_LOGPROBS: whose log-probs."""
 
+    def held(self, error: PluginFailed, group: str, back_at: int) -> PluginFailed:
+        """What is told of its step, which failed after an update: the trainer group went back to step ``back_at``, and
+        waits for a person."""
+        return PluginFailed(f"{error.message}; step {self.step} had made an update by then, so the {group} is back at "
+                            f"step {back_at} and makes no step",
+                            hint=" ".join(filter(None, (error.hint, f"correct it, and `elastic-rl restart {group}`"))))
+
     def to_json(self) -> dict[str, Any]:
         return {"id": self.id, "kind": self.kind, "epoch": self.epoch, "term": self.term, "group": self.group,
                 "phase": self.phase, "step": self.step, "batch": self.batch,
                 "consumption": self.consumption.to_json(), "cursor": dict(self.cursor), "begin_rl": self.begin_rl,
-                "publish": self.publish, "weights": self.weights}
+                "publish": self.publish, "weights": self.weights, "step_id": self.step_id, "version": self.version}
 
     @classmethod
     def from_json(cls, raw: Any) -> Self:
@@ -79,7 +106,7 @@ class Command:
                        step=int(raw["step"]), batch=_text(raw.get("batch", "")),
                        consumption=Consumption.from_json(raw["consumption"]), cursor=dict(raw.get("cursor") or {}),
                        begin_rl=bool(raw.get("begin_rl", False)), publish=bool(raw.get("publish", False)),
-                       weights=weights)
+                       weights=weights, step_id=_text(raw.get("step_id", "")), version=int(raw.get("version", 0)))
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as e:
             raise ConfigError(f"not a command of the trainer: {type(e).__name__}: {e}") from e
 
@@ -141,7 +168,7 @@ class WriterGate:
             raise TrainerFailed("the trainer group has re-formed since the command was sent")
         if self._last is not None and self._last[0] == command.id:
             return self._last[1]
-        if command.kind is CommandKind.UPDATE or command.weights == "reference":
+        if command.kind in _FOR_NEXT_STEP or command.weights == "reference":
             if self._held is not None and self._held[0] == self.term:
                 raise self._held[1]
             if command.phase != progress.phase or command.step != progress.step + 1:
@@ -149,7 +176,7 @@ class WriterGate:
                                f"{progress.phase} step {progress.step}", hint="resume from the trainer's state")
             if command.kind is CommandKind.UPDATE:
                 progress.consumed.check(command.consumption)
-        elif command.kind is CommandKind.SAVE and (command.phase, command.step) != (progress.phase, progress.step):
+        elif command.kind in _AT_STEP and (command.phase, command.step) != (progress.phase, progress.step):
             raise Conflict(f"the trainer is at {progress.phase} step {progress.step}, not at {command.phase} step "
                            f"{command.step}", hint="resume from the trainer's state")
         return None
@@ -168,10 +195,10 @@ class WriterGate:
 
 def after_update(progress: Progress, command: Command) -> Progress:
     """Progress once an admitted UPDATE was executed."""
-    return progress.replace(step=command.step, cursor=dict(command.cursor),
+    return progress.replace(step=command.step, step_id=command.step_id, cursor=dict(command.cursor),
                             consumed=progress.consumed.add(command.consumption))
 
 
 def after_begin_rl(progress: Progress, command: Command) -> Progress:
     """Progress once the SFT phase has ended."""
-    return progress.replace(phase="rl", step=0, updates=0, cursor=dict(command.cursor))
+    return progress.replace(phase="rl", step=0, step_id="", updates=0, cursor=dict(command.cursor))

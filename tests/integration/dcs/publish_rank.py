@@ -40,7 +40,7 @@ def publish_all(etcd_servers: str, job: str, epoch: int, rank: int, rounds: int)
         publishers = {stream: Publisher(etcd, keys, stream, epoch=epoch, owner="ranks", chunk_bytes=cfg.chunk_bytes,
                                         staging_ttl_s=3, io_timeout_s=10, node="n0") for stream in STREAMS}
         par = ParallelDims(rank, 2, 2, rank, 1, 0, torch.device("cpu"))
-        background = AsyncPublisher(par, cfg, etcd, keys, publishers if rank == 0 else {}, lambda: None)
+        background = AsyncPublisher(par, cfg, etcd, keys, publishers if rank == 0 else {}, lambda: None, "trainer")
         for number in range(1, rounds + 1):
             begun = None
             if rank == 0:

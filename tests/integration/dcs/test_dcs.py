@@ -17,6 +17,7 @@ from support.dcs_cluster import CHUNK, DcsCluster, assert_same, flip_a_byte, mod
 from support.etcd_server import EtcdServers
 
 from elastic_rl.dcs.catalog import pins, reads
+from elastic_rl.dcs.catalog.pairs import BEGINNING
 from elastic_rl.dcs.fetch import mapping
 from elastic_rl.dcs.storage.arena import SHM
 from elastic_rl.errors import (
@@ -276,6 +277,28 @@ def test_collector_releases_old_versions_but_no_pinned_one(dcs: DcsCluster) -> N
         with puller.pull("policy", number) as pulled:
             needed |= {pulled.version.manifest, *pulled.manifest.chunks}
     assert dcs.stat()["chunks"] == len(needed)
+
+
+def test_collector_keeps_the_newest_pair_of_two_streams_until_there_is_a_newer_one(dcs: DcsCluster) -> None:
+    dcs.start("a")
+    policy, critic = dcs.publisher(stream="trainer_state"), dcs.publisher(stream="critic_state")
+    collector = dcs.collector(keep_versions=1, paired=[("trainer_state", "critic_state")])
+
+    def kept() -> list[list[int]]:
+        collector.sweep([])
+        return [[v.number for v in reads.list_versions(dcs.etcd, dcs.keys, stream)
+                 if v.state is VersionState.COMMITTED] for stream in ("trainer_state", "critic_state")]
+
+    for pair in (BEGINNING, "2/a", "4/b"):
+        policy.publish(model(1).items(), meta={"pair": pair})
+    assert kept() == [[1, 3], []], "the critic's beginning is not published"
+    critic.publish(model(1).items(), meta={"pair": "4/b"})
+    assert kept() == [[3], [1]]
+    policy.publish(model(1).items(), meta={"pair": "6/c"})
+    critic.publish(model(1).items(), meta={"pair": "6/again"})
+    assert kept() == [[3, 4], [1, 2]], "they were made by different updates"
+    policy.publish(model(1).items(), meta={"pair": "6/again"})
+    assert kept() == [[5], [2]]
 
 
 def test_collector_that_no_longer_leads_changes_nothing(dcs: DcsCluster) -> None:

@@ -113,6 +113,18 @@ def test_versions_are_read_from_the_durable_store_when_every_node_is_lost(dcs: D
         dcs.require(weights(number), number, node="b")
 
 
+def test_copied_states_of_two_groups_belong_together(dcs: DurableCluster, url: str) -> None:
+    dcs.copy_to(url, "a")
+    policy, critic = dcs.publisher(stream="trainer_state"), dcs.publisher(stream="critic_state")
+    for seed, pair in enumerate(("2/a", "4/b")):
+        policy.publish(weights(seed).items(), meta={"pair": pair})
+        critic.publish(weights(seed).items(), meta={"pair": pair})
+    policy.publish(weights(2).items(), meta={"pair": "6/c"})
+    durable = DurableStore(url, dcs.keys.job)
+    wait_until(lambda: durable.numbers("critic_state")[-1:] == [2], timeout_s=90, what="the copy of the newest pair")
+    assert durable.numbers("trainer_state")[-1:] == [2], "the newer one has no counterpart"
+
+
 def test_version_published_from_two_hosts_becomes_durable(dcs: DurableCluster, tmp_path: Path) -> None:
     """Each node copies its own part: no node has all of the version."""
     url = f"file://{tmp_path}/durable"

@@ -125,7 +125,8 @@ class OneRank:
         self.cfg = DcsConfig(chunk_bytes=CHUNK, publish_timeout_s=3, io_timeout_s=2)
         self.publishers = {s: dcs.publisher("n0", stream=s) for s in STREAMS}
         self.dropped = threading.Event()
-        self.async_publisher = AsyncPublisher(ALONE, self.cfg, dcs.etcd, dcs.keys, self.publishers, self.dropped.set)
+        self.async_publisher = AsyncPublisher(ALONE, self.cfg, dcs.etcd, dcs.keys, self.publishers, self.dropped.set,
+                                              "trainer")
         dcs.stack.callback(self.async_publisher.close)
         self.arena = LocalArena(self.client)
 

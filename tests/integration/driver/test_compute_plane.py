@@ -22,11 +22,12 @@ from elastic_rl.driver import compute
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import Engine, EngineState, JobStatus
+from elastic_rl.etcd.records import Engine, EngineState, JobStatus, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.roles.base import RoleSpec
 from elastic_rl.runtime import wait_until
@@ -75,6 +76,10 @@ class Plane:
         found = readable(etcd.range(self.keys.engines_prefix())[0], Engine)
         return {e.id: e.pid for e, _ in found if e.state is EngineState.READY}
 
+    def of_pool(self, etcd: EtcdClient, pool: str) -> dict[str, int]:
+        found = readable(etcd.range(self.keys.engines_prefix())[0], Engine)
+        return {e.id: e.pid for e, _ in found if e.state is EngineState.READY and e.pool == pool}
+
     def faults(self, etcd: EtcdClient) -> dict[str, str] | None:
         return next((m.info.get("faults") for m in members(etcd, self.keys, "driver")), None)
 
@@ -103,7 +108,7 @@ def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     plane.thread.start()
     wait_until(lambda: plane.planes, timeout_s=60, what="the plane's start")
     plane.servers.stop(0)
-    wait_until(lambda: plane.planes[0].trainer is not None, timeout_s=120, what="Ray", alive=plane.thread.is_alive)
+    wait_until(lambda: plane.planes[0].trainers, timeout_s=120, what="Ray", alive=plane.thread.is_alive)
     threading.Event().wait(4.0)  # several times the retry budget of a call
     assert plane.thread.is_alive()
     plane.servers.cont(0)
@@ -111,7 +116,7 @@ def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     wait_until(lambda: plane.planes[0].waiting == {}, timeout_s=120, what="the role and the trainer")
 
     # Both engines and the router end at once.
-    router = plane.planes[0].router
+    router = plane.planes[0].routers["rollout"]
     os.kill(router._process.pid, signal.SIGKILL)
     for pid in before.values():
         os.kill(pid, signal.SIGKILL)
@@ -141,3 +146,37 @@ def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     plane.thread.join(90)
     assert plane.code == [0] and plane.error is None
     assert not [p for p in psutil.Process().children(recursive=True) if "raylet" in p.name()]
+
+
+def test_pools_have_engines_routers_and_faults_of_their_own(plane: Plane, tmp_path: Path) -> None:
+    judge = config.PoolConfig(model=str(tmp_path / "judge"), engines=1)
+    plane.ctx = plane.ctx.model_copy(update={"config": plane.ctx.config.model_copy(update={"pools": {"judge": judge}})})
+    plane.thread.start()
+    plane.until(lambda etcd: len(plane.of_pool(etcd, "rollout")) == 2, "the policy's engines")
+    plane.until(lambda etcd: len(plane.of_pool(etcd, "judge")) == 1, "the judge's engine")
+    with plane.etcd() as etcd:
+        spec = PoolSpec.decode(etcd.get(plane.keys.pool_spec("judge")).value)
+        urls = [PoolStatus.decode(etcd.get(plane.keys.pool_status(name)).value).router_url
+                for name in ("rollout", "judge")]
+        assert (spec.desired, spec.model, spec.stream) == (1, str(tmp_path / "judge"), "")
+        assert all(urls) and urls == [plane.planes[0].routers[name].url for name in ("rollout", "judge")]
+
+        # One pool is scaled, the other one stays.
+        policy = plane.of_pool(etcd, "rollout")
+        etcd.put(plane.keys.pool_spec("judge"), spec.replace(desired=2).encode())
+    plane.until(lambda etcd: len(plane.of_pool(etcd, "judge")) == 2, "a second judge")
+
+    # A router and an engine of one pool end: nothing of the other one changes.
+    routers = plane.planes[0].routers
+    kept = routers["rollout"]._process.pid
+    os.kill(routers["judge"]._process.pid, signal.SIGKILL)
+    with plane.etcd() as etcd:
+        before = plane.of_pool(etcd, "judge")
+        os.kill(next(iter(before.values())), signal.SIGKILL)
+    plane.until(lambda etcd: len(found := plane.of_pool(etcd, "judge")) == 2 and found != before, "the replacement")
+    plane.until(lambda etcd: any(e.subject == "routers/judge" for e in events.recent(etcd, plane.keys, limit=100)),
+                "the report about the router")
+    plane.until(lambda etcd: plane.faults(etcd) == {}, "the router")
+    assert routers["rollout"]._process.pid == kept
+    with plane.etcd() as etcd:
+        assert plane.of_pool(etcd, "rollout") == policy

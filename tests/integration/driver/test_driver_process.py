@@ -13,7 +13,7 @@ from support.etcd_server import EtcdServers
 from support.stub_actors import HungTrainer, StubTrainer
 
 from elastic_rl import config
-from elastic_rl.coordinator.targets import TRAINER
+from elastic_rl.config.groups import ACTOR
 from elastic_rl.driver import __main__ as driver
 from elastic_rl.driver.restart_requests import open_requests
 from elastic_rl.driver.trainer_group import GroupState, TrainerGroup, TrainerHost
@@ -209,8 +209,8 @@ def starts(group: TrainerGroup) -> list[str]:
 
 
 def request_restart(etcd: EtcdClient, keys: Keys) -> RestartRequest:
-    request = RestartRequest(target=TRAINER, generation=1, reason="a rank hangs")
-    etcd.put(keys.restart(TRAINER), request.encode())
+    request = RestartRequest(target=ACTOR.name, generation=1, reason="a rank hangs")
+    etcd.put(keys.restart(ACTOR.name), request.encode())
     return request
 
 

@@ -15,11 +15,13 @@ from support.stub_actors import FAIL, StubEngine
 
 from elastic_rl import config
 from elastic_rl.driver.pool import EnginePool
+from elastic_rl.driver.pool_removal import remove_pools_except
+from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Engine, EngineState, PoolSpec, PoolStatus
+from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.runtime import wait_until
 
@@ -145,8 +147,7 @@ def test_engine_that_does_not_report_is_replaced(two: PoolOfTwo) -> None:
             pass
 
     two.pool._body = Mute
-    two.pool.ctx = two.ctx.model_copy(update={"config": two.ctx.config.model_copy(update={
-        "engine": two.ctx.config.engine.model_copy(update={"start_timeout_s": 8.0})})})
+    two.pool._cfg = two.ctx.config.engine.model_copy(update={"start_timeout_s": 8.0})
     two.until(lambda: "did not report within 8 s" in two.status().message, "the end of one")
     two.pool._body = StubEngine
     two.until_ready(2)
@@ -160,3 +161,23 @@ def test_stale_driver_starts_and_replaces_nothing(two: PoolOfTwo, etcd: EtcdClie
     with pytest.raises(Fenced):
         two.until(lambda: False, "being fenced off")
     assert ray.is_initialized()
+
+
+def test_nothing_is_left_of_a_pool_that_the_settings_have_no_more(etcd: EtcdClient, keys: Keys) -> None:
+    epoch = fencing.raise_epoch(etcd, keys, holder="test").number
+    for name in ("judge", "judge-2"):  # one's engines have ids that begin with the name of the other one
+        etcd.put(keys.pool_spec(name), PoolSpec(name=name, desired=2).encode())
+        etcd.put(keys.pool_status(name), PoolStatus(name=name, ready=1, starting=0, draining=0).encode())
+        etcd.put(keys.engine(f"{name}-a1"), Engine(id=f"{name}-a1", pool=name, state=EngineState.READY,
+                                                   epoch=epoch - 1).encode())
+        etcd.put(keys.external_engine(f"http://{name}:1"), ExternalEngine(
+            engine=f"{name}-external-1", pool=name, url=f"http://{name}:1", by="me", at=1.0).encode())
+    remove_pools_except(etcd, keys, epoch, {"rollout", "judge-2"})
+    left = [kv.key for prefix in (keys.pools_prefix(), keys.engines_prefix(), keys.external_engines_prefix())
+            for kv in etcd.range(prefix)[0]]
+    assert sorted(left) == sorted([keys.pool_spec("judge-2"), keys.pool_status("judge-2"), keys.engine("judge-2-a1"),
+                                   keys.external_engine("http://judge-2:1")])
+    assert [e.subject for e in events.recent(etcd, keys) if e.kind == "pool.removed"] == ["judge"]
+    with pytest.raises(Fenced):
+        remove_pools_except(etcd, keys, epoch - 1, {"rollout"})
+    assert etcd.get(keys.pool_spec("judge-2")) is not None

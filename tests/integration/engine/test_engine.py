@@ -96,10 +96,11 @@ def test_one_trace_covers_a_version_from_publish_to_first_sample(testbed: Engine
     assert order == sorted(order)
 
 
-def asking(testbed: EngineTestbed, engine_id: str) -> tuple[threading.Thread, list[Sample]]:
+def asking(testbed: EngineTestbed, engine_id: str, *, resume: bool = False) -> tuple[threading.Thread, list[Sample]]:
     """A request for long answers, in flight in the engine; and where its answers go."""
     answers: list[Sample] = []
-    thread = threading.Thread(target=lambda: answers.extend(testbed.ask(n=16, temperature=1.0, tokens=50)))
+    thread = threading.Thread(target=lambda: answers.extend(testbed.ask(
+        n=16, temperature=1.0, tokens=50, resume=resume)))
     thread.start()
     wait_until(lambda: answers or testbed.in_flight(engine_id), timeout_s=20, what="a request in flight", poll_s=0.005)
     return thread, answers
@@ -195,3 +196,29 @@ def test_tensor_parallel_ranks_stage_a_version_part_by_part(testbed: EngineTestb
     testbed.assert_serves()
     runner.stop()
     testbed.await_end("tp2")
+
+
+@pytest.mark.parametrize("mode", ["abort", "drain"])
+def test_requests_in_flight_are_complete_after_an_update_that_aborts_or_awaits_them(
+        testbed: EngineTestbed, mode: str) -> None:
+    testbed.stop_engines()
+    engine_id = f"pausing-{mode}"
+    runner = testbed.start_engine(engine_id, pause_mode=mode)
+    testbed.wait_ready(engine_id)
+    for seed in range(100, 130):
+        before = testbed.published
+        thread, answers = asking(testbed, engine_id, resume=mode == "abort")
+        after = testbed.publish(seed=seed)
+        testbed.wait_ready(engine_id)
+        thread.join(60)
+        assert_complete(answers)
+        seen = {a.versions for a in answers}
+        if mode == "drain":
+            assert seen == {(before,)}, "finished before the update"
+        if mode == "drain" or (before, after) in seen:
+            break
+    else:
+        pytest.fail("no request was in flight when the weights changed")
+    assert [e.kind for e in testbed.events(engine_id)].count("engine.ready") == 1
+    runner.stop()
+    testbed.await_end(engine_id)

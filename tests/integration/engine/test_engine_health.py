@@ -135,7 +135,7 @@ def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_wai
         testbed: EngineTestbed, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(monkeypatch)
     testbed.stop_engines()
-    names = ["cut", "whole"]
+    names = ["rollout-cut", "rollout-whole"]
     for name in names:
         testbed.start_engine(name, fetch_timeout_s=3.0)
     engines = {name: testbed.wait_ready(name) for name in names}
@@ -150,13 +150,13 @@ def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_wai
         assert (found.state, found.version) == (EngineState.READY, before)
     assert testbed.ask()[0].oldest_version == before
 
-    nodes.cut_off = {"cut"}
-    testbed.wait_ready("whole", after)
-    dead = testbed.wait_state("cut", EngineState.DEAD)
-    testbed.await_end("cut")
+    nodes.cut_off = {"rollout-cut"}
+    testbed.wait_ready("rollout-whole", after)
+    dead = testbed.wait_state("rollout-cut", EngineState.DEAD)
+    testbed.await_end("rollout-cut")
     assert "1 of 1 other engines can" in dead.reason and NodeUnavailable.__name__ in dead.reason
-    assert list(testbed.workers()) == [engines["whole"].url]
-    kinds = [(e.kind, str(e.severity)) for e in testbed.events("cut")]
+    assert list(testbed.workers()) == [engines["rollout-whole"].url]
+    kinds = [(e.kind, str(e.severity)) for e in testbed.events("rollout-cut")]
     assert kinds[-3:] == [("engine.cannot_fetch", "warning"), ("engine.cannot_fetch", "error"),
                           ("engine.dead", "error")]
     testbed.assert_serves()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -66,11 +66,11 @@ def test_pool_is_unknown_while_etcd_is_silent_and_known_after_it(tmp_path: Path,
     servers = EtcdServers(tmp_path / "etcd", 1).start()
     try:
         with servers.connect(call_timeout_s=1.0) as etcd, ExitStack() as held:
-            pool = held.enter_context(PoolWatch(etcd, keys))
-            engine = Engine(id="e", pool="rollout", state=EngineState.READY, epoch=1)
-            etcd.put(keys.engine("e"), engine.encode())
+            pool = held.enter_context(closing(PoolWatch(etcd, keys)))
+            engine = Engine(id="rollout-e", pool="rollout", state=EngineState.READY, epoch=1)
+            etcd.put(keys.engine("rollout-e"), engine.encode())
             assert pool.engines(0) == [engine]
-            etcd.put(keys.engine("bad"), b"garbage")
+            etcd.put(keys.engine("rollout-bad"), b"garbage")
             assert pool.engines(1.0) == [engine]
             servers.stop(0)
             with pytest.raises(EtcdUnavailable, match="no sign of life"):
@@ -78,7 +78,7 @@ def test_pool_is_unknown_while_etcd_is_silent_and_known_after_it(tmp_path: Path,
                     assert pool.engines(0.2) == [engine]
             servers.cont(0)
             dead = engine.replace(state=EngineState.DEAD)
-            etcd.put(keys.engine("e"), dead.encode())
+            etcd.put(keys.engine("rollout-e"), dead.encode())
             _await(lambda: _known(pool) == [dead])
     finally:
         servers.close()

@@ -8,227 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
-from support.actor_runs import WAIT_S, ThreadedJob
+from support.actor_runs import WAIT_S
 from support.etcd_server import EtcdServers
+from support.simulated_job import STEPS, SimulatedJob
 
-from elastic_rl import config
-from elastic_rl.coordinator.targets import TRAINER
-from elastic_rl.data.batch import Batch
+from elastic_rl.config.groups import ACTOR
 from elastic_rl.data.ledger import ConsumedGroups, audit
-from elastic_rl.data.samples import Sample, Segment
 from elastic_rl.data.sources import make_source
-from elastic_rl.dcs.security import Security
-from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.errors import Conflict, EngineFailed, Fenced, PluginFailed
+from elastic_rl.errors import Fenced
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.membership import Membership
-from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, StepMetrics
-from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.report.build import read_records
 from elastic_rl.runtime import wait_until
 from elastic_rl.trainer.progress import Progress
-from elastic_rl.trainer.service.board import Board
-from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
-from elastic_rl.trainer.service.server import TrainerService
-
-STEPS = 6
-
-
-class TrainerWithoutTensors:
-    """The trainer group of one rank. ``lose`` ends it; ``form`` forms the next one from the last saved state."""
-
-    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int) -> None:
-        self._etcd, self._keys, self._epoch = etcd, keys, epoch
-        self.saved = [Progress()]
-        self.version = 0
-        self.trained: list[tuple[int, Batch]] = []
-        self.reference_passes: list[int] = []
-        """Steps for which the reference policy was asked."""
-        self.frozen = threading.Event()
-        self.loss_fails = threading.Event()
-        self.loss_fails_late = threading.Event()
-        """After an update of a step that is no saved one."""
-        self.rejects_saves = threading.Event()
-        """Each attempt takes a second and is not committed."""
-        self.rejected_saves: list[float] = []
-        """When."""
-        self.republished = 0
-        self.form()
-
-    def form(self) -> None:
-        self.board, self.progress = Board(1 << 20), self.saved[-1]
-        self.service = TrainerService(self.board, "127.0.0.1", Security(), Batch.from_bytes).start()
-        self.member = Membership(self._etcd, self._keys, "trainer", "rank-0", ttl_s=10, url=self.service.url,
-                                 epoch=self._epoch).start()
-        self.gate = WriterGate(self._epoch, self.member.incarnation)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._report()
-        self._thread.start()
-
-    def lose(self) -> None:
-        """As kill -9 of a rank: nothing of the unsaved progress remains."""
-        self._stop.set()
-        self._thread.join()
-        self.service.close()
-        self.member.close()
-
-    def _report(self) -> None:
-        p = self.progress
-        self.version += p.phase == "rl" and not self.board.status()["ready"]
-        self.board.set_status(ready=True, group=self.member.incarnation, epoch=self._epoch, step=p.step, phase=p.phase,
-                              cursor=p.cursor, consumed=p.consumed.to_json(), policy_version=self.version,
-                              state_version=len(self.saved), share_urls=[self.service.url], restarts=0)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            command = None if self.frozen.is_set() else self.board.next()
-            if command is None:
-                self._stop.wait(0.005)
-                continue
-            try:
-                self.gate.term = max(self.gate.term, fencing.current_term(self._etcd, self._keys))
-                earlier = self.gate.admit(command, self.progress)
-            except (Fenced, Conflict, PluginFailed) as e:
-                self.board.refused(command, e)
-                continue
-            late = command.kind is CommandKind.UPDATE and command.phase == "rl" and command.step % 2 == 0
-            if late and self.loss_fails_late.is_set():
-                self.progress, failure = self.saved[-1], PluginFailed("algorithm.name=mine failed late")
-                self.gate.hold(failure)
-                self._report()
-                self.board.refused(command, failure)
-                continue
-            if self.loss_fails.is_set() and command.kind is CommandKind.UPDATE:
-                self.board.refused(command, PluginFailed("the token_loss of algorithm.name=mine failed"))
-                continue
-            result = earlier if earlier is not None else self._execute(command)
-            self._report()
-            self.gate.executed(command, result)
-            self.board.done(command, result)
-
-    def _execute(self, command: Command) -> dict[str, Any]:
-        batch = Batch.from_bytes(self.board.share(command.batch) or b"") if command.batch else None
-        if command.kind is CommandKind.FORWARD_LOGPROBS and batch is not None:
-            mask = batch["loss_mask"]
-            if command.weights == "reference":
-                self.reference_passes.append(command.step)
-                self.board.put_output(command.id, save({"logprobs": -1.0 * mask}))
-                return {}
-            self.board.put_output(command.id, save({"logprobs": torch.zeros(mask.shape), "greedy": mask.clone()}))
-            return {}
-        if command.kind is CommandKind.SAVE and self.rejects_saves.is_set():
-            self.board.waits_for = "the trainer to commit its state"
-            self._stop.wait(1.0)
-            self.board.waits_for = ""
-            self.rejected_saves.append(time.monotonic())
-            return {"committed": False}
-        if command.kind is CommandKind.SAVE:
-            if command.begin_rl:
-                self.progress = after_begin_rl(self.progress, command)
-                self.version += 1
-            else:
-                self.progress = self.progress.replace(cursor=dict(command.cursor))
-            if command.publish:
-                self.version += 1
-                self.republished += 1
-            self.saved.append(self.progress)
-            return {"committed": True}
-        assert batch is not None
-        self.progress = after_update(self.progress, command)
-        if command.phase == "rl":
-            self.trained.append((command.step, batch))
-            self.version += 1
-            if command.step % 2 == 0:
-                self.saved.append(self.progress)
-        return {"loss": 0.1, "publish_stall_s": 0.0, "policy_version": self.version, "logprob_diff_max": 0.0,
-                "grad_norm": None, "my_stat": 2.5, "train_tokens_per_s": 1234.5678}
-
-
-@dataclass
-class Roles:
-    """Engines that answer every prompt right with its first sample and wrong with the others, unless they are away."""
-
-    trainer: TrainerWithoutTensors
-    etcd: EtcdClient
-    keys: Keys
-    away: threading.Event = field(default_factory=threading.Event)
-    hanging: threading.Event = field(default_factory=threading.Event)
-    """Requests hang while it is not set."""
-    broken: threading.Event = field(default_factory=threading.Event)
-    """Advantages are no numbers."""
-    finish_reason: str = "stop"
-    asked: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.hanging.set()
-
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[list[Sample]]:
-        if self.away.is_set():
-            raise EngineFailed("no engine answered in 4 attempts")
-        self.hanging.wait(WAIT_S)
-        version = self.trainer.version
-        self.asked += [p.ordinal for p in prompts]
-        return [[Sample((Segment(p.prompt.answer_ids or () if i == 0 else (9,), (-0.5,) * (
-            len(p.prompt.answer_ids or ()) if i == 0 else 1), version=version),), self.finish_reason)
-            for i in range(p.samples)]
-            for p in prompts]
-
-    def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
-        if self.broken.is_set():
-            return [[float("nan")] * len(row) for row in rewards]
-        return [[r - sum(row) / len(row) for r in row] for row in rewards]
-
-
-class SimulatedJob(ThreadedJob):
-    """One job and its parts."""
-
-    roles: Roles
-
-    def __init__(self, etcd: EtcdClient, endpoints: list[str], keys: Keys, folder: Path, **settings: str) -> None:
-        epoch = fencing.raise_epoch(etcd, keys, holder="test").number
-        given = {"job": keys.job, "run_dir": str(folder), "data.options.operand_below": "10", "sft.max_steps": "4",
-                 "sft.batch_size": "8", "sft.target_eval_accuracy": "0.9", "train.steps": str(STEPS),
-                 "train.prompts_per_step": "8", "train.group_size": "2", "train.eval_every_steps": "3",
-                 "rollout.groups_per_request": "3", "train.stop_eval_accuracy": "null"} | settings
-        self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in given.items()])
-        ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch, model_dir="")
-        self.trainer = TrainerWithoutTensors(etcd, keys, epoch)
-        super().__init__(etcd, ctx, Roles(self.trainer, etcd, keys))
-
-    def wait_for(self, step: int, *, phase: str = "rl") -> None:
-        super().wait_for(step, phase=phase)
-
-    def assert_exactly_once(self, *, best: int = 0) -> None:
-        """``best``: which of the two samples of each group has the higher reward."""
-        last = self.trainer.saved[-1]
-        assert (last.phase, last.step) == ("rl", STEPS)
-        assert audit([(s.step, s.consumed) for s in self.trainer.saved if s.phase == "rl"], groups_per_step=8).clean
-        metrics = [StepMetrics.decode(kv.value) for kv in self.etcd.range(self.keys.steps_prefix())[0]]
-        assert [m.step for m in metrics] == list(range(1, STEPS + 1)) and all(m.samples == 16 for m in metrics)
-        for _, batch in self.trainer.trained:
-            advantages = batch["advantages"].view(-1, 2)
-            assert bool((advantages[:, best] == 0.5).all()) and bool((advantages[:, 1 - best] == -0.5).all())
-
-    def kinds(self, prefix: str) -> list[str]:
-        return [e.kind for e in events.recent(self.etcd, self.keys) if e.kind.startswith(prefix)]
-
-    def close(self) -> None:
-        super().close()
-        self.trainer.lose()
-
 
 MakeJob = Callable[..., SimulatedJob]
 
@@ -276,7 +76,7 @@ def test_run_says_that_no_engine_serves_while_its_requests_hang(job: SimulatedJo
     job.roles.hanging.clear()
     job.start_actor()
     wait_until(lambda: job.status().stage == "evaluate", timeout_s=WAIT_S, what="the first requests")
-    key = job.keys.engine("e")
+    key = job.keys.engine("rollout-e")
     record = Engine.decode(job.etcd.get(key).value)
     job.etcd.put(key, record.replace(state=EngineState.DEAD).encode())
     assert "engines that serve" in job.wait_waiting("engines")
@@ -284,6 +84,23 @@ def test_run_says_that_no_engine_serves_while_its_requests_hang(job: SimulatedJo
     job.roles.hanging.set()
     job.finish()
     job.assert_exactly_once()
+
+
+def test_run_waits_for_a_teacher_that_is_away_and_trains_on_what_it_says_of_each_token(make_job: MakeJob) -> None:
+    job = make_job(**{"algorithm.name": "on_policy_distillation", "algorithm.teacher": "teacher",
+                      "algorithm.teacher_top_k": "2", "pools.teacher.model": "/teacher"})
+    job.roles.unscored.set()
+    job.start_actor()
+    assert "no teacher answered" in job.wait_waiting("teacher")
+    job.roles.unscored.clear()
+    job.finish()
+    job.assert_exactly_once()
+    for _, batch in job.trainer.trained:
+        assert not batch["token_advantages"].any(), "the loss has the divergence"
+        assert "teacher_logprobs" not in batch, "the trainer has no use for them"
+        assert list(batch["teacher_top_ids"].shape) == [batch.loss_tokens, 3], "two, and the sampled one"
+    metrics = StepMetrics.decode(job.etcd.get(job.keys.step_metrics(1)).value)
+    assert metrics.update["kl_teacher"] == 1.5
 
 
 def test_step_that_fails_again_and_again_is_a_wait_that_is_shown(job: SimulatedJob) -> None:
@@ -460,6 +277,15 @@ def test_second_actor_takes_over_and_the_first_one_ends(job: SimulatedJob) -> No
     assert job.kinds("groups.") in ([], ["groups.leased_again"]), "once, if there were any in progress"
 
 
+def test_actor_that_takes_over_says_that_the_trainer_which_the_first_one_missed_is_back(job: SimulatedJob) -> None:
+    job.start_actor()
+    job.wait_for(1)
+    fencing.emit(job.etcd, job.keys, job.ctx.epoch, "trainer.failed", "trainer", "lost", severity=Severity.ERROR)
+    job.start_actor()
+    job.finish()
+    assert job.kinds("trainer.") == ["trainer.failed", "trainer.recovered"]
+
+
 def test_step_that_the_trainer_did_after_its_actor_had_died_is_recorded_by_the_next_one(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(2)
@@ -497,7 +323,7 @@ def test_version_whose_chunks_are_lost_is_published_again(job: SimulatedJob, mon
     monkeypatch.setattr("elastic_rl.pipeline.republish.FIRST_S", 0.3)
     job.start_actor()
     job.wait_for(2)
-    key = job.keys.engine("e")
+    key = job.keys.engine("rollout-e")
     record = Engine.decode(job.etcd.get(key).value)
     job.etcd.put(key, record.replace(version=1).encode())
     wait_until(lambda: job.trainer.republished > 0, timeout_s=WAIT_S, what="another publish")
@@ -510,8 +336,8 @@ def test_version_whose_chunks_are_lost_is_published_again(job: SimulatedJob, mon
 def test_requested_restart_of_the_trainer_is_not_reported_as_a_fault(job: SimulatedJob) -> None:
     job.start_actor()
     job.wait_for(1)
-    request = RestartRequest(target=TRAINER, generation=1, reason="new driver library", by="ada")
-    job.etcd.put(job.keys.restart(TRAINER), request.replace(observed_generation=1).encode())
+    request = RestartRequest(target=ACTOR.name, generation=1, reason="new driver library", by="ada")
+    job.etcd.put(job.keys.restart(ACTOR.name), request.replace(observed_generation=1).encode())
     job.trainer.lose()
     job.trainer.form()
     job.finish()

@@ -25,6 +25,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from elastic_rl.runtime import wait_until
 
 WIDE = {"data.options.operand_below": "8", "data.eval_fraction": "0.3", "rollout.groups_per_request": "4"}
@@ -53,6 +54,9 @@ class Engines:
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
         raise AssertionError("nothing is trained")
+
+    def judge(self, request: JudgeRequest) -> list[Judgement]:
+        raise AssertionError("no reward asks a judge")
 
 
 class Job(ThreadedJob):

@@ -1,18 +1,8 @@
-"""Runs groups of ranks for the Megatron tests: one group for each folder that it reads from stdin. Then prints a line
-with the exit codes of the ranks.
-
-A rank performs the scenarios of FOLDER/plan.json and writes the tensors of each result that it owns to
-FOLDER/<name>-<rank>.safetensors, and its output to FOLDER/rank<rank>.log. Ranks are forked, so that what takes longest,
-to import Megatron, is done once.
-"""
+"""The scenarios that ranks of Megatron perform in tests, each by its name, and the batches that they have."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
-import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from elastic_rl.algorithms.registry import ALGOS, AlgorithmSpec, algorithm_of
 from elastic_rl.config import AlgorithmConfig, Config
@@ -31,9 +21,9 @@ from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.publish.part_writer import _view_of
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.runtime import die_with_parent
 from elastic_rl.trainer.checkpoint.snapshot import StateLoader, extras, owned_tensors, reference, weights
-from elastic_rl.trainer.megatron import megatron_cpu, parallel
+from elastic_rl.trainer.megatron import parallel
+from elastic_rl.trainer.megatron.device_memory import DeviceMemory
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.pipeline import run
 from elastic_rl.trainer.megatron.policy import ModelArch, Policy
@@ -47,7 +37,10 @@ BUCKET = 1 << 16
 _ADDITIONS = {"entropy_coef": 0.3, "kl_coef": 0.5, "tis_cap": 1.1}
 ALL = "gspo with all"
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {"name": name, "constant_length_tokens": 9} for name, spec in ALGOS.items() if spec.advantages},
+    **{name: {"name": name, "constant_length_tokens": 9,
+              "teacher": "teacher" if "teacher_logprobs" in spec.inputs else None}
+       for name, spec in ALGOS.items() if spec.advantages},
+    "grpo with teacher_top_k": {"teacher": "teacher", "teacher_top_k": 4, "teacher_coef": 0.7},
     **{f"grpo, {aggregate} aggregate": {"aggregate": aggregate, "constant_length_tokens": 7}
        for aggregate in ("token", "sequence", "constant")},
     **{f"grpo with {setting}": {setting: value} for setting, value in _ADDITIONS.items()},
@@ -80,11 +73,17 @@ def synthetic(cfg: Config, samples: int) -> Batch:
 
 
 def with_reference(cfg: Config, vocab: int) -> Batch:
-    """Of tokens below ``vocab``, with log-probs of a made-up reference policy."""
+    """Of tokens below ``vocab``, with log-probs of a made-up reference policy and of a made-up teacher, and an
+    advantage for each token."""
     batch = synthetic(cfg, 64)
     generator = torch.Generator().manual_seed(1)
     reference = batch["old_logprobs"] + torch.randn(batch["old_logprobs"].shape, generator=generator) * 0.2
-    return Batch({**batch.tensors, "ref_logprobs": reference, "tokens": batch["tokens"].clamp(max=vocab - 1)})
+    top = torch.randn(batch.loss_tokens, vocab, generator=generator).log_softmax(-1).topk(5)
+    top.indices[::3, 4], top.values[::3, 4] = -1, -50.0  # a token that is not there
+    return batch.with_tensors(
+        ref_logprobs=reference, tokens=batch["tokens"].clamp(max=vocab - 1),
+        token_advantages=torch.randn(reference.shape, generator=generator),
+        teacher_top_ids=top.indices.int(), teacher_top_logprobs=top.values)
 
 
 def logits(policy: Policy, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -121,6 +120,10 @@ def state(policy: Policy, adam: Adam, kept: Reference | None = None) -> dict[str
 def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path, cfg: Config,
             par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
     """Performs a scenario on a new model; returns the tensors of its result that this rank owns."""
+    if scenario.startswith("critic"):
+        import critic_ranks
+
+        return critic_ranks.perform(scenario, model, state_file, cfg, par)
     policy = Policy(ModelArch.read(model), cfg, par)
     adam = Adam(policy, cfg)
     train_step = TrainStep(policy, adam, cfg, par)
@@ -175,13 +178,29 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
         return frozen(policy, adam, cfg, par)
     if scenario.startswith("drift "):
         return drift(float(scenario.removeprefix("drift ")), policy, adam, cfg, par)
-    if scenario == "train":
+    if scenario in ("train", "moved"):
         kept.renew(Progress("rl"))
         batch = synthetic(cfg, 64).shares(par.dp)[par.dp_rank]
-        metrics_of_steps = [train_step.train(batch, "rl", step) for step in (1, 2)]
+        metrics_of_steps = []
+        for step in (1, 2):
+            metrics_of_steps.append(train_step.train(batch, "rl", step))
+            if scenario == "moved":
+                move(policy, adam)
         (folder / f"metrics-{name}-{par.rank}.json").write_text(json.dumps(metrics_of_steps))
         return state(policy, adam, kept)
     raise ValueError(scenario)
+
+
+def move(policy: Policy, adam: Adam) -> None:
+    """Moves everything to memory of its own and back, as from a device to the host and back."""
+    memory = DeviceMemory.of_rank(policy, adam, movable=lambda tensor: True)
+    freed = memory.offload()
+    tensors = [*policy.module.parameters(), *adam.tensors(), *(p.main_grad for p in policy.module.parameters())]
+    assert not any(t.untyped_storage().nbytes() for t in tensors), "it is not all offloaded"
+    numel = sum(p.numel() for p in policy.module.parameters())
+    assert freed > 8 * numel, "besides parameters and gradients there is the optimizer's state"
+    memory.onload()
+    assert not any(p.main_grad.any() for p in policy.module.parameters())
 
 
 def throughput(train_step: TrainStep) -> dict[str, torch.Tensor]:
@@ -437,64 +456,3 @@ def drift(kl_coef: float, policy: Policy, adam: Adam, cfg: Config, par: parallel
             logprobs = train_step.forward_logprobs(share, greedy=False)["logprobs"]
         metrics = train_step.train(Batch({**share.tensors, "ref_logprobs": logprobs}), "rl", step)
     return {"kl_reference": torch.tensor([metrics["kl_reference"]])} if par.rank == 0 else {}
-
-
-def run_rank(folder: Path, cfg: Config, scenarios: list[list[str]]) -> None:
-    par = parallel.init(cfg)
-    for name, scenario, model, state_file in scenarios:
-        out = perform(name, scenario, Path(model), state_file, folder, cfg, par)
-        save_file({k: v.contiguous() for k, v in out.items()}, folder / f"{name}-{par.rank}.safetensors")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def fork_rank(folder: Path, rank: int) -> int:
-    """The pid of the rank's process, which never returns."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        die_with_parent()
-        log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        plan = json.loads((folder / "plan.json").read_text())
-        cfg = Config.model_validate(plan["config"])
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(plan["port"]), WORLD_SIZE=str(cfg.trainer.ranks),
-                          RANK=str(rank), LOCAL_RANK=str(rank))
-        run_rank(folder, cfg, plan["scenarios"])
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def wait_all(ranks: list[int]) -> list[int]:
-    """The exit codes. When a rank fails the others are killed, which would wait for it in a collective."""
-    codes: dict[int, int] = {}
-    while len(codes) < len(ranks):
-        pid, status = os.wait()
-        codes[pid] = os.waitstatus_to_exitcode(status)
-        for other in ranks if codes[pid] > 0 else ():
-            if other not in codes:
-                os.kill(other, signal.SIGKILL)
-    return [codes[pid] for pid in ranks]
-
-
-def main() -> None:
-    megatron_cpu.install()
-    import megatron.core.distributed
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer  # noqa: F401
-
-    for line in sys.stdin:
-        folder = Path(line.rstrip("\n"))
-        world = Config.model_validate(json.loads((folder / "plan.json").read_text())["config"]).trainer.ranks
-        print(*wait_all([fork_rank(folder, rank) for rank in range(world)]), flush=True)
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    main()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.rank_processes import RankProcesses, Scenario, Tensors
+from support.rank_processes import RankProcesses, Scenario, Sizes, Tensors, assert_close
 from transformers import AutoModelForCausalLM
 
 from elastic_rl import config
@@ -19,8 +19,6 @@ from elastic_rl.trainer.megatron import megatron_cpu
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all groups
 
-Sizes = tuple[int, int, int, int]
-"""TP, CP, PP, DP."""
 ALONE: Sizes = (1, 1, 1, 1)
 SPLIT: list[Sizes] = [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 2, 1, 2), (1, 3, 1, 1)]
 EXPERTS: list[Sizes] = [ALONE, (2, 2, 1, 1), (1, 2, 1, 2)]
@@ -69,13 +67,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     finally:
         ranks.close()
     return runs
-
-
-def assert_close(found: Tensors, expected: Tensors, sizes: Sizes) -> None:
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-4, atol=2e-6,
-                                   msg=lambda m, n=name: f"{n} at TP, CP, PP, DP = {sizes}: {m}")
 
 
 @pytest.mark.parametrize("scenario", ["algorithms", "packed", "one sample"])

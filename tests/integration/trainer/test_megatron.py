@@ -225,6 +225,25 @@ def test_gradient_of_the_divergence_equals_that_of_transformers_in_float64(runs:
 
 
 @pytest.mark.parametrize("sizes", GROUPS)
+def test_gradient_of_the_divergence_from_a_teacher_equals_that_of_transformers_in_float64(runs: Runs, sizes: Sizes
+                                                                                          ) -> None:
+    batch, model = with_reference(make_config(sizes), 16), copy.deepcopy(runs.references[16]).double()
+    mask, settings = batch["loss_mask"][:, 1:], VARIANTS["grpo with teacher_top_k"]
+    p = model(batch["tokens"][:, :-1]).logits.softmax(dim=-1)[mask]
+    ids, log_q = batch["teacher_top_ids"].long(), batch["teacher_top_logprobs"].double()
+    top = torch.where(ids >= 0, p.gather(1, ids.clamp(min=0)), 0.0)
+    rest, rest_q = 1 - top.sum(1), 1 - torch.where(ids >= 0, log_q.exp(), 0.0).sum(1)
+    divergence = ((top * (top.clamp(min=1e-8).log() - log_q)).sum(1) + rest * (rest.log() - rest_q.log())).mean()
+    (settings["teacher_coef"] * divergence).backward()
+    found = runs.results[sizes]["algorithms"]
+    for name, parameter in model.named_parameters():
+        difference = found[f"grpo with teacher_top_k/{name}"].double() - found[f"grpo/{name}"].double()
+        torch.testing.assert_close(difference, parameter.grad, rtol=1e-3, atol=2e-6,
+                                   msg=lambda m, n=name: f"{n}: {m}")
+    assert float(found["grpo with teacher_top_k/kl_teacher_top"]) == pytest.approx(float(divergence.detach()), rel=1e-3)
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
 def test_pass_of_the_reference_has_its_bits_whatever_was_trained_and_changes_no_weight(runs: Runs, sizes: Sizes
                                                                                        ) -> None:
     found = runs.results[sizes]["reference"]

@@ -58,8 +58,8 @@ def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys) -> Iterator[Tra
         member = Membership(etcd, keys, "trainer", "rank-0", ttl_s=5, url=services[0].url, epoch=1).start()
         stack.callback(member.close)
         boards[0].set_status(ready=True, group=member.incarnation, epoch=1, step=0, phase="sft", policy_version=0,
-                             state_version=0, restarts=0, cursor={}, consumed={},
-                             share_urls=[service.url for service in services])
+                             state_version=0, restarts=0, cursor={}, consumed={}, pair="0/", branch=[0, 0],
+                             reference_version=0, share_urls=[service.url for service in services])
         client = TrainerClient(etcd, keys, Security("secret"), epoch=1, term=1)
         stack.callback(client.close)
         yield client
@@ -84,3 +84,33 @@ def test_share_beyond_the_limit_is_refused_with_the_setting_that_raises_it(etcd:
         client.forward_logprobs(batch())
     assert "trainer.max_share_bytes" in raised.value.hint
     assert config.parse({"trainer": {"max_share_bytes": 2 << 30}}).trainer.max_share_bytes == 2 << 30
+
+
+class FailsOnce(Board):
+    """Its service has a fault in the first share that it gets."""
+
+    def __init__(self, max_share_bytes: int) -> None:
+        super().__init__(max_share_bytes)
+        self.puts = 0
+
+    def put_share(self, batch_id: str, raw: bytes) -> None:
+        self.puts += 1
+        if self.puts == 1:
+            raise RuntimeError("a fault of the service")
+        super().put_share(batch_id, raw)
+
+
+def test_only_the_share_that_did_not_arrive_is_sent_again(etcd: EtcdClient, keys: Keys) -> None:
+    boards, stopping, shapes = [Board(1 << 20), FailsOnce(1 << 20), Board(1 << 20)], threading.Event(), []
+    arrived = list[str]()
+    for board in (boards[0], boards[2]):
+        board.put_share = lambda batch_id, raw, put=board.put_share: (  # type: ignore[method-assign,misc]
+            arrived.append(batch_id), put(batch_id, raw))
+    with client_of(boards, etcd, keys) as client, contextlib.ExitStack() as stack:
+        ranks = threading.Thread(target=give_back_tokens, args=(boards, shapes, stopping))
+        ranks.start()
+        stack.callback(ranks.join)
+        stack.callback(stopping.set)
+        found = client.forward_logprobs(batch())
+    assert torch.equal(found["logprobs"], batch()["tokens"].float())
+    assert boards[1].puts == 2 and len(arrived) == 2 and len(set(arrived)) == 1

@@ -24,7 +24,7 @@ from support.failing_algorithm import FAILS, FAILS_AFTER_AN_UPDATE
 from support.otlp_collector import Collector, Span, collecting
 
 from elastic_rl import config
-from elastic_rl.config import Stream
+from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
@@ -37,12 +37,14 @@ from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, TrainerFailed
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.device_claims import DeviceClaims
+from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
-from elastic_rl.etcd.records import Severity
+from elastic_rl.etcd.records import Engine, EngineState, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime import runs, wait_until
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 
@@ -89,7 +91,7 @@ def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("group")
     job = f"t-{secrets.token_hex(4)}"
     cfg = config.parse({
-        "job": job, "seed": 1, "device": {"type": "cpu"}, "run_dir": str(folder / "runs"),
+        "job": job, "seed": 1, "placement": "colocated", "device": {"type": "cpu"}, "run_dir": str(folder / "runs"),
         "etcd": {"call_timeout_s": 2.0}, "dcs": {"arena_bytes": 64 << 20},
         "sft": {"max_steps": 20, "eval_every_steps": 10, "eval_every_steps_near_target": 10,
                 "target_eval_accuracy": 1.0},
@@ -122,6 +124,10 @@ def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -
             if group is not None:
                 stop(group.agent.pid)
             stop(node.pid)
+
+
+def reference_logprobs(group: Group, batch: Batch, step: int) -> torch.Tensor:
+    return group.client.forward_logprobs(batch, weights="reference", step=step)["logprobs"]
 
 
 def batch_for(group: Group) -> Batch:
@@ -175,15 +181,15 @@ def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group)
     before = group.client.forward_logprobs(batch)
     assert before["logprobs"].shape == batch["tokens"].shape and (before["logprobs"][batch["loss_mask"]] < 0).all()
     assert not before["logprobs"][~batch["loss_mask"]].any() and before["greedy"][~batch["loss_mask"]].sum() == 0
-    assert torch.equal(group.client.reference_logprobs(batch, 1), before["logprobs"]), "the policy with which RL began"
+    assert torch.equal(reference_logprobs(group, batch, 1), before["logprobs"]), "the policy with which RL began"
     metrics = [train(group, step) for step in (1, 2)]
-    assert torch.equal(group.client.reference_logprobs(batch, 3), group.client.forward_logprobs(batch)["logprobs"])
+    assert torch.equal(reference_logprobs(group, batch, 3), group.client.forward_logprobs(batch)["logprobs"])
     metrics.append(train(group, 3))
     assert [m["reference_step"] for m in metrics] == [0, 0, 2]
     assert metrics[1]["kl_reference"] > metrics[0]["kl_reference"] > 0, "measured at the last update of a step"
-    reference = group.client.reference_logprobs(batch, 4)
+    reference = reference_logprobs(group, batch, 4)
     with pytest.raises(Conflict, match="does not follow"):
-        group.client.reference_logprobs(batch, 3)
+        reference_logprobs(group, batch, 3)
     assert metrics[0]["logprob_diff_max"] == pytest.approx(
         float((before["logprobs"] - batch["old_logprobs"]).abs()[batch["loss_mask"]].max()), abs=1e-5)
     assert [m["policy_version"] for m in metrics] == [start.policy_version + s for s in (1, 2, 3)]
@@ -212,7 +218,7 @@ def test_group_trains_publishes_and_resumes_after_kill_9_of_a_rank(group: Group)
     assert any(e.kind == "trainer.restarted" for e in events.recent(group.etcd, group.keys))
 
     assert again.consumed.groups == IntervalSet(((0, 16),)), "the groups of the steps that the weights have"
-    assert torch.equal(group.client.reference_logprobs(batch, 3), reference), "another reference than before"
+    assert torch.equal(reference_logprobs(group, batch, 3), reference), "another reference than before"
     repeated = train(group, 3)
     assert repeated["policy_version"] > again.policy_version
     for key in ("loss", "grad_norm", "logprob_diff_max", "kl_reference", "reference_step"):
@@ -240,7 +246,7 @@ def test_stopped_rank_is_replaced_before_its_collective_times_out(group: Group) 
     stopped.send_signal(signal.SIGSTOP)
     after = group.ready(after=before.group)
     assert (after.phase, after.step) == ("rl", 2)
-    assert has_ended(stopped)
+    assert not runs(stopped)
 
 
 def test_rank_that_does_not_react_is_killed_when_another_one_has_died(group: Group) -> None:
@@ -250,6 +256,44 @@ def test_rank_that_does_not_react_is_killed_when_another_one_has_died(group: Gro
     assert group.ready(after=before.group).step == 2
     # torch elastic says this when it has waited for its own, much longer, grace period.
     assert "Unable to shutdown process" not in (group.folder / "trainer.log").read_text()
+
+
+def test_group_that_shares_devices_computes_in_its_turns_only_and_re_forms_in_one(group: Group) -> None:
+    before, batch = group.client.wait_ready(), batch_for(group)
+    claims = DeviceClaims(group.etcd, group.keys, ROLLOUT_POOL, epoch=group.ctx.epoch)
+    term = fencing.current_term(group.etcd, group.keys)
+    actor = fencing.FencedWriter.of_term(group.etcd, group.keys, group.ctx.epoch, term)
+    assert not claims.begin_turn(Side.ENGINES, actor, term), "the group has memory since it formed"
+    group.client.offload()
+    group.client.offload()
+    assert claims.begin_turn(Side.ENGINES, actor, term)
+    with pytest.raises(Conflict, match="memory is offloaded"):
+        group.client.forward_logprobs(batch)
+    with pytest.raises(Conflict, match="memory is offloaded"):
+        group.client.save("rl", before.step)
+    assert group.client.wait_ready() == before
+
+    os.kill(group.rank(1), signal.SIGKILL)
+
+    def waiting() -> bool:
+        found = [m for m in members(group.etcd, group.keys, "trainer") if "turn" in m.phase]
+        return len(found) == 2 and before.group not in {m.incarnation for m in found}
+
+    wait_until(waiting, timeout_s=START_S, what="the next formation to wait for its turn")
+    assert group.etcd.get(group.keys.device_holder()) is None
+    engine = Engine(id="rollout-e", pool=ROLLOUT_POOL, state=EngineState.SYNCING, epoch=group.ctx.epoch,
+                    holds_device=True)
+    group.etcd.put(group.keys.engine(engine.id), engine.encode())
+    assert claims.begin_turn(Side.TRAINER, actor, term)
+    assert "rollout-e to release memory" in claims.take_for_trainer("another")
+    assert waiting(), "an engine has memory"
+    group.etcd.delete(group.keys.engine(engine.id))
+    group.ready(after=before.group)
+    group.client.onload()
+    logprobs = group.client.forward_logprobs(batch)["logprobs"]
+    group.client.offload()
+    group.client.onload()
+    assert torch.equal(group.client.forward_logprobs(batch)["logprobs"], logprobs)
 
 
 def test_command_that_does_not_fit_is_refused_and_changes_nothing(group: Group) -> None:
@@ -327,15 +371,8 @@ def test_actor_that_was_replaced_can_change_nothing_any_more(group: Group) -> No
     old.close()
 
 
-def has_ended(rank: psutil.Process) -> bool:
-    try:
-        return not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def await_end(ranks: list[psutil.Process]) -> None:
-    wait_until(lambda: all(map(has_ended, ranks)), timeout_s=20, what="the end of the ranks")
+    wait_until(lambda: all(not runs(rank) for rank in ranks), timeout_s=20, what="the end of the ranks")
 
 
 def test_ranks_have_the_configured_number_of_threads(group: Group) -> None:
@@ -398,7 +435,7 @@ def test_state_without_a_reference_policy_is_not_trained_on_with_another_one(gro
         with pytest.raises(ConfigError, match="has no reference policy"):
             train(group, again.step + 1)
     with pytest.raises(ConfigError, match="has no reference policy"):
-        group.client.reference_logprobs(batch_for(group), again.step + 1)
+        reference_logprobs(group, batch_for(group), again.step + 1)
     assert group.client.wait_ready() == again
 
 

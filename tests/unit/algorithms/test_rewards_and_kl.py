@@ -24,7 +24,7 @@ from elastic_rl.algorithms.advantages import (
 from elastic_rl.algorithms.kl import kl_estimate, rewards_less_kl
 from elastic_rl.algorithms.registry import ALGOS, AlgorithmSpec, algorithm_of, required_tensors, uses_reference
 from elastic_rl.algorithms.reward_shaping import overlong_penalty, shaped_rewards
-from elastic_rl.config import AlgorithmConfig, Config
+from elastic_rl.config import AlgorithmConfig, Config, PoolConfig
 from elastic_rl.data.batch import SCHEMA
 from elastic_rl.errors import ConfigError
 
@@ -173,8 +173,9 @@ def test_every_algorithm_is_found_by_its_name_and_needs_what_batches_have() -> N
     for name, spec in ALGOS.items():
         assert spec.name == name and set(spec.needs) <= set(SCHEMA)
         if spec.advantages is not None:
-            cfg = AlgorithmConfig(name=name, constant_length_tokens=8)
-            assert algorithm_of(Config(algorithm=cfg)) is spec
+            cfg = AlgorithmConfig(name=name, constant_length_tokens=8,
+                                  teacher="t" if "teacher_logprobs" in spec.inputs else None)
+            assert algorithm_of(Config(algorithm=cfg, pools={"t": PoolConfig(model="/t")})) is spec
 
 
 @pytest.mark.parametrize(("settings", "named"), [

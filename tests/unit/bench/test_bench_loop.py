@@ -14,6 +14,7 @@ from support.synthetic_run import records
 
 from elastic_rl.bench.loop import (
     SUITE,
+    async_vs_sync,
     bare_engines,
     bare_trainer,
     outages,
@@ -47,6 +48,17 @@ def test_rows_come_from_the_records_of_a_run() -> None:
     assert all(r.value is not None for r in measured.values())
     assert measured["step-s-between"].value == pytest.approx(0.0, abs=1e-6)
     assert measured["idle-s-sync"].value > 0 and measured["idle-s-train"].value == 0  # type: ignore[operator]
+
+
+def test_rows_of_the_asynchronous_run_compare_it_with_the_synchronous_one() -> None:
+    sync = [step(n, 4.0 * n) for n in range(1, 8)]
+    ours = [step(n, 2.0 * n) | {"idle_s": {"groups": 0.5, "producer_no_room": 0.1}, "algorithm": {
+        "staleness_mean": 1.5, "staleness_max": n % 3}} for n in range(1, 8)]
+    found = {row.id: row for row in async_vs_sync.rows(sync, ours)}
+    assert {*found, "async-queue-s"} == set(SUITE.rows["async_vs_sync"])
+    assert found["async-vs-sync"].value == 2.0 and found["async-step-s"].alternatives == {"sync": 4.0}
+    assert [found[f"async-idle-s-{part}"].value for part in ("groups", "producer", "producer-no-room")] == [0.5, 0, 0.1]
+    assert found["async-staleness"].value == 1.5 and found["async-staleness"].alternatives == {"the most": 2}
 
 
 def test_records_without_waits_are_idle_for_no_time() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_rl import config
 from elastic_rl.coordinator.alerts import rules, state_machine
 from elastic_rl.coordinator.alerts.conditions import Thresholds, behind_s, conditions, etcd_conditions
 from elastic_rl.coordinator.alerts.state_machine import Alert, Condition
@@ -71,7 +72,8 @@ def test_reports_of_one_engine_by_runner_driver_and_leader_have_one_key() -> Non
 @pytest.mark.parametrize(("kind", "severity", "opens"), [
     ("publish.failed", Severity.INFO, True), ("logprob.mismatch", Severity.WARNING, True),
     ("staleness.exceeded", Severity.WARNING, True), ("anything.bad", Severity.ERROR, True),
-    ("router.restarted", Severity.WARNING, True), ("engine.drain_timeout", Severity.WARNING, False),
+    ("router.restarted", Severity.WARNING, True), ("queue.replaced", Severity.WARNING, True),
+    ("engine.drain_timeout", Severity.WARNING, False),
     ("version.committed", Severity.INFO, False)])
 def test_event_opens_an_alert(kind: str, severity: Severity, opens: bool) -> None:
     assert (rules.report(event(kind, severity=severity), 3, "j") is not None) is opens
@@ -141,6 +143,11 @@ def test_publish_alert_is_over_when_the_head_moves_after_the_failure() -> None:
 def test_short_pool_is_an_alert_after_an_engines_start_time_and_while_the_run_lasts() -> None:
     found = conditions(snapshot(), 9.0, Thresholds(pool_hold_s=77.0))
     assert found["pool.short/rollout"].hold_s == 77.0
+    cfg = config.parse({"engine": {"start_timeout_s": 40}, "pools": {
+        "judge": {"model": "/m", "engine": {"start_timeout_s": 900}}}})
+    assert Thresholds.from_config(cfg).pool_holds_s == {"rollout": 40.0, "judge": 900.0}
+    found = conditions(snapshot(), 9.0, Thresholds(pool_hold_s=77.0, pool_holds_s={"rollout": 40.0}))
+    assert found["pool.short/rollout"].hold_s == 40.0
     over = conditions(snapshot(status=JobStatus(phase="finished")), 9.0)
     assert list(over) == ["job.finished/j"]
     assert list(conditions(snapshot(status=JobStatus(phase="failed", message="no")), 9.0)) == [
@@ -155,6 +162,18 @@ def merged(*found: Condition, known: Sequence[Alert] = ()) -> list[str]:
 def opened(kind: str, subject: str, severity: Severity = Severity.ERROR, revision: int = 0) -> Alert:
     c = Condition(kind, subject, "m", severity, revision=revision)
     return advance_once(1.0, holding={} if revision else {c.key: c}, reports=[c] if revision else []).put[0]
+
+
+@pytest.mark.parametrize(("group", "other"), [("trainer", "critic"), ("critic", "trainer")])
+def test_signs_of_a_lost_trainer_group_are_one_alert_that_its_own_recovery_ends(group: str, other: str) -> None:
+    signs = [rules.report(event(f"{group}.{what}", group, Severity.ERROR), 5, "j")
+             for what in ("failed", "agent_ended")]
+    assert {sign.key for sign in signs if sign} == {f"{group}.dead/{group}"}
+    waiting = Condition("run.waiting", group, "m", Severity.WARNING)
+    known = [opened(f"{group}.dead", group)]
+    assert merged(Condition(f"{group}.hung", group, "m"), waiting, known=known) == [f"{group}.dead/{group}"] * 2
+    assert merged(Condition(f"{other}.hung", other, "m"), known=known) == [f"{other}.hung/{other}"]
+    assert rules.resolved_key(event(f"{group}.recovered", group), "j") == f"{group}.dead/{group}"
 
 
 def test_hang_and_death_of_one_member_are_one_alert() -> None:
@@ -188,9 +207,9 @@ def test_restart_event_is_notified_unless_its_fault_has_an_alert() -> None:
     requested = rules.report(event("restart.requested", "engines/e1", by="ada"), 5, "j")
     assert requested and not requested.notify_resolved and merged(requested) == ["restart.requested/engines/e1"]
     assert merged(requested, known=[opened("engine.hung", "e1")]) == []
-    role = replace(requested, subject="roles/critic")
-    assert merged(role, known=[opened("critic.hung", "critic-7")]) == []
-    assert merged(role, known=[opened("critic2.dead", "x")]) == ["restart.requested/roles/critic"]
+    role = replace(requested, subject="roles/rollout")
+    assert merged(role, known=[opened("rollout.hung", "rollout-7")]) == []
+    assert merged(role, known=[opened("rollout2.dead", "x")]) == ["restart.requested/roles/rollout"]
     assert merged(replace(requested, subject="job"), known=[opened("run.global_restart", "j", revision=3)]) == []
     assert merged(Condition("trainer.hung", "trainer", "m"), replace(requested, subject="trainer")) == [
         "trainer.hung/trainer"]

@@ -58,11 +58,12 @@ def test_invalid_server_url_is_refused(url: str) -> None:
 
 
 def test_incompatibility_names_what_a_server_lacks() -> None:
-    assert incompatibility(MODEL, SERVER, QWEN) == ""
-    assert "not a" in incompatibility({"architectures": ["LlamaForCausalLM"]}, SERVER, QWEN)
+    assert incompatibility(MODEL, SERVER, QWEN, updates=True) == ""
+    assert "not a" in incompatibility({"architectures": ["LlamaForCausalLM"]}, SERVER, QWEN, updates=True)
     for loaders in (None, [], ["other.load"]):
-        assert LOADER in incompatibility(MODEL, {**SERVER, "custom_weight_loader": loaders}, QWEN)
-    assert "dp_size=2" in incompatibility(MODEL, {**SERVER, "dp_size": 2}, QWEN)
+        assert LOADER in incompatibility(MODEL, {**SERVER, "custom_weight_loader": loaders}, QWEN, updates=True)
+    assert "dp_size=2" in incompatibility(MODEL, {**SERVER, "dp_size": 2}, QWEN, updates=True)
+    assert incompatibility(MODEL, {**SERVER, "custom_weight_loader": None, "dp_size": 2}, QWEN, updates=False) == ""
 
 
 def test_only_addresses_of_this_host_are_local() -> None:

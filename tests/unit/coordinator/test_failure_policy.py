@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.budget import seeds
 
 from elastic_rl.config import FailurePolicyConfig
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.failure import policy
 from elastic_rl.coordinator.failure.policy import POLICY, Fault, Rule
 from elastic_rl.coordinator.membership import registry
@@ -37,7 +38,7 @@ def after(rule: Rule, times: list[float], progress: int = 0, log: FaultLog | Non
 def test_every_part_has_a_rule_for_each_fault() -> None:
     parts = {r.part for r in POLICY}
     assert {(r.part, r.fault) for r in POLICY} == {(p, f) for p in parts for f in Fault}
-    assert {registry.ENGINE, registry.TRAINER, registry.DCS, registry.COORDINATOR, "driver", "role"} == parts
+    assert {registry.ENGINE, *TRAINER_GROUPS, registry.DCS, registry.COORDINATOR, "driver", "role"} == parts
     assert all(r.does and r.meanwhile for r in POLICY)
     assert policy.rule_for("genrm", Fault.DEAD).part == "role"
 

@@ -62,6 +62,14 @@ def test_trainer_group_fails_and_recovers_as_one() -> None:
     assert recovered(statistics, "trainer") == (1, 8.0)
 
 
+def test_faults_of_two_trainer_groups_are_counted_apart() -> None:
+    found = count(FaultStatistics(), [
+        at(10, "critic.failed", "critic", detect_s=1.0), at(11, "trainer.dead", "rank-1"),
+        at(12, "critic.dead", "rank-0"), at(14, "critic.recovered", "critic")])
+    assert found.faults == {"critic": 1, "trainer": 1} and list(found.open) == ["trainer/"]
+    assert recovered(found, "critic") == (1, 4.0)
+
+
 def test_durable_part_returns_under_its_id_and_role_is_replaced() -> None:
     statistics = count(FaultStatistics(), [
         at(1, "dcs.dead", "n0"), at(1, "dcs.dead", "n1"), at(4, "dcs.returned", "n1"),

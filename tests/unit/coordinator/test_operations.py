@@ -78,7 +78,7 @@ def test_restart_of_an_engine_that_ended_by_itself_waits_only_for_its_replacemen
     op, request = restart("engines/e0", pool=POOL), RestartRequest(target="engines/e0", generation=1)
 
     def state(*engines: Engine) -> tuple[OperationState, str]:
-        now = advance(op, with_pool(20.0, 2, *engines, restarts={"engines/e0": request}), 2)
+        now = advance(op, with_pool(20.0, 2, *engines, restarts={"engines/e0": request}), {"trainer": 2})
         return now.state, now.phase
 
     assert state(engine(0), engine(1)) == (OperationState.RUNNING, "stopping")
@@ -98,7 +98,7 @@ def test_operation_with_unreadable_parameters_fails_and_the_others_continue() ->
     good = scale(1)
     snapshot = with_pool(20.0, 1, engine(0), operations={bad.id: bad, good.id: good},
                          restarts={bad.target: RestartRequest(target=bad.target, generation=1)})
-    OperationController(Keys("j"), 2, guarded).update(snapshot)
+    OperationController(Keys("j"), {"trainer": 2}, guarded).update(snapshot)
     assert written[Keys("j").operation(bad.id)].state is OperationState.FAILED
     assert written[Keys("j").operation(good.id)].state is OperationState.SUCCEEDED
 
@@ -153,23 +153,25 @@ def test_restart_waits_until_the_part_works_again() -> None:
     assert at(14.0, done, new.replace(info={"ready": True})).state is OperationState.SUCCEEDED
 
 
-def test_global_restart_waits_for_a_later_epoch_the_loop_and_the_trainer() -> None:
-    rank = Member(role="trainer", id="rank-0", pid=1, host="h", incarnation="new", info={"ready": True})
+def test_global_restart_waits_for_a_later_epoch_the_loop_and_every_trainer_group() -> None:
+    ranks = [Member(role=role, id="rank-0", pid=1, host="h", incarnation=f"new-{role}", info={"ready": True})
+             for role in ("trainer", "critic")]
     op = restart("job", before=["old"], ended=2)
     done = {"job": RestartRequest(target="job", generation=1, observed_generation=1)}
     job = JobStatus(phase="rl")
 
-    def state(epoch: int, written_at: int, status: JobStatus = job) -> OperationState:
+    def state(epoch: int, written_at: int, status: JobStatus = job, groups: int = 2) -> OperationState:
         """``written_at``: revision of the job's status; the operation began at revision 30."""
         keys = Keys("j")
         return advance(op, ClusterSnapshot(
-            "j", now=21.0, restarts=done, members=[rank], status=status, epoch=epoch, revisions={
+            "j", now=21.0, restarts=done, members=ranks[:groups], status=status, epoch=epoch, revisions={
                 keys.operation(op.id): KeyValue("", b"", 30, 40, 1, 0),
-                keys.job_status(): KeyValue("", b"", 2, written_at, 1, 0)})).state
+                keys.job_status(): KeyValue("", b"", 2, written_at, 1, 0)}), {"trainer": 1, "critic": 1}).state
 
     assert state(epoch=3, written_at=50) is OperationState.RUNNING
     assert state(epoch=4, written_at=29) is OperationState.RUNNING, "the status of the old epoch"
     assert state(epoch=4, written_at=50, status=job.replace(phase="starting")) is OperationState.RUNNING
+    assert state(epoch=4, written_at=31, groups=1) is OperationState.RUNNING, "no rank of the critic works"
     assert state(epoch=4, written_at=31) is OperationState.SUCCEEDED
 
 

@@ -48,14 +48,15 @@ def test_release_is_idempotent(versions, pinned, keep) -> None:
     assert to_release(left, keep, NOW, pinned=pinned) == []
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5))
-def test_durable_drop_keeps_anchors_of_kept_versions(is_anchor, keep) -> None:
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 5), st.integers(0, 30))
+def test_durable_drop_keeps_the_half_of_a_pair_and_anchors_of_kept_versions(is_anchor, keep, in_pair) -> None:
     anchors, last = {}, 1
     for number, anchor in enumerate(is_anchor, 1):
         last = number if anchor or number == 1 else last
         anchors[number] = last
-    gone = set(durable_to_drop(anchors, keep))
+    gone = set(durable_to_drop(anchors, keep, in_pair))
     left = {n: a for n, a in anchors.items() if n not in gone}
     assert set(left.values()) <= set(left)
     assert set(sorted(anchors)[-keep:]) <= set(left)
-    assert len(left) <= 2 * keep
+    assert in_pair in left or in_pair not in anchors
+    assert len(left) <= 2 * (keep + 1)

@@ -46,6 +46,6 @@ def test_size_that_is_no_number_is_refused(args):
 def test_engine_reserves_a_gpu_for_each_rank(args, gpus, monkeypatch):
     from elastic_rl import config
     cfg = config.parse({"device": {"type": "cuda"}, "engine": EngineConfig(extra_args=args).model_dump()})
-    assert placement.gpus_per_engine(cfg) == gpus
+    assert placement.gpus_per_engine(cfg.device, cfg.engine) == gpus
     on_cpu = config.parse({"device": {"type": "cpu"}, "engine": EngineConfig(extra_args=args).model_dump()})
-    assert placement.gpus_per_engine(on_cpu) == 0
+    assert placement.gpus_per_engine(on_cpu.device, on_cpu.engine) == 0

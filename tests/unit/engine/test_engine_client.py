@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import httpx
 import pytest
 
 from elastic_rl.engine.client import BATCH, GenerateClient, Sampling, parse_sample, sequences_of_request, share_requests
-from elastic_rl.errors import EngineFailed
+from elastic_rl.engine.scoring import ScoreRequest
+from elastic_rl.engine.sglang.seeds import derived_seeds
+from elastic_rl.errors import EngineFailed, RequestRefused
 
 
 def answer(tokens, versions=("3",), finish="stop"):
@@ -67,6 +70,64 @@ def test_aborted_or_failed_request_is_retried():
     assert [s.response_ids for s in group] == [(5,), (6,)] and not replies
 
 
+def test_sample_that_an_update_aborted_goes_on_from_its_tokens_with_the_version_of_each_part():
+    bodies = []
+    replies = [[answer([5, 6], versions=("3", "3"), finish="abort"), answer([9], versions=("3",))],
+               [answer([], versions=("4",), finish="abort")],
+               [answer([7], versions=("4",), finish="abort")],
+               [answer([1], versions=("5",))]]
+
+    def handle(request):
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200, json=replies.pop(0))
+
+    client = client_over(handle)
+    sampling = Sampling(4, stop_token_ids=(1,), resume=True)
+    first, second = asyncio.run(client.generate([8], sampling, 2))
+    assert [(s.token_ids, s.version) for s in first.segments if s.token_ids] == [
+        ((5,), 3), ((6,), 3), ((7,), 4), ((1,), 5)]
+    assert first.finish_reason == "stop" and (first.oldest_version, first.versions) == (3, (3, 4, 5))
+    assert second.response_ids == (9,)
+    assert [b["input_ids"] for b in bodies[1:]] == [[[8, 5, 6]], [[8, 5, 6]], [[8, 5, 6, 7]]]
+    assert [b["sampling_params"]["max_new_tokens"] for b in bodies] == [4, 2, 2, 1]
+
+
+def test_samples_that_were_aborted_alike_do_not_become_copies_of_one_another():
+    """An engine gives back without a token what still waited in it."""
+    seeds = []
+
+    def handle(request):
+        body = json.loads(request.content)
+        of_each = derived_seeds(body["sampling_params"]["sampling_seed"], body["input_ids"])
+        seeds.append(of_each)
+        finish = "abort" if len(seeds) == 1 else "stop"
+        return httpx.Response(200, json=[
+            answer([9] if i % 2 and finish == "abort" else [] if finish == "abort" else [seed], finish=finish)
+            for i, seed in enumerate(of_each)])
+
+    async def run():
+        return await client_over(handle).generate([1, 2], Sampling(8, seed=5, resume=True), 6)
+
+    samples = asyncio.run(run())
+    assert len({s.response_ids for s in samples}) == 6
+    first, *rest = seeds
+    assert len({seed for [seed] in rest}) == 6 and not {seed for [seed] in rest} & set(first[1:])
+    seeds.clear()
+    assert asyncio.run(run()) == samples, "they follow from the seed"
+
+
+def test_sample_that_was_aborted_at_its_limit_is_complete():
+    client = client_over(lambda _: httpx.Response(200, json=[answer([5, 6], versions=("3", "4"), finish="abort")]))
+    [sample] = asyncio.run(client.generate([8], Sampling(2, resume=True), 1))
+    assert sample.response_ids == (5, 6) and sample.finish_reason == "length"
+
+
+def test_sample_that_gets_no_further_token_fails_in_the_end():
+    client = client_over(lambda _: httpx.Response(200, json=[answer([], finish="abort")]), retries=2)
+    with pytest.raises(EngineFailed, match="without a further token"):
+        asyncio.run(client.generate([8], Sampling(2, resume=True), 1))
+
+
 def test_unreachable_pool_raises_engine_failed_for_every_group():
     def down(request):
         raise httpx.ConnectError("refused")
@@ -103,9 +164,128 @@ def test_refused_request_is_not_retried(status):
     assert len(calls) == 1
 
 
+def test_prompt_that_is_refused_fails_alone():
+    def handle(request):
+        prompts = json.loads(request.content)["input_ids"]
+        return httpx.Response(400, text="too long") if [9] in prompts else httpx.Response(
+            200, json=[answer([p[0]]) for p in prompts])
+
+    async def run():
+        client = client_over(handle)
+        return await asyncio.gather(*(client.generate([i], Sampling(1), 1) for i in (8, 9, 10)), return_exceptions=True)
+
+    first, refused, last = asyncio.run(run())
+    assert [s.response_ids for s in (*first, *last)] == [(8,), (10,)]
+    assert isinstance(refused, RequestRefused) and "too long" in str(refused)
+
+
+def test_request_that_nobody_waits_for_any_more_is_cancelled():
+    begun, cancelled = asyncio.Event(), []
+
+    async def handle(request):
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            raise
+
+    async def run():
+        client = client_over(handle)
+        both = [asyncio.ensure_future(client.generate([i], Sampling(1), 1)) for i in (8, 9)]
+        await begun.wait()
+        both[0].cancel()
+        await asyncio.sleep(0.05)
+        assert not cancelled, "one waits"
+        both[1].cancel()
+        await asyncio.gather(*both, *client._sending, return_exceptions=True)
+
+    asyncio.run(run())
+    assert cancelled == [1]
+
+
 def test_groups_of_one_prompt_are_in_different_requests_when_they_are_sampled_by_seeds():
     """A server derives the seed of a sample from how often its prompt came before in the request."""
     groups = [([1, 2], 2, None), ([3], 2, None), ([1, 2], 2, None)]
     assert [len(b) for b in share_requests(groups, 128, apart=False)] == [3]
     assert [[g[0] for g in b] for b in share_requests(groups, 128, apart=True)] == [[[1, 2], [3]], [[1, 2]]]
     assert [len(b) for b in share_requests(groups, 4, apart=False)] == [2, 1]
+
+
+def test_turns_of_a_conversation_name_their_route_until_it_fails():
+    """The router keeps sending them to one engine until it knows that this one is gone."""
+    seen = []
+
+    def handle(request):
+        seen.append((json.loads(request.content)["input_ids"], request.headers.get("X-SMG-Routing-Key")))
+        if seen[-1][1] == "b":
+            return httpx.Response(500)
+        return httpx.Response(200, json=[answer([1]) for _ in seen[-1][0]])
+
+    async def run():
+        client = client_over(handle)
+        await asyncio.gather(*(client.generate([i], Sampling(4, seed=5), 2, route) for i, route in enumerate("aab")),
+                             client.generate([3], Sampling(4, seed=5), 1))
+    asyncio.run(run())
+    assert sorted(seen, key=str) == sorted([
+        ([[0], [0], [1], [1]], "a"), ([[2], [2]], "b"), ([[2], [2]], None), ([[3]], None)], key=str)
+
+
+def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):
+    """As hundreds of conversations are: each of their turns is a request."""
+    monkeypatch.setattr("elastic_rl.engine.client._CONNECTIONS", 3)
+    now, most, asked = 0, 0, 0
+
+    async def handle(reader, writer):
+        nonlocal now, most, asked
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+                body = json.loads(await reader.readexactly(size))
+                now, asked = now + 1, asked + 1
+                most = max(most, now)
+                await asyncio.sleep(0.2)
+                now -= 1
+                out = json.dumps([answer([1]) for _ in body["input_ids"]]).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(out) + out)
+                await writer.drain()
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        client = GenerateClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=0.5, retries=1)
+        await asyncio.gather(*(client.generate([i], Sampling(4 + i, seed=i), 1) for i in range(12)))
+        await client.close()
+        server.close()
+    asyncio.run(run())
+    assert (most, asked) == (3, 12)
+
+
+@pytest.mark.parametrize("meta", [
+    None, [1], {"finish_reason": 5}, {"finish_reason": {"type": "stop"}, "weight_versions": [5]},
+    {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0]],
+     "weight_versions": [{"start": 0, "end": 1e400, "version": "1"}]}])
+@pytest.mark.parametrize("resume", [False, True])
+def test_answer_of_another_form_fails_the_group_and_nobody_waits_for_ever(meta, resume):
+    def handle(_request):
+        text = json.dumps([{"output_ids": [3], "meta_info": meta}] * 2)
+        return httpx.Response(200, content=text, headers={"content-type": "application/json"})
+
+    async def run():
+        client = client_over(handle, retries=1)
+        async with asyncio.timeout(30):
+            await client.generate([5], Sampling(4, resume=resume), 2)
+
+    with pytest.raises(EngineFailed):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("body", [5, ["x"], [None], {}, [{"meta_info": {"input_token_logprobs": 1e400}}]])
+def test_scores_of_another_form_fail(body):
+    async def run():
+        client = client_over(lambda _: httpx.Response(200, content=json.dumps(body)), retries=1)
+        await client.score([ScoreRequest((5, 6, 7), 1)])
+
+    with pytest.raises(EngineFailed):
+        asyncio.run(run())

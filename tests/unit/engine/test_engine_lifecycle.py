@@ -11,13 +11,14 @@ from elastic_rl.errors import IllegalTransition
 from elastic_rl.etcd.records import EngineState
 
 EVENTS = st.one_of(
-    st.just(("up",)), st.just(("drain",)), st.just(("routed",)), st.just(("torn", "half")), st.just(("died", "killed")),
+    st.just(("up",)), st.just(("unrouted",)), st.just(("released",)), st.just(("resumed",)), st.just(("drain",)),
+    st.just(("routed",)), st.just(("torn", "half")), st.just(("died", "killed")),
     st.tuples(st.just("begin"), st.integers(0, 6)), st.tuples(st.just("verified"), st.integers(0, 6)))
 
 
 @given(st.lists(EVENTS, max_size=30))
 def test_engine_is_routable_only_with_a_version_that_was_begun_and_verified(history):
-    lifecycle, began, seen = EngineLifecycle(), 0, []
+    lifecycle, began, seen, gone = EngineLifecycle(), 0, [], []
     for name, *args in history:
         before = lifecycle
         try:
@@ -32,9 +33,15 @@ def test_engine_is_routable_only_with_a_version_that_was_begun_and_verified(hist
             seen.append(args[0])
         if lifecycle.state is EngineState.READY:
             assert seen and lifecycle.version == seen[-1] > 0
+        if name == "released":
+            assert lifecycle.version == 0 and not lifecycle.applying
+            gone.append(len(seen))
         if lifecycle.state is EngineState.READY is not before.state:
             assert name == "routed" and not lifecycle.applying
-    assert seen == sorted(set(seen)), "a version was rolled back or applied twice"
+            assert len(seen) > (gone[-1] if gone else 0), "routed with weights that are gone"
+    assert seen == sorted(seen), "a version was rolled back"
+    for later in range(1, len(seen)):
+        assert seen[later - 1] < seen[later] or later in gone, "a version was applied twice"
 
 
 @given(st.lists(EVENTS, max_size=30), st.sampled_from(["torn", "died"]))
@@ -66,3 +73,17 @@ def test_dead_engine_keeps_the_version_that_was_being_applied():
 def test_update_to_an_older_version_is_rejected():
     with pytest.raises(IllegalTransition, match="roll"):
         EngineLifecycle().up().begin(4).verified(4).begin(3)
+
+
+def test_released_engine_takes_the_version_that_it_had_again_and_none_that_is_older():
+    lifecycle = EngineLifecycle().up().begin(4).verified(4).routed().unrouted().released().resumed()
+    assert (lifecycle.state, lifecycle.version) == (EngineState.SYNCING, 0)
+    with pytest.raises(IllegalTransition, match="routed"):
+        lifecycle.routed()
+    with pytest.raises(IllegalTransition, match="roll"):
+        lifecycle.begin(3)
+    assert lifecycle.begin(4).verified(4).routed().version == 4
+
+
+def test_engine_that_waited_for_its_first_turn_starts_then():
+    assert EngineLifecycle().released().resumed() == EngineLifecycle()

@@ -81,8 +81,8 @@ class Etcd:
 @given(st.integers(0, 100), st.integers(0, 99))
 def test_evidence_is_read_from_a_bounded_number_of_records(size, at) -> None:
     keys = Keys("job")
-    etcd = Etcd([(keys.engine(f"e{i:03}"), engine(f"e{i:03}", 5).encode()) for i in range(size)]
+    etcd = Etcd([(keys.engine(f"rollout-e{i:03}"), engine(f"rollout-e{i:03}", 5).encode()) for i in range(size)]
                 + [(keys.dcs_node("n0"), b"{}")])
-    found = fetch_failures.read_evidence(etcd, keys, engine(f"e{at:03}", 4))
+    found = fetch_failures.read_evidence(etcd, keys, engine(f"rollout-e{at:03}", 4))
     others = size - (at < size)
     assert found == FetchEvidence(min(others, 32), min(others, 32), True) and etcd.read <= 33

@@ -90,3 +90,39 @@ def test_closed_monitor_condemns_nobody() -> None:
     server.monitor.start()
     server.monitor.join(30)
     assert server.probes == 1 and not server.reasons
+
+
+def test_server_is_not_probed_before_the_last_of_several_pauses_ends() -> None:
+    server = Server()
+    with server.monitor.paused():
+        with server.monitor.quiet():
+            pass
+        assert server.monitor.observe() is Health.HEALTHY and server.probes == 0
+    server.monitor.observe()
+    assert server.probes == 1
+
+
+def test_quiet_begins_after_the_probe_that_is_in_flight() -> None:
+    """A probe generates a token, for which a server without its memory would read what is not there."""
+    server, began, goes_on, order = Server(), threading.Event(), threading.Event(), list[str]()
+
+    def probe() -> None:
+        began.set()
+        goes_on.wait(30)
+        order.append("probe ended")
+
+    server.during = probe
+    probing = threading.Thread(target=server.monitor.observe)
+    probing.start()
+    assert began.wait(30)
+
+    def silence() -> None:
+        with server.monitor.quiet():
+            order.append("quiet")
+
+    silencing = threading.Thread(target=silence)
+    silencing.start()
+    goes_on.set()
+    probing.join(30)
+    silencing.join(30)
+    assert order == ["probe ended", "quiet"]

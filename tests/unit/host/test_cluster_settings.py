@@ -67,6 +67,20 @@ def test_commands_use_the_settings_of_a_known_cluster_with_the_given_ones_on_top
     assert _cluster(tmp_path, "--job=prod").cfg.train.steps != 7, "after `down` they do not count"
 
 
+def test_mappings_of_a_file_take_the_place_of_those_that_are_known(tmp_path: Path) -> None:
+    pools = {"judge": {"model": "/judge", "engines": 2}, "other": {"model": "/other"}}
+    _started(_config(tmp_path, pools=pools, rollout={"reward": "mix", "reward_options": {"parts": [], "a": 1}}))
+    assert set(_cluster(tmp_path, "--job=prod").cfg.pools) == {"judge", "other"}
+    cfg = _cluster(tmp_path, "--job=prod", "--pools.judge.engines=3", "--rollout.reward_options.a=2").cfg
+    assert set(cfg.pools) == {"judge", "other"} and cfg.pools["judge"].engines == 3, "of the command line: one of them"
+    assert cfg.rollout.reward_options == {"parts": [], "a": 2}
+    file = tmp_path / "more.yaml"
+    file.write_text(yaml.safe_dump({"job": "prod", "pools": {"judge": {"model": "/judge"}},
+                                    "rollout": {"reward": "f1", "reward_options": {}}}))
+    cfg = _cluster(tmp_path, file=file).cfg
+    assert set(cfg.pools) == {"judge"} and cfg.pools["judge"].engines == 1 and not cfg.rollout.reward_options
+
+
 def test_down_keeps_the_chunks_that_an_external_etcd_lists(tmp_path: Path) -> None:
     chunk = _started(_config(tmp_path, etcd={"endpoints": EXTERNAL}))
     for _ in range(2):  # the second one finds no cluster.json

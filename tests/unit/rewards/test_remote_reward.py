@@ -91,7 +91,7 @@ def test_samples_are_posted_in_batches_and_rewarded_in_order(service: Service) -
     assert [r.value for r in found] == [0, 1, 2, 3, 4]
     assert sorted(len(body["samples"]) for body in service.bodies) == [1, 2, 2]
     assert service.bodies[0]["prompt"] == {
-        "text": "1+1=", "metadata": {"answer": "2", "kind": "sum"}, "answers": ["2"]}
+        "text": "1+1=", "question": "1+1=", "metadata": {"answer": "2", "kind": "sum"}, "answers": ["2"]}
     assert service.bodies[0]["samples"][0].keys() == {"text", "finish_reason"}
     _rewards(service, "a", send_token_ids=True)
     assert service.bodies[-1]["samples"][0]["token_ids"] == [7] and service.bodies[-1]["prompt"]["token_ids"] == [1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,12 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+import elastic_rl
 from elastic_rl import runtime
-from elastic_rl.cli import listings, main, watch_loop
+from elastic_rl.cli import completion, listings, main, watch_loop
 from elastic_rl.cli import run as running
 from elastic_rl.cli.exit_codes import MEANING, Exit, code_of
 from elastic_rl.config import durations
+from elastic_rl.config.groups import TRAINER_GROUPS
 from elastic_rl.coordinator.api import auth
+from elastic_rl.coordinator.api.models import NewRestart
 from elastic_rl.coordinator.client.admin_client import AdminClient, RequestRefused
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.client.credentials import read_token
@@ -393,3 +397,11 @@ def test_cluster_that_can_neither_start_nor_stop_shows_why_it_does_not_start(
     said = capsys.readouterr().err.replace("\n", "")
     assert "error: cannot create" in said and "the cluster cannot be stopped" in said
     assert "error: " + str(file) not in said, "that of stopping is not the error of the command"
+
+
+def test_command_line_dashboard_and_api_know_every_trainer_group() -> None:
+    """They name them without reading ``config.groups``."""
+    script = (Path(elastic_rl.__file__).parent / "coordinator/dashboard/groups.js").read_text()
+    assert completion.GROUPS == tuple(re.findall(r'"(\w+)"', script)) == tuple(TRAINER_GROUPS)
+    target = str(NewRestart.model_fields["target"].description)
+    assert [name for name in TRAINER_GROUPS if f"``{name}``" not in target] == []

@@ -261,3 +261,13 @@ def test_options_that_json_has_are_kept() -> None:
 def test_number_of_thousands_of_digits_is_not_shown() -> None:
     with pytest.raises(ConfigError, match=r"seed: .*thousands of digits"):
         config.load(None, [f"--seed=0x{'f' * 5000}"])
+
+
+@pytest.mark.parametrize("rollout", [{"generate": "environment", "environment": "tools"},
+                                     {"generate": "mine:generate"}])
+def test_engines_do_not_drain_under_samples_of_several_turns(rollout: dict[str, str]) -> None:
+    settings = {"rollout": rollout, "model": {"path": "/m"}}
+    with pytest.raises(ConfigError, match="pause_mode to retract"):
+        config.parse({**settings, "engine": {"pause_mode": "drain"}})
+    config.parse({**settings, "engine": {"pause_mode": "abort"}})
+    config.parse({"engine": {"pause_mode": "drain"}})

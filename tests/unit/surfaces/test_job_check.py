@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.text_model import make_tokenizer_folder
@@ -14,6 +18,8 @@ from typer.testing import CliRunner
 from elastic_rl import config, job_check
 from elastic_rl.cli.main import app
 from elastic_rl.config import Config
+from elastic_rl.config.unused import unused_settings
+from elastic_rl.data.sources import make_source, read_prompts
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.errors import ConfigError
 
@@ -61,6 +67,17 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         job_check.require(config.load(overrides=WRONG))
     for part in ("gspo", "exact_match", "many_turns", "/nowhere", "operand_below"):
         assert part in str(refused.value)
+
+
+def test_prompts_that_the_queue_cannot_hold_are_refused() -> None:
+    cfg = config.load(overrides=["--train.schedule=fully_async", "--train.queue=transfer_queue"])
+    source = make_source(cfg)
+    assert not job_check._of_prompts(cfg, source).fault
+    bad = [replace(prompt, metadata={"own": b"x"}) for prompt in read_prompts(
+        source.train, range(4), named="own", answers=False)]
+    fault = job_check._of_prompts(cfg, replace(source, train=bad)).fault
+    assert "cannot be written as JSON, because of the metadata" in fault
+    assert not job_check._of_prompts(config.load(), replace(source, train=bad)).fault
 
 
 def test_job_on_a_file_is_sound(tmp_path: Path, model: Path) -> None:
@@ -172,6 +189,29 @@ def test_defaults_of_the_built_in_model_are_pointed_out_for_a_larger_one(tmp_pat
     assert "defaults" not in by_part(text_job(tmp_path, model, ROWS, "--mode=eval"))
 
 
+def test_settings_that_change_nothing_are_named_with_what_they_are_for(tmp_path: Path, model: Path) -> None:
+    assert "settings" not in by_part(text_job(tmp_path, model, ROWS, "--train.steps=3"))
+    found = by_part(text_job(tmp_path, model, ROWS, "--train.queue=embedded", "--algorithm.gae_lambda=0.9",
+                             "--critic.warmup_steps=2", "--rollout.max_turns=3",
+                             "--reference.trainer={data_parallel: 2}"))["settings"]
+    assert not found.fault and found.hint
+    for said in ("train.queue is for train.schedule=fully_async", "algorithm.gae_lambda is for algorithm.name=ppo",
+                 "critic.warmup_steps is for a critic", "reference.trainer is for reference.enabled",
+                 "rollout.max_turns is for rollout.environment"):
+        assert said in found.detail
+
+
+def test_settings_that_a_job_uses_are_not_named() -> None:
+    used = config.load(overrides=[
+        "--train.schedule=fully_async", "--train.max_staleness=1", "--train.queue=transfer_queue",
+        "--train.queue_units=1", "--algorithm.name=ppo", "--algorithm.gae_lambda=0.9", "--critic.warmup_steps=1",
+        "--algorithm.kl_coef=0.1", "--algorithm.kl_estimator=k3"])
+    assert unused_settings(used) == []
+    own = config.load(overrides=["--algorithm.name=some.module:mine", "--algorithm.gae_lambda=0.9",
+                                 "--reference.enabled=true", "--algorithm.reference_every_steps=2"])
+    assert unused_settings(own) == []
+
+
 def test_supervised_job_needs_no_reward() -> None:
     found = by_part(config.load(overrides=["--mode=sft"]))
     assert "reward of the answers" not in found and not any(f.fault for f in found.values())
@@ -194,3 +234,132 @@ def test_command_says_it_for_people_and_programs() -> None:
     assert CliRunner().invoke(app, ["config", "check"]).exit_code == 0
     rows = json.loads(CliRunner().invoke(app, ["config", "check", "-o", "json"]).stdout)
     assert {row["part"] for row in rows} >= {"algorithm", "model", "data", "reward"}
+
+
+def altered(folder: Path, model: Path, file: str, alter: Callable[[Any], object]) -> Path:
+    """A copy of a model with one of its JSON files altered."""
+    shutil.copytree(model, folder)
+    raw = json.loads((folder / file).read_text())
+    alter(raw)
+    (folder / file).write_text(json.dumps(raw))
+    return folder
+
+
+def exchange_two_tokens(tokenizer: Any) -> None:
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+
+
+def test_critic_must_have_the_policys_tokens_and_positions_for_its_sequences(tmp_path: Path, model: Path) -> None:
+    def found(*settings: str) -> dict[str, job_check.Finding]:
+        return by_part(text_job(tmp_path, model, ROWS, "--algorithm.name=ppo", *settings))
+
+    assert not any(f.fault for f in found(f"--critic.model={model}").values())
+    other = altered(tmp_path / "other", model, "tokenizer.json", exchange_two_tokens)
+    assert (f"critic.model={other}: its tokenizer differs from that of model.path in 2 tokens, such as '1'"
+            in found(f"--critic.model={other}")["critic"].fault)
+    shutil.copytree(model, bare := tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    without = found(f"--critic.model={bare}")["critic"]
+    assert f"tokenizer in {bare}" in without.fault and without.hint.startswith("critic.model needs tokenizer.json")
+    short = altered(tmp_path / "short", model, "config.json", lambda raw: raw.update(max_position_embeddings=8))
+    assert "max_position_embeddings=8 is too small" in found(f"--critic.model={short}")["data"].fault
+    uneven = found("--critic.trainer.tensor_parallel=3")["critic"]
+    assert "is not a multiple of critic.trainer.tensor_parallel=3" in uneven.fault
+    assert "set a critic.trainer.tensor_parallel that divides" in uneven.hint
+
+
+def test_teacher_must_have_the_policys_tokens_and_room_for_its_sequences(tmp_path: Path, model: Path) -> None:
+    settings = ["--algorithm.name=on_policy_distillation", "--algorithm.teacher=large", f"--pools.large.model={model}"]
+    assert not any(f.fault for f in by_part(text_job(tmp_path, model, ROWS, *settings)).values())
+    found = by_part(text_job(tmp_path, model, ROWS, *settings, "--pools.large.engine.max_total_tokens=96"))["data"]
+    assert "up to 96 tokens, and the teacher's engines take sequences of up to 88" in found.fault
+    found = by_part(text_job(tmp_path, model, ROWS, *settings, "--algorithm.teacher_top_k=256"))["data"]
+    assert not found.fault
+    other = altered(tmp_path / "other", model, "tokenizer.json", exchange_two_tokens)
+    found = by_part(text_job(tmp_path, model, ROWS, *settings[:2], f"--pools.large.model={other}"))["data"]
+    assert f"pools.large.model={other}: its tokenizer differs from that of model.path in 2 tokens" in found.fault
+    found = by_part(config.load(overrides=settings))
+    assert "with the built-in model, whose tokens no teacher has" in found["data"].fault
+    found = by_part(text_job(tmp_path, model, ROWS, *settings[:2], "--pools.large.model=/nowhere"))
+    assert "there is no folder /nowhere" in found["pool large"].fault and not found["data"].fault
+
+
+def test_judge_is_asked_nothing_but_its_questions_are_written(tmp_path: Path, model: Path) -> None:
+    settings = ["--rollout.reward=genrm", f"--pools.genrm.model={model}", "--rollout.reward_options.max_tokens=8"]
+    prompt = "Is {response} right? {question}"
+    found = by_part(text_job(tmp_path, model, ROWS, *settings, f"--rollout.reward_options.prompt={prompt}"))
+    assert not any(f.fault for f in found.values())
+    assert found["reward of the answers"].detail == "not tried: the judge's engines run with the job only"
+    found = by_part(text_job(tmp_path, model, ROWS, *settings, f"--rollout.reward_options.prompt={prompt * 20}"))
+    assert "a question for the judge has" in found["reward of the answers"].fault
+    unanswered = [{"question": row["question"]} for row in ROWS]
+    bare = ["--data.options.answer_key=''", "--sft.max_steps=0", f"--rollout.reward_options.prompt={prompt} {{topic}}"]
+    found = by_part(text_job(tmp_path, model, unanswered, *settings, *bare))
+    assert "has no column 'topic'" in found["reward of the answers"].fault
+
+
+def test_pool_that_nothing_asks_is_pointed_out(tmp_path: Path, model: Path) -> None:
+    found = by_part(text_job(tmp_path, model, ROWS, f"--pools.spare.model={model}"))["pool spare"]
+    assert not found.fault and "no reward and no algorithm asks it" in found.hint
+    wrong = by_part(text_job(tmp_path, model, ROWS, f"--pools.spare.model={model}",
+                             "--pools.spare.engine.extra_args=[--tp-size=x]"))["pool spare"]
+    assert wrong.fault.startswith("pools.spare.engine.extra_args")
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
+OWN = """
+class Episode:
+    def __init__(self, prompt): self.prompt = prompt
+    async def step(self, text): ...
+    async def close(self): ...
+
+def good(options, context): return lambda prompt, seed: Episode(prompt)
+def seeded(options, context): return lambda prompt, seed: Episode(prompt.metadata["seed"])
+def no_step(options, context): return lambda prompt, seed: 5
+def one_parameter(options, context): return lambda prompt: Episode(prompt)
+"""
+PLAYED = ["--rollout.generate=environment", "--rollout.reward=environment"]
+
+
+@pytest.mark.parametrize(("name", "part", "named"), [
+    ("good", "", ""), ("seeded", "environment", "begins no episode with a prompt of the data: KeyError: 'seed'"),
+    ("no_step", "environment", "an episode that is a int, without step or close"),
+    ("one_parameter", "generate", "of other parameters")])
+def test_environment_is_tried_with_the_data(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+                                            part: str, named: str) -> None:
+    (tmp_path / "own_episodes.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = by_part(text_job(tmp_path, model, ROWS, *PLAYED, f"--rollout.environment=own_episodes:{name}"))
+    assert {p for p, f in found.items() if f.fault} == ({part} if part else set())
+    if part:
+        assert named in found[part].fault
+    else:
+        assert "4 prompts" in found["environment"].detail and "an episode" in found["reward of the answers"].detail
+
+
+def test_reward_of_an_environment_needs_one(tmp_path: Path, model: Path) -> None:
+    mix = "--rollout.reward_options={parts: [{reward: environment}, {reward: f1}]}"
+    for more in (["--rollout.reward=environment"], ["--rollout.reward=mix", mix]):
+        with pytest.raises(ConfigError, match="set generate to environment"):
+            text_job(tmp_path, model, ROWS, *more)
+    text_job(tmp_path, model, ROWS, "--rollout.reward=environment", "--rollout.generate=my_module:plays")
+
+
+def test_other_parts_of_a_mix_are_tried_with_the_answers(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+                                                         ) -> None:
+    (tmp_path / "own_episodes.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = by_part(text_job(
+        tmp_path, model, ROWS, "--rollout.generate=environment", "--rollout.environment=own_episodes:good",
+        "--rollout.reward=mix", "--rollout.reward_options={parts: [{reward: environment}, {reward: f1}]}"))
+    assert not found["reward of the answers"].fault and "get 1, 1, 1, 1" in found["reward of the answers"].detail
+
+
+def test_tools_that_the_prompts_do_not_describe_are_hinted_at(tmp_path: Path, model: Path) -> None:
+    cfg = text_job(tmp_path, model, ROWS, "--rollout.generate=environment", "--rollout.environment=tools",
+                   "--rollout.environment_options={tools: [calculator, \"own.tools:search\"]}",
+                   "--data.options.chat_template_options={tools: [{function: {name: search}}]}")
+    assert "does not describe calculator:" in job_check._of_tools(cfg)
+    assert job_check._of_tools(text_job(tmp_path, model, ROWS)) == ""

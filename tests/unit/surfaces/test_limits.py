@@ -10,29 +10,36 @@ from elastic_rl import config
 from elastic_rl.config import limits
 from elastic_rl.config.limits import LIMITS, Ordered
 from elastic_rl.errors import ConfigError
+from elastic_rl.roles.role_clients import call_timeout_s
 
 _DEFAULTS = config.parse({})
+_COLOCATED = config.parse({"placement": "colocated"})
 
 
 def _ids(limit: Ordered) -> str:
     return f"{limit.smaller} below {limit.larger}"
 
 
-def _with(key: str, value: float) -> config.Config:
+def _base(limit: Ordered) -> config.Config:
+    """A job of which the row is true, all else by default."""
+    return _COLOCATED if limit.only_if == "colocated" else _DEFAULTS
+
+
+def _with(cfg: config.Config, key: str, value: float) -> config.Config:
     section, _, name = key.partition(".")
-    values: dict[str, Any] = {name: type(getattr(getattr(_DEFAULTS, section), name))(value)}
-    return _DEFAULTS.model_copy(update={section: getattr(_DEFAULTS, section).model_copy(update=values)})
+    values: dict[str, Any] = {name: type(getattr(getattr(cfg, section), name))(value)}
+    return cfg.model_copy(update={section: getattr(cfg, section).model_copy(update=values)})
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=_ids)
 def test_defaults_keep_each_limit(limit: Ordered) -> None:
-    assert limit.holds(_DEFAULTS)
+    assert limit.holds(_base(limit))
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=_ids)
 def test_smaller_setting_that_exceeds_the_larger_one_is_refused(limit: Ordered) -> None:
     key = limits.keys_of(limit.smaller)[0]
-    too_large = _with(key, limits.value_of(limit.larger, _DEFAULTS) + 1)
+    too_large = _with(_base(limit), key, limits.value_of(limit.larger, _DEFAULTS) + 1)
     assert not limit.holds(too_large)
     message = limit.explain(too_large)
     assert key in message and limits.keys_of(limit.larger)[0] in message and "set a larger" in message
@@ -44,7 +51,15 @@ def test_smaller_setting_that_exceeds_the_larger_one_is_refused(limit: Ordered) 
 @pytest.mark.parametrize("limit", LIMITS, ids=_ids)
 def test_equal_values_are_refused_unless_the_row_allows_them(limit: Ordered) -> None:
     equal = limits.value_of(limit.smaller, _DEFAULTS)
-    assert limit.holds(_with(limits.keys_of(limit.larger)[0], equal)) is limit.may_equal
+    assert limit.holds(_with(_base(limit), limits.keys_of(limit.larger)[0], equal)) is limit.may_equal
+
+
+def test_limit_of_colocated_engines_is_none_of_others() -> None:
+    slow = {"drain_timeout_s": 300.0}
+    config.parse({"engine": slow})
+    config.parse({"placement": "colocated", "pools": {"judge": {"model": "/judge", "engine": slow}}})
+    with pytest.raises(ConfigError, match="an engine whose turn is over"):
+        config.parse({"placement": "colocated", "engine": slow})
 
 
 def test_every_broken_limit_is_named_at_once() -> None:
@@ -56,6 +71,39 @@ def test_every_broken_limit_is_named_at_once() -> None:
 
 def test_product_of_settings_can_be_a_limit() -> None:
     assert limits.value_of("engine.request_timeout_s * (rollout.max_attempts + 1)", _DEFAULTS) == 300
+
+
+_EPISODES = {"model": {"path": "/m"}, "rollout": {"generate": "environment", "environment": "tools"}}
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"max_turns": 64}, {"generate_timeout_s": 3600}, {"max_attempts": 1}], ids=str)
+def test_call_of_the_rollout_role_outlasts_an_episode_of_which_each_part_takes_its_limit(changes: dict[str, Any]
+                                                                                         ) -> None:
+    cfg = config.parse({**_EPISODES, "rollout": {**_EPISODES["rollout"], **changes}, "engine": {
+        "request_timeout_s": 50}})
+    attempts = cfg.rollout.max_attempts
+    turns = cfg.rollout.max_turns * attempts * (50 + 2)  # with the pauses between attempts
+    environment = 2 * (cfg.rollout.generate_timeout_s + 5)  # which it may take to end when it is cancelled
+    assert call_timeout_s(cfg) > attempts * (turns + environment)
+
+
+def test_other_calls_of_the_rollout_role_have_shorter_limits() -> None:
+    assert call_timeout_s(_DEFAULTS) == 300
+    assert call_timeout_s(config.parse({"rollout": {"generate": "a.b:c", "generate_timeout_s": 900}})) == 960
+
+
+@pytest.mark.parametrize(("changes", "refused"), [
+    ({"rollout": {"filters": ["uniform_reward"]}}, True), ({}, False),
+    ({"rollout": {"filters": ["uniform_reward"]}, "train": {"schedule": "sync"}}, False),
+    ({"rollout": {"filters": ["uniform_reward"]}, "deterministic": False}, False)], ids=str)
+def test_filters_of_a_deterministic_job_need_an_order_of_the_groups(changes: dict[str, Any], refused: bool) -> None:
+    settings = {"deterministic": True, "train": {"schedule": "fully_async"}, **changes}
+    if not refused:
+        config.parse(settings)
+        return
+    with pytest.raises(ConfigError, match=r"set train\.schedule=sync"):
+        config.parse(settings)
 
 
 def test_shape_of_the_built_in_model_does_not_count_beside_a_path() -> None:

@@ -54,6 +54,18 @@ def test_job_that_trains_nothing_is_shown_without_what_training_has() -> None:
     assert "eval accuracy" not in text and "log-prob" not in text
 
 
+def test_groups_of_an_asynchronous_run_are_shown() -> None:
+    state = RunState(7)
+    found = []
+    for algorithm in ({}, {"groups_queued": 12.0, "groups_leased": 20, "staleness_mean": 1.25, "groups_stale": 0}):
+        state.add({"kind": "step", "step": 2, "reward_mean": 0.5, "algorithm": algorithm})
+        shown = io.StringIO()
+        Console(file=shown, width=120).print(render("j", state, ClusterState(), elapsed_s=1.0))
+        found.append(shown.getvalue())
+    assert "queued" not in found[0]
+    assert "12 queued, 20 being generated, 0 too stale, – lost, staleness 1.25 in the mean" in found[1]
+
+
 def test_further_evaluation_sets_are_shown_by_name() -> None:
     record = {"kind": "eval", "step": 3, "eval_accuracy": 0.5, "eval_sets": {"math": 0.25}}
     assert plain_line(record, 5) == "step 3/5: eval accuracy 0.500, math 0.250"

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.trainer.context_parallel import multiple, own_positions
+from elastic_rl.trainer.forward import LossTokens
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 from elastic_rl.trainer.micro_batches import MicroBatch
-from elastic_rl.trainer.step import LossTokens
 
 
 def of_context(cp: int, cp_rank: int) -> ParallelDims:

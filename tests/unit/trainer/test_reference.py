@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
 
+from elastic_rl.config.algorithm import reference_step
 from elastic_rl.errors import Conflict, Fenced
 from elastic_rl.trainer.progress import Progress
-from elastic_rl.trainer.reference import Reference, reference_step
+from elastic_rl.trainer.reference import Reference
 from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
 
 thorough = settings(deadline=None, max_examples=seeds(60))

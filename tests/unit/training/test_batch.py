@@ -57,7 +57,7 @@ def test_shares_are_the_batch_without_padding_of_all_and_round_trip_through_the_
         assert share.width == max(share["lengths"].tolist(), default=0), "no row needs that width"
     for name, tensor in batch.tensors.items():
         values = [s[name] for s in parts]
-        expected = batch.joined(values) if tensor.ndim == 2 else tensor[torch.cat(order)]
+        expected = batch.joined(order, values) if tensor.ndim == 2 else tensor[torch.cat(order)]
         assert torch.equal(expected, tensor if tensor.ndim == 2 else torch.cat(values)), name
 
 
@@ -136,11 +136,11 @@ def test_the_longest_sequence_that_is_left_goes_to_the_replica_with_the_fewest_t
 def test_what_replicas_give_back_is_put_in_the_order_of_the_batch_by_the_rows_of_the_shares(
         pairs: list[tuple[Prompt, Sample]], count: int) -> None:
     batch = collate(pairs, [0.5] * len(pairs))
-    parts = batch.shares(count)
+    parts, rows = batch.shares(count), batch.share_rows(count)
     for name in ("tokens", "loss_mask"):
-        assert torch.equal(batch.joined([share[name] for share in parts]), batch[name])
+        assert torch.equal(batch.joined(rows, [share[name] for share in parts]), batch[name])
     with pytest.raises(ConfigError, match="values of a share must be"):
-        batch.joined([torch.nn.functional.pad(share["tokens"], (0, 1)) for share in parts])
+        batch.joined(rows, [torch.nn.functional.pad(share["tokens"], (0, 1)) for share in parts])
 
 
 def test_one_long_sample_widens_its_own_share_only() -> None:

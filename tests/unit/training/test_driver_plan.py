@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from elastic_rl.driver.plan import Running, StartBudget, plan
 from elastic_rl.etcd.records import EngineState
 
-STAYING = (EngineState.STARTING, EngineState.SYNCING, EngineState.READY)
+STAYING = (EngineState.STARTING, EngineState.SYNCING, EngineState.READY, EngineState.RELEASED)
 engine_lists = st.lists(st.tuples(st.sampled_from(EngineState), st.floats(0, 1e6), st.booleans()), max_size=12).map(
     lambda found: [Running(f"e{i}", state, at, placed) for i, (state, at, placed) in enumerate(found)])
 gaps = st.lists(st.floats(0, 200), min_size=1, max_size=40)
@@ -24,7 +24,7 @@ def test_plan_leaves_exactly_the_desired_number_of_engines(engines, desired):
 @given(engine_lists, st.integers(0, 12))
 def test_plan_drains_engines_without_room_first_and_ready_ones_last(engines, desired):
     def worth(engine):
-        return engine.placed, engine.state is EngineState.READY
+        return engine.placed, engine.state in (EngineState.READY, EngineState.RELEASED)
 
     drained = set(plan(desired, engines, may_start=64).drain)
     kept = [worth(e) for e in engines if e.state in STAYING and e.id not in drained]

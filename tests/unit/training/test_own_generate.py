@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +29,11 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate
 from elastic_rl.errors import ConfigError, EngineFailed, Fenced
+from elastic_rl.pipeline.generating import GroupRequests
 from elastic_rl.pipeline.sampling import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import PluginProcess, ProcessLost
-from elastic_rl.roles.rollout import RolloutRole
+from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, of_each
 from elastic_rl.runtime import wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -240,7 +244,7 @@ class Loop:
                 if len(self.texts) > waits:
                     stopping.set()
 
-        monkeypatch.setattr("elastic_rl.pipeline.sampling._RETRY_S", (0.001, 0.002))
+        monkeypatch.setattr("elastic_rl.pipeline.generating._RETRY_S", (0.001, 0.002))
         cfg = config.load(overrides=["--rollout.groups_per_request=4", "--rollout.reward_attempts=2",
                                      "--train.prompts_per_step=16", *more])
         source = make_source(cfg)
@@ -280,7 +284,111 @@ def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: 
 
     loop = Loop(monkeypatch, generate)
     assert [g.ordinal for g in loop.groups(8) if g.failed] == [6]
-    assert loop.calls.count([6]) == 2
+    assert loop.calls.count([6]) == 3, "once with half of those that were there, and two attempts alone"
+
+
+class _Process:
+    """A process that has the groups of several requests at once, and ends with all of them when it has one of the
+    ``culprits``. In the place of the threads that call it, so that the test says what runs at the same time."""
+
+    def __init__(self, culprits: Sequence[int]) -> None:
+        self._culprits, self._running = set(culprits), list[tuple[Future[Sequence[Generated]], list[int]]]()
+        self.ends, self.turns = 0, 0
+
+    def submit(self, _call: object, requests: Sequence[PromptRequest], _min_version: int
+               ) -> Future[Sequence[Generated]]:
+        self._running.append((Future(), [request.ordinal for request in requests]))
+        return self._running[-1][0]
+
+    def shutdown(self, **_: bool) -> None:
+        pass
+
+    def turn(self, *, ends: bool = False) -> None:
+        """What runs comes to its end."""
+        running, self._running = self._running, []
+        self.turns += bool(running)
+        ends = ends or any(i in self._culprits for _, ordinals in running for i in ordinals)
+        self.ends += ends
+        for future, ordinals in running:
+            future.set_result([GenerateFault("the process died", shared=True) if ends else _good(i) for i in ordinals])
+
+
+def _requests(monkeypatch: pytest.MonkeyPatch, process: _Process) -> GroupRequests:
+    monkeypatch.setattr("elastic_rl.pipeline.generating._RETRY_S", (0.001, 0.002))
+    cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
+                                 "--train.prompts_per_step=64"])
+    made = GroupRequests(cfg, lambda prompts, version: [], Waits(lambda *_: None, threading.Event()), no_engine=str,
+                         other=lambda: _request(-1), on_failed=lambda ordinals, why: None)
+    made.close()
+    made._threads = process  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("culprits", [(), (9,), (9, 40)])
+def test_end_of_a_process_with_many_groups_takes_few_turns_to_explain(monkeypatch: pytest.MonkeyPatch,
+                                                                      culprits: tuple[int, ...]) -> None:
+    """One group after the other would take hours where an episode takes minutes."""
+    process, failed = _Process(culprits), set[int]()
+    requests = _requests(monkeypatch, process)
+    requests.add([_request(i) for i in range(64)], 0)
+    requests.poll(0.01)
+    process.turn(ends=True)
+    while requests.pending:
+        failed |= {group.ordinal for group in requests.poll(0.01)[1]}
+        process.turn()
+    assert failed == set(culprits)
+    # The first one, another group that shows that the function works, and two halves that live. For each culprit, at
+    # each of six halvings, the half that ends the process, that other group and the half that lives; and two attempts
+    # alone with that other group.
+    assert process.turns <= 4 + len(culprits) * (3 * 6 + 4), process.turns
+
+
+def test_process_that_one_group_ends_is_ended_a_few_times_only_while_others_are_given(monkeypatch: pytest.MonkeyPatch
+                                                                                     ) -> None:
+    """Groups that were added to those that are on trial would end with them, and would be suspects too."""
+    process, failed, done = _Process((3,)), list[int](), 0
+    requests, ordinals = _requests(monkeypatch, process), itertools.count()
+    under_way = 0
+    while not failed and process.turns < 100:
+        if requests.takes_more:
+            requests.add([_request(next(ordinals)) for _ in range(8 - under_way)], 0)
+            under_way = 8
+        answered, given_up = requests.poll(0.01)
+        failed += [group.ordinal for group in given_up]
+        done, under_way = done + len(answered), under_way - len(answered) - len(given_up)
+        process.turn()
+    assert failed == [3] and done >= 7
+    assert process.ends <= 6, "of all, of halves with the one in them, and two attempts with it alone"
+
+
+def test_group_that_ends_the_process_gets_its_turn_alone_however_many_groups_are_given(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """With groups that are given for as long as there is room, something else would always run."""
+    released = threading.Event()
+
+    def generate(ordinals: list[int]) -> list[Generated]:
+        if 0 in ordinals:
+            return [GenerateFault("the process died", shared=True) for _ in ordinals]
+        released.wait(0.02)
+        return [_good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate, "--rollout.groups_per_request=1")
+    ordinals = iter(range(len(loop.prompts)))
+    given, found = list[int](), dict[int, bool]()
+
+    def more(wait_s: float) -> tuple[list[tuple[int, Prompt]], int] | None:
+        if len(given) - len(found) < 4 and (ordinal := next(ordinals, None)) is not None:
+            given.append(ordinal)
+            return [(ordinal, loop.prompts[ordinal])], 0
+        return None if len(given) == len(loop.prompts) else ([], 0)
+
+    try:
+        for group, _ in loop.sampler.training_stream(more):
+            found[group.ordinal] = bool(group.failed)
+    finally:
+        loop.sampler.close()
+    assert found == {ordinal: ordinal == 0 for ordinal in range(len(loop.prompts))}
+    assert list(found).index(0) < 32, "long before the last one was given"
 
 
 def test_function_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +416,49 @@ def test_function_that_fails_for_every_group_for_a_while_costs_none(monkeypatch:
     left[0] = 200
     assert not any(g.failed for g in loop.groups(16)) and not loop.failed
     assert left[0] <= 0 and any(text.startswith("plugin: the tool is away") for text in loop.texts)
+
+
+@pytest.mark.parametrize("kind", ["engines", "plugin"])
+def test_group_that_waits_for_what_is_away_is_tried_again_alone_and_without_end(monkeypatch: pytest.MonkeyPatch,
+                                                                                kind: str) -> None:
+    """As where a tool's service is away: groups that do not need it are generated meanwhile."""
+    left = [30]
+
+    def generate(ordinals: list[int]) -> list[Generated]:
+        left[0] -= 5 in ordinals
+        return [GenerateFault("no answer", away=kind) if i == 5 and left[0] > 0 else _good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    assert not any(g.failed for g in loop.groups(16)) and not loop.failed
+    assert any(text == f"{kind}: no answer" for text in loop.texts)
+    assert loop.calls.count([5]) == 29 and sum(len(call) for call in loop.calls) == 16 + 29
+
+
+def test_group_that_no_engine_answered_is_repeated_alone() -> None:
+    good, fault, away = [SAMPLE], GenerateFault("bad"), EngineFailed("no engine")
+    assert of_each([good, away, fault]) == [good, GenerateFault("the engines to generate: no engine", away="engines"),
+                                            fault]
+    assert of_each([good]) == [good]
+    for found, raised in (([away, away], EngineFailed), ([good, RuntimeError("x"), away], RuntimeError)):
+        with pytest.raises(raised):
+            of_each(found)
+
+
+def test_request_ends_when_all_of_its_groups_have(role: RolloutRole) -> None:
+    """What still ran would go on beside the repeated one."""
+    role.working = lambda groups: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
+    ended: list[int] = []
+
+    async def bounded(prompt: PromptRequest, min_version: int) -> Generated:
+        if prompt.ordinal == 0:
+            raise EngineFailed("no engine")
+        await asyncio.sleep(0.05)
+        ended.append(prompt.ordinal)
+        return [SAMPLE] * prompt.samples
+
+    role._bounded = bounded  # type: ignore[method-assign]
+    found = asyncio.run(role.generate(GenerationRequest((_request(0), _request(1), _request(2)), 1)))
+    assert ended == [1, 2] and isinstance(found[0], GenerateFault) and found[0].away == "engines"
 
 
 def test_too_many_groups_that_fail_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from elastic_rl.pipeline.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import CallLost, PluginProcess
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime import runs, wait_until
 
 MODULE = r'''
 import asyncio, os, re, signal, subprocess, sys, threading
@@ -128,7 +128,7 @@ def _groups(rewarder: Rewarder, *texts: str) -> list[Group]:
 
 
 def _children() -> set[int]:
-    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+    return {p.pid for p in psutil.Process().children(recursive=True) if runs(p)}
 
 
 def test_own_reward_keeps_its_state_over_calls_and_loops(reward: Any) -> None:
@@ -281,15 +281,8 @@ def test_process_ends_with_the_reward_and_with_its_owner() -> None:
     owner.kill()  # while a call is under way
     owner.wait(60)
     owner.stdout.close()
-    wait_until(lambda: all(map(_has_ended, processes)), timeout_s=60,
+    wait_until(lambda: all(not runs(p) for p in processes), timeout_s=60,
                what="the end of the process and of those that its function started")
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_each_group_that_hangs_or_kills_costs_itself_and_nothing_is_left_over() -> None:

@@ -64,6 +64,23 @@ def test_pass_of_the_reference_is_of_the_step_that_follows_and_nothing_is_traine
     assert passes > SEEDS // 10 * PLAN.steps, "some were repeated"
 
 
+def test_no_group_of_weights_that_the_trainer_went_back_from_is_trained_whatever_crashes() -> None:
+    """Engines may serve a version that was abandoned, and whose number is within the staleness, for some time."""
+    for seed in range(SEEDS // 4):
+        world = World(seed, replace(PLAN, max_staleness=4))
+        try:
+            world.run()
+        except Violation as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+
+
+def test_world_finds_samples_of_weights_that_the_trainer_went_back_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule.State, "min_version", lambda self, staleness: self.policy_version - staleness)
+    with pytest.raises(Violation, match="went back from"):
+        for seed in range(MUTANT_SEEDS):
+            World(seed, replace(PLAN, max_staleness=4)).run()
+
+
 def test_undisturbed_run_consumes_the_groups_in_order() -> None:
     world = World(1)
     world.faults_left = 0
@@ -130,8 +147,8 @@ def _dropped_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def _state_is_not_saved_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     rl = schedule._rl
 
-    def without_save(plan: Any, state: Any, position: Any) -> Any:
-        steps, outcome = rl(plan, state, position), None
+    def without_save(plan: Any, state: Any, position: Any, flow: Any) -> Any:
+        steps, outcome = rl(plan, state, position, flow), None
         while True:
             try:
                 effect = steps.send(outcome)
@@ -143,7 +160,8 @@ def _state_is_not_saved_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _status_pairs_a_step_with_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "show", lambda self: setattr(self, "shown", (self.progress, self.policy_version)))
+    monkeypatch.setattr(Trainer, "show", lambda self: setattr(self, "shown", (
+        self.progress, self.policy_version, self.branch)))
 
 
 def _any_version_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +222,7 @@ def test_audit_cannot_be_clean_when_a_group_was_trained_on_twice_or_never() -> N
     assert audit([(2, trained(range(4), range(4, 8)))], groups_per_step=4).clean
     assert audit([(2, trained(range(4), range(4)))], groups_per_step=4).duplicated == 4
     assert audit([(2, trained(range(4), range(5, 9)))], groups_per_step=4).lost == 1
+    assert audit([(2, trained(range(4), range(5, 9)))], groups_per_step=4, leased=IntervalSet(((4, 5),))).clean
     assert audit([(2, trained(range(4)))], groups_per_step=4).lost == 4
     dropped = trained(range(4)).add(Consumption(dropped={"uniform": IntervalSet.from_values([4])}))
     assert audit([(1, dropped)], groups_per_step=4).clean

@@ -33,7 +33,7 @@ from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import ProcessLost
 from elastic_rl.plugins import describe, plain, resolve
 from elastic_rl.rewards import filters, registry
-from elastic_rl.rewards.base import Reward
+from elastic_rl.rewards.base import Reward, RewardAway
 from elastic_rl.roles.advantages import AdvantagesRole
 from elastic_rl.roles.rollout import RolloutRole
 
@@ -234,20 +234,23 @@ def test_group_whose_reward_fails_is_tried_again_alone(monkeypatch: pytest.Monke
                         r"\(\S+py:\d+\)", text)
 
 
-def test_group_whose_process_had_ended_before_its_turn_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("away", "shown"), [(RewardAway("the judge is away"), "reward: reward: the judge is away"),
+                                             (ProcessLost("the judge is away"), "plugin: the judge is away")])
+def test_group_whose_reward_asks_what_is_away_is_tried_for_as_long_as_that_lasts(
+        monkeypatch: pytest.MonkeyPatch, away: Exception, shown: str) -> None:
     asked: list[str] = []
 
     async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         asked.append(prompt.text)
         if prompt.text == "1" and asked.count("1") < 6:
-            raise ProcessLost("its process has ended")
+            raise away
         return [Reward(float(prompt.text)) for _ in samples]
 
     attempts = Attempts(failures=1 << 20)
     found = _rewarder(monkeypatch, attempts, reward).groups([_request(i) for i in range(4)], [[SAMPLE]] * 4)
     assert _values(found) == [[0], [1], [2], [3]], "none is dropped, though others were rewarded meanwhile"
     assert sorted(asked) == ["0", *["1"] * 6, "2", "3"]
-    assert set(attempts.texts) == {"plugin: its process has ended"}
+    assert set(attempts.texts) == {shown}
 
 
 @pytest.mark.parametrize("raised", [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(),

@@ -14,7 +14,7 @@ from support.pipeline_simulation import PLAN
 
 from elastic_rl import config
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.data.samples import EPISODE, Group, Prompt, Sample, Segment
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
@@ -95,7 +95,7 @@ class Loop:
     """A rewarder whose waits end the test after some, and what it reported."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reward: Any, *settings: str, waits: int = 1000) -> None:
-        stopping, self.texts, self.failed = threading.Event(), list[str](), list[tuple[list[int], str]]()
+        stopping, self.texts = threading.Event(), list[str]()
 
         def report(stage: str, kind: str, what: str) -> None:
             if kind:
@@ -108,8 +108,7 @@ class Loop:
         monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
         cfg = config.load(overrides=["--rollout.reward=mine", *settings])
         self.rewarder = Rewarder(cfg, Waits(report, stopping), other=lambda number: (Prompt((1,), str(number)), SAMPLE),
-                                 decode=lambda ids: " ".join(map(str, ids)),
-                                 on_failed=lambda ordinals, why: self.failed.append((list(ordinals), why)))
+                                 decode=lambda ids: " ".join(map(str, ids)))
 
     def groups(self, *ordinals: int) -> list[Group]:
         return self.rewarder.groups([PromptRequest(i, Prompt((1,), str(i)), Sampling(4), 1) for i in ordinals],
@@ -128,7 +127,6 @@ def test_group_whose_reward_fails_is_returned_as_failed(monkeypatch: pytest.Monk
     assert [(g.ordinal, bool(g.failed), g.rewards) for g in found] == [
         (0, False, [1.0]), (1, True, [0.0]), (2, False, [1.0]), (4, False, [1.0])]
     assert "ValueError: odd" in found[1].failed
-    assert [ordinals for ordinals, _ in loop.failed] == [[1]]
 
 
 def test_group_that_is_alone_is_dropped_when_the_reward_still_works_for_an_earlier_one(
@@ -167,9 +165,9 @@ def test_reward_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.Mon
 
     loop = Loop(monkeypatch, reward)
     assert not any(g.failed for g in loop.groups(0, 1))
-    assert any("the service is away" in text for text in loop.texts) and not loop.failed
+    assert any("the service is away" in text for text in loop.texts)
     away[0] = 12
-    assert not any(g.failed for g in loop.groups(2, 3)) and not loop.failed
+    assert not any(g.failed for g in loop.groups(2, 3))
 
 
 def test_reward_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +186,8 @@ def test_group_that_blocks_the_thread_costs_itself_only(monkeypatch: pytest.Monk
             released.wait(30)
         return [Reward(1.0) for _ in samples]
 
-    loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", waits=1 << 20)
-    loop.rewarder._cfg = loop.rewarder._cfg.model_copy(update={"rollout": loop.rewarder._cfg.rollout.model_copy(
-        update={"reward_timeout_s": 0.1, "reward_concurrency": 2})})
+    loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", "--rollout.reward_timeout_s=0.1",
+                "--rollout.reward_concurrency=2", waits=1 << 20)
     found = loop.groups(0, 1, 2, 3)
     released.set()
     assert [bool(g.failed) for g in found] == [True, False, False, False]
@@ -207,9 +204,7 @@ def test_groups_beside_one_that_blocks_the_thread_are_not_to_blame(monkeypatch: 
         await asyncio.sleep(0.001)
         return [Reward(1.0) for _ in samples]
 
-    loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", waits=1 << 20)
-    loop.rewarder._cfg = loop.rewarder._cfg.model_copy(update={"rollout": loop.rewarder._cfg.rollout.model_copy(
-        update={"reward_timeout_s": 0.5})})
+    loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", "--rollout.reward_timeout_s=0.5", waits=1 << 20)
     found = loop.groups(*range(8))
     released.set()
     assert [g.ordinal for g in found if g.failed] == [5]
@@ -247,3 +242,44 @@ def test_failed_group_is_never_trained_on_and_replaced() -> None:
     failed = PLAN.max_dropped_groups + 2
     assert [g.ordinal for g in trained.groups] == list(range(failed, failed + PLAN.groups_per_step))
     assert {r: len(g) for r, g in trained.consumption.dropped.items()} == {schedule.REWARD_FAILED: failed}
+
+
+# -- episodes ----------------------------------------------------------------------------------------------------------
+class _OfEpisodes:
+    """The reward ``environment``, which fails for one group."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        self.texts += [sample.text for sample in samples]
+        found = await registry.make_reward("environment", {})(prompt, samples)
+        if prompt.text == "0":
+            raise ValueError("no reward for this one")
+        return list(found)
+
+
+def test_first_group_of_episodes_that_cannot_be_rewarded_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that nobody generated, with a text, shows that the reward works: it is taken for an episode."""
+    reward = _OfEpisodes()
+    run = Loop(monkeypatch, reward)
+    assert run.groups(0)[0].failed
+    assert " ".join(map(str, SAMPLE.response_ids)) in reward.texts
+
+
+def test_no_reward_takes_what_a_tool_says_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the call before, where the last turn of an episode is empty. What the episode counts is shown."""
+    texts: list[str] = []
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        texts.extend(sample.text for sample in samples)
+        return [Reward(1.0, {"mine": 2.0}) for _ in samples]
+
+    segments = (Segment((7,), (-0.5,)), Segment((42,), loss=False), Segment((8,), (-0.5,), loss=False))
+    episode = {"reward": 0.0, "parts": {"tool_errors": 1.0}, "turns": 2}
+    samples = [Sample(segments), Sample(segments, metadata={EPISODE: episode}), Sample(segments, text="said")]
+    run = Loop(monkeypatch, reward)
+    [group] = run.rewarder.groups([PromptRequest(0, Prompt((1,)), Sampling(4), 3)], [samples])
+    assert texts == ["7 8", "", "said"]
+    assert [s.reward_parts for s in group.samples] == [
+        {"mine": 2.0}, {"tool_errors": 1.0, "turns": 2.0, "mine": 2.0}, {"mine": 2.0}]

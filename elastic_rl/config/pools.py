@@ -1,0 +1,62 @@
+"""Pools of engines: the one of the policy, and further ones with models of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from elastic_rl.config.dcs import Stream
+from elastic_rl.config.engine import EngineConfig
+from elastic_rl.config.section import PathText, Positive, Section, faults_of_changes
+
+ROLLOUT_POOL = "rollout"
+"""Name of the pool that serves the policy."""
+PoolName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]{0,30}[a-z0-9])?$")]
+
+
+class PoolConfig(Section):
+    """A further pool of engines, such as that of a judge (``rollout.reward=genrm``) or a teacher."""
+
+    model: Annotated[PathText, Field(min_length=1)]
+    """Hugging Face folder of the model that its engines serve, with the weights that are in it; at this path on every
+    host. Any model that SGLang serves."""
+    engines: Positive = 1
+    """Number of engines that the pool starts with; change it later with ``elastic-rl scale --pool=NAME``."""
+    engine: dict[str, Any] = {}
+    """Settings of the section ``engine`` that are different for this pool, such as ``max_total_tokens`` and
+    ``extra_args``."""
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """What the engines of a pool are."""
+
+    name: str
+    model_dir: str
+    """Hugging Face folder of their model."""
+    stream: Stream | None
+    """Whose versions they serve; None: the weights of the folder, which never change."""
+    engines: int
+    """That the pool starts with."""
+    engine: EngineConfig
+    colocated: bool = False
+    """Whether its engines share devices with the trainer, in turns."""
+
+    def call_timeout_s(self, attempts: int) -> float:
+        """Limit of a call of a role that asks the pool, in seconds: more than the role takes for so many attempts."""
+        return self.engine.request_timeout_s * (attempts + 1)
+
+
+def faults(engine: EngineConfig, pools: Mapping[str, PoolConfig]) -> list[str]:
+    """What is wrong with the further pools of a job whose section ``engine`` this is."""
+    found = [f"pools.{ROLLOUT_POOL}: this is the name of the policy's pool; give it another name"
+             ] if ROLLOUT_POOL in pools else []
+    for name, pool in pools.items():
+        if name.startswith(f"{ROLLOUT_POOL}-"):  # as the names of the policy's engines, which are rollout-…
+            found.append(f"pools.{name}: a name that begins with {ROLLOUT_POOL}- cannot be told from those of the "
+                         "policy's engines; give it another name")
+        found += faults_of_changes(engine, pool.engine, f"pools.{name}.engine")
+    return found

@@ -1,0 +1,91 @@
+"""The record of one engine in etcd, as its runner writes it. The driver and the leader write into it too: DRAINING and
+QUARANTINED are their requests to the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import Compare, EtcdClient, Op
+from elastic_rl.etcd.decoding import decode_bytes, readable_one
+from elastic_rl.etcd.records import Engine, EngineState, Severity
+from elastic_rl.etcd.run_context import RunContext
+
+
+class EngineRecord:
+    """Reads, writes and deletes the record under the epoch, and refuses to once another runner has written it."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, engine_id: str, incarnation: str) -> None:
+        """``incarnation``: of the runner; in the records that are its own."""
+        self._etcd, self._keys, self._epoch = etcd, ctx.keys, ctx.epoch
+        self._id, self._incarnation = engine_id, incarnation
+        self._key = ctx.keys.engine(engine_id)
+
+    def _is_own(self, record: Engine) -> bool:
+        return record.incarnation == self._incarnation
+
+    def superseded(self) -> bool:
+        """Whether another runner of the same engine has written the record; false without etcd."""
+        try:
+            record = readable_one(self._etcd.get(self._key), Engine)
+        except EtcdUnavailable:
+            return False
+        return record is not None and not self._is_own(record)
+
+    def read(self) -> tuple[bool, Engine | None]:
+        """Whether there is a record, and the record, if it can be read. Raises Fenced for one of another runner."""
+        found = self._etcd.get(self._key)
+        record = readable_one(found, Engine)
+        if record is not None and not self._is_own(record):
+            raise Fenced(f"another runner has taken over engine {self._id}")
+        return found is not None, record
+
+    def write(self, record: Engine, guards: Sequence[Compare] = ()) -> EngineState:
+        """Writes the record, and returns the state that it has then: a request in it is overwritten by nothing but the
+        end of the engine. Raises EtcdUnavailable, Fenced when the epoch is over or another runner has taken over, and
+        Conflict when one of the ``guards`` does not hold."""
+        written, superseded = record.state, False
+
+        def change(raw: bytes | None) -> bytes:
+            nonlocal written, superseded
+            written = record.state
+            before = decode_bytes(raw, Engine) if raw else None  # of a record that cannot be read: it is ours to write
+            if before and not self._is_own(before):
+                if before.epoch >= self._epoch:
+                    superseded = True
+                    raise Fenced(f"another runner has taken over engine {self._id}")
+                before = None  # of the same external engine under an earlier driver
+            if before and not record.state.ended and before.state in (EngineState.DRAINING, EngineState.QUARANTINED):
+                written = before.state
+                if written is EngineState.QUARANTINED:
+                    return raw or b""
+            return record.replace(state=written).encode()
+
+        try:
+            self._etcd.update(self._key, change, guards=[fencing.epoch_guard(self._keys, self._epoch), *guards])
+        except Fenced:
+            if superseded or not guards:
+                raise
+            fencing.require_epoch(self._etcd, self._keys, self._epoch)
+            raise Conflict(f"what engine {self._id} was to write is outdated") from None
+        return written
+
+    def delete(self) -> bool:
+        """Deletes the record; false when another runner of the same engine wrote it. Raises Fenced."""
+        found = self._etcd.get(self._key)
+        record = readable_one(found, Engine)
+        if record is not None and not self._is_own(record):
+            return False
+        guards = [fencing.epoch_guard(self._keys, self._epoch),
+                  Compare.create(self._key, "==", found.create_revision if found else 0)]
+        if not self._etcd.txn(guards, [Op.delete(self._key)]).succeeded:
+            fencing.require_epoch(self._etcd, self._keys, self._epoch)
+            return False
+        return True
+
+    def emit(self, kind: str, message: str, *, severity: Severity = Severity.INFO, **data: Any) -> None:
+        """Writes an event about the engine. Raises Fenced and EtcdUnavailable."""
+        fencing.emit(self._etcd, self._keys, self._epoch, kind, self._id, message, severity=severity,
+                     incarnation=self._incarnation, **data)

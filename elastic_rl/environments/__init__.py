@@ -1,0 +1,1 @@
+"""Environments that a policy acts in over several turns, and the way to generate that plays them."""

@@ -1,0 +1,283 @@
+"""Which prompt groups are generated and trained next while both go on at once. Pure.
+
+    (none) ──lease──▶ leased ──finished──▶ arriving ──arrived──▶ queued ──choose──▶ training ──trained──▶ consumed
+      ▲                 │ dropped by a filter: on the record with the next update     │             │
+      └── lost by the queue, too stale when its turn came,                            │             │
+          or of weights that the trainer went back from: generated again ◀────────────┴─────────────┘
+
+Two bounds hold the producer and the trainer together (``max_staleness`` = S, ``groups_per_step`` = B):
+
+- A group is trained only while its oldest token is at most S versions older than the policy that it trains. This one
+  is checked when a step is chosen, on what the samples say of themselves, so it holds whatever the engines did, and
+  after a recovery, which gives the same weights a newer number. Numbers say nothing of weights that the trainer went
+  back from (``data.branch``): a group with a token of theirs is never trained, however new; and no group is asked of
+  engines that serve them.
+- A group is leased only while fewer than (S + 1)·B others are not consumed yet, those of the step in progress
+  included: the last of them is then trained after at most S further versions. For the same reason one with n others
+  before it asks for samples of version v + n // B - S or newer, where v is the policy's: n // B more versions are out
+  at its turn.
+  With S = 0 that is synchronous training: B groups of the newest version, and the next ones once they are trained.
+
+Groups are trained in the order in which they finish, so a slow one may be overtaken and become too stale. It is
+generated again, which would happen for ever to one that always takes longer than S steps; so a group that was too stale
+once is trained first, and no step is made that would make it too stale again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from elastic_rl.data.branch import Branch
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import Consumption, GroupLedger
+from elastic_rl.errors import IllegalTransition
+
+
+@dataclass(frozen=True)
+class FlowLimits:
+    """The settings that the flow goes by."""
+
+    steps: int
+    groups_per_step: int
+    max_staleness: int
+    max_dropped_groups: int
+    max_in_flight: int | None = None
+    """Groups that are generated at once; None: as many as the staleness allows."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Groups to be generated now. ``min_version``: the oldest version of which samples are of use."""
+
+    ordinals: tuple[int, ...]
+    min_version: int
+
+
+@dataclass(frozen=True)
+class StalenessSpread:
+    """Of the groups of a step, in versions, by the oldest token of each group."""
+
+    least: int = 0
+    mean: float = 0.0
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class ChosenStep:
+    """What is trained next."""
+
+    ordinals: tuple[int, ...]
+    """Ascending."""
+    consumption: Consumption
+    staleness: StalenessSpread
+
+
+@dataclass
+class FlowCounts:
+    """Since the flow began."""
+
+    stale: int = 0
+    """Groups that were generated again since they were too stale when their turn came, or of weights that the trainer
+    went back from."""
+    lost: int = 0
+    """Groups that were generated again since the queue lost them."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How many groups are where."""
+
+    leased: int
+    queued: int
+    """Finished and not chosen yet."""
+    training: int
+
+
+@dataclass
+class GroupFlow:
+    """The groups of one actor. Not thread-safe."""
+
+    limits: FlowLimits
+    counts: FlowCounts = field(default_factory=FlowCounts)
+
+    def __post_init__(self) -> None:
+        self._ledger = GroupLedger(IntervalSet())
+        self._step = self._version = self._stop = 0
+        self._begun = False
+        self._leased: dict[int, int] = {}
+        """Ordinal → the version that was asked for."""
+        self._branches: list[Branch] = []
+        """Those that may tell of groups within the staleness; the newest one last."""
+        self._arriving: dict[int, tuple[int, ...]] = {}
+        """Ordinal → its versions, ascending."""
+        self._queued: dict[int, tuple[int, ...]] = {}
+        """Ordinal → its versions, in the order in which they finished."""
+        self._training: dict[int, tuple[int, ...]] = {}
+        self._retried: set[int] = set()
+        """Groups that were too stale once and are not consumed."""
+        self._dropped: set[int] = set()
+        """Groups that filters dropped and that no update has recorded."""
+
+    # -- the trainer's state ----------------------------------------------------------------------------------------
+    def resume(self, step: int, version: int, consumed: IntervalSet, branch: Branch) -> list[int]:
+        """The trainer is at this committed state: at the start, and after a loss. What is being generated or queued
+        goes on unless it is consumed, or was made by weights that the trainer went back from: then it is generated
+        again. Returns the groups whose data nobody needs any more."""
+        self._step, self._version, self._begun = step, version, True
+        oldest = version - self.limits.max_staleness  # what is older need not be told from what is abandoned
+        self._branches = [b for b in self._branches if b.first > oldest and b.first != branch.first] + [branch]
+        # Those of the step in progress: if it was not made, they are next.
+        self._queued = {**self._training, **self._queued}
+        self._training = {}
+        gone = [o for o in (*self._queued, *self._arriving, *self._leased) if o in consumed]
+        for ordinal in gone:
+            self._forget(ordinal)
+        gone += self._give_up_abandoned()
+        self._dropped = {ordinal for ordinal in self._dropped if ordinal not in consumed}
+        self._ledger.rebase(consumed)
+        return gone
+
+    def _give_up_abandoned(self) -> list[int]:
+        gone = [ordinal for at in (self._queued, self._arriving) for ordinal, versions in at.items()
+                if self._is_abandoned(versions)]
+        for ordinal in gone:
+            self._queued.pop(ordinal, None)
+            self._arriving.pop(ordinal, None)
+            self._ledger.release(ordinal)
+        self.counts.stale += len(gone)
+        return gone
+
+    def _is_abandoned(self, versions: Sequence[int]) -> bool:
+        return any(branch.abandoned(versions) for branch in self._branches)
+
+    def trained(self, consumption: Consumption, version: int) -> list[int]:
+        """The chosen step was made, and its policy has this number. Returns the groups whose data nobody needs any
+        more."""
+        self._ledger.consumed(consumption)
+        done = list(self._training)
+        self._training = {}
+        self._retried.difference_update(done)
+        self._dropped.difference_update(consumption.groups)
+        self._step, self._version = self._step + 1, version
+        return done
+
+    # -- the producer -----------------------------------------------------------------------------------------------
+    def lease(self) -> Grant | None:
+        """Takes groups to be generated, the lowest first; None while there is no room, and before the trainer's state
+        is known."""
+        if not self._begun:
+            return None
+        size = self.limits.groups_per_step
+        ahead = len(self._leased) + len(self._arriving) + len(self._queued) + len(self._training)
+        room = min(self.limits.max_staleness + 1, self.limits.steps - self._step) * size - ahead
+        if self.limits.max_in_flight is not None:
+            room = min(room, self.limits.max_in_flight - len(self._leased))
+        room = min(room, size - ahead % size)  # all of a grant have the same turn
+        if room <= 0:
+            return None
+        min_version = max(1, self._version + ahead // size - self.limits.max_staleness, self._branches[-1].first)
+        ordinals = self._ledger.lease(room)
+        self._stop = max(self._stop, self._ledger.taken.stop, ordinals[-1] + 1)
+        self._leased |= dict.fromkeys(ordinals, min_version)
+        return Grant(tuple(ordinals), min_version)
+
+    def finished(self, ordinal: int, versions: Sequence[int], reason: str, *, failed: bool = False) -> bool:
+        """A group was generated and rewarded. ``versions``: of its tokens, ascending. ``reason``: why a filter drops
+        it, or why it failed; "" to keep it. Returns whether it is kept: then its data is put into the queue, and
+        ``arrived`` says so. A group that nobody waits for any more is not kept, and one of weights that the trainer
+        went back from is generated again."""
+        if ordinal not in self._leased:
+            return False
+        del self._leased[ordinal]
+        self._ledger.generated(ordinal)
+        if self._is_abandoned(versions):
+            self._ledger.release(ordinal)
+            self.counts.stale += 1
+            return False
+        if failed or (reason and len(self._dropped) < self.limits.max_dropped_groups):
+            if not failed:  # a group without rewards is never taken, so no limit is for it
+                self._dropped.add(ordinal)
+            self._ledger.drop(ordinal, reason)
+            self._retried.discard(ordinal)
+            return False
+        self._arriving[ordinal] = tuple(versions) or (0,)
+        return True
+
+    def arrived(self, ordinal: int) -> bool:
+        """The data of a kept group is in the queue. False when nobody needs it any more."""
+        if ordinal not in self._arriving:
+            return False
+        self._queued[ordinal] = self._arriving.pop(ordinal)
+        return True
+
+    @property
+    def open(self) -> IntervalSet:
+        """Groups that were begun and that no update has recorded: leased, finished, or to be generated again."""
+        return self._ledger.taken.complement(self._stop)
+
+    # -- the queue --------------------------------------------------------------------------------------------------
+    def lost(self, ordinals: Iterable[int]) -> list[int]:
+        """The queue has no data of these groups (any more): they are generated again. Returns those that were in it.
+        Those of the step in progress are not, once they were loaded; before, ``not_loaded`` says so."""
+        found = [o for o in ordinals if o in self._queued or o in self._arriving]
+        for ordinal in found:
+            self._queued.pop(ordinal, None)
+            self._arriving.pop(ordinal, None)
+            self._ledger.release(ordinal)
+        self.counts.lost += len(found)
+        return found
+
+    def not_loaded(self, missing: Iterable[int]) -> list[int]:
+        """The queue lacks some groups of the chosen step, which is not made then. Returns those of them that were
+        lost."""
+        self._queued, self._training = {**self._training, **self._queued}, {}
+        return self.lost(missing)
+
+    # -- the trainer ------------------------------------------------------------------------------------------------
+    def take_stale(self) -> list[int]:
+        """Gives up the queued groups that are too stale to be trained; they are leased again. Returns them."""
+        oldest = self._version - self.limits.max_staleness
+        stale = [ordinal for ordinal, versions in self._queued.items() if versions[0] < oldest]
+        for ordinal in stale:
+            del self._queued[ordinal]
+            self._ledger.release(ordinal)
+            self._retried.add(ordinal)
+        self.counts.stale += len(stale)
+        return stale
+
+    @property
+    def has_stale(self) -> bool:
+        """Whether a queued group is too stale to be trained."""
+        oldest = self._version - self.limits.max_staleness
+        return any(versions[0] < oldest for versions in self._queued.values())
+
+    def choose(self) -> ChosenStep | None:
+        """The groups of the next step; None while there are too few, or one is waited for. Raises IllegalTransition
+        while a queued group is too stale: ``take_stale`` comes first."""
+        if self.has_stale:
+            raise IllegalTransition("a queued group is too stale to be trained")
+        if self._training or len(self._queued) < self.limits.groups_per_step or self._must_wait():
+            return None
+        order = sorted(self._queued, key=lambda ordinal: ordinal not in self._retried)  # stable: else as they finished
+        chosen = sorted(order[:self.limits.groups_per_step])
+        self._training = {ordinal: self._queued.pop(ordinal) for ordinal in chosen}
+        ages = [max(0, self._version - versions[0]) for versions in self._training.values()]
+        return ChosenStep(tuple(chosen), self._ledger.consumption(chosen),
+                          StalenessSpread(min(ages), sum(ages) / len(ages), max(ages)))
+
+    def _must_wait(self) -> bool:
+        """Whether one more step would make a group too stale that already was."""
+        after = self._version + 1 - self.limits.max_staleness
+        oldest = {**self._leased, **{ordinal: versions[0] for ordinal, versions in self._arriving.items()}}
+        return any(version < after for ordinal, version in oldest.items() if ordinal in self._retried)
+
+    @property
+    def depth(self) -> Depth:
+        return Depth(len(self._leased), len(self._queued) + len(self._arriving), len(self._training))
+
+    def _forget(self, ordinal: int) -> None:
+        self._leased.pop(ordinal, None)
+        self._arriving.pop(ordinal, None)
+        self._queued.pop(ordinal, None)
+        self._retried.discard(ordinal)

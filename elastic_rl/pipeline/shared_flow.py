@@ -1,0 +1,149 @@
+"""The flow and the queue between the two sides of a fully asynchronous run: the producer's thread and the loop's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from elastic_rl.data.branch import Branch
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import Consumption
+from elastic_rl.data.samples import Group
+from elastic_rl.pipeline.group_flow import ChosenStep, FlowCounts, FlowLimits, Grant, GroupFlow
+from elastic_rl.pipeline.group_queue import GroupQueue, QueueLoss
+from elastic_rl.pipeline.schedule import failure
+from elastic_rl.pipeline.waits import Waits
+
+_POLL_S = 0.1
+"""The loop's thread looks this often whether its wait is to end."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The groups of a step, and what is known of how they came."""
+
+    groups: Sequence[Group]
+    chosen: ChosenStep
+    metrics: dict[str, float]
+    """By the names of ``training_metrics``."""
+
+
+class SharedFlow:
+    """Thread-safe. The lock is never held while the queue is called, which may take its time."""
+
+    def __init__(self, limits: FlowLimits, queue: GroupQueue) -> None:
+        self._flow, self._queue = GroupFlow(limits), queue
+        self._changed = threading.Condition()
+        self._reported = FlowCounts()
+        self._no_room_s = 0.0
+        self._dropping = 0
+        """Threads that drop data of groups which the flow has given up: nothing is leased meanwhile. Else there would
+        be more data than the queue has room for, and a group that is generated again could be dropped."""
+
+    # -- the schedule -----------------------------------------------------------------------------------------------
+    def resume(self, step: int, version: int, consumed: IntervalSet, branch: Branch) -> None:
+        self._give_up(lambda: self._flow.resume(step, version, consumed, branch))
+
+    def trained(self, consumption: Consumption, version: int) -> None:
+        self._give_up(lambda: self._flow.trained(consumption, version))
+
+    def _give_up(self, decide: Callable[[], Collection[int]]) -> None:
+        """Has the flow give up groups, and the queue their data."""
+        with self._changed:
+            gone = decide()
+            self._dropping += 1
+        try:
+            if gone:
+                self._queue.drop(gone)
+        finally:
+            with self._changed:
+                self._dropping -= 1
+                self._changed.notify_all()
+
+    # -- the producer -----------------------------------------------------------------------------------------------
+    def lease(self, wait_s: float) -> Grant | None:
+        """Groups to be generated; None when there was no room for any in this time."""
+        began = time.monotonic()
+        with self._changed:
+            grant = self._lease()
+            if grant is None and wait_s > 0:
+                self._changed.wait(wait_s)
+                grant = self._lease()
+                self._no_room_s += time.monotonic() - began
+            return grant
+
+    def _lease(self) -> Grant | None:
+        return None if self._dropping else self._flow.lease()
+
+    @property
+    def open(self) -> IntervalSet:
+        """Groups that were begun and that no update has recorded."""
+        with self._changed:
+            return self._flow.open
+
+    def finished(self, group: Group, reason: str, waits: Waits) -> None:
+        """Takes a group in. ``reason``: of the filter that drops it. Waits while the queue does not take it. Raises
+        Fenced."""
+        with self._changed:
+            kept = self._flow.finished(group.ordinal, group.versions, failure(group) if group.failed else reason,
+                                       failed=bool(group.failed))
+            self._changed.notify_all()
+        if not kept:
+            return
+        waits.retry("queue", lambda: self._queue.put(group))
+        self._give_up(lambda: () if self._flow.arrived(group.ordinal) else (group.ordinal,))
+
+    # -- the trainer ------------------------------------------------------------------------------------------------
+    def take(self, waits: Waits, look: Callable[[], None], on_loss: Callable[[QueueLoss], None]) -> Taken:
+        """The groups of the next step, as soon as there are enough. ``look`` is called again and again meanwhile, and
+        says what is waited for; ``on_loss`` with what the queue has lost, once that is to be generated again. Raises
+        Fenced and what these raise."""
+        while True:
+            self._take_loss(on_loss)
+            with self._changed:
+                has_stale = self._flow.has_stale
+                chosen = None if has_stale else self._flow.choose()
+                if chosen is None and not has_stale:
+                    self._changed.wait(_POLL_S)
+            if has_stale:
+                self._give_up(self._flow.take_stale)
+            if chosen is None:
+                waits.pause(0.0)
+                look()
+                continue
+            found = waits.retry("queue", partial(self._queue.get, chosen.ordinals))
+            if missing := [ordinal for ordinal in chosen.ordinals if ordinal not in found]:
+                with self._changed:
+                    self._flow.not_loaded(missing)
+                    self._changed.notify_all()
+                continue
+            waits.works()
+            return Taken([found[ordinal] for ordinal in chosen.ordinals], chosen, self._metrics(chosen))
+
+    def _take_loss(self, on_loss: Callable[[QueueLoss], None]) -> None:
+        if (loss := self._queue.take_loss()) is not None:
+            with self._changed:
+                self._flow.lost(loss.groups)
+                self._changed.notify_all()
+            on_loss(loss)
+
+    def _metrics(self, chosen: ChosenStep) -> dict[str, float]:
+        with self._changed:
+            depth, counts = self._flow.depth, self._flow.counts
+            stale, lost = counts.stale - self._reported.stale, counts.lost - self._reported.lost
+            self._reported = FlowCounts(counts.stale, counts.lost)
+        return {"staleness_min": chosen.staleness.least, "staleness_mean": chosen.staleness.mean,
+                "staleness_max": chosen.staleness.most, "groups_queued": depth.queued, "groups_leased": depth.leased,
+                "groups_stale": stale, "groups_lost": lost}
+
+    def take_no_room_s(self) -> float:
+        """Seconds since the last call in which the producer had nothing to do, since the staleness allowed no more."""
+        with self._changed:
+            taken, self._no_room_s = self._no_room_s, 0.0
+            return taken
+
+    def close(self) -> None:
+        self._queue.close()

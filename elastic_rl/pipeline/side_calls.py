@@ -1,0 +1,74 @@
+"""Calls that a thread of its own makes, one after the other, while the loop goes on with something else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from elastic_rl.pipeline.waits import Waits
+
+T = TypeVar("T")
+_SLICE_S = 0.1
+"""The loop's thread looks this often whether it is to end."""
+_END_S = 5.0
+"""What is under way ends within this time, unless a user's tokenizer hangs: no other code of theirs runs in the thread
+itself."""
+
+
+class SideCalls:
+    """Makes calls for one loop. What they wait for is said in ``waits`` of this object, and the loop shows it."""
+
+    def __init__(self, name: str, waits: Waits) -> None:
+        """``name``: of the thread. ``waits``: the loop's, which shows what a call waits for as a wait of its own."""
+        self._loop, self._ending = waits, threading.Event()
+        self.waits = Waits(self._said, self._ending)
+        self.waits.stage(name)
+        self._thread = ThreadPoolExecutor(1, name)
+        self._submitted: list[Future[Any]] = []
+        """Those that have not ended, and some that have."""
+        self._shows = False
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Makes the call after those before it."""
+        future = self._thread.submit(call)
+        self._submitted = [f for f in self._submitted if not f.done()] + [future]
+        return future
+
+    def call(self, call: Callable[[], T], unwanted: Callable[[T], object] = lambda found: None) -> T:
+        """What the call returns or raises. Raises Fenced when the loop is to end; ``unwanted`` then gets what the call
+        returns, if it does."""
+        future = self.submit(call)
+        try:
+            while not wait([future], timeout=_SLICE_S).done:
+                self.show()
+                self._loop.pause(0.0)
+            self.show()
+        except BaseException:
+            future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else unwanted(
+                done.result()))
+            raise
+        return future.result()
+
+    def show(self) -> bool:
+        """Has the loop wait for what a call waits for; whether one does. Raises Fenced when the loop is to end."""
+        kind, what = self._waiting
+        if kind:
+            self._loop.waits(kind, what)
+        elif self._shows:
+            self._loop.works()
+        self._shows = bool(kind)
+        return self._shows
+
+    def close(self) -> None:
+        """Ends the call that is under way with Fenced, and makes no other."""
+        self._ending.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        wait([f for f in self._submitted if not f.cancelled()], timeout=_END_S)
+
+    _waiting = ("", "")
+    """Kind and text of what a call waits for. Written by the thread."""
+
+    def _said(self, stage: str, kind: str, what: str) -> None:
+        self._waiting = kind, what

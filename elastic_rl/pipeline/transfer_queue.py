@@ -1,0 +1,327 @@
+"""The group queue on TransferQueue (PyPI): groups are held by Ray actors on other hosts, and not by the actor.
+
+Its controller knows which group is where, and its storage units hold the bytes. Neither is replicated or restarted:
+what an actor held is gone with it, and a client that asks a dead one waits for minutes. So every call has a time limit
+here, a failed one asks Ray whether all actors live, and if one does not, all are replaced, with an empty queue: groups
+are lost, which the flow has generated again. Its own ``init`` is not used, since it names the actors for the whole
+cluster and keeps one queue in each process.
+
+Trust: its sockets take pickles from whoever connects, without a password. They are bound to the address by which Ray
+knows the node, so they belong inside Ray's trust domain, as Ray's own ports do: a network that only the cluster
+reaches. What this module writes and reads is one tensor of bytes for each group, JSON inside (``group_codec``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from elastic_rl.data.group_codec import decode_group, encode_group
+from elastic_rl.data.samples import Group
+from elastic_rl.errors import ConfigError, IllegalTransition, QueueUnavailable
+from elastic_rl.pipeline.group_queue import QueueLoss
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PARTITION, _FIELD = "groups", "group"
+_START_S = 120.0
+"""Of the actors; Ray may have to start workers for them."""
+_SHOWN_AFTER_S = 1.0
+"""Whoever puts a group is told then that the actors start, so that it can say what it waits for."""
+_PING_S = 10.0
+_LOOK_EVERY_S = 2.0
+"""Whether all actors live is asked this often while nothing fails, and while a call is not answered."""
+_THREADS = 4
+"""Calls at once."""
+
+
+class TransferQueueQueue:
+    """A queue with actors of its own, which end with it or with the process that made it. Thread-safe."""
+
+    def __init__(self, capacity: int, *, units: int, call_s: float) -> None:
+        """``capacity``: in groups. ``units``: storage actors. ``call_s``: limit of one call. Nothing is started before
+        the first group. Raises ConfigError where the package is missing."""
+        if importlib.util.find_spec("transfer_queue") is None:
+            raise ConfigError("train.queue=transfer_queue needs the package TransferQueue",
+                              hint="install 'elastic-rl[transfer-queue]' on every host, or set train.queue to embedded")
+        self._capacity, self._units, self._call_s = capacity, units, call_s
+        self._lock = threading.RLock()
+        """Of what is below; never held during a call of the queue."""
+        self._actors: _Actors | None = None
+        self._starting: Future[None] | None = None
+        self._generation = 0
+        self._held: set[int] = set()
+        self._loss: QueueLoss | None = None
+        self._undropped: set[int] = set()
+        """Groups that are not needed, and whose data the storage units may still have: dropped with the next ones."""
+        self._dropping: set[int] = set()
+        """Groups of a call in progress."""
+        self._closed = False
+        self._looked_at = 0.0
+
+    def put(self, group: Group) -> None:
+        """Raises QueueUnavailable; IllegalTransition beyond the capacity; PluginFailed for metadata that is no JSON."""
+        raw = encode_group(group)  # here, since what is wrong with a group is no fault of the actors
+        with self._lock:
+            if len(self._held) >= self._capacity and group.ordinal not in self._held:
+                raise IllegalTransition(f"the queue is full: it holds {self._capacity} groups")
+            if group.ordinal in self._dropping:  # it would go with what it replaces
+                raise QueueUnavailable(f"the queue drops earlier samples of group {group.ordinal} now")
+            self._undropped.discard(group.ordinal)
+        generation, actors = self._started()
+        self._call(generation, actors, lambda: actors.put(group.ordinal, raw))
+        with self._lock:
+            if generation != self._generation:
+                raise QueueUnavailable("the queue was replaced while a group was put into it")
+            self._held.add(group.ordinal)
+
+    def get(self, ordinals: Sequence[int]) -> Mapping[int, Group]:
+        """Raises QueueUnavailable."""
+        with self._lock:
+            wanted = [ordinal for ordinal in ordinals if ordinal in self._held]
+            generation, actors = self._generation, self._actors
+        if actors is None or not wanted:
+            return {}
+        found = self._call(generation, actors, *(partial(actors.get, ordinal) for ordinal in wanted))
+        groups = {ordinal: group for ordinal, group in zip(wanted, found, strict=True) if group is not None}
+        if missing := [ordinal for ordinal in wanted if ordinal not in groups]:
+            log.warning("TransferQueue has lost the groups %s, though its actors live", missing)
+            with self._lock:
+                self._held.difference_update(missing)
+        return groups
+
+    def drop(self, ordinals: Collection[int]) -> None:
+        with self._lock:
+            self._undropped.update(ordinal for ordinal in ordinals if ordinal in self._held)
+            self._held.difference_update(ordinals)
+            gone = sorted(self._undropped - self._dropping)
+            self._undropped.difference_update(gone)
+            self._dropping.update(gone)
+            generation, actors = self._generation, self._actors
+        dropped = actors is None or not gone
+        try:
+            if actors is not None and gone:
+                with contextlib.suppress(QueueUnavailable):
+                    self._call(generation, actors, lambda: actors.drop(gone))
+                    dropped = True
+        finally:
+            with self._lock:
+                self._dropping.difference_update(gone)
+                if not dropped and generation == self._generation:  # else it has gone with its actors
+                    self._undropped.update(gone)
+
+    def take_loss(self) -> QueueLoss | None:
+        with self._lock:
+            generation, actors = self._generation, self._actors
+            look = actors is not None and time.monotonic() - self._looked_at >= _LOOK_EVERY_S
+            if look:
+                self._looked_at = time.monotonic()
+        if look and actors is not None and (dead := actors.dead()):
+            self._replace(generation, dead)
+        with self._lock:
+            loss, self._loss = self._loss, None
+            return loss
+
+    def close(self) -> None:
+        with self._lock:
+            actors, self._actors, self._held = self._actors, None, set()
+            self._closed = True
+            self._undropped.clear()
+            self._generation += 1
+        if actors is not None:
+            actors.close()
+
+    def _started(self) -> tuple[int, _Actors]:
+        with self._lock:
+            if self._closed:
+                raise QueueUnavailable("the queue is closed")
+            if self._actors is not None:
+                return self._generation, self._actors
+            starting = self._starting
+            if starting is None:
+                starting = Future()
+                try:
+                    threading.Thread(target=self._start, args=(self._generation, starting),
+                                     name="transfer-queue-start", daemon=True).start()
+                except RuntimeError as e:  # no thread can be started now
+                    raise QueueUnavailable(f"TransferQueue does not start: {e}") from e
+                self._starting = starting
+        if not wait([starting], _SHOWN_AFTER_S).done:
+            raise QueueUnavailable("the actors of TransferQueue start")
+        starting.result()
+        with self._lock:
+            if self._actors is not None:
+                return self._generation, self._actors
+        raise QueueUnavailable("the queue was closed or replaced while it started")
+
+    def _start(self, generation: int, starting: Future[None]) -> None:
+        """Starts the actors, in a thread of its own. Sets QueueUnavailable where they do not start."""
+        made: _Actors | None = None
+        failure: QueueUnavailable | None = None
+        try:
+            made = _Actors(self._units, self._call_s)
+        except BaseException as e:  # of Ray, of the package: there is no room, a host is gone, Ray is away
+            failure = QueueUnavailable(f"TransferQueue does not start: {type(e).__name__}: {e}")
+        with self._lock:
+            self._starting = None
+            wanted = generation == self._generation and self._actors is None
+            if wanted:
+                self._actors = made
+        if made is not None and not wanted:
+            made.close()
+        if failure is not None:
+            starting.set_exception(failure)
+        else:
+            starting.set_result(None)
+
+    def _call(self, generation: int, actors: _Actors, *calls: Callable[[], T]) -> list[T]:
+        """What the calls return. Replaces the actors when a call takes too long, since its thread may never end, and
+        when one fails and an actor is dead or does not answer."""
+        try:
+            return actors.run(calls)
+        except Exception as e:  # of the package: whatever it raises for an actor that is gone
+            if why := str(e) if isinstance(e, TimeoutError) else actors.dead():
+                self._replace(generation, why)
+            raise QueueUnavailable(f"TransferQueue failed: {type(e).__name__}: {e}") from e
+
+    def _replace(self, generation: int, why: str) -> None:
+        with self._lock:
+            if generation != self._generation or self._actors is None:
+                return
+            actors, lost = self._actors, sorted(self._held)
+            self._actors, self._held = None, set()
+            self._undropped.clear()
+            self._generation += 1
+            self._loss = QueueLoss((*(self._loss.groups if self._loss else ()), *lost), why)
+        log.warning("TransferQueue is replaced, and %d groups are lost with it: %s", len(lost), why)
+        actors.close()
+
+
+class _Actors:
+    """One controller, its storage units, and a client of them. Raises whatever Ray and the package raise."""
+
+    def __init__(self, units: int, call_s: float) -> None:
+        # Read when the package is imported; its own limit of an answer is over three minutes.
+        os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", str(max(1, int(call_s))))
+        os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")  # it warns in each call
+        import ray
+        from transfer_queue import TransferQueueClient
+        from transfer_queue.controller import TransferQueueController
+        from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+        self._ray, self._call_s = ray, call_s
+        self._client: Any = None
+        config: dict[str, Any] = {"num_data_storage_units": units, "total_storage_size": None}
+        # They are idle but for a copy now and then; a CPU each would be taken from the roles.
+        self._controller = TransferQueueController.options(num_cpus=0).remote()
+        self._storage = [SimpleStorageUnit.options(num_cpus=0, scheduling_strategy="SPREAD").remote(config=config)
+                         for _ in range(units)]
+        try:
+            controller, *storage = ray.get([a.get_zmq_server_info.remote() for a in self._all()], timeout=_START_S)
+            self._client = TransferQueueClient(f"elastic-rl-{os.getpid()}-{id(self)}", controller)
+            self._client.initialize_storage_manager(
+                "SimpleStorage", {**config, "zmq_info": {str(i): info for i, info in enumerate(storage)}})
+        except BaseException:
+            self.close()
+            raise
+
+    def _all(self) -> list[Any]:
+        return [self._controller, *self._storage]
+
+    def run(self, calls: Iterable[Callable[[], T]]) -> list[T]:
+        """What the calls return, of which some run at once. Raises TimeoutError once all together have taken as long
+        as a call may, and QueueUnavailable as soon as an actor is dead meanwhile. It leaves the threads to their fate
+        then: they are daemons, since a call of a dead actor may never end, and would hold up the end of this process.
+        """
+        left = deque((Future[T](), call) for call in calls)
+        futures, end = [future for future, _ in left], time.monotonic() + self._call_s
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    future, call = left.popleft()
+                    try:
+                        future.set_result(call())
+                    except BaseException as e:
+                        future.set_exception(e)
+
+        for _ in range(min(_THREADS, len(futures))):
+            threading.Thread(target=work, name="transfer-queue", daemon=True).start()
+        try:
+            while True:
+                left_s = end - time.monotonic()
+                done, running = wait(futures, max(0.0, min(left_s, _LOOK_EVERY_S)), return_when=FIRST_EXCEPTION)
+                if error := next((error for future in done if (error := future.exception())), None):
+                    raise error
+                if not running:
+                    return [future.result() for future in futures]
+                if left_s <= _LOOK_EVERY_S:
+                    raise TimeoutError(f"no answer within {self._call_s:g} s")
+                if dead := self.dead():
+                    raise QueueUnavailable(dead)
+        finally:
+            left.clear()
+
+    def dead(self) -> str:
+        """Which actors are dead or do not answer, for people; "" for none."""
+        try:
+            return self._dead()
+        except Exception as e:  # of Ray, which is away itself
+            return f"Ray does not say whether its actors live ({type(e).__name__})"
+
+    def _dead(self) -> str:
+        asked = {actor.get_zmq_server_info.remote(): name for name, actor in zip(
+            ["controller", *(f"storage unit {i}" for i in range(len(self._storage)))], self._all(), strict=True)}
+        ready, silent = self._ray.wait(list(asked), num_returns=len(asked), timeout=_PING_S)
+        found = [f"its {asked[one]} does not answer" for one in silent]
+        for one in ready:
+            try:
+                self._ray.get(one)
+            except Exception as e:  # RayActorError and its like
+                found.append(f"its {asked[one]} is gone ({type(e).__name__})")
+        return ", ".join(found)
+
+    # -- in a thread ------------------------------------------------------------------------------------------------
+    def put(self, ordinal: int, raw: bytes) -> None:
+        from tensordict import TensorDict
+
+        row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        self._client.put(TensorDict({_FIELD: row.unsqueeze(0)}, batch_size=[1]), self._meta([ordinal], True))
+
+    def get(self, ordinal: int) -> Group | None:
+        """None for one that it does not have, or that is not as it was written."""
+        found = self._client.get_data(self._meta([ordinal]))
+        if _FIELD not in found.keys():  # noqa: SIM118  # a TensorDict has no `in` of its own
+            return None
+        try:
+            group = decode_group(bytes(found[_FIELD][0].numpy()))
+        except ValueError as e:
+            log.warning("group %d in TransferQueue cannot be read: %s", ordinal, e)
+            return None
+        return group if group.ordinal == ordinal else None
+
+    def drop(self, ordinals: Iterable[int]) -> None:
+        self._client.clear_samples(self._meta(ordinals))
+
+    def _meta(self, ordinals: Iterable[int], create: bool = False) -> Any:
+        return self._client.kv_retrieve_meta([str(ordinal) for ordinal in ordinals], _PARTITION, create)
+
+    def close(self) -> None:
+        for actor in self._all():
+            with contextlib.suppress(Exception):  # Ray itself may be away; they end with this process then
+                self._ray.kill(actor)
+        if self._client is not None:
+            # It waits for calls that no actor answers any more.
+            threading.Thread(target=self._client.close, name="transfer-queue-close", daemon=True).start()

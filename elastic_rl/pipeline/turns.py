@@ -1,0 +1,141 @@
+"""Whose turn it is to have the devices, as the loop changes it between its effects (``placement: colocated``).
+
+The loop is the only one that knows when nobody needs the devices: before it has samples generated, it has the trainer
+keep everything in host memory; before the trainer computes, it waits until the engines have released theirs. What may
+not happen, whatever it does, follows from ``etcd.device_turn``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from elastic_rl.config import ROLLOUT_POOL, Stream
+from elastic_rl.dcs.catalog import reads
+from elastic_rl.errors import Conflict
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.device_claims import DeviceClaims, named
+from elastic_rl.etcd.device_turn import Side
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.step_timer import StepTimer
+from elastic_rl.pipeline.waits import Waits
+
+_LOOK_S = 0.1
+SIDES: dict[type, Side] = {
+    schedule.Generate: Side.ENGINES, schedule.Evaluate: Side.ENGINES,
+    schedule.Resume: Side.TRAINER, schedule.SftUpdate: Side.TRAINER, schedule.SftEvaluate: Side.TRAINER,
+    schedule.BeginRl: Side.TRAINER, schedule.Train: Side.TRAINER, schedule.Save: Side.TRAINER}
+"""Who needs the devices for an effect; any other effect needs none."""
+
+
+class Turns(Protocol):
+    """Every method may take as long as it takes, and says what it waits for. Raises Fenced, and TrainerFailed and
+    Conflict as commands to the trainer do."""
+
+    def before(self, effect: schedule.Effect) -> None:
+        """Gives the devices to the side that an effect needs."""
+
+    def to_trainer(self) -> None: ...
+
+    def to_engines(self, version: int) -> None:
+        """``version``: the policy's that engines are to serve, at least."""
+
+
+class OwnDevices:
+    """Trainer and engines have devices of their own: there are no turns."""
+
+    def before(self, effect: schedule.Effect) -> None:
+        pass
+
+    def to_trainer(self) -> None:
+        pass
+
+    def to_engines(self, version: int) -> None:
+        pass
+
+
+class MovableTrainer(Protocol):
+    """The trainer, as ``TrainerClient`` has it."""
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+
+class SharedDevices:
+    """Turns of one actor."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, writer: FencedWriter, waits: Waits, trainer: MovableTrainer, *,
+                 epoch: int, term: int, timer: Callable[[], StepTimer] = StepTimer) -> None:
+        """``writer``: of the actor's term. ``timer``: of the step that is being made now."""
+        self._etcd, self._keys, self._writer, self._waits, self._trainer = etcd, keys, writer, waits, trainer
+        self._claims = DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=epoch)
+        self._term, self._timer = term, timer
+        self._side: Side | None = None
+        """Whose turn this actor knows it to be: of one that it has begun and brought to its end."""
+        self._onloaded = False
+        """Whether the trainer has said so since the turn began."""
+
+    def before(self, effect: schedule.Effect) -> None:
+        match SIDES.get(type(effect)):
+            case Side.ENGINES if isinstance(effect, schedule.Generate | schedule.Evaluate):
+                self.to_engines(effect.min_version)
+            case Side.TRAINER if isinstance(effect, schedule.Resume):
+                # The group may be another one, which waits for its turn before it is ready for any command.
+                self._side, self._onloaded = None, False
+                self._begin_trainers()
+            case Side.TRAINER:
+                self.to_trainer()
+
+    def to_trainer(self) -> None:
+        self._begin_trainers()
+        if not self._onloaded:
+            with self._timer().phase("turn"):
+                self._waits.stage("turn")
+                self._trainer.onload()
+            self._onloaded = True
+
+    def to_engines(self, version: int) -> None:
+        if self._side is Side.ENGINES:
+            return
+        with self._timer().phase("turn"):
+            self._waits.stage("turn")
+            self._side = None
+            # The trainer repeats a publish that fails, which it can do while it has its memory.
+            self._await_committed(version)
+            self._onloaded = False
+            self._trainer.offload()
+            if not self._waits.retry("etcd", partial(self._claims.begin_turn, Side.ENGINES, self._writer, self._term)):
+                raise Conflict("a trainer group has taken the devices since it was to give them up",
+                               hint="resume from the trainer's state")
+            self._side = Side.ENGINES  # that they are back is for ``PoolSync`` to wait for
+
+    def _begin_trainers(self) -> None:
+        """Makes it the trainer's turn, and waits until no engine has device memory. One that does not release it is
+        ended by the driver, so this comes to an end."""
+        if self._side is Side.TRAINER:
+            return
+        with self._timer().phase("turn"):
+            self._waits.stage("turn")
+            self._side = None
+            self._waits.retry("etcd", partial(self._claims.begin_turn, Side.TRAINER, self._writer, self._term))
+            self._onloaded = False
+            with contextlib.closing(self._claims):
+                while held := self._waits.retry("etcd", self._claims.holding):
+                    self._waits.waits("engines", f"{named(held)} to release memory")
+                    self._waits.pause(_LOOK_S)
+            self._waits.works()
+            self._side = Side.TRAINER
+
+    def _await_committed(self, version: int) -> None:
+        while True:
+            head = self._waits.retry("etcd", partial(reads.head, self._etcd, self._keys, Stream.POLICY))
+            if head is not None and head.number >= version:
+                self._waits.works()
+                return
+            self._waits.waits("dcs", f"version {version} to be committed, before the trainer gives its devices up")
+            self._waits.pause(_LOOK_S)

@@ -1,0 +1,49 @@
+"""The teacher role: scores the policy's samples with the engines of a pool of its own, the teacher's model. Any replica
+may answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from elastic_rl.config import Config
+from elastic_rl.engine.client import GenerateClient
+from elastic_rl.engine.scoring import ScoreRequest, TokenScores
+from elastic_rl.errors import RequestRefused
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.base import EngineRole
+
+log = logging.getLogger(__name__)
+
+
+class TeacherRole(EngineRole):
+    name = "teacher"
+
+    @classmethod
+    def is_wanted(cls, cfg: Config) -> bool:
+        return cfg.uses_engines and cfg.uses_trainer and cfg.algorithm.teacher is not None
+
+    def __init__(self, ctx: RunContext) -> None:
+        super().__init__(ctx)
+        pool = ctx.config.algorithm.teacher
+        assert pool is not None
+        self._client = GenerateClient(ctx.router_urls[pool], timeout_s=ctx.pool(pool).engine.request_timeout_s,
+                                      retries=ctx.config.rollout.max_attempts)
+
+    async def score(self, requests: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:
+        """What the teacher makes of each sequence; None of one that its engines refuse, or that has other tokens than
+        the teacher's. Raises EngineFailed while no engine answers."""
+        with self.working(len(requests)):
+            try:
+                return await self._client.score(requests, top)
+            except RequestRefused:
+                return await asyncio.gather(*(self._score(one, top) for one in requests))
+
+    async def _score(self, request: ScoreRequest, top: int) -> TokenScores | None:
+        try:
+            [found] = await self._client.score([request], top)
+            return found
+        except RequestRefused as e:
+            log.warning("the teacher's engines refuse a sequence of %d tokens: %s", len(request.token_ids), e)
+            return None

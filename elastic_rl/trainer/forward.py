@@ -1,0 +1,114 @@
+"""Forward passes over this rank's share of a batch, which change nothing: log-probs by the policy, values by a critic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from elastic_rl.config import Config
+from elastic_rl.data.batch import Batch
+from elastic_rl.trainer.context_parallel import joined, own_positions, places
+from elastic_rl.trainer.megatron.parallel import ParallelDims, from_last_stage
+from elastic_rl.trainer.megatron.pipeline import run
+from elastic_rl.trainer.megatron.policy import Policy
+from elastic_rl.trainer.micro_batches import MicroBatch, cut
+from elastic_rl.trainer.vocab_parallel import most_probable, token_logprobs
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """The tokens of a micro-batch that are trained on, M of them, in the order of its samples."""
+
+    rows: torch.Tensor
+    """[M] row of the sample."""
+    at: torch.Tensor
+    """[M] position of the sample whose logits predict the token."""
+    targets: torch.Tensor
+    """[m] the tokens that this rank has the logits for: all M, without context parallelism."""
+    where: tuple[torch.Tensor, torch.Tensor]
+    """Row and column [m] of these positions in this rank's logits."""
+    own: torch.Tensor
+    """[m] which of the M tokens these are."""
+    par: ParallelDims
+
+    @classmethod
+    def of(cls, micro: MicroBatch, par: ParallelDims) -> LossTokens:
+        rows, at = micro.batch["loss_mask"][:, 1:].nonzero(as_tuple=True)
+        flat, width = micro.starts[rows] + at, micro.input.tokens.shape[1]
+        own = torch.arange(len(rows))
+        if par.cp > 1:
+            found = places(own_positions(micro.input.packed, par.cp, par.cp_rank), width)[flat]
+            own = (found >= 0).nonzero()[:, 0]
+            flat, width = found[own], width // par.cp
+        targets = micro.batch["tokens"][rows[own], at[own] + 1]
+        return cls(rows.to(par.device), at.to(par.device), targets.to(par.device),
+                   ((flat // width).to(par.device), (flat % width).to(par.device)), own.to(par.device), par)
+
+    def logits(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        """[m, padded_vocab / TP] fp32: this rank's columns for each token, as a sampler of this temperature has them;
+        a copy. ``logits``: of all that went through the model, [R, P / CP, padded_vocab / TP]."""
+        picked = logits[self.where].float()
+        return picked / temperature if temperature != 1.0 else picked
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] of this rank's values [m] and of those of the others of its context-parallel group."""
+        return values if self.par.cp == 1 else joined(values, self.own, len(self.rows), self.par.cp_group)
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[M] from a tensor [N] (one value a sample) or [N, T] (one a token)."""
+        tensor = tensor.to(self.rows.device)
+        return tensor[self.rows] if tensor.ndim == 1 else tensor[self.rows, self.at + 1]
+
+
+class ForwardPass:
+    """Of one rank. All ranks call the same method; each passes its replica's share of the batch."""
+
+    def __init__(self, policy: Policy, cfg: Config, par: ParallelDims) -> None:
+        self.policy, self.cfg, self.par = policy, cfg, par
+
+    def forward_logprobs(self, share: Batch, phase: str = "rl", *, greedy: bool = True) -> dict[str, torch.Tensor]:
+        """Of this rank's share, at the sampler's temperature (in the SFT phase, which samples nothing, at 1):
+        ``logprobs`` [n, T] fp32 of the loss tokens, 0 elsewhere, and ``greedy`` [n, T] bool: whether the token is the
+        most probable one, which needs all logits on each rank. On every rank of the replica."""
+        return self._forward(share, 1.0 if phase == "sft" else self.cfg.rollout.temperature, greedy=greedy)
+
+    def forward_values(self, share: Batch) -> dict[str, torch.Tensor]:
+        """Of this rank's share, by a critic: ``values`` [n, T] fp32 of the states in which its loss tokens were chosen,
+        0 elsewhere. On every rank of the replica."""
+        return {"values": self._forward(share, 1.0, greedy=False)["logprobs"]}
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+    @property
+    def _gives_values(self) -> bool:
+        """Whether the model is a critic, whose output [R, P / CP, 1] is in the place of logits."""
+        return self.policy.arch.value_head
+
+    @torch.no_grad()
+    def _forward(self, share: Batch, temperature: float, *, greedy: bool) -> dict[str, torch.Tensor]:
+        """As ``forward_logprobs``. Without ``greedy`` that is left out: it needs all logits on each rank. Of a critic
+        the log-probs are its values."""
+        logprobs = torch.zeros(share["tokens"].shape, device=self.par.device)
+        best = torch.zeros_like(logprobs)
+        micros = cut(share, self.cfg.trainer)
+
+        def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
+            index = LossTokens.of(micros[number], self.par)
+            if len(index.rows):
+                where = (micros[number].rows.to(self.par.device)[index.rows], index.at + 1)
+                picked = index.logits(logits, temperature)
+                logprobs[where] = index.joined(
+                    picked[:, 0] if self._gives_values else token_logprobs(picked, index.targets))
+                if greedy:
+                    best[where] = index.joined((most_probable(logits[index.where]) == index.targets).float())
+            return logits.new_zeros(())
+
+        self._run(micros, finish, train=False)
+        both = from_last_stage(torch.stack([logprobs, best] if greedy else [logprobs]), self.par).cpu()
+        return {"logprobs": both[0], **({"greedy": both[1].bool()} if greedy else {})}
+
+    def _run(self, micros: list[MicroBatch], finish: Callable[[int, torch.Tensor], torch.Tensor], *, train: bool
+             ) -> None:
+        run(self.policy, [micro.input.to(self.par.device) for micro in micros], finish, train=train)

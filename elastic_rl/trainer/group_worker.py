@@ -1,0 +1,121 @@
+"""What the ranks of every group do with commands: rank 0 takes them from its board and checks who sends them; all ranks
+execute them, each on the share of its replica."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from safetensors.torch import save
+
+from elastic_rl.data.batch import Batch
+from elastic_rl.errors import ConfigError, Conflict, EtcdUnavailable, Fenced
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.trainer.broadcast import share_of_replica
+from elastic_rl.trainer.megatron import parallel
+from elastic_rl.trainer.service.board import Board
+from elastic_rl.trainer.service.calls import DISPATCH
+from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate
+from elastic_rl.trainer.service.dispatch import Refused, Split
+
+
+class GroupWorker(ABC):
+    """One rank."""
+
+    methods: ClassVar[dict[CommandKind, Callable[..., dict[str, Any] | None]]] = {}
+    """What executes each command that the group has, see ``dispatch.executes``."""
+
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, par: parallel.ParallelDims, member: Membership,
+                 board: Board, share_urls: list[str]) -> None:
+        """``share_urls``: of the ranks that take the shares of a batch, by data-parallel rank."""
+        self.ctx, self.cfg, self.par, self.member, self.board = ctx, ctx.config, par, member, board
+        self._etcd, self._share_urls = etcd, share_urls
+        self._ready = False
+        self._pause = threading.Event()  # never set
+        self.gate = WriterGate(ctx.epoch, member.incarnation)
+
+    @abstractmethod
+    def run(self) -> None:
+        """Executes commands until it is told to stop. Raises what ends the rank and makes the group re-form."""
+
+    @abstractmethod
+    def _report(self, phase: str = "", *, ready: bool = False) -> None:
+        """Says where the group is."""
+
+    def _require_possible(self, command: Command, share: Batch | None = None) -> None:
+        """Raises Refused for what this group cannot execute now or at all; the same on every rank."""
+        if command.kind not in self.methods:
+            raise Refused(ConfigError(f"the group {self.ctx.group.name} has no {command.kind}"))
+
+    def _facts(self) -> dict[str, Any]:
+        """The result that rank 0 gives beside the tensors of a command."""
+        return {}
+
+    def _read_claims(self) -> None:
+        """An actor that has taken over fences its predecessor off here, also while etcd is unavailable."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                epoch, term = self.board.claims.get_nowait()
+                with contextlib.suppress(Fenced):
+                    self.gate.claim(epoch, term)
+
+    def _learn_term(self) -> None:
+        """Raises the gate's term to the one in etcd: the newest actor may not have reached this group yet."""
+        with contextlib.suppress(EtcdUnavailable):  # then no newer actor can have begun its term either
+            self.gate.term = max(self.gate.term, fencing.current_term(self._etcd, self.ctx.keys))
+
+    # -- commands -------------------------------------------------------------------------------------------------
+    def _execute(self, command: Command) -> None:
+        """On every rank. What a rank raises here ends it, and the group re-forms from its last state."""
+        self._report(command.kind)
+        how = DISPATCH[command.kind]
+        try:
+            inputs = () if how.split is Split.NONE else (self._share(command),)
+            self._require_possible(command, *inputs)
+            output = self.methods[command.kind](self, command, *inputs)
+        except Refused as refusal:
+            self._report()
+            if self.par.rank == 0:
+                self.board.refused(command, refusal.error)
+        else:
+            if how.collect.of_replicas:
+                if self.par.is_share_leader:
+                    self.board.put_output(command.id, save(output or {}))
+                parallel.barrier(self.par)  # once rank 0 says that it is done, every output is there
+                output = self._facts()
+            if output is not None:
+                self._finish(command, output)
+        if command.batch:
+            self.board.discard_share(command.batch)
+
+    def _finish(self, command: Command, result: dict[str, Any]) -> None:
+        self._report()
+        # JSON has no other numbers.
+        result = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
+        if self.par.rank == 0:
+            self.gate.executed(command, result)
+            self.board.done(command, result)
+
+    def _share(self, command: Command) -> Batch:
+        """Of this rank's replica."""
+        if not command.batch:
+            raise Refused(ConfigError(f"{command.kind} needs a batch"))
+        raw = share_of_replica(self.board.share(command.batch) if self.par.is_share_leader else None, self.par)
+        if raw is None:
+            raise Refused(Conflict(f"not every rank has its share of batch {command.batch}",
+                                   hint="send the shares again, then the command"))
+        return Batch.from_bytes(raw)
+
+
+def restarts() -> int:
+    """How often torch elastic has restarted this group."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

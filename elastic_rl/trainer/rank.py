@@ -1,0 +1,104 @@
+"""The process of a rank: joins its group, serves the shares of its replica, and runs the worker until it is stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from elastic_rl.algorithms.registry import algorithm_of, required_tensors
+from elastic_rl.config.groups import ACTOR
+from elastic_rl.data.batch import Batch
+from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.errors import ElasticRLError, Fenced
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import Severity
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime import die_with_parent, freeze_heap
+from elastic_rl.telemetry import logs, traces
+from elastic_rl.trainer.broadcast import gather_text
+from elastic_rl.trainer.device_turns import GroupTurns
+from elastic_rl.trainer.forward_worker import ForwardWorker
+from elastic_rl.trainer.group_worker import restarts
+from elastic_rl.trainer.megatron import parallel
+from elastic_rl.trainer.megatron.policy import ModelArch
+from elastic_rl.trainer.service.board import Board
+from elastic_rl.trainer.service.server import TrainerService
+from elastic_rl.trainer.worker import TrainerWorker
+
+log = logging.getLogger(__name__)
+
+
+def serve(context_file: str) -> None:
+    """Runs this rank. Exits with ``parallel.FENCED_EXIT`` when its epoch is over."""
+    die_with_parent()
+    ctx = RunContext.load(Path(context_file))
+    rank = int(os.environ["RANK"])
+    logs.setup(f"{ctx.group.name}-rank-{rank}", ctx.config.telemetry.log_level)
+    traces.setup(ctx.config.telemetry.otlp_endpoint, "elastic-rl.trainer")
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    try:
+        with ctx.connect() as etcd:
+            _serve(ctx, etcd, rank)
+    except Fenced as e:
+        log.error("epoch %d of this trainer is over: %s", ctx.epoch, e)
+        sys.exit(parallel.FENCED_EXIT)
+
+
+def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
+    if (now := fencing.current_epoch(etcd, ctx.keys)) > ctx.epoch:
+        raise Fenced(f"the run's epoch is {now}")
+    needs = [] if ctx.group is not ACTOR else [  # what a critic learns from is looked at when it is to learn
+        name for name in required_tensors(algorithm_of(ctx.config), ctx.config.algorithm)
+        if name != "ref_logprobs" or ctx.config.uses_reference_group]  # else the ranks add these
+    vocab = ModelArch.read(ctx.model_dir).vocab
+
+    def check_share(raw: bytes) -> None:
+        batch = Batch.from_bytes(raw)
+        batch.require_tokens_below(vocab)
+        if "old_logprobs" in batch or "advantages" in batch:  # for RL; demonstrations have neither
+            for name in needs:
+                batch[name]
+
+    board = Board(ctx.config.trainer.max_share_bytes)
+    # The ranks of a stage and of one replica are consecutive, so the first ranks are those of the first stage.
+    trainer = ctx.config.trainer
+    stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel
+    service = TrainerService(
+        board, ctx.host, Security.from_config(ctx.config.dcs, ctx.config.cluster_dir / TOKEN_FILE),
+        check_share).start() if rank < stage and rank % replica == 0 else None
+    member = Membership(etcd, ctx.keys, ctx.group.name, f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,
+                        url=service.url if service is not None else "", epoch=ctx.epoch,
+                        info={"restarts": restarts()}).start()
+    try:
+        par = parallel.init(ctx.config)
+        urls = [url for url in gather_text(service.url if service is not None else "", par) if url]
+        turns = GroupTurns(ctx, etcd, par, member.incarnation) if ctx.config.colocated else None
+        if turns is not None:
+            turns.await_first(lambda phase: member.progress(0, phase))
+        worker = (TrainerWorker(ctx, etcd, par, member, board, urls, turns) if ctx.group.trains
+                  else ForwardWorker(ctx, etcd, par, member, board, urls))
+        if rank == 0:
+            name = ctx.group.name
+            fencing.emit(etcd, ctx.keys, ctx.epoch, f"{name}.{'restarted' if restarts() else 'started'}", name,
+                         f"group of {par.world} ranks, TP={par.tp} CP={par.cp} PP={par.pp} DP={par.dp}",
+                         severity=Severity.WARNING if restarts() else Severity.INFO, restarts=restarts(),
+                         incarnation=member.incarnation)
+        freeze_heap()
+        worker.run()
+    except Fenced:
+        member.close()  # the run was restarted on purpose: no death of this rank
+        raise
+    except (ElasticRLError, RuntimeError):
+        # Not deregistered: the entry expires with its lease, so that the end of this rank counts as a death.
+        log.exception("rank %d ends", rank)
+        raise
+    member.close()
+    if service is not None:
+        service.close()
+    dist.destroy_process_group()

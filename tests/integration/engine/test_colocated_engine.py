@@ -1,0 +1,155 @@
+"""A real engine that shares devices with a trainer: on a CPU nothing is freed, and all else is as on a GPU. What the
+release of the weights does there is done here by hand: they are overwritten."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from support.engine_testbed import PROMPT, EngineTestbed, await_gone
+
+from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.engine.client import Sampling, finish_reason
+from elastic_rl.etcd.device_claims import DeviceClaims
+from elastic_rl.etcd.device_turn import Side
+from elastic_rl.etcd.fencing import FencedWriter
+from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.runtime import wait_until
+
+GROUP = "formation-1"
+
+
+class TurnsOfTest:
+    """The actor and the trainer group of the testbed's job."""
+
+    def __init__(self, testbed: EngineTestbed) -> None:
+        self._claims = DeviceClaims(testbed.etcd, testbed.keys, ROLLOUT_POOL, epoch=testbed.ctx.epoch)
+        self._writer = FencedWriter.of_epoch(testbed.etcd, testbed.keys, testbed.ctx.epoch)
+
+    def begin(self, side: Side) -> bool:
+        return self._claims.begin_turn(side, self._writer, 1)
+
+    def take(self) -> str:
+        return self._claims.take_for_trainer(GROUP)
+
+    def give_up(self) -> None:
+        self._claims.give_up_for_trainer(GROUP)
+
+
+@pytest.fixture
+def turns(testbed: EngineTestbed) -> Iterator[TurnsOfTest]:
+    testbed.stop_engines()
+    made = TurnsOfTest(testbed)
+    try:
+        yield made
+    finally:
+        testbed.stop_engines()
+        testbed.etcd.delete_prefix(testbed.keys.device_turn())
+        testbed.etcd.delete_prefix(testbed.keys.device_holder())
+
+
+def overwrite_weights(engine: Engine) -> None:
+    httpx.post(f"{engine.url}/weights_checker", json={"action": "reset_tensors"}, timeout=60).raise_for_status()
+
+
+def released(testbed: EngineTestbed, engine_id: str) -> Engine:
+    engine = testbed.wait_state(engine_id, EngineState.RELEASED)
+    assert (engine.version, engine.applying, engine.holds_device) == (0, 0, False)
+    return engine
+
+
+def test_engine_releases_its_memory_for_the_trainer_and_serves_the_same_tokens_in_its_next_turn(
+        testbed: EngineTestbed, turns: TurnsOfTest) -> None:
+    testbed.start_colocated_engine("rollout-colocated")
+    assert released(testbed, "rollout-colocated").pid == 0, "a server was launched in the trainer's turn"
+    assert turns.begin(Side.ENGINES)
+    first = testbed.wait_ready("rollout-colocated")
+    assert first.holds_device
+    testbed.assert_serves()
+    drawn = testbed.ask(n=4, temperature=1.0, tokens=24, seed=5)
+
+    assert turns.begin(Side.TRAINER)
+    engine = released(testbed, "rollout-colocated")
+    assert engine.url not in testbed.workers()
+    assert turns.take() == "" and not turns.begin(Side.ENGINES), "the trainer has memory"
+    overwrite_weights(engine)
+    turns.give_up()
+    assert turns.begin(Side.ENGINES)
+    again = testbed.wait_ready("rollout-colocated")
+    assert (again.pid, again.version) == (first.pid, first.version)
+    testbed.assert_serves()
+    assert testbed.ask(n=4, temperature=1.0, tokens=24, seed=5) == drawn
+
+    # A version that is published in the trainer's turn, as in each step.
+    assert turns.begin(Side.TRAINER)
+    overwrite_weights(released(testbed, "rollout-colocated"))
+    newer = testbed.publish(seed=11)
+    assert turns.begin(Side.ENGINES)
+    assert testbed.wait_ready("rollout-colocated", newer).pid == first.pid
+    testbed.assert_serves()
+    assert [e.kind for e in testbed.events("rollout-colocated")] == ["engine.ready"], "turns are no events"
+
+    assert turns.begin(Side.TRAINER)
+    released(testbed, "rollout-colocated")
+    testbed.runners["rollout-colocated"].drain()
+    testbed.await_end("rollout-colocated")
+    assert testbed.record("rollout-colocated") is None
+
+
+def test_request_that_nobody_waits_for_does_not_keep_the_memory_from_the_trainer(
+        testbed: EngineTestbed, turns: TurnsOfTest) -> None:
+    """As one of an actor that was replaced. The engine works on one sequence at a time, so it is there for a while."""
+    assert turns.begin(Side.ENGINES)
+    testbed.start_colocated_engine("rollout-busy", drain_timeout_s=0.1)
+    url, reasons = testbed.wait_ready("rollout-busy").url, list[str]()
+
+    def ask() -> None:
+        body = {"input_ids": [PROMPT] * 64, "sampling_params": Sampling(50).params() | {"ignore_eos": True}}
+        reasons.extend(finish_reason(a) for a in httpx.post(f"{url}/generate", json=body, timeout=120).json())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: testbed.in_flight("rollout-busy"), timeout_s=60, what="requests in flight", poll_s=0.005)
+    assert turns.begin(Side.TRAINER)
+    released(testbed, "rollout-busy")
+    asking.join(60)
+    assert len(reasons) == 64 and "abort" in reasons
+
+
+def test_engine_whose_server_dies_while_it_is_released_is_dead_and_holds_nothing(
+        testbed: EngineTestbed, turns: TurnsOfTest) -> None:
+    assert turns.begin(Side.ENGINES)
+    testbed.start_colocated_engine("rollout-killed")
+    testbed.wait_ready("rollout-killed")
+    assert turns.begin(Side.TRAINER)
+    released(testbed, "rollout-killed")
+    pids = testbed.server_pids("rollout-killed")
+    os.kill(pids[1], signal.SIGKILL)
+    dead = testbed.wait_state("rollout-killed", EngineState.DEAD)
+    assert not dead.holds_device and turns.take() == ""
+    testbed.await_end("rollout-killed")
+    await_gone(pids)
+    turns.give_up()
+
+
+def test_engine_that_is_killed_with_its_memory_keeps_the_trainer_waiting_until_its_record_is_deleted(
+        testbed: EngineTestbed, turns: TurnsOfTest) -> None:
+    testbed.start_colocated_engine("rollout-leaver")
+    released(testbed, "rollout-leaver")
+    testbed.runners["rollout-leaver"].stop()
+    testbed.await_end("rollout-leaver")
+    assert testbed.record("rollout-leaver") is None, "it never launched a server"
+    record = Engine(id="rollout-gone", pool=ROLLOUT_POOL, state=EngineState.DEAD, epoch=testbed.ctx.epoch,
+                    holds_device=True)
+    key = testbed.keys.engine(record.id)
+    testbed.etcd.put(key, record.encode())
+    assert "rollout-gone to release memory" in turns.take()
+    testbed.etcd.put(key, b"?")
+    assert "rollout-gone to release memory" in turns.take(), "what it says is not known"
+    testbed.etcd.delete(key)
+    wait_until(lambda: turns.take() == "", timeout_s=20, what="the trainer's memory")
+    turns.give_up()

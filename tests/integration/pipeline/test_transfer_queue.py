@@ -1,0 +1,124 @@
+"""The group queue on the real TransferQueue, with its actors on a real Ray, which are killed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from support.actor_runs import WAIT_S
+from support.etcd_server import EtcdServers
+from support.ray_cluster import start_ray
+from support.simulated_job import SimulatedJob
+
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.errors import IllegalTransition, QueueUnavailable
+from elastic_rl.etcd import events
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import StepMetrics
+from elastic_rl.pipeline import transfer_queue
+from elastic_rl.pipeline.group_queue import QueueLoss
+from elastic_rl.pipeline.transfer_queue import TransferQueueQueue
+from elastic_rl.runtime import wait_until
+
+pytest.importorskip("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    start_ray(2)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferQueueQueue]:
+    monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", WAIT_S)  # nobody here tries again
+    made = TransferQueueQueue(4, units=2, call_s=20.0)
+    yield made
+    made.close()
+
+
+def _group(ordinal: int, tokens: int = 3) -> Group:
+    segments = (Segment(tuple(range(tokens)), (-0.1,) * tokens, version=7), Segment((1, 2), loss=False))
+    return Group(ordinal, Prompt((1, 2), "text", (3,), {"a": [1]}), (Sample(segments, reward=0.5),) * 2)
+
+
+def _kill(queue: TransferQueueQueue, number: int) -> None:
+    """0: the controller; others: storage units."""
+    actors = queue._actors
+    assert actors is not None
+    ray.kill(actors._all()[number])
+
+
+def test_groups_of_any_length_come_back_as_they_were_until_they_are_dropped(queue: TransferQueueQueue) -> None:
+    groups = [_group(0), _group(1, tokens=5000), _group(2, tokens=1)]
+    for group in groups:
+        queue.put(group)
+    assert queue.get([2, 0, 1, 9]) == {group.ordinal: group for group in groups}
+    queue.drop([0, 2])
+    assert list(queue.get([0, 1, 2])) == [1] and queue.take_loss() is None
+    for ordinal in (3, 4, 5):
+        queue.put(_group(ordinal))
+    with pytest.raises(IllegalTransition, match="full"):
+        queue.put(_group(6))
+
+
+def test_group_that_is_gone_although_all_actors_live_is_not_given(queue: TransferQueueQueue) -> None:
+    queue.put(_group(0))
+    queue.put(_group(1))
+    assert queue._actors is not None
+    queue._actors.drop([0])
+    assert list(queue.get([0, 1])) == [1] and queue._held == {1}
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["controller", "storage"])
+def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
+        queue: TransferQueueQueue, killed: int) -> None:
+    for ordinal in range(3):
+        queue.put(_group(ordinal))
+    _kill(queue, killed)
+    found: list[QueueLoss] = []
+
+    def says_so() -> bool:
+        with contextlib.suppress(QueueUnavailable):
+            queue.get([0, 1, 2])
+        found.extend(loss for loss in [queue.take_loss()] if loss is not None)
+        return bool(found)
+
+    wait_until(says_so, timeout_s=WAIT_S, what="the loss")
+    assert [loss.groups for loss in found] == [(0, 1, 2)]
+    assert ("controller", "storage unit 0")[killed] in found[0].why and queue.take_loss() is None
+    queue.put(_group(0))
+    assert list(queue.get([0, 1])) == [0]
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["controller", "storage"])
+def test_groups_that_died_with_an_actor_in_mid_run_are_generated_again_and_trained_exactly_once(
+        etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, killed: int) -> None:
+    job = SimulatedJob(etcd, etcd_servers.endpoints, keys, tmp_path, **{
+        "train.schedule": "fully_async", "train.max_staleness": "1", "train.queue": "transfer_queue",
+        "train.queue_call_timeout_s": "20"})
+    try:
+        job.start_actor()
+        job.wait_for(1)
+        job.trainer.frozen.set()  # so that groups wait in the queue
+        background = job.runs[-1].pipeline.background
+        assert background is not None
+        queue = background.flow._queue
+        assert isinstance(queue, TransferQueueQueue)
+        wait_until(lambda: len(queue._held) >= 12, timeout_s=WAIT_S, what="groups in the queue")
+        _kill(queue, killed)
+        job.trainer.frozen.clear()
+        job.finish()
+        job.assert_exactly_once()
+        found = [StepMetrics.decode(kv.value) for kv in etcd.range(keys.steps_prefix())[0]]
+        assert all(m.staleness <= 1 for m in found)
+        [event] = [e for e in events.recent(etcd, keys) if e.kind == "queue.replaced"]
+        # Those of the step that was under way at the kill were trained, and dropped, before the loss was noticed.
+        assert event.data["groups"] >= sum(m.update["groups_lost"] for m in found) > 0
+    finally:
+        job.close()

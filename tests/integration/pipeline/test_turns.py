@@ -1,0 +1,243 @@
+"""The pipeline of a job whose engines and trainer share devices, on a real etcd: who has memory when, through a lost
+trainer, an engine that does not release, and an actor that is replaced in the middle of a change."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.actor_runs import WAIT_S
+from support.etcd_server import EtcdServers
+from support.simulated_job import Roles, SimulatedJob, TrainerWithoutTensors
+
+from elastic_rl.config import ROLLOUT_POOL, Stream
+from elastic_rl.data.samples import Sample
+from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.etcd import device_turn, fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.device_claims import DeviceClaims
+from elastic_rl.etcd.device_turn import SeenTurn, Side
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Engine, EngineState, StepMetrics, Version, VersionState
+from elastic_rl.runtime import wait_until
+from elastic_rl.trainer.service.commands import MOVES, Command, CommandKind
+
+ENGINES = ("rollout-a", "rollout-b")
+
+
+class TrainerInTurns(TrainerWithoutTensors):
+    """Has memory, as a real one, from a take that etcd knows of to the next offload."""
+
+    has_memory = False
+    epoch_claims: DeviceClaims
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int) -> None:
+        self.epoch_claims = DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=epoch)
+        self.without_memory: list[CommandKind] = []
+        """Commands that it was given while it had none."""
+        super().__init__(etcd, keys, epoch)
+
+    def _report(self) -> None:
+        if not self.has_memory and not self.board.status()["ready"]:
+            return  # it has yet to make its model
+        super()._report()
+        head = Version(stream=Stream.POLICY, number=self.version, state=VersionState.COMMITTED, epoch=self._epoch)
+        self._etcd.put(self._keys.stream_head(Stream.POLICY), head.encode())
+
+    def _take(self) -> None:
+        while not self._stop.is_set() and self.epoch_claims.take_for_trainer(self.member.incarnation):
+            self._stop.wait(0.005)
+        self.has_memory = not self._stop.is_set()
+
+    def _run(self) -> None:
+        self._take()
+        self._report()
+        super()._run()
+
+    def _execute(self, command: Command) -> dict[str, Any]:
+        if command.kind not in MOVES:
+            if not self.has_memory:
+                self.without_memory.append(command.kind)
+            return super()._execute(command)
+        if command.kind is CommandKind.ONLOAD:
+            self._take()
+        else:
+            self.has_memory = False
+            self.epoch_claims.give_up_for_trainer(self.member.incarnation)
+        return {}
+
+    def lose(self) -> None:
+        super().lose()
+        self.has_memory = False
+
+
+class EngineInTurns:
+    """A colocated engine without a server. ``stuck``: it does not release its memory while it is set."""
+
+    def __init__(self, etcd: EtcdClient, keys: Keys, engine_id: str, epoch: int) -> None:
+        self._etcd, self._keys, self._epoch = etcd, keys, epoch
+        self.id, self.holds = engine_id, False
+        self.stuck, self._stop = threading.Event(), threading.Event()
+        self._write(EngineState.RELEASED, holds=False)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.005):
+            seen = SeenTurn.of(self._etcd.get(self._keys.device_turn()), self._epoch)
+            if self.holds and seen.side is Side.TRAINER and not self.stuck.is_set():
+                self.holds = False
+                self._write(EngineState.RELEASED, holds=False)
+            guards = device_turn.take_for_engine(self._keys, seen)
+            if not self.holds and guards is not None and self._write(EngineState.SYNCING, holds=True, guards=guards):
+                self.holds = True
+                self._write(EngineState.READY, holds=True)
+
+    def _write(self, state: EngineState, *, holds: bool, guards: Sequence[Any] = ()) -> bool:
+        head = self._etcd.get(self._keys.stream_head(Stream.POLICY))
+        version = Version.decode(head.value).number if state is EngineState.READY and head else 0
+        record = Engine(id=self.id, pool=ROLLOUT_POOL, state=state, epoch=self._epoch, version=version,
+                        holds_device=holds)
+        return self._etcd.txn([*guards], [device_turn.Op.put(self._keys.engine(self.id), record.encode())]).succeeded
+
+    def die(self) -> None:
+        """As killed by the driver, which then deletes its record."""
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self.holds = False
+        self._etcd.delete(self._keys.engine(self.id))
+
+
+class RolesInTurns(Roles):
+    """Notes who had memory when samples were asked for."""
+
+    def __init__(self, trainer: TrainerInTurns, etcd: EtcdClient, keys: Keys) -> None:
+        super().__init__(trainer, etcd, keys)
+        self.engines: list[EngineInTurns] = []
+        self.holders: list[tuple[int, bool]] = []
+        """At each request how many engines had memory, and whether the trainer had."""
+
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[list[Sample]]:
+        self.holders.append((sum(e.holds for e in self.engines), self.trainer.has_memory))  # type: ignore[attr-defined]
+        return super().generate(prompts, min_version)
+
+
+class ColocatedJob(SimulatedJob):
+    trainer: TrainerInTurns
+    roles: RolesInTurns
+
+    def __init__(self, etcd: EtcdClient, endpoints: list[str], keys: Keys, folder: Path) -> None:
+        super().__init__(etcd, endpoints, keys, folder, placement="colocated")
+        etcd.delete(keys.engine("rollout-e"))
+        self.trainer.lose()
+        self.trainer = TrainerInTurns(etcd, keys, self.ctx.epoch)
+        self.roles = RolesInTurns(self.trainer, etcd, keys)
+        self.engines = self.roles.engines
+        self.engines += [EngineInTurns(etcd, keys, name, self.ctx.epoch) for name in ENGINES]
+
+    def turn(self) -> SeenTurn:
+        return SeenTurn.of(self.etcd.get(self.keys.device_turn()), self.ctx.epoch)
+
+    def wait_for_release(self, engine_id: str) -> None:
+        """Until the run says that it waits for this."""
+        wait_until(lambda: f"engine {engine_id} to release memory" in self.status().waiting_for, timeout_s=WAIT_S,
+                   what="the wait to be shown")
+
+    def assert_in_turns(self) -> None:
+        assert self.trainer.without_memory == []
+        assert self.roles.holders and all(not trainer for _, trainer in self.roles.holders)
+        self.assert_exactly_once()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.die()
+        super().close()
+
+
+@pytest.fixture
+def job(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path) -> Iterator[ColocatedJob]:
+    with contextlib.closing(ColocatedJob(etcd, etcd_servers.endpoints, keys, tmp_path)) as made:
+        yield made
+
+
+def test_trainer_and_engines_have_memory_in_turns(job: ColocatedJob) -> None:
+    job.start_actor()
+    job.finish()
+    job.assert_in_turns()
+    assert all(engines == len(ENGINES) for engines, _ in job.roles.holders), "all engines are waited for"
+    # From the trainer to the engines and back in each of the 6 steps, of which 3 evaluate in the turn that generates,
+    # once for the last evaluation, and back for the last commit.
+    assert job.turn().side is Side.TRAINER and job.turn().number == 1 + 2 * 6 + 2
+    last = StepMetrics.decode(job.etcd.get(job.keys.step_metrics(6)).value)  # type: ignore[union-attr]
+    assert last.seconds["turn"] > 0
+    assert job.kinds("trainer.") == [] and job.kinds("engine.") == []
+
+
+def test_trainer_that_is_lost_in_the_engines_turn_re_forms_in_its_own(job: ColocatedJob) -> None:
+    job.start_actor()
+    job.wait_for(1)
+    job.roles.hanging.clear()
+    asked = len(job.roles.holders)
+    wait_until(lambda: len(job.roles.holders) > asked, timeout_s=WAIT_S, what="a request in the engines' turn")
+    job.trainer.lose()
+    job.trainer.form()
+    assert "turn of the engines" in job.trainer.epoch_claims.take_for_trainer("another"), "it could not be refused"
+    assert not job.trainer.board.status()["ready"] and not job.trainer.has_memory
+    job.roles.hanging.set()
+    job.finish()
+    job.assert_in_turns()
+    assert job.kinds("trainer.") == ["trainer.failed", "trainer.recovered"]
+
+
+def test_engine_that_does_not_release_is_named_until_it_is_gone(job: ColocatedJob) -> None:
+    stuck = job.engines[1]
+    stuck.stuck.set()
+    job.start_actor()
+    job.wait_for_release("rollout-b")
+    assert job.status().stage == "turn" and not job.trainer.has_memory
+    stuck.die()
+    job.finish()
+    job.assert_in_turns()
+
+
+def test_actor_that_is_replaced_in_the_middle_of_a_change_is_continued(job: ColocatedJob) -> None:
+    stuck = job.engines[0]
+    stuck.stuck.set()
+    job.start_actor()
+    job.wait_for_release("rollout-a")
+    number = job.turn().number
+    job.runs[0].stop(WAIT_S)
+    job.start_actor()
+    job.wait_for_release("rollout-a")
+    assert job.turn() == SeenTurn(Side.TRAINER, number, job.turn().revision), "it is the trainer's turn already"
+    stuck.stuck.clear()
+    job.finish()
+    job.assert_in_turns()
+
+
+def test_turn_that_cannot_be_read_is_written_again(job: ColocatedJob) -> None:
+    job.roles.hanging.clear()
+    job.start_actor()
+    wait_until(lambda: job.roles.holders, timeout_s=WAIT_S, what="a request in the engines' turn")
+    job.etcd.put(job.keys.device_turn(), b"?")
+    assert all(e.holds for e in job.engines), "all stay as they are"
+    job.roles.hanging.set()
+    job.finish()
+    job.assert_in_turns()
+
+
+def test_group_that_takes_memory_back_before_the_turn_changes_is_never_overlooked(job: ColocatedJob) -> None:
+    """A group may re-form between its offload and the turn of the engines."""
+    claims, writer = job.trainer.epoch_claims, fencing.FencedWriter.of_epoch(job.etcd, job.keys, job.ctx.epoch)
+    wait_until(lambda: job.trainer.has_memory, timeout_s=WAIT_S, what="the trainer's memory")
+    assert not claims.begin_turn(Side.ENGINES, writer, 1)
+    claims.give_up_for_trainer(job.trainer.member.incarnation)
+    assert claims.take_for_trainer("re-formed") == ""
+    claims.give_up_for_trainer(job.trainer.member.incarnation)  # late, and of a formation that has ended
+    assert not claims.begin_turn(Side.ENGINES, writer, 1)
+    claims.give_up_for_trainer("re-formed")
+    assert claims.begin_turn(Side.ENGINES, writer, 1)

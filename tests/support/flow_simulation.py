@@ -1,0 +1,147 @@
+"""The world of ``pipeline_simulation`` in which groups are generated beside the steps, by the real flow.
+
+An actor has two sides, which are advanced in any order: one carries out the effects of the schedule, the other one
+generates what the flow grants. Rollouts take any time, so that they span versions and overtake one another. The queue
+between the two loses groups, and now and then all of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.errors import Fenced
+from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.group_flow import FlowCounts, GroupFlow
+from elastic_rl.pipeline.schedule import Plan
+from support.pipeline_simulation import PLAN, Actor, Violation, World
+
+ASYNC_PLAN = replace(PLAN, max_staleness=2)
+
+
+@dataclass
+class Rollout:
+    """A group that is being generated, by an engine of some version at its start."""
+
+    ordinal: int
+    version: int = 0
+    """0: not begun."""
+    min_version: int = 0
+    left: int = 0
+
+
+@dataclass
+class AsyncActor(Actor):
+    flow: GroupFlow = None  # type: ignore[assignment]
+    queue: dict[int, Group] = field(default_factory=dict)
+    running: list[Rollout] = field(default_factory=list)
+    producing: Iterator[None] = iter(())
+
+
+class AsyncWorld(World):
+    """``at_once``: rollouts that an actor has in flight at most. ``loses``: whether the queue does. ``turns``: of its
+    producer that the rollout of an ordinal takes; random ones without it."""
+
+    def __init__(self, seed: int, plan: Plan = ASYNC_PLAN, *, at_once: int | None = None, loses: bool = True,
+                 turns: Callable[[int], int] | None = None) -> None:
+        super().__init__(seed, plan)
+        self.at_once, self.loses = at_once, loses
+        self.turns = turns or (lambda ordinal: self.random.randint(0, 12))
+        self.generated: list[int] = []
+        """Ordinals in the order in which they finished."""
+        self.counts: list[FlowCounts] = []
+        self.overlaps = 0
+        """Groups that finished while a step was being made."""
+        self.most_open = 0
+
+    def start_actor(self) -> None:
+        if not self.etcd_up:
+            return
+        self.term += 1
+        flow = GroupFlow(self.plan.flow_limits(self.at_once))
+        actor = AsyncActor(self.term, schedule.run(self.plan, flow), iter(()), flow=flow)
+        self.counts.append(flow.counts)
+        actor.doing = self.drive(actor)
+        actor.producing = self.produce(actor)
+        self.actors.append(actor)
+
+    def advance(self, actor: Actor) -> None:
+        assert isinstance(actor, AsyncActor)
+        if self.random.random() < 0.5:
+            super().advance(actor)
+            return
+        try:
+            next(actor.producing)
+        except Fenced:
+            self.actors.remove(actor)
+            if actor.term == self.term:
+                raise Violation("the newest actor ended") from None
+
+    def produce(self, actor: AsyncActor) -> Iterator[None]:
+        while True:
+            yield
+            flow = actor.flow
+            if (grant := flow.lease()) is not None:
+                yield from self.fenced_write(actor, lambda: self.leases.update(
+                    actor=(actor.term, actor.flow.open)))
+                actor.running += [Rollout(o, min_version=grant.min_version, left=self.turns(o)) for o in grant.ordinals]
+            bound = (self.plan.max_staleness + 1) * self.plan.groups_per_step
+            depth = flow.depth
+            self.most_open = max(self.most_open, depth.leased + depth.queued + depth.training)
+            if self.most_open > bound or len(actor.running) > bound:
+                raise Violation(f"{self.most_open} groups are open, and {bound} may be")
+            if not self.engines_up:
+                continue
+            for rollout in list(actor.running):
+                if not rollout.version:
+                    if self.served >= rollout.min_version and self.served > 0:
+                        rollout.version = self.served
+                elif rollout.left:
+                    rollout.left -= 1
+                else:
+                    actor.running.remove(rollout)
+                    self.finish(actor, rollout)
+            if self.loses and actor.queue and self.random.random() < 0.01:
+                # One storage unit is gone, or the whole queue. Some losses are seen at once, others when it is read.
+                gone = [o for o in actor.queue if self.random.random() < 0.5] if self.random.random() < 0.5 else list(
+                    actor.queue)
+                for ordinal in gone:
+                    del actor.queue[ordinal]
+                if self.random.random() < 0.5:
+                    flow.lost(gone)
+
+    def finish(self, actor: AsyncActor, rollout: Rollout) -> None:
+        """Its last tokens are of the version that is served now: a partial rollout went on over the updates."""
+        versions = sorted({rollout.version, self.served})
+        group = Group(rollout.ordinal, Prompt((1,)), (Sample(tuple(
+            Segment((2,), (-0.1,), version=version) for version in versions)),))
+        drop = "uniform" if random.Random(rollout.ordinal).random() < 0.2 else ""
+        self.generated.append(rollout.ordinal)
+        self.overlaps += actor.flow.depth.training > 0
+        if actor.flow.finished(rollout.ordinal, group.versions, drop):
+            actor.queue[rollout.ordinal] = group
+            if not actor.flow.arrived(rollout.ordinal):
+                del actor.queue[rollout.ordinal]
+
+    def perform(self, actor: Actor, effect: schedule.Effect) -> Generator[None, None, Any]:
+        assert isinstance(actor, AsyncActor)
+        if isinstance(effect, schedule.Take):
+            return (yield from self.take(actor))
+        if isinstance(effect, schedule.Lease | schedule.Generate):
+            raise Violation("a step generated its groups itself")
+        return (yield from super().perform(actor, effect))
+
+    def take(self, actor: AsyncActor) -> Generator[None, None, Any]:
+        while True:
+            yield
+            for ordinal in actor.flow.take_stale():
+                actor.queue.pop(ordinal, None)
+            if (chosen := actor.flow.choose()) is None:
+                continue
+            if missing := [o for o in chosen.ordinals if o not in actor.queue]:
+                actor.flow.not_loaded(missing)
+                continue
+            return [actor.queue[o] for o in chosen.ordinals], chosen

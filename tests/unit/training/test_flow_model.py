@@ -1,0 +1,278 @@
+"""The schedule with groups that are generated beside the steps, in a world that crashes
+(``support/flow_simulation.py``), and the flow by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.budget import seeds
+from support.flow_simulation import ASYNC_PLAN, AsyncWorld
+from support.pipeline_simulation import PLAN, Violation, World
+
+from elastic_rl.data.branch import Branch
+from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.ledger import GroupLedger
+from elastic_rl.errors import IllegalTransition
+from elastic_rl.pipeline.group_flow import FlowLimits, GroupFlow
+
+SEEDS = max(5_000, seeds(0)) if seeds(0) else 1_000
+MUTANT_SEEDS = 400
+
+
+def _run(world: AsyncWorld, seed: int) -> AsyncWorld:
+    try:
+        world.run()
+    except Violation as e:
+        raise AssertionError(f"seed {seed}: {e}") from e
+    return world
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(staleness: int) -> None:
+    groups = actors = stale = lost = overlaps = 0
+    for seed in range(SEEDS // 3):
+        world = _run(AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=staleness)), seed)
+        groups, actors = groups + world.groups - 1, actors + world.term - 1
+        stale, lost = stale + sum(c.stale for c in world.counts), lost + sum(c.lost for c in world.counts)
+        overlaps += world.overlaps
+    assert groups > SEEDS // 3 and actors > SEEDS // 6, "the runs were disturbed"
+    assert lost > SEEDS // 30 and stale > 0, "groups were generated again"
+    assert bool(overlaps) == bool(staleness), "generation goes on during a step where the staleness allows it"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_rollout_that_takes_longer_than_the_staleness_allows_is_waited_for_once_it_was_overtaken(
+        waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not waits:
+        monkeypatch.setattr(GroupFlow, "_must_wait", lambda self: False)
+    most = 0
+    for seed in range(20):
+        world = AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=1, steps=20), loses=False,
+                           turns=lambda ordinal: 150 if ordinal == 0 else 0)
+        world.faults_left = 0
+        _run(world, seed)
+        most = max(most, sum(c.stale for c in world.counts))
+    assert (most <= 1) is waits
+
+
+@pytest.mark.parametrize("at_once", [1, None])
+def test_undisturbed_run_of_staleness_0_trains_what_a_synchronous_one_trains(at_once: int | None) -> None:
+    for seed in range(50):
+        sync, flow = World(seed), AsyncWorld(seed, PLAN, at_once=at_once, loses=False)
+        sync.faults_left = flow.faults_left = 0
+        sync.run()
+        _run(flow, seed)
+        assert [(e.step, e.trained, sorted(e.dropped)) for e in flow.executed if e.phase == "rl"] == [
+            (e.step, e.trained, sorted(e.dropped)) for e in sync.executed if e.phase == "rl"]
+        if at_once == 1:
+            assert flow.generated == sorted(flow.generated), "in the order of a synchronous run"
+
+
+def _any_staleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupFlow, "take_stale", lambda self: [])
+    monkeypatch.setattr(GroupFlow, "choose", _without_check(GroupFlow.choose))
+
+
+def _without_check(choose: Any) -> Any:
+    def with_any(self: Any) -> Any:
+        limits, self.limits = self.limits, replace(self.limits, max_staleness=1000)
+        try:
+            return choose(self)
+        finally:
+            self.limits = limits
+
+    return with_any
+
+
+def _leases_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = GroupFlow.lease
+
+    def any_room(self: Any) -> Any:
+        limits, self.limits = self.limits, replace(self.limits, max_staleness=self.limits.max_staleness + 1)
+        try:
+            return lease(self)
+        finally:
+            self.limits = limits
+
+    monkeypatch.setattr(GroupFlow, "lease", any_room)
+
+
+def _lost_groups_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupLedger, "release", lambda self, ordinal: None)
+
+
+def _consumed_groups_stay_in_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = GroupFlow.resume
+
+    def without_consumed(self: Any, step: int, version: int, consumed: IntervalSet, branch: Branch) -> Any:
+        return resume(self, step, version, IntervalSet(), branch)
+
+    monkeypatch.setattr(GroupFlow, "resume", without_consumed)
+
+
+def _groups_dropped_during_a_step_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumed = GroupLedger.consumed
+
+    def and_all_dropped(self: Any, consumption: Any) -> None:
+        consumed(self, consumption)
+        self._dropped.clear()
+
+    monkeypatch.setattr(GroupLedger, "consumed", and_all_dropped)
+
+
+def _groups_of_abandoned_weights_are_as_new_as_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Branch, "abandoned", lambda self, versions: False)
+
+
+@pytest.mark.parametrize("mutate", [
+    _any_staleness, _leases_without_bound, _lost_groups_are_forgotten, _consumed_groups_stay_in_the_flow,
+    _groups_dropped_during_a_step_are_forgotten, _groups_of_abandoned_weights_are_as_new_as_their_number,
+], ids=lambda m: m.__name__.strip("_"))
+def test_world_finds_what_goes_wrong_without_a_guard(mutate: Callable[[pytest.MonkeyPatch], None],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((Violation, IllegalTransition)):
+        for seed in range(MUTANT_SEEDS):
+            AsyncWorld(seed).run()
+
+
+LIMITS = FlowLimits(steps=10, groups_per_step=2, max_staleness=1, max_dropped_groups=4)
+
+
+def _flow(step: int = 0, version: int = 1, **limits: Any) -> GroupFlow:
+    flow = GroupFlow(replace(LIMITS, **limits))
+    flow.resume(step, version, IntervalSet(), Branch())
+    return flow
+
+
+def _queue(flow: GroupFlow, *ordinals: int, version: int) -> None:
+    for ordinal in ordinals:
+        assert flow.finished(ordinal, (version,), "") and flow.arrived(ordinal)
+
+
+def test_later_groups_ask_for_the_versions_that_will_be_out_at_their_turn() -> None:
+    flow = _flow(version=5, max_staleness=2)
+    grants = [flow.lease() for _ in range(4)]
+    assert [(g.ordinals, g.min_version) for g in grants[:3] if g] == [((0, 1), 3), ((2, 3), 4), ((4, 5), 5)]
+    assert grants[3] is None
+
+
+def test_no_more_groups_are_leased_than_the_last_steps_take() -> None:
+    flow = _flow(step=9)
+    assert flow.lease() is not None and flow.lease() is None
+
+
+def test_group_that_was_too_stale_is_leased_again_and_waited_for() -> None:
+    flow = _flow(version=5)
+    assert flow.lease() and flow.lease()
+    _queue(flow, 1, 2, 3, version=5)
+    first = flow.choose()
+    assert first is not None and first.ordinals == (1, 2) and first.staleness.most == 0
+    assert flow.trained(first.consumption, 6) == [1, 2]
+    _queue(flow, 0, version=4)
+    assert flow.take_stale() == [0] and flow.counts.stale == 1
+    grants = [grant for grant in iter(flow.lease, None) if grant is not None]
+    assert grants[0].ordinals == (0,) and grants[0].min_version == 5
+    _queue(flow, *(o for g in grants[1:] for o in g.ordinals), version=6)
+    assert flow.choose() is None, "another step would make version 5 too stale"
+    _queue(flow, 0, version=5)
+    chosen = flow.choose()
+    assert chosen is not None and chosen.ordinals == (0, 3)
+    assert chosen.staleness.least == chosen.staleness.most == 1
+
+
+def test_open_groups_are_all_that_were_begun_and_are_not_consumed() -> None:
+    """Also one that was dropped since the last update, and one that is to be generated again: what a run that ends
+    early leaves behind."""
+    flow = _flow(max_staleness=2, groups_per_step=2)
+    while flow.lease() is not None:
+        pass
+    _queue(flow, 1, 2, 3, version=1)
+    assert not flow.finished(0, (1,), "uniform") and flow.lost([3]) == [3]
+    chosen = flow.choose()
+    assert chosen is not None and chosen.ordinals == (1, 2)
+    assert not flow.finished(4, (1,), "uniform")
+    flow.trained(chosen.consumption, 2)
+    assert list(flow.open) == [3, 4, 5]
+
+
+def test_stale_group_cannot_be_chosen() -> None:
+    flow = _flow(version=5)
+    flow.lease()
+    _queue(flow, 0, 1, version=3)
+    with pytest.raises(IllegalTransition, match="too stale"):
+        flow.choose()
+
+
+def test_step_that_was_not_made_is_chosen_again_and_one_that_was_made_is_not() -> None:
+    flow = _flow()
+    flow.lease()
+    _queue(flow, 0, 1, version=1)
+    assert flow.choose() is not None
+    assert flow.resume(0, 1, IntervalSet(), Branch()) == []
+    chosen = flow.choose()
+    assert chosen is not None and chosen.ordinals == (0, 1)
+    assert flow.resume(1, 2, IntervalSet.from_values([0, 1]), Branch()) == [0, 1] and flow.choose() is None
+
+
+def test_group_that_the_trainer_has_consumed_meanwhile_is_ignored_when_it_finishes() -> None:
+    flow = _flow()
+    flow.lease()
+    flow.resume(1, 2, IntervalSet.from_values([0, 1]), Branch())
+    assert not flow.finished(0, (1,), "")
+
+
+def test_groups_of_weights_that_the_trainer_went_back_from_are_generated_again() -> None:
+    """The trainer goes back to the state of version 10, which it publishes as 21; others of that branch stay."""
+    flow = _flow(step=19, version=20, max_staleness=12, steps=100)
+    grants = [flow.lease() for _ in range(4)]
+    assert [g.ordinals for g in grants if g] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    for ordinal, versions in ((0, (9, 10)), (1, (10,)), (2, (10, 11)), (3, (20,))):
+        assert flow.finished(ordinal, versions, "") and flow.arrived(ordinal)
+    assert flow.finished(4, (15,), ""), "it is on its way into the queue"
+    assert flow.resume(10, 21, IntervalSet(), Branch(10, 21)) == [2, 3, 4]
+    assert flow.counts.stale == 3 and not flow.arrived(4)
+    assert not flow.finished(5, (9, 20), "") and flow.finished(6, (10, 21), ""), "5 began before, and ended after"
+    assert flow.arrived(6) and flow.take_stale() == []
+    again = flow.lease()
+    assert again is not None and again.ordinals[0] == 2 and again.min_version == 21, "of no engine that serves 20 still"
+    assert flow.resume(11, 24, IntervalSet(), Branch(22, 24)) == []
+    assert not flow.finished(2, (20,), "") and not flow.finished(3, (23,), ""), "both branches are remembered"
+
+
+def test_lost_group_of_a_chosen_step_is_generated_again_and_the_others_stay() -> None:
+    flow = _flow()
+    flow.lease()
+    _queue(flow, 0, 1, version=1)
+    assert flow.choose() is not None
+    assert flow.not_loaded([1]) == [1] and flow.counts.lost == 1
+    grant = flow.lease()
+    assert grant is not None and grant.ordinals == (1,)
+
+
+@given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 8) | st.none(), st.randoms())
+def test_open_groups_are_bounded_by_the_staleness_and_the_setting(
+        staleness: int, size: int, at_once: int | None, random: Any) -> None:
+    flow = _flow(max_staleness=staleness, groups_per_step=size, max_in_flight=at_once, steps=100)
+    version, leased = 1, []
+    for _ in range(60):
+        if (grant := flow.lease()) is not None:
+            leased += grant.ordinals
+            assert grant.min_version <= version
+        depth = flow.depth
+        assert depth.leased + depth.queued + depth.training <= (staleness + 1) * size
+        assert at_once is None or depth.leased <= at_once
+        if leased and random.random() < 0.6:
+            ordinal = leased.pop(random.randrange(len(leased)))
+            if flow.finished(ordinal, (version,), random.choice(["", "", "uniform"])):
+                flow.arrived(ordinal)
+        flow.take_stale()
+        if (chosen := flow.choose()) is not None:
+            assert len(chosen.ordinals) == size and chosen.staleness.most <= staleness
+            version += 1
+            flow.trained(chosen.consumption, version)

@@ -1,0 +1,115 @@
+"""The embedded group queue, and groups as bytes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl import config
+from elastic_rl.data.group_codec import decode_group, encode_group
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.errors import IllegalTransition, PluginFailed
+from elastic_rl.pipeline import transfer_queue
+from elastic_rl.pipeline.group_queue import EmbeddedQueue
+from elastic_rl.pipeline.queues import make_queue
+
+_TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)
+_FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def _segments(draw: st.DrawFn) -> Segment:
+    tokens = draw(_TOKENS)
+    logprobs = draw(st.just(()) | st.lists(_FLOATS, min_size=len(tokens), max_size=len(tokens)).map(tuple))
+    return Segment(tokens, logprobs, draw(st.booleans()), draw(st.integers(0, 2**63 - 1)))
+
+
+_SAMPLES = st.builds(
+    Sample, st.lists(_segments(), max_size=3).map(tuple), st.sampled_from(["stop", "length"]), _FLOATS,
+    st.dictionaries(st.text(max_size=3), _FLOATS, max_size=2), st.dictionaries(st.text(max_size=3), st.none() | _FLOATS,
+                                                                               max_size=2), st.text(max_size=5))
+_GROUPS = st.builds(
+    Group, st.integers(0, 2**53), st.builds(Prompt, _TOKENS, st.text(max_size=5), st.none() | _TOKENS,
+                                            st.dictionaries(st.text(max_size=3), st.lists(st.integers()), max_size=2),
+                                            st.text(max_size=5)),
+    st.lists(_SAMPLES, max_size=3).map(tuple), st.text(max_size=5)).filter(lambda group: group.samples or group.failed)
+_GROUP = Group(3, Prompt((1, 2), "t", (4,), {}, "q"),
+               (Sample((Segment((1,), (-0.5,), True, 1),), "stop", 1.0, {"a": 1.0}, {}, "x"),))
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of every value within a JSON text."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _places(inner, (*path, key))
+
+
+@given(_GROUPS)
+def test_group_comes_back_from_bytes_with_every_bit(group: Group) -> None:
+    assert decode_group(encode_group(group)) == group
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", json.dumps({"ordinal": 1, "prompt": []}).encode(), b"[" * 100_000])
+def test_bytes_that_are_no_group_are_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_group(raw)
+
+
+@given(st.sampled_from(list(_places(json.loads(encode_group(_GROUP))))),
+       st.sampled_from([None, True, 3, -1, 1 << 400, 0.5, math.nan, math.inf, "", "9", [], [1], ["ab"], {},
+                        {"a": None}]))
+def test_group_with_one_other_value_is_refused_or_a_group_that_can_be_written(place: tuple[Any, ...], put: Any) -> None:
+    wrapped = {"": json.loads(encode_group(_GROUP))}
+    at: Any = wrapped
+    for key in ("", *place)[:-1]:
+        at = at[key]
+    at[("", *place)[-1]] = put
+    try:
+        group = decode_group(json.dumps(wrapped[""]).encode())
+    except ValueError:
+        return
+    assert decode_group(encode_group(group)) == group
+    assert all(math.isfinite(sample.reward) and sample.oldest_version >= 0 for sample in group.samples)
+    assert group.samples or group.failed
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("ordinal", math.inf), ("ordinal", "3"), ("failed", 3), ("samples", []), ("reward", "NaNx"), ("reward", math.nan),
+    ("parts", [1]), ("segments", [[[1], [0.0], True, "9"]]), ("segments", [["ab", [0.0, 0.0], True, 1]])])
+def test_value_of_another_kind_is_refused(key: str, value: Any) -> None:
+    raw = json.loads(encode_group(_GROUP))
+    (raw if key in raw else raw["samples"][0])[key] = value
+    with pytest.raises(ValueError, match="not a group"):
+        decode_group(json.dumps(raw).encode())
+
+
+@pytest.mark.parametrize("value", [b"x", {1, 2}, datetime.date(2026, 1, 1)], ids=str)
+def test_metadata_that_is_no_json_is_the_fault_of_who_made_it_and_not_of_the_queue(
+        value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_queue.importlib.util, "find_spec", lambda name: object())
+    queue = transfer_queue.TransferQueueQueue(2, units=1, call_s=1.0)
+    with pytest.raises(PluginFailed, match="metadata"):
+        queue.put(replace(_GROUP, prompt=Prompt((1,), metadata={"own": value})))
+    queue.close()
+
+
+def test_embedded_queue_keeps_groups_until_they_are_dropped_and_holds_no_more_than_its_capacity() -> None:
+    queue = make_queue(config.parse({}), 2)
+    assert isinstance(queue, EmbeddedQueue)
+    first, second = (Group(ordinal, Prompt((1,)), ()) for ordinal in (4, 7))
+    queue.put(first)
+    queue.put(second)
+    queue.put(second)
+    assert queue.get([7, 4, 5]) == {7: second, 4: first} and queue.get([4]) == {4: first}
+    with pytest.raises(IllegalTransition, match="full"):
+        queue.put(Group(8, Prompt((1,)), ()))
+    queue.drop([4, 5])
+    assert queue.get([4, 7]) == {7: second}

@@ -1,0 +1,25 @@
+"""Which events a step causes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import StepMetrics
+from elastic_rl.pipeline.run_events import RunEvents
+
+
+@pytest.mark.parametrize(("staleness", "difference", "told"), [
+    (0, 2e-4, True), (0, 1e-5, False), (1, 2e-4, False), (0, None, True), (2, None, True)])
+def test_log_probs_of_engine_and_trainer_are_compared_for_samples_of_the_newest_weights(
+        staleness: int, difference: float | None, told: bool) -> None:
+    kinds: list[str] = []
+
+    def emit(kind: str, subject: str, message: str, **_: Any) -> None:
+        kinds.append(kind)
+
+    events = RunEvents(None, Keys("job"), emit)  # type: ignore[arg-type]
+    events.logprob_difference(StepMetrics(step=3, at=0.0, reward=0.0, staleness=staleness), difference, 1e-4)
+    assert kinds == (["logprob.mismatch"] if told else [])

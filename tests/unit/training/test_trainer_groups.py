@@ -1,0 +1,275 @@
+"""The policy's and the critic's group as one (``pipeline.trainers``): one that refuses, is lost, or cannot commit."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_rl import config
+from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.branch import Branch
+from elastic_rl.data.ledger import ConsumedGroups
+from elastic_rl.data.samples import Prompt, Sample, Segment
+from elastic_rl.dcs.catalog.pairs import pair_name
+from elastic_rl.errors import ConfigError, Conflict, Fenced, TrainerFailed
+from elastic_rl.pipeline import trainers
+from elastic_rl.pipeline.trainers import Trainers
+from elastic_rl.pipeline.waits import Waits
+from elastic_rl.trainer.service.client import TrainerStatus, Uploaded
+
+_IDS = itertools.count()
+
+
+@dataclass
+class TrainerGroup:
+    """A group by the rules of its service, without tensors, as its client shows it. ``refusals``: of its next calls of
+    a name, in order. ``at_ready``: called when its status is asked for."""
+
+    step: int = 7
+    step_id: str = "a"
+    formation: str = "1"
+    refusals: dict[str, list[Exception]] = field(default_factory=dict)
+    at_ready: Callable[[], object] = lambda: None
+    calls: list[str] = field(default_factory=list)
+    committed: list[bool] = field(default_factory=list)
+    taken: str = ""
+    version: int = 8
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if refusals := self.refusals.get(name):
+            raise refusals.pop(0)
+
+    def wait_ready(self) -> TrainerStatus:
+        self.at_ready()
+        self.taken = self.formation
+        return TrainerStatus(self.formation, self.step, "rl", 8, 1, 0, {}, ConsumedGroups(),
+                             pair_name(self.step, self.step_id), Branch(), ("url",), 5)
+
+    def require_same_group(self) -> None:
+        if self.taken != self.formation:
+            raise TrainerFailed("re-formed")
+
+    def upload(self, batch: Batch) -> Uploaded:
+        self._called("upload")
+        return Uploaded(str(next(_IDS)), self.taken)
+
+    def update(self, phase: str, step: int, batch: Uploaded, *, step_id: str, **_: Any) -> dict[str, Any]:
+        self._called("update")
+        self.require_same_group()
+        if step != self.step + 1:
+            raise Conflict(f"step {step} does not follow")
+        self.step, self.step_id = step, step_id
+        return {"loss": 0.5, "grad_norm": 1.0, "lr": 1e-6, "value_clip_fraction": 0.0}
+
+    def load(self, version: int, phase: str, step: int) -> dict[str, Any]:
+        self._called(f"load {version}")
+        return {"loaded": False}
+
+    def forget(self) -> None:
+        self.taken = ""
+
+    def forward_version(self, batch: Batch, step: int, at_least: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        self._called(f"forward {step} {at_least}")
+        return {"step": self.step, "version": self.version}, {"logprobs": batch["tokens"].float()}
+
+    def save(self, phase: str, step: int, **_: Any) -> dict[str, Any]:
+        self._called("save")
+        return {"committed": self.committed.pop(0) if self.committed else True}
+
+
+@dataclass
+class Pair:
+    policy: TrainerGroup
+    critic: TrainerGroup
+    trainers: Trainers
+    shown: list[tuple[str, str]]
+    """Kinds and texts of what was waited for."""
+
+
+def ready(monkeypatch: pytest.MonkeyPatch, groups: dict[str, TrainerGroup], cfg: config.Config,
+          on_recovered: Callable[[str], None] = lambda group: None) -> tuple[Trainers, list[tuple[str, str]]]:
+    assert [group.name for group in cfg.trainer_groups] == list(groups)
+    monkeypatch.setattr(trainers, "TrainerClient", lambda *_, group, **__: groups[group.name])
+    monkeypatch.setattr(Trainers, "_committed", lambda self, group: {})
+    shown: list[tuple[str, str]] = []
+    waits = Waits(lambda stage, kind, what: shown.append((kind, what)), threading.Event())
+    monkeypatch.setattr(waits, "pause", lambda seconds: None)
+    made = Trainers(None, None, None, cfg, epoch=1, term=1,  # type: ignore[arg-type]
+                    on_wait=lambda group, what: shown.append((group, what)), waits=waits, on_recovered=on_recovered)
+    made.wait_ready()
+    return made, shown
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    groups = {"trainer": TrainerGroup(), "critic": TrainerGroup()}
+    return Pair(*groups.values(), *ready(monkeypatch, groups, config.parse({"algorithm": {"name": "ppo"}})))
+
+
+def _batch() -> Batch:
+    batch = collate([(Prompt((1,)), Sample((Segment((2, 3), (-0.1, -0.1), version=1),)))], [0.0])
+    return batch.with_tensors(values=torch.zeros(batch["tokens"].shape), returns=torch.zeros(batch["tokens"].shape))
+
+
+def test_batch_that_one_group_does_not_take_is_trained_on_by_neither(pair: Pair) -> None:
+    pair.critic.refusals["upload"] = [ConfigError("the share has too many bytes")]
+    with pytest.raises(ConfigError, match="too many bytes"):
+        pair.trainers.update("rl", 8, _batch())
+    pair.policy.refusals["upload"] = [ConfigError("the share has too many bytes")]
+    with pytest.raises(ConfigError, match="too many bytes"):
+        pair.trainers.update("rl", 8, _batch())
+    assert (pair.policy.step, pair.critic.step) == (7, 7)
+    pair.trainers.update("rl", 8, _batch())
+    assert (pair.policy.step, pair.critic.step) == (8, 8) and pair.policy.step_id == pair.critic.step_id
+
+
+def test_critic_that_refuses_the_step_which_the_policy_has_made_is_asked_until_it_makes_it(pair: Pair) -> None:
+    refused = ConfigError("a batch for a critic needs returns", hint="restart critic")
+    pair.critic.refusals["update"] = [Conflict("not every rank has its share"), *[refused] * 5]
+    metrics = pair.trainers.update("rl", 8, _batch())
+    assert metrics["critic_loss"] == 0.5
+    assert (pair.policy.step, pair.critic.step) == (8, 8) and pair.policy.step_id == pair.critic.step_id
+    assert pair.policy.calls.count("update") == 1, "it goes back to nothing"
+    assert pair.critic.calls.count("upload") == pair.critic.calls.count("update") == 7, "with shares for each attempt"
+    assert any("critic refuses step 8" in what and "needs returns" in what for _, what in pair.shown)
+
+
+def test_step_of_the_critic_whose_answer_was_lost_counts(pair: Pair) -> None:
+    update = pair.critic.update
+
+    def twice(*args: Any, **fields: Any) -> dict[str, Any]:
+        update(*args, **fields)
+        return update(*args, **fields)  # a Conflict: it does not follow
+
+    pair.critic.update = twice  # type: ignore[method-assign]
+    assert "critic_loss" not in pair.trainers.update("rl", 8, _batch()) and pair.critic.step == 8
+
+
+@pytest.mark.parametrize("error", [TrainerFailed("a rank was lost"), Fenced("a newer actor")])
+def test_loss_of_the_critic_and_a_newer_actor_end_the_step(pair: Pair, error: Exception) -> None:
+    pair.critic.refusals["update"] = [error]
+    with pytest.raises(type(error)) as found:
+        pair.trainers.update("rl", 8, _batch())
+    assert not isinstance(found.value, TrainerFailed) or found.value.group == "critic"
+
+
+def test_critic_at_another_step_is_lost(pair: Pair) -> None:
+    pair.critic.step = 5
+    with pytest.raises(TrainerFailed, match="at step 5") as found:
+        pair.trainers.update("rl", 8, _batch())
+    assert found.value.group == "critic"
+
+
+def test_state_of_the_policy_is_looked_at_again_after_the_wait_for_the_critic(pair: Pair) -> None:
+    """It re-forms at an older state meanwhile, with which the critic agrees: nothing is to be loaded."""
+    pair.policy.step, pair.policy.step_id = 9, "b"
+
+    def meanwhile() -> None:
+        pair.policy.step, pair.policy.step_id, pair.policy.formation = 7, "a", "2"
+
+    pair.critic.at_ready = meanwhile
+    status = pair.trainers.wait_ready()
+    assert (status.step, status.group) == (7, "2") and not pair.critic.calls and not pair.policy.calls
+
+
+def test_groups_that_re_formed_are_known_also_the_one_that_nobody_missed(pair: Pair) -> None:
+    assert pair.trainers.take_reformed() == set(), "the first formation is no loss"
+    pair.policy.formation = pair.critic.formation = "2"
+    pair.trainers.wait_ready()
+    assert pair.trainers.take_reformed() == {"trainer", "critic"}
+    pair.critic.formation = "3"
+    pair.trainers.wait_ready()
+    pair.trainers.wait_ready()
+    assert pair.trainers.take_reformed() == {"critic"}
+
+
+def test_states_that_are_not_available_are_named_and_read_again_after_longer_and_longer_pauses(
+        pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+        if clock[0] > 600:
+            raise Fenced("enough")
+
+    monkeypatch.setattr(trainers.time, "sleep", sleep)
+    monkeypatch.setattr(trainers.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Trainers, "_committed", lambda self, group: {3: "5/x"})
+    pair.critic.step_id = "other"
+    with pytest.raises(Fenced):
+        pair.trainers.wait_ready()
+    assert 2 <= pair.critic.calls.count("load 3") <= 12
+    assert any("critic_state 3" in what for _, what in pair.shown)
+
+
+def test_only_the_group_whose_commit_failed_commits_again(pair: Pair) -> None:
+    pair.critic.committed = [False, False, True]
+    assert [pair.trainers.save("rl", 7)["committed"] for _ in range(3)] == [False, False, True]
+    assert (pair.policy.calls, pair.critic.calls) == (["save"], ["save"] * 3)
+    pair.policy.committed = [False, True]
+    assert [pair.trainers.save("rl", 7)["committed"] for _ in range(2)] == [False, True]
+    assert pair.policy.calls.count("save") == 3, "a later save is another one"
+
+
+def test_policy_that_re_formed_after_its_commit_is_lost(pair: Pair) -> None:
+    pair.critic.committed = [False]
+    assert not pair.trainers.save("rl", 7)["committed"]
+    pair.policy.formation = "2"
+    with pytest.raises(TrainerFailed, match="re-formed"):
+        pair.trainers.save("rl", 7)
+
+
+@dataclass
+class Forward:
+    policy: TrainerGroup
+    reference: TrainerGroup
+    trainers: Trainers
+    shown: list[tuple[str, str]]
+    recovered: list[str]
+
+
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    recovered: list[str] = []
+    groups = {"trainer": TrainerGroup(), "reference": TrainerGroup(step=4, version=5)}
+    cfg = config.parse({"algorithm": {"kl_coef": 0.1, "reference_every_steps": 4}, "reference": {"enabled": True}})
+    return Forward(*groups.values(), *ready(monkeypatch, groups, cfg, recovered.append), recovered)
+
+
+def test_group_without_state_that_is_lost_is_asked_again_and_nothing_goes_back(forward: Forward) -> None:
+    forward.reference.refusals["forward 4 5"] = [Conflict("no version after RL step 4 is committed"),
+                                                 *[TrainerFailed("re-formed")] * 3]
+    batch = _batch()
+    assert torch.equal(forward.trainers.reference_logprobs(batch, 8), batch["tokens"].float())
+    assert forward.recovered == ["reference"] and not forward.policy.calls
+    assert {kind for kind, what in forward.shown if "re-formed" in what} == {"reference"}
+    forward.trainers.reference_logprobs(batch, 8)
+    assert forward.recovered == ["reference"], "once for a loss"
+
+
+def test_wait_for_a_group_without_state_ends_with_the_policys_group_and_with_a_refused_batch(forward: Forward) -> None:
+    forward.reference.refusals["forward 4 5"] = [ConfigError("the share has too many bytes")]
+    with pytest.raises(ConfigError, match="too many bytes"):
+        forward.trainers.reference_logprobs(_batch(), 8)
+    forward.policy.formation = "2"
+    with pytest.raises(TrainerFailed, match="re-formed") as found:
+        forward.trainers.reference_logprobs(_batch(), 8)
+    assert found.value.group == "trainer"
+
+
+def test_answer_for_another_version_is_not_taken(forward: Forward) -> None:
+    steps = iter((0, 4))
+    forward.policy.require_same_group = lambda: setattr(  # type: ignore[method-assign]
+        forward.reference, "step", next(steps))
+    forward.trainers.reference_logprobs(_batch(), 8)
+    assert forward.reference.calls == ["forward 4 5"] * 2
+    assert any("answered for version 5 of step 0" in what for _, what in forward.shown)

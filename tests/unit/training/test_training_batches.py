@@ -1,0 +1,123 @@
+"""What a step of an algorithm with a critic is trained on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from elastic_rl import config
+from elastic_rl.algorithms.ppo import estimated, whitened
+from elastic_rl.data.batch import Batch
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.pipeline.step_timer import StepTimer
+from elastic_rl.pipeline.training_batch import MadeBatch, TrainingBatches
+from elastic_rl.pipeline.waits import Waits
+
+
+def sample(reward: float, *turns: tuple[int, ...]) -> Sample:
+    """Turns of the policy, with an answer of its environment between two of them."""
+    segments: list[Segment] = []
+    for i, turn in enumerate(turns):
+        if i:
+            segments.append(Segment((7, 8), loss=False))
+        segments.append(Segment(turn, tuple(-0.5 - 0.1 * t for t in turn), version=1))
+    return Sample(tuple(segments), "stop", reward=reward)
+
+
+GROUPS = (Group(0, Prompt((1, 2, 3)), (sample(1.0, (4, 5), (6,)), sample(0.0, (4,)))),
+          Group(1, Prompt((1,)), (sample(0.0, (2, 2, 2)), sample(3.0, (5, 4), (3, 2)))))
+
+
+class Passes:
+    """A critic and a reference policy that say something of each token; which steps they were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def _of(self, what: str, batch: Batch, step: int, scale: float) -> torch.Tensor:
+        assert set(batch.tensors) == {"tokens", "lengths", "loss_mask"}
+        self.asked.append((what, step))
+        places = torch.arange(batch.width)[None].expand(batch["tokens"].shape)
+        return torch.where(batch["loss_mask"], scale * (batch["tokens"] + 0.1 * places), 0.0)
+
+    def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
+        return self._of("values", batch, step, 0.1)
+
+    def trainer_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        return self._of("trainer", batch, step, -0.3)
+
+    def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        return self._of("reference", batch, step, -0.2)
+
+
+class Roles:
+    def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
+        return rewards
+
+
+def made(passes: Passes, **algorithm: object) -> MadeBatch:
+    cfg = config.parse({"algorithm": {"name": "ppo", "gae_lambda": 0.7, "gamma": 0.9, **algorithm}})
+    waits = Waits(lambda *_: None, threading.Event())
+    batches = TrainingBatches(cfg, Roles(), waits, 16, passes)  # type: ignore[arg-type]
+    return batches.make(GROUPS, 5, StepTimer())
+
+
+def test_critic_learns_returns_and_the_policy_whitened_advantages() -> None:
+    passes = Passes()
+    plain, found = made(passes, whiten_advantages=False), made(passes)
+    batch, mask = plain.batch, plain.batch["loss_mask"]
+    rewards = torch.zeros(mask.shape)
+    for row, reward in enumerate((1.0, 0.0, 0.0, 3.0)):
+        rewards[row, int(mask[row].nonzero()[-1])] = reward
+    expected = estimated(rewards, batch["values"], mask, gamma=0.9, lam=0.7).float()
+    torch.testing.assert_close(batch["token_advantages"], expected)
+    torch.testing.assert_close(batch["returns"], torch.where(mask, expected + batch["values"], 0.0))
+    torch.testing.assert_close(found.batch["token_advantages"], whitened(expected, mask))
+    assert torch.equal(found.batch["returns"], batch["returns"]), "what the critic learns from is not whitened"
+    assert passes.asked == [("values", 5)] * 2
+    assert found.metrics["value_mean"] == pytest.approx(float(batch["values"][mask].mean()))
+    assert found.metrics["return_mean"] == pytest.approx(float(batch["returns"][mask].mean()), rel=1e-5)
+    assert found.metrics["explained_variance"] <= 1
+
+
+def test_each_token_bears_its_own_divergence_from_the_reference() -> None:
+    passes = Passes()
+    with_kl = made(passes, whiten_advantages=False, kl_coef=0.5, kl_in="reward", kl_estimator="k1", gae_lambda=0.0)
+    without = made(Passes(), whiten_advantages=False, gae_lambda=0.0)
+    batch, mask = with_kl.batch, with_kl.batch["loss_mask"]
+    reference = Passes().reference_logprobs(batch.only("tokens", "lengths", "loss_mask"), 5)
+    divergence = torch.where(mask, batch["old_logprobs"] - reference, 0.0)
+    torch.testing.assert_close(batch["token_advantages"], without.batch["token_advantages"] - 0.5 * divergence)
+    assert passes.asked == [("reference", 5), ("values", 5)]
+    assert "ref_logprobs" not in batch, "the loss has no use for it"
+    assert with_kl.metrics["kl_reference"] == pytest.approx(float(divergence[mask].mean()), rel=1e-5)
+
+
+def test_batch_of_a_step_that_is_tried_again_is_made_once() -> None:
+    """While a loss is held for a person the step is tried for hours. A new attempt after a loss has other lists."""
+    passes = Passes()
+    cfg = config.parse({"algorithm": {"name": "ppo"}})
+    batches = TrainingBatches(cfg, Roles(), Waits(lambda *_: None, threading.Event()), 16,  # type: ignore[arg-type]
+                              passes)
+    groups = list(GROUPS)
+    first = batches.make(groups, 5, StepTimer())
+    assert batches.make(groups, 5, StepTimer()) is first and passes.asked == [("values", 5)]
+    assert batches.make(list(groups), 5, StepTimer()) is not first, "made for the trainer's state after a loss"
+    batches.forget()
+    batches.make(groups, 6, StepTimer())
+    assert passes.asked == [("values", 5), ("values", 5), ("values", 6)]
+
+def test_what_groups_of_their_own_have_computed_is_in_the_batch() -> None:
+    cfg = config.parse({"algorithm": {"name": "grpo", "tis_cap": 2.0, "kl_coef": 0.1, "reference_every_steps": 2},
+                        "train": {"updates_per_step": 2}, "actor_fwd": {"enabled": True},
+                        "reference": {"enabled": True}})
+    passes, waits = Passes(), Waits(lambda *_: None, threading.Event())
+    batches = TrainingBatches(cfg, Roles(), waits, 16, passes)  # type: ignore[arg-type]
+    found = batches.make(GROUPS, 5, StepTimer())
+    assert passes.asked == [("trainer", 5), ("reference", 5)] and found.metrics["reference_step"] == 4
+    for name, scale in (("trainer_logprobs", -0.3), ("ref_logprobs", -0.2)):
+        mask = found.batch["loss_mask"]
+        assert torch.equal(found.batch[name] != 0, mask)
+        assert bool((found.batch[name][mask] <= scale * 2).all())
