@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import device_turn
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
@@ -16,8 +15,6 @@ from elastic_rl.etcd.records import Engine
 
 _NAMED = 8
 """Engines that a text names."""
-_SILENT_S = 5.0
-"""Of etcd: engines that are said to hold memory may have released it long since."""
 
 
 class DeviceClaims:
@@ -50,9 +47,7 @@ class DeviceClaims:
         return found
 
     def _holding(self) -> list[str]:
-        found = self._engines.read(0.0).values()
-        if (silent_s := self._engines.silent_s) > _SILENT_S:
-            raise EtcdUnavailable(f"etcd has sent no change of the engines and no sign of life for {silent_s:.0f} s")
+        found = self._engines.read_current(0.0).values()  # else they may have released it long since
         return [*device_turn.holding((e for _, e in found if e is not None and e.pool == self._pool), self._epoch),
                 *(name for name, e in found if e is None)]
 

@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Generic, Self, TypeVar
 
-from elastic_rl.errors import Compacted, ElasticRLError
+from elastic_rl.errors import Compacted, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.transaction import KeyValue
 from elastic_rl.etcd.watch import Watch
 
 T = TypeVar("T")
+
+SILENT_S = 5.0
+"""After this time without a word from etcd, what is known may be too old; see ``read_current``."""
 
 
 class Mirror(Generic[T]):
@@ -53,6 +56,14 @@ class Mirror(Generic[T]):
     def silent_s(self) -> float:
         """For how long etcd has said nothing: what ``read`` returned may be so old."""
         return self._watch.silent_s if self._watch is not None else 0.0
+
+    def read_current(self, timeout_s: float) -> Mapping[str, T]:
+        """As ``read``, for what must not be old. Raises EtcdUnavailable also when etcd has been silent for some
+        seconds."""
+        values = self.read(timeout_s)
+        if (silent_s := self.silent_s) > SILENT_S:
+            raise EtcdUnavailable(f"etcd has sent no change of {self._prefix} and no sign of life for {silent_s:.0f} s")
+        return values
 
     def _read_all(self) -> Mapping[str, T]:
         self.close()

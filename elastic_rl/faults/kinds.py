@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 
 import psutil
 
@@ -16,7 +17,7 @@ from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
 from elastic_rl.runtime import wait_until
 
 
-class _Killed:
+class _Killed(ABC):
     """kill -9 of a part that the run needs. It has recovered from that once another process is in the place of the one
     that was killed, and the run has since then trained steps that it could not have trained without it."""
 
@@ -30,9 +31,9 @@ class _Killed:
         """Steps, of which one may have been under way, and of the others as many may be of groups that were generated
         before."""
 
+    @abstractmethod
     def is_back(self) -> bool:
         """Whether another process does what the killed one did."""
-        raise NotImplementedError
 
     def healed(self) -> bool:
         step = self.context.step()

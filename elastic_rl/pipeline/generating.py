@@ -28,8 +28,8 @@ _SHOW_S = 0.5
 """How often it is said that engines are missing."""
 _RETRY_S = (0.2, 4.0)
 """First and longest pause before a request that failed is sent again."""
-_PROOF = -1
-"""Number of the request that shows whether the user's function works."""
+_PROBE = -1
+"""Number of the request that probes whether the user's function works."""
 _TOO_MANY = ("more of the last groups failed than rollout.max_failed_rewards allows, so none is dropped: correct "
              "rollout.generate")
 
@@ -69,8 +69,8 @@ class GroupRequests:
             window=max(cfg.train.prompts_per_step, cfg.rollout.groups_per_request))
         self._generated = 0
         """Groups that were generated, so that it is known whether others were while one failed."""
-        self._proof: PromptRequest | None = None
-        """A group that was generated: as long as it can be again, the user's function works."""
+        self._known_good: PromptRequest | None = None
+        """A group that was generated, to probe with: as long as it can be again, the user's function works."""
         self._threads = ThreadPoolExecutor(_REQUESTS, "generate")
         self._show_at, self._quiet = 0.0, False
         self.begin()
@@ -86,7 +86,7 @@ class GroupRequests:
         self._suspects: dict[int, None] = {}
         """Parts of one group that may have ended the process of others. They are sent while nothing else runs, half of
         those that ran together when it ended, so that few turns show which one it is, or that it was none."""
-        self._on_trial: set[int] = set()
+        self._isolated: set[int] = set()
         """Suspects that are under way."""
         self._running: dict[Future[Sequence[Generated]], int] = {}
         self._at_once = 0
@@ -103,7 +103,7 @@ class GroupRequests:
     @property
     def takes_more(self) -> bool:
         """Whether further groups may be added: with them, suspects would never be alone."""
-        return not self._suspects and not self._on_trial
+        return not self._suspects and not self._isolated
 
     def add(self, requests: Sequence[PromptRequest], min_version: int) -> None:
         for some in batches(requests, self._groups_per_request):
@@ -139,7 +139,7 @@ class GroupRequests:
         if answered:
             if not quiet:
                 self._waits.works()
-            self._generated, self._proof = self._generated + len(answered), answered[-1][0]
+            self._generated, self._known_good = self._generated + len(answered), answered[-1][0]
             self._failures.rewarded(len(answered))
             self._failures.forget([request.ordinal for request, _ in answered])
         return answered, [failed for fault in faults if (failed := self._failed(*fault)) is not None]
@@ -172,30 +172,30 @@ class GroupRequests:
         for number in due:
             if number in self._suspects:
                 del self._suspects[number]
-                self._on_trial.add(number)
+                self._isolated.add(number)
             else:
                 del self._unsent[number]
             part = self._parts[number]
             part.generated = self._generated if part.generated is None else part.generated
             self._running[self._threads.submit(self._generate, part.requests, part.min_version)] = number
         self._at_once = max(self._at_once, sum(
-            len(self._parts[n].requests) for n in self._running.values() if n != _PROOF))
+            len(self._parts[n].requests) for n in self._running.values() if n != _PROBE))
 
     def _take(self, future: Future[Sequence[Generated]]) -> list[tuple[int, _Part, PromptRequest, Generated]]:
         """What an ended request brought: with the number of its part, that part, and each group's own request."""
         number = self._running.pop(future)
-        self._on_trial.discard(number)
+        self._isolated.discard(number)
         try:
             results = future.result()
         except Fenced:
             raise
         except ElasticRLError as e:
-            if number != _PROOF:
+            if number != _PROBE:
                 self._parts[number].retry.failed(time.monotonic())
                 self._unsent[number] = None
             self._say(*_waited_for(e))
             return []
-        if number == _PROOF:
+        if number == _PROBE:
             self._generated += not isinstance(results[0], GenerateFault)
             return []
         part = self._parts.pop(number)
@@ -214,8 +214,8 @@ class GroupRequests:
             self._say(fault.away, fault.why)
             return None
         # As long as none was generated another prompt: of the first groups of an actor some may fail always.
-        if _PROOF not in self._running.values() and (proof := self._proof or self._other()) is not None:
-            self._running[self._threads.submit(self._generate, [proof], part.min_version)] = _PROOF
+        if _PROBE not in self._running.values() and (probe := self._known_good or self._other()) is not None:
+            self._running[self._threads.submit(self._generate, [probe], part.min_version)] = _PROBE
         too_many = f" ({_TOO_MANY})" if self._failures.is_exhausted([request.ordinal]) else ""
         self._say("plugin", fault.why + too_many)
         return None

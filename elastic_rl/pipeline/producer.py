@@ -16,7 +16,7 @@ from elastic_rl.pipeline.pool_sync import PoolSync, VersionWait
 from elastic_rl.pipeline.prompt_reader import PromptReader
 from elastic_rl.pipeline.sampling import Sampler
 from elastic_rl.pipeline.shared_flow import SharedFlow
-from elastic_rl.pipeline.waits import Waits
+from elastic_rl.pipeline.waits import WaitRelay, Waits
 from elastic_rl.plugins import describe
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class Producer:
                  stopping: threading.Event) -> None:
         """``lease``: writes down that this actor works on these groups; raises Fenced and EtcdUnavailable."""
         self._flow, self._make, self._lease = flow, make, lease
-        self.waits = Waits(self._show, stopping)
-        self._shown = ("", "")
+        self._relay = WaitRelay()
+        self.waits = Waits(self._relay, stopping)
         self._error: BaseException | None = None
         self._grant: Grant | None = None
         self._sync: VersionWait | None = None
@@ -66,7 +66,7 @@ class Producer:
     @property
     def waiting(self) -> tuple[str, str]:
         """Kind and text of what it waits for; "" while it works."""
-        return self._shown
+        return self._relay.waiting
 
     def require_alive(self) -> None:
         """Raises Fenced when it has ended since this actor is over, and RuntimeError, which no wait takes for an
@@ -77,9 +77,6 @@ class Producer:
             raise RuntimeError(f"the producer ended: {describe(error)}") from error
 
     # -- in the thread ----------------------------------------------------------------------------------------------
-    def _show(self, stage: str, kind: str, what: str) -> None:
-        self._shown = kind, what
-
     def _run(self) -> None:
         try:
             parts = self._make(self.waits)

@@ -122,7 +122,7 @@ class Rewarder:
         """A group that the filters took: as long as they can again, they work."""
         self._failures = RewardFailures(attempts=rollout.reward_attempts, max_share=rollout.max_failed_rewards,
                                         window=max(cfg.train.prompts_per_step, rollout.groups_per_request))
-        self._proof: tuple[PromptRequest, Sequence[Sample]] | None = None
+        self._known_good: tuple[PromptRequest, Sequence[Sample]] | None = None
         """A group that was rewarded: as long as it can be again, the reward works."""
         self._closing = contextlib.ExitStack()
         try:
@@ -202,7 +202,7 @@ class Rewarder:
                 known.update({together[n]: tuple(samples) for n, samples in found.items()})
                 self._failures.rewarded(len(found))
             for n in found:
-                worked, self._proof = True, (requests[together[n]], answered[together[n]])
+                worked, self._known_good = True, (requests[together[n]], answered[together[n]])
             faults |= {together[n]: fault for n, fault in (own | held_up).items()}
             blocked += [together[n] for n in held_up]
             away = away or uncalled
@@ -225,7 +225,7 @@ class Rewarder:
         """Whether the reward works now, as a group shows that was rewarded before or, before there is one, a sample of
         another prompt: else a group that makes the reward fail would be waited for without end when it is the first
         one of an actor."""
-        request, samples = self._proof or self._other_group()
+        request, samples = self._known_good or self._other_group()
         return bool(samples) and not any(self._once([request], [samples], {}))
 
     def _other_group(self) -> tuple[PromptRequest, Sequence[Sample]]:

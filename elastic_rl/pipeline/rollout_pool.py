@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from elastic_rl.config import ROLLOUT_POOL
-from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
@@ -12,8 +11,6 @@ from elastic_rl.etcd.records import Engine, EngineState
 
 _NAMED = 8
 """Engines that a text names."""
-_SILENT_S = 5.0
-"""Of etcd: what is known of the engines may be too old."""
 
 
 class PoolWatch:
@@ -26,19 +23,10 @@ class PoolWatch:
     def engines(self, timeout_s: float) -> list[Engine]:
         """As soon as one has changed since the last call, and after ``timeout_s`` at the latest. Raises EtcdUnavailable
         while etcd is away."""
-        found = [engine for engine in self._records.read(timeout_s).values() if engine.pool == ROLLOUT_POOL]
-        if self._records.silent_s > _SILENT_S:
-            raise EtcdUnavailable(f"etcd has sent no change of the engines and no sign of life for "
-                                  f"{self._records.silent_s:.0f} s")
-        return found
+        return [engine for engine in self._records.read_current(timeout_s).values() if engine.pool == ROLLOUT_POOL]
 
     def close(self) -> None:
         self._records.close()
-
-
-def engines(etcd: EtcdClient, keys: Keys) -> list[Engine]:
-    items, _ = etcd.range(keys.engines_of_pool(ROLLOUT_POOL))
-    return [engine for engine, _ in readable(items, Engine) if engine.pool == ROLLOUT_POOL]
 
 
 def missing(etcd: EtcdClient, keys: Keys) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from elastic_rl.pipeline.waits import Waits
+from elastic_rl.pipeline.waits import WaitRelay, Waits
 
 T = TypeVar("T")
 _SLICE_S = 0.1
@@ -22,8 +22,8 @@ class SideCalls:
 
     def __init__(self, name: str, waits: Waits) -> None:
         """``name``: of the thread. ``waits``: the loop's, which shows what a call waits for as a wait of its own."""
-        self._loop, self._ending = waits, threading.Event()
-        self.waits = Waits(self._said, self._ending)
+        self._loop, self._ending, self._relay = waits, threading.Event(), WaitRelay()
+        self.waits = Waits(self._relay, self._ending)
         self.waits.stage(name)
         self._thread = ThreadPoolExecutor(1, name)
         self._submitted: list[Future[Any]] = []
@@ -53,7 +53,7 @@ class SideCalls:
 
     def show(self) -> bool:
         """Has the loop wait for what a call waits for; whether one does. Raises Fenced when the loop is to end."""
-        kind, what = self._waiting
+        kind, what = self._relay.waiting
         if kind:
             self._loop.waits(kind, what)
         elif self._shows:
@@ -66,9 +66,3 @@ class SideCalls:
         self._ending.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         wait([f for f in self._submitted if not f.cancelled()], timeout=_END_S)
-
-    _waiting = ("", "")
-    """Kind and text of what a call waits for. Written by the thread."""
-
-    def _said(self, stage: str, kind: str, what: str) -> None:
-        self._waiting = kind, what

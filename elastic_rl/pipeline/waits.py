@@ -34,6 +34,16 @@ class WaitReporter(Protocol):
         """``kind``: the part of the system that it waits for, "" while it works; ``what``: in words."""
 
 
+class WaitRelay:
+    """The reporter of a second loop: keeps what that waits for, for the first one to show."""
+
+    waiting = ("", "")
+    """Kind and text of the wait; "" while there is none. Any thread may read it."""
+
+    def __call__(self, stage: str, kind: str, what: str) -> None:
+        self.waiting = kind, what
+
+
 @dataclass(frozen=True)
 class _Wait:
     kind: str

@@ -47,9 +47,8 @@ class ForwardWorker(GroupWorker):
 
     def run(self) -> None:
         self._report(ready=True)
-        idle_s = max(0.5, self.cfg.trainer.collective_timeout_s / 10)
         while True:
-            message = broadcast_message(self._next(idle_s) if self.par.rank == 0 else None, self.par)
+            message = broadcast_message(self._next() if self.par.rank == 0 else None, self.par)
             if message.order is Order.STOP:
                 return
             if message.order is Order.EXECUTE:
@@ -59,21 +58,19 @@ class ForwardWorker(GroupWorker):
             else:
                 self._report()  # idle, not hung
 
-    def _next(self, idle_s: float) -> Message:
+    def _next(self) -> Message:
         """Rank 0: the next message. etcd is asked here, while no other rank waits: it may be away for an hour."""
         self._read_claims()
         command, self._pending = self._pending or self.board.next(), None
         if command is None:
-            self.board.wake.wait(idle_s)
-            self.board.wake.clear()
-            return Message(Order.IDLE)
+            return self._idle()
         try:
             self._learn_term()
             self.gate.admit(command, Progress("rl"))
             number = self.version.number_of(command.step, command.version)
         except EtcdUnavailable as e:
             self._pending, self.board.waits_for = command, f"etcd, to find a version of the policy: {e}"
-            self._pause.wait(min(1.0, idle_s))
+            self._pause.wait(min(1.0, self._idle_s))
             return Message(Order.IDLE)
         except (Fenced, Conflict, TrainerFailed) as e:
             self.board.waits_for = ""

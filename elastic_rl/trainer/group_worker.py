@@ -20,7 +20,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.trainer.broadcast import share_of_replica
+from elastic_rl.trainer.broadcast import Message, Order, share_of_replica
 from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.calls import DISPATCH
@@ -41,6 +41,8 @@ class GroupWorker(ABC):
         self._etcd, self._share_urls = etcd, share_urls
         self._ready = False
         self._pause = threading.Event()  # never set
+        self._idle_s = max(0.5, self.cfg.trainer.collective_timeout_s / 10)
+        """So often the ranks say that they are alive while there is no command."""
         self.gate = WriterGate(ctx.epoch, member.incarnation)
 
     @abstractmethod
@@ -59,6 +61,12 @@ class GroupWorker(ABC):
     def _facts(self) -> dict[str, Any]:
         """The result that rank 0 gives beside the tensors of a command."""
         return {}
+
+    def _idle(self) -> Message:
+        """Rank 0: what the ranks do while there is no command; waits for the next one."""
+        self.board.wake.wait(self._idle_s)
+        self.board.wake.clear()
+        return Message(Order.IDLE)
 
     def _read_claims(self) -> None:
         """An actor that has taken over fences its predecessor off here, also while etcd is unavailable."""

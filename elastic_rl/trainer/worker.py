@@ -97,9 +97,8 @@ class TrainerWorker(GroupWorker):
     def run(self) -> None:
         """Returns on STOP; raises the error of a step, which ends the rank and makes the group re-form."""
         self._restore()
-        idle_s = max(0.5, self.cfg.trainer.collective_timeout_s / 10)
         while True:
-            message = broadcast_message(self._next(idle_s) if self.par.rank == 0 else None, self.par)
+            message = broadcast_message(self._next() if self.par.rank == 0 else None, self.par)
             if message.order is Order.STOP:
                 self.checkpoints.finish()
                 return
@@ -133,18 +132,16 @@ class TrainerWorker(GroupWorker):
         """A sign of life during a restore, which may wait for etcd or a node for as long as they are away."""
         self.member.progress(self.progress.step, phase, restoring=detail)
 
-    def _next(self, idle_s: float) -> Message:
-        """Rank 0: the next message; IDLE when nothing was requested within ``idle_s``."""
+    def _next(self) -> Message:
+        """Rank 0: the next message."""
         self._read_claims()
         if self._wanted is not None or (self.checkpoints.must_republish() and not self._offloaded):
-            return self._begin_publish(self._wanted or _Wanted(), idle_s)
+            return self._begin_publish(self._wanted or _Wanted())
         if self._moving is not None and self._moving.kind is CommandKind.OFFLOAD:
             return self._give_up(self._moving)
         command = self._moving or self.board.next()
         if command is None:
-            self.board.wake.wait(idle_s)
-            self.board.wake.clear()
-            return Message(Order.IDLE)
+            return self._idle()
         try:
             self._learn_term()
             earlier = self.gate.admit(command, self.progress)
@@ -178,7 +175,7 @@ class TrainerWorker(GroupWorker):
         self._finish(command, {})
         return Message(Order.IDLE)
 
-    def _begin_publish(self, wanted: _Wanted, idle_s: float) -> Message:
+    def _begin_publish(self, wanted: _Wanted) -> Message:
         """Takes the numbers of a publish while no other rank waits for this one: etcd may be away for an hour, and a
         collective would not wait so long."""
         try:
@@ -189,7 +186,7 @@ class TrainerWorker(GroupWorker):
             log.warning("waiting to publish step %d: %s", self.progress.step, e)
             self.board.waits_for = f"the trainer to publish step {self.progress.step}: {e}"
             self._report("waiting to publish")
-            self._pause.wait(min(1.0, idle_s))
+            self._pause.wait(min(1.0, self._idle_s))
             return Message(Order.IDLE)
         return Message(Order.PUBLISH, json.dumps({"numbers": numbers, "join": wanted.join}).encode())
 

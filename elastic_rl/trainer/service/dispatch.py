@@ -31,7 +31,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import torch
 
 from elastic_rl.data.batch import Batch
-from elastic_rl.data.shares import balanced
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.trainer.service.commands import CommandKind
 
@@ -49,8 +48,8 @@ class Split(Enum):
     """The command has no batch."""
     DP = "dp"
     """Each sample goes to one replica; those of a replica are in the batch's order, and as wide as the longest of them.
-    Balanced by what a sample costs: no replica has more than the average and the costliest sample together, see
-    ``balanced``."""
+    Balanced by their tokens, see ``Batch.share_rows``: no replica has more than the average and the longest sample
+    together."""
     ALL = "all"
     """Every replica gets every sample."""
 
@@ -84,19 +83,12 @@ ALL: Collect[list[Outputs]] = Collect("all", True, lambda result, batch, rows, o
 """The tensors of each replica, by data-parallel rank."""
 
 
-def by_tokens(batch: Batch) -> list[int]:
-    """What each sample costs: its tokens, with those of the prompt."""
-    return [int(length) for length in batch["lengths"].tolist()]
-
-
 @dataclass(frozen=True)
 class Dispatch(Generic[R]):
     """How a command is dispatched. Raises ValueError for what does not fit together."""
 
     split: Split
     collect: Collect[R]
-    by: Callable[[Batch], Sequence[int]] = by_tokens
-    """``Split.DP``: what each sample of a batch costs."""
 
     def __post_init__(self) -> None:
         if self.collect.name in (DP.name, WITH_RESULT.name) and self.split is not Split.DP:
@@ -112,7 +104,7 @@ class Dispatch(Generic[R]):
             return []
         if self.split is Split.ALL:
             return [torch.arange(batch.samples)] * replicas
-        return [torch.tensor(rows, dtype=torch.int64) for rows in balanced(self.by(batch), replicas)]
+        return batch.share_rows(replicas)
 
     def collected(self, result: dict[str, Any], batch: Batch | None, rows: Sequence[torch.Tensor],
                   outputs: Sequence[Outputs]) -> R:
@@ -145,11 +137,11 @@ class Caller(Protocol):
         """Returns what was collected."""
 
 
-def command(kind: CommandKind, *, split: Split, collect: Collect[R], by: Callable[[Batch], Sequence[int]] = by_tokens
+def command(kind: CommandKind, *, split: Split, collect: Collect[R]
             ) -> Callable[[Callable[Concatenate[Any, P], Call]], Callable[Concatenate[Any, P], R]]:
     """Makes of a method of a ``Caller``, which returns what the command carries, one that has the ranks execute it and
     returns what was collected."""
-    how = Dispatch(split, collect, by)
+    how = Dispatch(split, collect)
 
     def decorate(carried: Callable[Concatenate[Any, P], Call]) -> Callable[Concatenate[Any, P], R]:
         @functools.wraps(carried)

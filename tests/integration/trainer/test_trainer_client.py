@@ -48,6 +48,19 @@ def give_back_tokens(boards: list[Board], shapes: list[tuple[int, ...]], stoppin
 
 
 @contextlib.contextmanager
+def ranks_of(boards: list[Board]) -> Iterator[list[tuple[int, ...]]]:
+    """Commands are carried out inside, by ``give_back_tokens``, whose ``shapes`` this is."""
+    stopping, shapes = threading.Event(), list[tuple[int, ...]]()
+    ranks = threading.Thread(target=give_back_tokens, args=(boards, shapes, stopping))
+    ranks.start()
+    try:
+        yield shapes
+    finally:
+        stopping.set()
+        ranks.join()
+
+
+@contextlib.contextmanager
 def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys) -> Iterator[TrainerClient]:
     """A client of the services of these boards, one a replica."""
     with contextlib.ExitStack() as stack:
@@ -66,12 +79,8 @@ def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys) -> Iterator[Tra
 
 
 def test_logprobs_of_all_replicas_come_back_in_the_order_of_the_batch(etcd: EtcdClient, keys: Keys) -> None:
-    boards, stopping, shapes = [Board(1 << 20), Board(1 << 20)], threading.Event(), list[tuple[int, ...]]()
-    with client_of(boards, etcd, keys) as client, contextlib.ExitStack() as stack:
-        ranks = threading.Thread(target=give_back_tokens, args=(boards, shapes, stopping))
-        ranks.start()
-        stack.callback(ranks.join)
-        stack.callback(stopping.set)
+    boards = [Board(1 << 20), Board(1 << 20)]
+    with client_of(boards, etcd, keys) as client, ranks_of(boards) as shapes:
         found = client.forward_logprobs(batch())
     assert torch.equal(found["logprobs"], batch()["tokens"].float())
     assert torch.equal(found["greedy"], batch()["loss_mask"])
@@ -101,16 +110,12 @@ class FailsOnce(Board):
 
 
 def test_only_the_share_that_did_not_arrive_is_sent_again(etcd: EtcdClient, keys: Keys) -> None:
-    boards, stopping, shapes = [Board(1 << 20), FailsOnce(1 << 20), Board(1 << 20)], threading.Event(), []
+    boards = [Board(1 << 20), FailsOnce(1 << 20), Board(1 << 20)]
     arrived = list[str]()
     for board in (boards[0], boards[2]):
         board.put_share = lambda batch_id, raw, put=board.put_share: (  # type: ignore[method-assign,misc]
             arrived.append(batch_id), put(batch_id, raw))
-    with client_of(boards, etcd, keys) as client, contextlib.ExitStack() as stack:
-        ranks = threading.Thread(target=give_back_tokens, args=(boards, shapes, stopping))
-        ranks.start()
-        stack.callback(ranks.join)
-        stack.callback(stopping.set)
+    with client_of(boards, etcd, keys) as client, ranks_of(boards):
         found = client.forward_logprobs(batch())
     assert torch.equal(found["logprobs"], batch()["tokens"].float())
     assert boards[1].puts == 2 and len(arrived) == 2 and len(set(arrived)) == 1

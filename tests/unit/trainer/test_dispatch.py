@@ -23,7 +23,6 @@ from elastic_rl.trainer.service.dispatch import (
     Call,
     Dispatch,
     Split,
-    by_tokens,
     command,
     dispatched_by,
     executed_by,
@@ -48,13 +47,11 @@ def echoed(how: Dispatch[Any], batch: Batch, replicas: int) -> tuple[list[Batch]
 
 
 batches = st.lists(st.integers(1, 30), max_size=20).map(batch_of)
-costs = st.sampled_from([by_tokens, lambda batch: [1] * batch.samples,
-                         lambda batch: [n * n for n in batch["lengths"].tolist()]])
 
 
-@given(batches, st.integers(1, 9), costs)
-def test_what_is_split_and_joined_is_the_batch(batch: Batch, replicas: int, by: Any) -> None:
-    shares, found = echoed(Dispatch(Split.DP, DP, by), batch, replicas)
+@given(batches, st.integers(1, 9))
+def test_what_is_split_and_joined_is_the_batch(batch: Batch, replicas: int) -> None:
+    shares, found = echoed(Dispatch(Split.DP, DP), batch, replicas)
     assert torch.equal(found["tokens"], batch["tokens"]) and torch.equal(found["loss_mask"], batch["loss_mask"])
     assert found["loss_mask"].dtype == torch.bool
     assert sum(share.samples for share in shares) == batch.samples and len(shares) == replicas
@@ -78,10 +75,10 @@ def test_parts_that_are_collected_apart_are_the_batch_in_the_order_of_their_rows
         assert not batch["tokens"][of_replica, width:].any()
 
 
-@given(batches, st.integers(1, 9), costs)
-def test_no_replica_has_more_than_the_average_and_the_costliest_sample(batch: Batch, replicas: int, by: Any) -> None:
-    own = torch.tensor(by(batch), dtype=torch.int64)
-    loads = [int(own[rows].sum()) for rows in Dispatch(Split.DP, DP, by).rows(batch, replicas)]
+@given(batches, st.integers(1, 9))
+def test_no_replica_has_more_than_the_average_and_the_costliest_sample(batch: Batch, replicas: int) -> None:
+    own = batch["lengths"]
+    loads = [int(own[rows].sum()) for rows in Dispatch(Split.DP, DP).rows(batch, replicas)]
     assert replicas * max(loads) <= int(own.sum()) + (replicas - 1) * max(own.tolist(), default=0)
 
 
@@ -150,7 +147,7 @@ def test_call_carries_what_its_arguments_say() -> None:
 
 def test_new_command_is_one_decorated_call() -> None:
     class Further(Recorded):
-        @command(CommandKind.FORWARD_VALUES, split=Split.ALL, collect=ALL, by=by_tokens)
+        @command(CommandKind.FORWARD_VALUES, split=Split.ALL, collect=ALL)
         def probe(self, batch: Batch) -> Call:
             """On every replica alike."""
             return Call(batch, step=1)
