@@ -141,12 +141,15 @@ class GroupFlow:
     def _give_up_abandoned(self) -> list[int]:
         gone = [ordinal for at in (self._queued, self._arriving) for ordinal, versions in at.items()
                 if self._is_abandoned(versions)]
-        for ordinal in gone:
+        self._generate_again(gone)
+        self.counts.stale += len(gone)
+        return gone
+
+    def _generate_again(self, finished: Iterable[int]) -> None:
+        for ordinal in finished:
             self._queued.pop(ordinal, None)
             self._arriving.pop(ordinal, None)
             self._ledger.release(ordinal)
-        self.counts.stale += len(gone)
-        return gone
 
     def _is_abandoned(self, versions: Sequence[int]) -> bool:
         return any(branch.abandoned(versions) for branch in self._branches)
@@ -221,10 +224,7 @@ class GroupFlow:
         """The queue has no data of these groups (any more): they are generated again. Returns those that were in it.
         Those of the step in progress are not, once they were loaded; before, ``not_loaded`` says so."""
         found = [o for o in ordinals if o in self._queued or o in self._arriving]
-        for ordinal in found:
-            self._queued.pop(ordinal, None)
-            self._arriving.pop(ordinal, None)
-            self._ledger.release(ordinal)
+        self._generate_again(found)
         self.counts.lost += len(found)
         return found
 

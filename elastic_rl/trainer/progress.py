@@ -33,8 +33,8 @@ class Progress:
     version of these very weights. By the number and not by its step: after the run has gone back, a step is made again,
     and a version of the first time may still be there."""
     step_id: str = ""
-    """Of a job with a critic: name of the update that made these weights, which the actor chose anew for each time that
-    it made a step, the same for both groups; empty before RL's first one."""
+    """Of a job with a critic: name of the update that made these weights. The actor chose a new one each time that it
+    made a step, the same for both groups; empty before RL's first one."""
 
     @property
     def pair(self) -> str:

@@ -18,7 +18,7 @@ META_KEY = "pair"
 
 
 def pair_name(step: int, step_id: str) -> str:
-    """``step_id``: chosen anew each time that the step is made; empty at the beginning, step 0."""
+    """``step_id``: a new one each time that the step is made; empty at the beginning, step 0."""
     return f"{step}/{step_id}"
 
 
