@@ -22,8 +22,8 @@ from elastic_rl.engine.server.arguments import tensor_parallel
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
 from elastic_rl.host import checkpoint_capacity, model_folder
 from elastic_rl.models.arch import RESERVED_TOKENS, ModelArch, longest_sequence
-from elastic_rl.pipeline.sampled_modes import rejection_groups
-from elastic_rl.pipeline.sampling import decoder
+from elastic_rl.pipeline.sampling.samples import decoder
+from elastic_rl.pipeline.untrained.sampled_modes import rejection_groups
 from elastic_rl.plugin_process import CallLost
 from elastic_rl.plugins import describe, plain, text_of
 from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, plain_rewards
@@ -89,7 +89,7 @@ def check(cfg: Config) -> Iterator[Finding]:
 
 def _plug_ins(cfg: Config) -> Iterator[Finding]:
     from elastic_rl.algorithms.registry import algorithm_of  # these import torch, which no other command needs
-    from elastic_rl.pipeline.queues import make_queue
+    from elastic_rl.pipeline.fully_async.queues import make_queue
     rollout = cfg.rollout
 
     def algorithm() -> str:

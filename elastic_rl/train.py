@@ -39,8 +39,8 @@ from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
 from elastic_rl.host.service_supervisor import ServiceSupervisor
-from elastic_rl.pipeline.run_events import PRODUCER
-from elastic_rl.pipeline.run_log import RunLog
+from elastic_rl.pipeline.records.run_events import PRODUCER
+from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
 from elastic_rl.telemetry.log_files import ray_environment

@@ -351,6 +351,8 @@ class EngineRunner:
         else:
             self._unroute()
         self._end_server()
+        if not self._external:
+            self._unroute()  # again: an addition that the router still had in its queue may have come after the removal
         if self._record.delete():
             self._record.emit("engine.stopped", f"engine {self._id} left the pool")
 

@@ -88,7 +88,7 @@ class StepMetrics(Record):
 class SampleRecord(Record):
     """A sample that was trained on, for people who want to see what the model writes. Nothing decides by it.
 
-    ``pipeline.sample_ring`` keeps the last few, and cuts texts that are too long.
+    ``pipeline.records.sample_ring`` keeps the last few, and cuts texts that are too long.
     """
 
     step: int

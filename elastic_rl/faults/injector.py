@@ -19,7 +19,7 @@ import psutil
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable
 from elastic_rl.faults.context import Fault, FaultContext
 from elastic_rl.faults.kinds import CoordinatorKilled, EngineKilled, PoolScaled, TrainerRankKilled
-from elastic_rl.pipeline.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.report.build import read_records
 
 log = logging.getLogger(__name__)

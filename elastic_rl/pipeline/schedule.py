@@ -6,7 +6,7 @@ clock, so the same code runs the job and is run thousands of times in a simulate
 Nothing that a run decides lives in the actor alone. Its position is the trainer's committed state: phase, step, the
 consumed groups, and the cursor, in which the schedule keeps its evaluations. A replaced actor therefore asks the
 trainer where it is and goes on; so does one whose trainer was lost. ``Lost`` is thrown into the generator for both.
-Where nothing is trained the committed state is that of the output (``pipeline.output``), and the same holds.
+Where nothing is trained the committed state is that of the output (``pipeline.untrained.output``), and the same holds.
 """
 
 from __future__ import annotations

@@ -32,26 +32,26 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import GroupLease, Severity, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.base_policy import output_of
-from elastic_rl.pipeline.commits import until_committed
-from elastic_rl.pipeline.evaluation import bounded, evaluate_sets, further_sets
-from elastic_rl.pipeline.fully_async import FullyAsync
+from elastic_rl.pipeline.fully_async.sides import FullyAsync
 from elastic_rl.pipeline.group_flow import ChosenStep
-from elastic_rl.pipeline.output import OutputStatus
 from elastic_rl.pipeline.pool_sync import PoolSync
-from elastic_rl.pipeline.prompt_reader import PROMPTS, PromptReader
-from elastic_rl.pipeline.reporting import SampleWriter, log_sampled, log_step, step_metrics, with_measured
-from elastic_rl.pipeline.run_events import PRODUCER, RunEvents
-from elastic_rl.pipeline.run_log import JobStatusWriter, RunLog
-from elastic_rl.pipeline.sample_ring import SampleRing
-from elastic_rl.pipeline.sampled_modes import sampled_mode
-from elastic_rl.pipeline.sampling import Sampler
+from elastic_rl.pipeline.records.reporting import SampleWriter, log_sampled, log_step, step_metrics, with_measured
+from elastic_rl.pipeline.records.run_events import PRODUCER, RunEvents
+from elastic_rl.pipeline.records.run_log import JobStatusWriter, RunLog
+from elastic_rl.pipeline.records.sample_ring import SampleRing
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.sampling.evaluation import bounded, evaluate_sets, further_sets
+from elastic_rl.pipeline.sampling.prompt_reader import PROMPTS, PromptReader
+from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.schedule import Lost, Plan, State
-from elastic_rl.pipeline.source_reads import SourceReads
-from elastic_rl.pipeline.step_timer import StepTimer
-from elastic_rl.pipeline.trainers import Trainers
-from elastic_rl.pipeline.training_batch import ScoringRoles, TrainingBatches
-from elastic_rl.pipeline.turns import OwnDevices, SharedDevices, Turns
+from elastic_rl.pipeline.training.commits import until_committed
+from elastic_rl.pipeline.training.trainers import Trainers
+from elastic_rl.pipeline.training.training_batch import ScoringRoles, TrainingBatches
+from elastic_rl.pipeline.training.turns import OwnDevices, SharedDevices, Turns
+from elastic_rl.pipeline.untrained.base_policy import output_of
+from elastic_rl.pipeline.untrained.output import OutputStatus
+from elastic_rl.pipeline.untrained.sampled_modes import sampled_mode
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.retry import RetryBackoff
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
@@ -165,7 +165,8 @@ class Pipeline:
         if self.cfg.mode == "rl" and self.cfg.train.schedule == "fully_async":
             self.background = self.waits.retry("plugin", lambda: FullyAsync(
                 self.cfg, self.plan, self.etcd, self.keys, self.writer, self.source, self.roles.generate,
-                self.roles.judge, self._write_lease, source_turn, self._publish_again, self.events.queue_replaced))
+                self.roles.judge, self._write_lease, source_turn, self._publish_again,
+                lambda loss: self.events.queue_replaced(len(loss.groups), loss.why)))
             closing.callback(self.background.close)
 
     def _drive(self) -> None:

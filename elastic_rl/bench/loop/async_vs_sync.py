@@ -12,8 +12,8 @@ from elastic_rl.bench.loop.testbed import Testbed
 from elastic_rl.bench.measurement import Row
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import ElasticRLError
-from elastic_rl.pipeline.group_queue import EmbeddedQueue, GroupQueue
-from elastic_rl.pipeline.transfer_queue import TransferQueueQueue
+from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue, GroupQueue
+from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
 from elastic_rl.report.build import Record
 
 _IDLE = {"groups": "the trainer waits for groups", "producer": "generation waits for a part of the system",

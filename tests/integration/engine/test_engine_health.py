@@ -155,7 +155,8 @@ def test_engine_that_alone_cannot_fetch_is_ended_and_one_of_many_that_cannot_wai
     dead = testbed.wait_state("rollout-cut", EngineState.DEAD)
     testbed.await_end("rollout-cut")
     assert "1 of 1 other engines can" in dead.reason and NodeUnavailable.__name__ in dead.reason
-    assert list(testbed.workers()) == [engines["rollout-whole"].url]
+    testbed.await_unrouted(engines["rollout-cut"].url)
+    assert testbed.workers()[engines["rollout-whole"].url]
     kinds = [(e.kind, str(e.severity)) for e in testbed.events("rollout-cut")]
     assert kinds[-3:] == [("engine.cannot_fetch", "warning"), ("engine.cannot_fetch", "error"),
                           ("engine.dead", "error")]

@@ -16,7 +16,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.etcd.transaction import batches
-from elastic_rl.pipeline.run_log import JobStatusWriter
+from elastic_rl.pipeline.records.run_log import JobStatusWriter
 
 RECORDS, RECORD_BYTES = 1200, 10_000
 

@@ -32,9 +32,9 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState
 from elastic_rl.etcd.transaction import TxnResult
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.output import Output
-from elastic_rl.pipeline.pieces import Piece, PieceFolder
 from elastic_rl.pipeline.schedule import Lost, Plan, State
+from elastic_rl.pipeline.untrained.output import Output
+from elastic_rl.pipeline.untrained.pieces import Piece, PieceFolder
 
 GROUPS = 11
 PLAN = Plan.of(config.parse({"mode": "rejection_sampling", "train": {"prompts_per_step": 3},

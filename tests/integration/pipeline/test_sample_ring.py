@@ -10,7 +10,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import SampleRecord
-from elastic_rl.pipeline.sample_ring import SampleRing
+from elastic_rl.pipeline.records.sample_ring import SampleRing
 
 
 def samples(step: int, count: int = 4) -> list[SampleRecord]:

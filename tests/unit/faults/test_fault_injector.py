@@ -12,7 +12,7 @@ import pytest
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.faults import injector as injectors
 from elastic_rl.faults.injector import FaultInjector
-from elastic_rl.pipeline.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.runtime import wait_until
 
 

@@ -15,7 +15,7 @@ from elastic_rl import config, job_check
 from elastic_rl.data.samples import Group, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ConfigError
-from elastic_rl.pipeline.sampled_modes import RejectionMode
+from elastic_rl.pipeline.untrained.sampled_modes import RejectionMode
 from elastic_rl.rewards.sandbox import find_bubblewrap
 
 ROOT = Path(__file__).parents[3]

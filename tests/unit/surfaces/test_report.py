@@ -14,8 +14,8 @@ from support.synthetic_run import records
 
 from elastic_rl.cli.live_view import _of_output
 from elastic_rl.data.ledger import Audit, ConsumedGroups
-from elastic_rl.pipeline.eval_summary import summarise_rows
-from elastic_rl.pipeline.keeping import kept_summary
+from elastic_rl.pipeline.untrained.eval_summary import summarise_rows
+from elastic_rl.pipeline.untrained.keeping import kept_summary
 from elastic_rl.report import build, charts, curves, html
 from elastic_rl.telemetry.training_metrics import THROUGHPUT, UPDATE
 

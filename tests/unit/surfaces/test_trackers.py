@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.pipeline.run_log import RunLog
+from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.report.build import read_records
 from elastic_rl.runtime import wait_until
 from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, WandB, scalars

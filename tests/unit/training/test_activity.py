@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.pipeline.activity import MIN_WAIT_S, Activity, ActivityThrottle
+from elastic_rl.pipeline.records.activity import MIN_WAIT_S, Activity, ActivityThrottle
 
 STEP = st.tuples(st.floats(0, 3), st.sampled_from(["generate", "train"]), st.sampled_from(["", "engines", "trainer"]),
                  st.sampled_from(["x", "y"]))

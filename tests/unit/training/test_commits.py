@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic_rl.pipeline.commits import until_committed
 from elastic_rl.pipeline.stages import Pipeline
+from elastic_rl.pipeline.training.commits import until_committed
 from elastic_rl.pipeline.waits import Waits
 
 

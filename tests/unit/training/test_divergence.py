@@ -13,7 +13,7 @@ from elastic_rl.config import AlgorithmConfig
 from elastic_rl.config.algorithm import KlEstimator
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.samples import Prompt, Sample, Segment
-from elastic_rl.pipeline.divergence import penalised, sample_divergences, without_scores
+from elastic_rl.pipeline.training.divergence import penalised, sample_divergences, without_scores
 
 
 def make_batch(lengths: list[int], seed: int) -> Batch:

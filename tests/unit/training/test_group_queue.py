@@ -17,9 +17,9 @@ from elastic_rl import config
 from elastic_rl.data.group_codec import decode_group, encode_group
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import IllegalTransition, PluginFailed
-from elastic_rl.pipeline import transfer_queue
-from elastic_rl.pipeline.group_queue import EmbeddedQueue
-from elastic_rl.pipeline.queues import make_queue
+from elastic_rl.pipeline.fully_async import transfer_queue
+from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue
+from elastic_rl.pipeline.fully_async.queues import make_queue
 
 _TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)

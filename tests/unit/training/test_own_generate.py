@@ -29,8 +29,8 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate
 from elastic_rl.errors import ConfigError, EngineFailed, Fenced
-from elastic_rl.pipeline.generating import GroupRequests
-from elastic_rl.pipeline.sampling import Sampler
+from elastic_rl.pipeline.sampling.generating import GroupRequests
+from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import PluginProcess, ProcessLost
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, of_each
@@ -244,7 +244,7 @@ class Loop:
                 if len(self.texts) > waits:
                     stopping.set()
 
-        monkeypatch.setattr("elastic_rl.pipeline.generating._RETRY_S", (0.001, 0.002))
+        monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
         cfg = config.load(overrides=["--rollout.groups_per_request=4", "--rollout.reward_attempts=2",
                                      "--train.prompts_per_step=16", *more])
         source = make_source(cfg)
@@ -314,7 +314,7 @@ class _Process:
 
 
 def _requests(monkeypatch: pytest.MonkeyPatch, process: _Process) -> GroupRequests:
-    monkeypatch.setattr("elastic_rl.pipeline.generating._RETRY_S", (0.001, 0.002))
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
     cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
                                  "--train.prompts_per_step=64"])
     made = GroupRequests(cfg, lambda prompts, version: [], Waits(lambda *_: None, threading.Event()), no_engine=str,

@@ -19,7 +19,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import ConfigError, Fenced, PluginFailed
-from elastic_rl.pipeline.rewarding import Rewarder
+from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import CallLost, PluginProcess
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
@@ -244,7 +244,7 @@ def test_slow_import_is_shown_and_does_not_keep_the_loop_from_ending(
         f"import os, time\nwhile not os.path.exists({str(released)!r}): time.sleep(0.05)\n"
         "from poison_reward import drops, poison\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("elastic_rl.pipeline.rewarding.SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding.SHOWN_AFTER_S", 0.1)
     stopping, shown, before, threads = threading.Event(), list[str](), _children(), threading.active_count()
 
     def report(stage: str, kind: str, what: str) -> None:

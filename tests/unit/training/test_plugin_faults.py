@@ -25,10 +25,10 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest, fault_of
 from elastic_rl.errors import ConfigError, EngineFailed, EtcdRefused, Fenced, PluginFailed, SourceFailed
 from elastic_rl.etcd.records import JobStatus
-from elastic_rl.pipeline import rewarding
-from elastic_rl.pipeline.reporting import step_metrics
-from elastic_rl.pipeline.rewarding import Rewarder
-from elastic_rl.pipeline.run_log import JobStatusWriter
+from elastic_rl.pipeline.records.reporting import step_metrics
+from elastic_rl.pipeline.records.run_log import JobStatusWriter
+from elastic_rl.pipeline.sampling import rewarding
+from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import ProcessLost
 from elastic_rl.plugins import describe, plain, resolve

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.republish import Republish
 from elastic_rl.pipeline.rollout_pool import describe, in_sync
-from elastic_rl.pipeline.run_log import RunLog
 from elastic_rl.pipeline.schedule import reached
-from elastic_rl.pipeline.step_timer import StepTimer
 from elastic_rl.report.build import read_records
 
 

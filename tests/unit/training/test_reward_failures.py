@@ -19,8 +19,8 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.reward_failures import ReportLimit, RewardFailures
-from elastic_rl.pipeline.rewarding import Rewarder
+from elastic_rl.pipeline.sampling.reward_failures import ReportLimit, RewardFailures
+from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import registry
 from elastic_rl.rewards.base import Reward
@@ -104,7 +104,7 @@ class Loop:
                     stopping.set()
 
         monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
-        monkeypatch.setattr("elastic_rl.pipeline.rewarding._SLICE_S", 0.01)
+        monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding._SLICE_S", 0.01)
         monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
         cfg = config.load(overrides=["--rollout.reward=mine", *settings])
         self.rewarder = Rewarder(cfg, Waits(report, stopping), other=lambda number: (Prompt((1,), str(number)), SAMPLE),

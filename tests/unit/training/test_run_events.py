@@ -8,7 +8,7 @@ import pytest
 
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
-from elastic_rl.pipeline.run_events import RunEvents
+from elastic_rl.pipeline.records.run_events import RunEvents
 
 
 @pytest.mark.parametrize(("staleness", "difference", "told"), [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import SampleRecord, StepMetrics
-from elastic_rl.pipeline.sample_ring import MAX_RECORD_BYTES, MAX_TEXT_CHARS, SampleRing, cut_text, fitted, pick
+from elastic_rl.pipeline.records.sample_ring import MAX_RECORD_BYTES, MAX_TEXT_CHARS, SampleRing, cut_text, fitted, pick
 
 ANY_FLOAT = st.floats()
 ANY_TEXT = st.text(st.characters(), max_size=50).flatmap(

@@ -22,10 +22,11 @@ from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import CheckedSource, make_source
 from elastic_rl.errors import ConfigError, OutputFailed
-from elastic_rl.pipeline import eval_summary, evaluation, keeping
-from elastic_rl.pipeline.evaluation import evaluate_sets, further_sets, generated_sets
-from elastic_rl.pipeline.sampled_modes import EvaluationMode, rejection_groups
+from elastic_rl.pipeline.sampling import evaluation
+from elastic_rl.pipeline.sampling.evaluation import evaluate_sets, further_sets, generated_sets
 from elastic_rl.pipeline.schedule import Plan
+from elastic_rl.pipeline.untrained import eval_summary, keeping
+from elastic_rl.pipeline.untrained.sampled_modes import EvaluationMode, rejection_groups
 
 TWO_PARTS = {"data": {"source": "mix", "options": {"parts": [
     {"source": "addition", "name": "small", "options": {"operand_below": 6}},

@@ -14,11 +14,11 @@ from elastic_rl.data.group_codec import decode_group
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import QueueUnavailable
-from elastic_rl.pipeline import transfer_queue
+from elastic_rl.pipeline.fully_async import transfer_queue
+from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue
+from elastic_rl.pipeline.fully_async.shared_flow import SharedFlow
+from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
 from elastic_rl.pipeline.group_flow import FlowLimits
-from elastic_rl.pipeline.group_queue import EmbeddedQueue
-from elastic_rl.pipeline.shared_flow import SharedFlow
-from elastic_rl.pipeline.transfer_queue import TransferQueueQueue
 from elastic_rl.pipeline.waits import Waits
 
 

@@ -13,10 +13,10 @@ from elastic_rl.data.order import PromptOrder
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.errors import ConfigError, Fenced, SourceFailed
-from elastic_rl.pipeline import source_reads
-from elastic_rl.pipeline.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling import Sampler
-from elastic_rl.pipeline.source_reads import SourceReads
+from elastic_rl.pipeline.sampling import source_reads
+from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
+from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards.registry import REWARDS
 

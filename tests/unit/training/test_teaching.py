@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from elastic_rl.data.batch import Batch
 from elastic_rl.engine.scoring import LEAST_LOGPROB, ScoreRequest, TokenScores
 from elastic_rl.errors import EngineFailed, Fenced
-from elastic_rl.pipeline import teaching
-from elastic_rl.pipeline.teaching import Teaching, parts, with_scores
+from elastic_rl.pipeline.training import teaching
+from elastic_rl.pipeline.training.teaching import Teaching, parts, with_scores
 from elastic_rl.pipeline.waits import Waits
 
 BATCH = Batch({"tokens": torch.tensor([[1, 2, 3, 4, 5], [1, 9, 9, 0, 0], [7, 8, 0, 0, 0]]),

@@ -1,4 +1,4 @@
-"""The policy's and the critic's group as one (``pipeline.trainers``): one that refuses, is lost, or cannot commit."""
+"""The policy's and the critic's group as one (``training.trainers``): one that refuses, is lost, or cannot commit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.dcs.catalog.pairs import pair_name
 from elastic_rl.errors import ConfigError, Conflict, Fenced, TrainerFailed
-from elastic_rl.pipeline import trainers
-from elastic_rl.pipeline.trainers import Trainers
+from elastic_rl.pipeline.training import trainers
+from elastic_rl.pipeline.training.trainers import Trainers
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.trainer.service.client import TrainerStatus, Uploaded
 

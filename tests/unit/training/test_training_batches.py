@@ -11,8 +11,8 @@ from elastic_rl import config
 from elastic_rl.algorithms.ppo import estimated, whitened
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.pipeline.step_timer import StepTimer
-from elastic_rl.pipeline.training_batch import MadeBatch, TrainingBatches
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.training.training_batch import MadeBatch, TrainingBatches
 from elastic_rl.pipeline.waits import Waits
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elastic_rl.algorithms.registry import ALGOS, RESERVED_STATS
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.etcd.records import StepMetrics
-from elastic_rl.pipeline.reporting import log_step, step_metrics, with_measured
-from elastic_rl.pipeline.run_log import RunLog
+from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
+from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.report.build import read_records
 from elastic_rl.telemetry.training_metrics import PUBLISH, THROUGHPUT, UPDATE, of_throughput, of_update
 

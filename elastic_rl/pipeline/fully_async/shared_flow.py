@@ -12,8 +12,8 @@ from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.samples import Group
+from elastic_rl.pipeline.fully_async.group_queue import GroupQueue, QueueLoss
 from elastic_rl.pipeline.group_flow import ChosenStep, FlowCounts, FlowLimits, Grant, GroupFlow
-from elastic_rl.pipeline.group_queue import GroupQueue, QueueLoss
 from elastic_rl.pipeline.schedule import failure
 from elastic_rl.pipeline.waits import Waits
 

@@ -22,8 +22,8 @@ from elastic_rl.data.samples import Group, Prompt, Sample, as_episode
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import ElasticRLError, PluginFailed, SourceFailed
-from elastic_rl.pipeline.reward_failures import RewardFailures
-from elastic_rl.pipeline.source_reads import SHOWN_AFTER_S
+from elastic_rl.pipeline.sampling.reward_failures import RewardFailures
+from elastic_rl.pipeline.sampling.source_reads import SHOWN_AFTER_S
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import CANCEL_S, START_S, CallLost, ProcessLost
 from elastic_rl.plugins import describe, plain, text_of

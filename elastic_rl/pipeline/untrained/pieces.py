@@ -1,7 +1,7 @@
 """The output of a job on disk: a piece for each step, and at the end one file of all.
 
 A piece is named by its step and the term of the actor that wrote it, so that two actors at once never write the same
-file. Which pieces belong to the output is not known here: etcd says so (``pipeline.output``).
+file. Which pieces belong to the output is not known here: etcd says so (``pipeline.untrained.output``).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ import torch
 from elastic_rl.data.group_codec import decode_group, encode_group
 from elastic_rl.data.samples import Group
 from elastic_rl.errors import ConfigError, IllegalTransition, QueueUnavailable
-from elastic_rl.pipeline.group_queue import QueueLoss
+from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,17 +17,17 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, Severity
-from elastic_rl.pipeline.generating import Generate
-from elastic_rl.pipeline.group_queue import QueueLoss
+from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
+from elastic_rl.pipeline.fully_async.producer import Parts, Producer
+from elastic_rl.pipeline.fully_async.queues import make_queue
+from elastic_rl.pipeline.fully_async.shared_flow import SharedFlow, Taken
 from elastic_rl.pipeline.pool_sync import PoolSync
-from elastic_rl.pipeline.producer import Parts, Producer
-from elastic_rl.pipeline.prompt_reader import PromptReader
-from elastic_rl.pipeline.queues import make_queue
-from elastic_rl.pipeline.run_events import RunEvents
-from elastic_rl.pipeline.sampling import Sampler
+from elastic_rl.pipeline.records.run_events import RunEvents
+from elastic_rl.pipeline.sampling.generating import Generate
+from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
+from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.schedule import Plan
-from elastic_rl.pipeline.shared_flow import SharedFlow, Taken
-from elastic_rl.pipeline.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards.base import Judge
 

@@ -17,7 +17,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import model_folder
-from elastic_rl.pipeline.output import Output
+from elastic_rl.pipeline.untrained.output import Output
 from elastic_rl.pipeline.waits import Waits
 
 

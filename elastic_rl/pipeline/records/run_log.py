@@ -21,7 +21,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
-from elastic_rl.pipeline.activity import Activity, ActivityThrottle
+from elastic_rl.pipeline.records.activity import Activity, ActivityThrottle
 from elastic_rl.plugins import plain
 from elastic_rl.telemetry.trackers import Trackers
 
@@ -97,7 +97,7 @@ class JobStatusWriter:
         (``waiting_kind``, as of ``JobStatus``), in words for people ``waiting_for``.
 
         May be called as often as there is something to say, also at each poll of a wait: it writes rarely
-        (``pipeline.activity``), and every other write of the status says it too. Without etcd, or when etcd refuses
+        (``activity``), and every other write of the status says it too. Without etcd, or when etcd refuses
         the text, it writes nothing, and the next call tries again; it may wait for ``etcd.retry_budget_s``. Raises
         Fenced when the writer's token is over.
         """

@@ -18,10 +18,10 @@ from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.data.tokenizer import Tokenizer
 from elastic_rl.errors import ConfigError
-from elastic_rl.pipeline import eval_summary, keeping
-from elastic_rl.pipeline.evaluation import generated_sets
-from elastic_rl.pipeline.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling import Sampler
+from elastic_rl.pipeline.sampling.evaluation import generated_sets
+from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
+from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.untrained import eval_summary, keeping
 from elastic_rl.plugins import describe
 
 log = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elastic_rl.config import Config
-from elastic_rl.pipeline.group_queue import EmbeddedQueue, GroupQueue
-from elastic_rl.pipeline.transfer_queue import TransferQueueQueue
+from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue, GroupQueue
+from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
 
 
 def make_queue(cfg: Config, capacity: int) -> GroupQueue:

@@ -21,7 +21,7 @@ from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.step_timer import StepTimer
+from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.waits import Waits
 
 _LOOK_S = 0.1

@@ -34,8 +34,8 @@ from elastic_rl.errors import ConfigError, Conflict, TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
-from elastic_rl.pipeline.common_state import Available, common_state
-from elastic_rl.pipeline.divergence import without_scores
+from elastic_rl.pipeline.training.common_state import Available, common_state
+from elastic_rl.pipeline.training.divergence import without_scores
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.retry import RetryBackoff
 from elastic_rl.trainer.progress import Phase

@@ -10,7 +10,7 @@ from elastic_rl.data.order import Order, fingerprint, sft_order, sft_ordinals
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.sources import CheckedSource, read_order, read_prompts
 from elastic_rl.errors import SourceFailed
-from elastic_rl.pipeline.source_reads import SourceReads
+from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 
 PROMPTS = "prompts"

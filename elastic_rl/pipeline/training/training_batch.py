@@ -17,9 +17,9 @@ from elastic_rl.config.algorithm import reference_step
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.samples import Group
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
-from elastic_rl.pipeline import divergence
-from elastic_rl.pipeline.step_timer import StepTimer
-from elastic_rl.pipeline.teaching import Teaching
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.training import divergence
+from elastic_rl.pipeline.training.teaching import Teaching
 from elastic_rl.pipeline.waits import Waits
 
 

@@ -12,8 +12,8 @@ from elastic_rl.data.samples import Group, Sample
 from elastic_rl.data.sources import DataSource
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.records import Engine, SampleRecord, StepMetrics
-from elastic_rl.pipeline.run_log import RunLog
-from elastic_rl.pipeline.sample_ring import SampleRing, pick
+from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.pipeline.records.sample_ring import SampleRing, pick
 from elastic_rl.telemetry import training_metrics
 
 log = logging.getLogger(__name__)

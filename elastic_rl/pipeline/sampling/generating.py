@@ -15,7 +15,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.samples import Group, Sample
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
-from elastic_rl.pipeline.reward_failures import RewardFailures
+from elastic_rl.pipeline.sampling.reward_failures import RewardFailures
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.retry import RetryBackoff
 from elastic_rl.runtime import batches

@@ -15,9 +15,8 @@ from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Event, GroupLease, RestartRequest, Severity, StepMetrics
-from elastic_rl.pipeline.group_queue import QueueLoss
-from elastic_rl.pipeline.reporting import truncated_text
-from elastic_rl.pipeline.reward_failures import ReportLimit
+from elastic_rl.pipeline.records.reporting import truncated_text
+from elastic_rl.pipeline.sampling.reward_failures import ReportLimit
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +88,10 @@ class RunEvents:
                        "are generated again", step=step, term=term, groups=begun.to_json()[:_SPANS])
         self._took_over = True
 
-    def queue_replaced(self, loss: QueueLoss) -> None:
-        self._emit("queue.replaced", "queue", f"the queue is replaced, and {len(loss.groups)} groups that were in it "
-                   f"are generated again: {loss.why}", severity=Severity.WARNING, groups=len(loss.groups))
+    def queue_replaced(self, groups: int, why: str) -> None:
+        """``groups``: how many it held."""
+        self._emit("queue.replaced", "queue", f"the queue is replaced, and {groups} groups that were in it are "
+                   f"generated again: {why}", severity=Severity.WARNING, groups=groups)
 
     def resynced(self, step: int, reason: str) -> None:
         """A command did not fit to the committed state."""

@@ -11,11 +11,11 @@ from typing import Protocol
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.samples import Prompt
 from elastic_rl.errors import Fenced
+from elastic_rl.pipeline.fully_async.shared_flow import SharedFlow
 from elastic_rl.pipeline.group_flow import Grant
 from elastic_rl.pipeline.pool_sync import PoolSync, VersionWait
-from elastic_rl.pipeline.prompt_reader import PromptReader
-from elastic_rl.pipeline.sampling import Sampler
-from elastic_rl.pipeline.shared_flow import SharedFlow
+from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
+from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.waits import WaitRelay, Waits
 from elastic_rl.plugins import describe
 

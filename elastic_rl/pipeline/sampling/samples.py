@@ -17,10 +17,10 @@ from elastic_rl.data.sources import DataSource, read_order, read_prompts
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import SourceFailed
-from elastic_rl.pipeline.generating import Answer, Generate, GroupRequests
-from elastic_rl.pipeline.rewarding import Rewarder
-from elastic_rl.pipeline.side_calls import SideCalls
-from elastic_rl.pipeline.source_reads import SourceReads
+from elastic_rl.pipeline.sampling.generating import Answer, Generate, GroupRequests
+from elastic_rl.pipeline.sampling.rewarding import Rewarder
+from elastic_rl.pipeline.sampling.side_calls import SideCalls
+from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards.base import Decode, Judge
 

@@ -26,7 +26,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState
 from elastic_rl.etcd.transaction import Compare, Op
 from elastic_rl.files import replace_file
-from elastic_rl.pipeline.pieces import Piece, PieceFolder, sweep_partial
+from elastic_rl.pipeline.untrained.pieces import Piece, PieceFolder, sweep_partial
 
 
 class Policy(Protocol):

@@ -1,0 +1,1 @@
+"""From rewarded samples to a step: the batch, the trainer groups as one, their turns on the devices, their commits."""
