@@ -48,6 +48,9 @@ class AlgorithmSpec:
     """Names that ``token_loss`` returns; their means over all tokens become metrics."""
     advantages: Callable[[Tensor, AlgorithmConfig], Tensor] | None = None
     """``(rewards [G, K] of all groups of a step, settings) -> [G, K]``; None where no reward is used."""
+    per_group: bool = False
+    """Whether the advantages of a group depend on no other group of the step, so that a part of the step may be
+    trained on before the others are there (``train.prompts_per_part``)."""
     token_advantages: Callable[[Batch, AlgorithmConfig], Tensor] | None = None
     """``(a step's batch, settings) -> [N, T]``: an advantage for each token, which the loss gets in the place of one
     for each sample. The batch has ``advantages``, ``old_logprobs`` and ``inputs``. The loss ``needs``
@@ -84,19 +87,21 @@ _CLIP_STATS = ("ratio_mean", "clip_fraction", "kl")
 _SAPO_STATS = ("ratio_mean", "gate_mean", "kl")
 
 ALGOS: dict[str, AlgorithmSpec] = {spec.name: spec for spec in (
-    AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative),
-    AlgorithmSpec("dapo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative),
-    AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_centred, aggregate="constant"),
-    AlgorithmSpec("gspo", _NEEDS, sequence_policy_loss, _CLIP_STATS, group_relative, aggregate="sequence"),
-    AlgorithmSpec("sapo", _NEEDS, soft_gated_loss, _SAPO_STATS, group_relative, aggregate="sequence"),
-    AlgorithmSpec("cispo", _NEEDS, clipped_weight_loss, _CLIP_STATS, group_relative),
-    AlgorithmSpec("rloo", _NEEDS, clipped_policy_loss, _CLIP_STATS, leave_one_out),
+    AlgorithmSpec("grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative, per_group=True),
+    AlgorithmSpec("dapo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_relative, per_group=True),
+    AlgorithmSpec("dr_grpo", _NEEDS, clipped_policy_loss, _CLIP_STATS, group_centred, per_group=True,
+                  aggregate="constant"),
+    AlgorithmSpec("gspo", _NEEDS, sequence_policy_loss, _CLIP_STATS, group_relative, per_group=True,
+                  aggregate="sequence"),
+    AlgorithmSpec("sapo", _NEEDS, soft_gated_loss, _SAPO_STATS, group_relative, per_group=True, aggregate="sequence"),
+    AlgorithmSpec("cispo", _NEEDS, clipped_weight_loss, _CLIP_STATS, group_relative, per_group=True),
+    AlgorithmSpec("rloo", _NEEDS, clipped_policy_loss, _CLIP_STATS, leave_one_out, per_group=True),
     AlgorithmSpec("reinforce_pp", _NEEDS, clipped_policy_loss, _CLIP_STATS, batch_normalised),
     AlgorithmSpec("reinforce_pp_baseline", _NEEDS, clipped_policy_loss, _CLIP_STATS, batch_normalised_with_baseline),
     AlgorithmSpec("on_policy_distillation", ("old_logprobs", "token_advantages"), clipped_policy_loss, _CLIP_STATS,
-                  group_relative, teacher_advantages, (_TEACHER,)),
+                  group_relative, token_advantages=teacher_advantages, inputs=(_TEACHER,)),
     AlgorithmSpec("ppo", ("old_logprobs", "token_advantages"), clipped_policy_loss, _CLIP_STATS, sample_rewards,
-                  gae_advantages, (_VALUES,)),
+                  token_advantages=gae_advantages, inputs=(_VALUES,)),
     AlgorithmSpec("sft", (), negative_log_likelihood),
 )}
 
@@ -115,6 +120,11 @@ def algorithm_of(cfg: Config, phase: str = "rl") -> AlgorithmSpec:
         if uses_values(spec) and cfg.mode == "rl" and not cfg.uses_critic:
             raise ConfigError(f"algorithm.name={cfg.algorithm.name!r} needs the values of a critic, and there is none",
                               hint="set critic.enabled=true")
+        if cfg.mode == "rl" and cfg.computes_parts and (not spec.per_group or spec.token_advantages is not None):
+            raise ConfigError(f"train.prompts_per_part={cfg.train.prompts_per_part} with algorithm.name="
+                              f"{cfg.algorithm.name!r}, whose advantages may depend on all groups of a step",
+                              hint="leave train.prompts_per_part out; an algorithm of your own whose advantages are of "
+                              "each group alone says so with per_group=True in its AlgorithmSpec")
         if cfg.uses_critic and not uses_values(spec):
             raise ConfigError(f"algorithm.name={cfg.algorithm.name!r} has no use for a critic",
                               hint="leave critic.enabled out, or set algorithm.name to ppo")

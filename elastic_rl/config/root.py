@@ -172,6 +172,7 @@ class Config(Section):
             yield (f"engine.pause_mode=drain with rollout.generate={self.rollout.generate}: all engines drain for the "
                    "same version, and take no further turn of the samples that they have begun; set pause_mode to "
                    "retract, in_place or abort")
+        yield from self._part_faults()
         yield from self._forward_faults()
         if self.colocated:
             yield from self._colocation_faults()
@@ -187,6 +188,31 @@ class Config(Section):
             yield "coordinator.tls_ca needs coordinator.tls_cert and coordinator.tls_key"
         if coordinator.ports and len(coordinator.ports) != coordinator.replicas:
             yield f"coordinator.ports has {len(coordinator.ports)} ports for {coordinator.replicas} replicas"
+
+    def _part_faults(self) -> Iterator[str]:
+        """What does not fit together with steps whose gradients are computed in parts."""
+        train = self.train
+        if not self.computes_parts or train.prompts_per_part is None:
+            return
+        setting = f"train.prompts_per_part={train.prompts_per_part}"
+        if train.prompts_per_part >= train.prompts_per_step:
+            yield (f"{setting} with train.prompts_per_step={train.prompts_per_step}: a part is less than a step; set "
+                   "a smaller one, or leave it out")
+        if train.updates_per_step > 1:
+            yield (f"{setting} with train.updates_per_step={train.updates_per_step}: a second update needs all samples "
+                   "of the step again; set train.updates_per_step=1")
+        if self.uses_critic:
+            yield (f"{setting} with a critic, which learns from all samples of a step together; set an algorithm "
+                   "without a critic")
+        if self.algorithm.teacher is not None:
+            yield (f"{setting} with algorithm.teacher={self.algorithm.teacher}, which scores the samples of a step "
+                   "together; leave one of them out")
+        if self.trainer.moe_aux_loss_coef:
+            yield (f"{setting} with trainer.moe_aux_loss_coef={self.trainer.moe_aux_loss_coef}: the load-balancing "
+                   "loss is of all samples of a step; leave one of them out")
+        if self.deterministic:
+            yield (f"{setting} with deterministic=true: which groups are in which part depends on which finish first; "
+                   "leave one of them out")
 
     def _forward_faults(self) -> Iterator[str]:
         """What does not fit together with groups that compute with the policy."""
@@ -258,6 +284,12 @@ class Config(Section):
         """Whether the job generates samples, so that it has a pool of engines, a router and the roles beside the
         actor."""
         return self.mode != "sft"
+
+    @property
+    def computes_parts(self) -> bool:
+        """Whether the gradients of a step are computed in parts, as its groups finish."""
+        return (self.mode == "rl" and self.train.schedule == "fully_async"
+                and self.train.prompts_per_part is not None)
 
     def pool_settings(self, model_dir: str) -> dict[str, PoolSettings]:
         """What the engines of each pool of the job are, by the pool's name. ``model_dir``: of the policy's model."""

@@ -64,6 +64,12 @@ class TrainConfig(Section):
     """With ``schedule: fully_async``, number of prompt groups that are generated at once. null: as many as
     ``max_staleness`` allows, which is ``(max_staleness + 1) * prompts_per_step`` with those that wait or are trained
     on."""
+    prompts_per_part: Positive | None = None
+    """With ``schedule: fully_async``, number of prompt groups whose gradients are computed as soon as so many have
+    finished, while others of the same step are still generated; the update follows once all
+    ``prompts_per_step`` are there. null: all of a step together. Shortens steps that wait for their last samples, with
+    ``max_staleness: 0`` above all; needs one of ``updates_per_step``, and an algorithm whose advantages are of a group
+    alone. Gradients are those of the whole step, up to rounding."""
     queue: Literal["embedded", "transfer_queue"] = "embedded"
     """With ``schedule: fully_async``, where finished groups wait for their step. ``embedded``: in the memory of the
     actor. ``transfer_queue``: in Ray actors of the package TransferQueue, on other hosts; install

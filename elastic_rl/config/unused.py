@@ -30,7 +30,7 @@ def _unused(cfg: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         return
     train, algorithm = cfg.train, cfg.algorithm
     if train.schedule != "fully_async":
-        yield "train.schedule=fully_async", "train", ("max_groups_in_flight", "queue")
+        yield "train.schedule=fully_async", "train", ("max_groups_in_flight", "prompts_per_part", "queue")
     if train.schedule != "fully_async" or train.queue != "transfer_queue":
         yield "train.schedule=fully_async with train.queue=transfer_queue", "train", (
             "queue_units", "queue_call_timeout_s")

@@ -175,8 +175,13 @@ class Cluster:
             return endpoints
         old = self._own_endpoint()
         if "etcd-0" in running:
-            self._await("etcd", "etcd-0", partial(etcd_server.healthy, old), self.cfg.etcd.start_timeout_s)
-            return [old]
+            try:
+                self._await("etcd", "etcd-0", partial(etcd_server.healthy, old), self.cfg.etcd.start_timeout_s)
+                return [old]
+            except DeadlineExceeded:
+                if any(r.name == "etcd-0" and r.alive() for r in self.book.all()):
+                    raise
+                running.discard("etcd-0")  # it was just ending: it is started again, as if it had been gone
         binary = etcd_server.find_binary()
         if why := etcd_server.objection(etcd_server.version(binary)):
             self._say(f"warning: {binary}: {why}")

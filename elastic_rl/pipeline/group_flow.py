@@ -44,6 +44,8 @@ class FlowLimits:
     max_dropped_groups: int
     max_in_flight: int | None = None
     """Groups that are generated at once; None: as many as the staleness allows."""
+    groups_per_part: int | None = None
+    """Groups of a step that are trained on as soon as so many have finished; None: all of them together."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,18 @@ class StalenessSpread:
     least: int = 0
     mean: float = 0.0
     most: int = 0
+
+
+@dataclass(frozen=True)
+class ChosenPart:
+    """Groups of the next step that may be computed with now."""
+
+    ordinals: tuple[int, ...]
+    """Ascending."""
+    first: bool
+    """Whether no other of the step are chosen yet."""
+    step: ChosenStep | None
+    """The whole step, once these are its last groups."""
 
 
 @dataclass(frozen=True)
@@ -229,9 +243,9 @@ class GroupFlow:
         return found
 
     def not_loaded(self, missing: Iterable[int]) -> list[int]:
-        """The queue lacks some groups of the chosen step, which is not made then. Returns those of them that were
+        """The queue lacks some of the groups that were chosen; the step is chosen anew. Returns those of them that were
         lost."""
-        self._queued, self._training = {**self._training, **self._queued}, {}
+        self.choose_anew()
         return self.lost(missing)
 
     # -- the trainer ------------------------------------------------------------------------------------------------
@@ -252,16 +266,32 @@ class GroupFlow:
         oldest = self._version - self.limits.max_staleness
         return any(versions[0] < oldest for versions in self._queued.values())
 
-    def choose(self) -> ChosenStep | None:
-        """The groups of the next step; None while there are too few, or one is waited for. Raises IllegalTransition
-        while a queued group is too stale: ``take_stale`` comes first."""
+    def choose_anew(self) -> None:
+        """What was chosen of the next step is not made of it."""
+        self._queued, self._training = {**self._training, **self._queued}, {}
+
+    def choose(self) -> ChosenPart | None:
+        """The next part of the next step, which may be all of it; None while there are too few groups, one is waited
+        for, or all are chosen. Raises IllegalTransition while a queued group is too stale: ``take_stale`` comes
+        first.
+
+        A group that must not wait for another step finds room in this one, although parts of it may be chosen: it is
+        leased while fewer groups than a step's are open, the chosen ones among them, or it was there before the first
+        part.
+        """
         if self.has_stale:
             raise IllegalTransition("a queued group is too stale to be trained")
-        if self._training or len(self._queued) < self.limits.groups_per_step or self._must_wait():
+        left = self.limits.groups_per_step - len(self._training)
+        size = min(self.limits.groups_per_part or left, left)
+        if not left or len(self._queued) < size or self._must_wait():
             return None
         order = sorted(self._queued, key=lambda ordinal: ordinal not in self._retried)  # stable: else as they finished
-        chosen = sorted(order[:self.limits.groups_per_step])
-        self._training = {ordinal: self._queued.pop(ordinal) for ordinal in chosen}
+        part, first = sorted(order[:size]), not self._training
+        self._training |= {ordinal: self._queued.pop(ordinal) for ordinal in part}
+        return ChosenPart(tuple(part), first, self._whole_step() if size == left else None)
+
+    def _whole_step(self) -> ChosenStep:
+        chosen = sorted(self._training)
         ages = [max(0, self._version - versions[0]) for versions in self._training.values()]
         return ChosenStep(tuple(chosen), self._ledger.consumption(chosen),
                           StalenessSpread(min(ages), sum(ages) / len(ages), max(ages)))

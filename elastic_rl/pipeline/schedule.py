@@ -51,6 +51,8 @@ class Plan:
     sft_target: float
     sft_eval_far: int
     sft_eval_near: int
+    groups_per_part: int | None = None
+    """With a flow: of which gradients are computed while others of the step are generated; None: of all together."""
     groups: int = 0
     """Prompt groups of a job that trains nothing: each is sampled once."""
 
@@ -62,11 +64,13 @@ class Plan:
                    steps=cfg.train.steps if cfg.uses_trainer else math.ceil(groups / per_step),
                    max_staleness=cfg.train.max_staleness, eval_every_steps=cfg.train.eval_every_steps,
                    stop_eval_accuracy=cfg.train.stop_eval_accuracy, max_dropped_groups=cfg.rollout.max_dropped_groups,
+                   groups_per_part=cfg.train.prompts_per_part if cfg.computes_parts else None,
                    sft_max_steps=cfg.sft.max_steps, sft_target=_sft_target(cfg),
                    sft_eval_far=cfg.sft.eval_every_steps, sft_eval_near=cfg.sft.eval_every_steps_near_target)
 
     def flow_limits(self, max_in_flight: int | None = None) -> FlowLimits:
-        return FlowLimits(self.steps, self.groups_per_step, self.max_staleness, self.max_dropped_groups, max_in_flight)
+        return FlowLimits(self.steps, self.groups_per_step, self.max_staleness, self.max_dropped_groups, max_in_flight,
+                          self.groups_per_part)
 
 
 class Flow(Protocol):
@@ -148,7 +152,8 @@ class Generate:
 
 @dataclass(frozen=True)
 class Take:
-    """→ (groups, ChosenStep), once enough groups have finished that may be trained in this step."""
+    """→ (groups, ChosenStep), once enough groups have finished that may be trained in this step. Gradients of parts of
+    them are computed meanwhile, if the settings say so."""
 
     step: int
 

@@ -46,6 +46,7 @@ from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
 from elastic_rl.pipeline.schedule import Lost, Plan, State
 from elastic_rl.pipeline.training.commits import until_committed
+from elastic_rl.pipeline.training.step_maker import StepMaker
 from elastic_rl.pipeline.training.trainers import Trainers
 from elastic_rl.pipeline.training.training_batch import ScoringRoles, TrainingBatches
 from elastic_rl.pipeline.training.turns import OwnDevices, SharedDevices, Turns
@@ -159,6 +160,7 @@ class Pipeline:
             self.batches = self.waits.retry("plugin", lambda: TrainingBatches(
                 self.cfg, self.roles, self.waits, self.source.max_response_tokens, self.trainer))
             closing.callback(self.batches.close)
+            self.maker = StepMaker(self.batches, self.trainer, self.waits, in_parts=self.cfg.computes_parts)
         self.mode = self.waits.retry("source", lambda: sampled_mode(
             self.cfg, self.source, self.prompts, self.sampler, self.ctx.model_dir))
         self.plan = Plan.of(self.cfg, self.mode.groups if self.mode is not None else 0)
@@ -353,25 +355,22 @@ class Pipeline:
         self._timer = StepTimer()
         self.waits.stage("generate")
         with traces.span("take", step=effect.step), self._timer.phase("groups"):
-            taken = self.background.take(self.waits)
+            taken = self.background.take(self.waits, lambda groups, first: self.maker.add(
+                groups, effect.step, self._timer, first=first))
         self._taken = taken.metrics
         return taken.groups, taken.chosen
 
     @execute.register
     def _train(self, effect: schedule.Train) -> int:
         with traces.span("train_step", step=effect.step):
-            made = self.batches.make(effect.groups, effect.step, self._timer)
-            self.waits.stage("train")
-            with self._timer.phase("train"):
-                metrics = step_metrics(
-                    effect.step, effect.groups, policy_version=effect.policy_version,
-                    dropped={reason: len(groups) for reason, groups in effect.consumption.dropped.items()})
-                known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.trained.to_json()}
-                cursor = {**effect.cursor, _LAST_STEP: known}
-                trained = self._taken | made.metrics | self.trainer.update(
-                    "rl", effect.step, made.batch, consumption=effect.consumption, cursor=cursor)
+            metrics = step_metrics(
+                effect.step, effect.groups, policy_version=effect.policy_version,
+                dropped={reason: len(groups) for reason, groups in effect.consumption.dropped.items()})
+            known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.trained.to_json()}
+            cursor = {**effect.cursor, _LAST_STEP: known}
+            made, advantages = self.maker.make(effect.groups, effect.step, self._timer, effect.consumption, cursor)
+        trained = self._taken | made
         self._cursor = cursor
-        self.batches.forget()
         self._timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         self._step, version = effect.step, int(trained["policy_version"])
         self.waits.works()
@@ -382,7 +381,7 @@ class Pipeline:
                  self.pool.engines if self.background is None else self.background.engines, trained)
         self._write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
                     staleness=metrics.staleness)
-        self.samples.write(effect.step, effect.groups, made.advantages)
+        self.samples.write(effect.step, effect.groups, advantages)
         self.events.responses(metrics, self.source)
         self.events.logprob_difference(metrics, trained["logprob_diff_max"], self.cfg.logprob_tolerance)
         return version

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,8 +23,36 @@ from elastic_rl.trainer.megatron.parallel import ParallelDims, from_last_stage, 
 from elastic_rl.trainer.megatron.policy import Policy
 from elastic_rl.trainer.micro_batches import cut
 from elastic_rl.trainer.progress import Phase
+from elastic_rl.trainer.throughput import Passed
 from elastic_rl.trainer.update_loss import UpdateLoss
 from elastic_rl.trainer.vocab_parallel import divergence_from_top, entropy, token_logprobs
+
+
+@dataclass
+class Parts:
+    """What a step's parts have given so far, of this replica, besides the gradients in the model's buffers."""
+
+    count: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    """With tokens that are trained on."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """As ``UpdateLoss.sums``, not divided by what only the whole step knows."""
+    logprob_diff_max: float = 0.0
+    advantages: list[torch.Tensor] = field(default_factory=list)
+    """[n] of the samples of each part, float64."""
+    passed: Passed = Passed()
+    seconds: float = 0.0
+
+    def add(self, share: Batch, loss: UpdateLoss, seconds: float) -> None:
+        self.count += 1
+        self.tokens += share.loss_tokens
+        self.sequences += _sequences(share)
+        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in loss.sums.items()}
+        self.logprob_diff_max = max(self.logprob_diff_max, loss.logprob_diff_max)
+        self.advantages.append(share["advantages"].double())
+        self.passed += Passed.of(share)
+        self.seconds += seconds
 
 
 class TrainStep(ForwardPass):
@@ -32,6 +61,8 @@ class TrainStep(ForwardPass):
     def __init__(self, policy: Policy, adam: Adam, cfg: Config, par: ParallelDims) -> None:
         super().__init__(policy, cfg, par)
         self.adam = adam
+        self.parts = Parts()
+        """Of the step that is being accumulated."""
 
     def train(self, share: Batch, phase: Phase, step: int) -> dict[str, float]:
         """Makes the updates of a step, counted from 1 in its phase. Metrics are over all ranks: the log-prob
@@ -43,11 +74,12 @@ class TrainStep(ForwardPass):
         algorithm fails on one; updates before that one were made (``Adam.updates``).
         """
         start = time.perf_counter()
+        self.discard_parts()
         algorithm, lr = self._algorithm(phase), learning_rate(self.cfg, phase, step)
         if self._waits_for_critic(phase, step):
             metrics = self.gradients(share, algorithm)
             self.adam.zero_grad()
-            return {**metrics, **self._spread(share), "grad_norm": 0.0, "lr": 0.0,
+            return {**metrics, **self._spread(_advantages(share)), "grad_norm": 0.0, "lr": 0.0,
                     "train_s": time.perf_counter() - start}
         updates = 1 if phase == "sft" else self.cfg.train.updates_per_step
         if (algorithm is not CRITIC_LOSS and phase == "rl" and self.cfg.algorithm.tis_cap is not None and updates > 1
@@ -62,17 +94,61 @@ class TrainStep(ForwardPass):
             metrics["grad_norm"] = self.adam.reduce_and_step(lr)
             if not update:
                 differences = {k: v for k, v in metrics.items() if k.startswith("logprob_diff")}
-        return {**metrics, **differences, **self._spread(share), "lr": lr, "train_s": time.perf_counter() - start}
+        return {**metrics, **differences, **self._spread(_advantages(share)), "lr": lr,
+                "train_s": time.perf_counter() - start}
+
+    def accumulate(self, share: Batch, part: int) -> None:
+        """Adds the gradients of one part of a step's samples to those of the parts before it; 0 is the first one. They
+        lack a factor that depends on the samples of all parts, which ``apply`` multiplies in.
+
+        Raises PluginFailed as ``gradients``; no part is left then.
+        """
+        start = time.perf_counter()
+        if not part:
+            self.discard_parts()
+            self.adam.zero_grad()
+        loss = UpdateLoss(self._algorithm("rl"), self.cfg.algorithm)
+        try:
+            self._backward(share, loss)
+        except PluginFailed:
+            self.discard_parts()
+            raise
+        self.parts.add(share, loss, time.perf_counter() - start)
+
+    def apply(self, step: int) -> tuple[dict[str, float], Passed]:
+        """Makes the one update of RL step ``step`` with the gradients of its parts. Its metrics, as those of ``train``,
+        and what has passed through the model for it. Raises TrainerFailed as ``train``."""
+        start, lr = time.perf_counter(), learning_rate(self.cfg, "rl", step)
+        parts, loss = self.parts, UpdateLoss(self._algorithm("rl"), self.cfg.algorithm)
+        tokens, sequences = self._over_data([float(parts.tokens), float(parts.sequences)], sum_over_data)
+        scale = loss.scale(tokens, sequences)
+        self.adam.scale_gradients(scale)
+        sums = {name: value * (scale if name == "loss" else 1.0 / max(tokens, 1.0))
+                for name, value in parts.sums.items()}
+        metrics = self._metrics(sums, parts.logprob_diff_max, tokens)
+        metrics["grad_norm"] = self.adam.reduce_and_step(lr)
+        self.discard_parts()
+        return {**metrics, **self._spread(torch.cat(parts.advantages)), "lr": lr,
+                "train_s": parts.seconds + time.perf_counter() - start}, parts.passed
+
+    def discard_parts(self) -> None:
+        """Gradients that were accumulated are worth nothing any more."""
+        self.parts = Parts()
 
     def gradients(self, share: Batch, algorithm: AlgorithmSpec) -> dict[str, float]:
         """Forward and backward over this rank's share; leaves unreduced gradients. Returns metrics over all ranks.
         Raises PluginFailed, on every rank, when the loss of the algorithm fails on one."""
         self.adam.zero_grad()
-        tokens, sequences = self._over_data([float(share.loss_tokens),
-                                             float(share["loss_mask"].any(dim=1).sum())], sum_over_data)
-        micros = cut(share, self.cfg.trainer)
+        tokens, sequences = self._over_data([float(share.loss_tokens), float(_sequences(share))], sum_over_data)
         loss = UpdateLoss(algorithm, self.cfg.algorithm, tokens=tokens, sequences=sequences)
-        needs = required_tensors(algorithm, self.cfg.algorithm)
+        self._backward(share, loss)
+        return self._metrics(loss.sums, loss.logprob_diff_max, tokens)
+
+    # -- parts of them --------------------------------------------------------------------------------------------
+    def _backward(self, share: Batch, loss: UpdateLoss) -> None:
+        """Adds the gradients of this rank's share to those that are there. Raises as ``gradients``."""
+        micros = cut(share, self.cfg.trainer)
+        needs = required_tensors(loss.algorithm, self.cfg.algorithm)
         failure = ""
 
         def finish(number: int, logits: torch.Tensor) -> torch.Tensor:
@@ -102,11 +178,13 @@ class TrainStep(ForwardPass):
         self._run(micros, finish, train=True)
         if failed := first_text(failure, self.par):
             raise PluginFailed(failed)
-        summed = self._of_all(list(loss.sums.values()), sum_over_data)
-        worst = self._of_all([loss.logprob_diff_max], max_over_data)[0]
-        return {**dict(zip(loss.sums, summed, strict=True)), "logprob_diff_max": worst, "tokens": tokens}
 
-    # -- parts ----------------------------------------------------------------------------------------------------
+    def _metrics(self, sums: dict[str, float], logprob_diff_max: float, tokens: float) -> dict[str, float]:
+        """Over all ranks, from this rank's part of each metric."""
+        summed = self._of_all(list(sums.values()), sum_over_data)
+        worst = self._of_all([logprob_diff_max], max_over_data)[0]
+        return {**dict(zip(sums, summed, strict=True)), "logprob_diff_max": worst, "tokens": tokens}
+
     def _algorithm(self, phase: Phase) -> AlgorithmSpec:
         return CRITIC_LOSS if self._gives_values else algorithm_of(self.cfg, phase)
 
@@ -137,13 +215,11 @@ class TrainStep(ForwardPass):
                          for name in ("teacher_top_ids", "teacher_top_logprobs"))
         return divergence_from_top(logits, ids.long(), logprobs, self.par.tp_group if self.par.tp > 1 else None)
 
-    def _spread(self, share: Batch) -> dict[str, float]:
-        """Mean, standard deviation, least and largest of the advantages of all samples, or of all tokens where they
-        have their own; nothing without any."""
-        if "advantages" not in share:
+    def _spread(self, own: torch.Tensor | None) -> dict[str, float]:
+        """Mean, standard deviation, least and largest of all advantages, of which ``own`` are this replica's; nothing
+        without any."""
+        if own is None:
             return {}
-        own = (share["token_advantages"][share["loss_mask"]] if "token_advantages" in share else share["advantages"]
-               ).double()
         extremes = [float(own.max()), -float(own.min())] if len(own) else [-math.inf, -math.inf]
         count, total, squares = self._over_data(
             [float(len(own)), float(own.sum()), float(own.square().sum())], sum_over_data)
@@ -161,3 +237,16 @@ class TrainStep(ForwardPass):
         """Values of the last stage, reduced over all replicas, on every rank."""
         tensor = reduce(torch.tensor(values, device=self.par.device), self.par)
         return [float(v) for v in from_last_stage(tensor, self.par).tolist()]
+
+
+def _sequences(share: Batch) -> int:
+    """How many have tokens that are trained on."""
+    return int(share["loss_mask"].any(dim=1).sum())
+
+
+def _advantages(share: Batch) -> torch.Tensor | None:
+    """Those of its samples, or of its tokens where they have their own, float64; None without any."""
+    if "advantages" not in share:
+        return None
+    return (share["token_advantages"][share["loss_mask"]] if "token_advantages" in share else share["advantages"]
+            ).double()

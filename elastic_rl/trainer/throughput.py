@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,6 +31,24 @@ def peak_tflops(cfg: DeviceConfig, device_name: str, dtype: torch.dtype) -> floa
     return PEAK_TFLOPS[found[1]] if found and dtype == torch.bfloat16 else None
 
 
+@dataclass(frozen=True)
+class Passed:
+    """What went through the model of one replica in a pass over its samples."""
+
+    tokens: int = 0
+    positions: int = 0
+    squares: int = 0
+    """Of the positions of each sample, added up."""
+
+    @classmethod
+    def of(cls, share: Batch) -> Passed:
+        own = positions(share)
+        return cls(int(share["lengths"].sum()), int(own.sum()), int(own.square().sum()))
+
+    def __add__(self, other: Passed) -> Passed:
+        return Passed(self.tokens + other.tokens, self.positions + other.positions, self.squares + other.squares)
+
+
 class Throughput:
     """Measures steps on one rank. All ranks call the same method."""
 
@@ -39,11 +58,11 @@ class Throughput:
         name = torch.cuda.get_device_name(par.device) if par.device.type == "cuda" else ""
         self._peak = peak_tflops(cfg, name, dtype)
 
-    def of_step(self, share: Batch, updates: int, seconds: float) -> dict[str, float]:
+    def of_step(self, share: Passed, updates: int, seconds: float) -> dict[str, float]:
         """Of a step that took this rank ``seconds`` for ``updates`` passes, forward and backward, over its replica's
         share: metrics over all ranks (``telemetry/training_metrics.py`` says what they are)."""
-        computed = positions(share).double()  # float64: sums and bytes beyond 2**24 must stay exact
-        sums = torch.stack([share["lengths"].double().sum(), computed.sum(), computed.square().sum()])
+        # float64: sums and bytes beyond 2**24 must stay exact
+        sums = torch.tensor([share.tokens, share.positions, share.squares], dtype=torch.float64)
         tokens, places, squares = (int(v) for v in sum_over_data(sums.to(self._par.device), self._par).tolist())
         memory = torch.tensor(peak_memory_bytes(self._par.device), dtype=torch.float64, device=self._par.device)
         tflops = updates * training_flops(self._arch, places, squares) / seconds / self._par.world / 1e12

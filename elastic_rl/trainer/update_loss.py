@@ -26,8 +26,10 @@ class UpdateLoss:
     ranks and micro-batches together make the aggregate.
     """
 
-    def __init__(self, algorithm: AlgorithmSpec, cfg: AlgorithmConfig, *, tokens: float, sequences: float) -> None:
-        """``tokens`` and ``sequences`` that are trained on, of all replicas."""
+    def __init__(self, algorithm: AlgorithmSpec, cfg: AlgorithmConfig, *, tokens: float = 1.0, sequences: float = 1.0
+                 ) -> None:
+        """``tokens`` and ``sequences`` that are trained on, of all replicas. Without these, which nobody knows before
+        all parts of a step are there, what ``scale`` gives is to be multiplied in at the end."""
         self.algorithm, self.cfg = algorithm, cfg
         self._tokens, self._sequences = max(tokens, 1.0), max(sequences, 1.0)
         self._aggregate = aggregate_of(algorithm, cfg)
@@ -77,6 +79,10 @@ class UpdateLoss:
                 value, total = value + float(added.detach()), total + added
         self.sums["loss"] += value
         return total
+
+    def scale(self, tokens: float, sequences: float) -> float:
+        """What loss and gradient, made without these counts, are to be multiplied by."""
+        return 1.0 / max(tokens if self._aggregate == "token" else sequences, 1.0)
 
     def _terms(self, logp: Tensor, batch: LossBatch, entropy: Tensor | None, teacher: Tensor | None
                ) -> list[tuple[str, float, Tensor]]:

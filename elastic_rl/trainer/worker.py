@@ -43,7 +43,7 @@ from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.commands import MOVES, Command, CommandKind, after_begin_rl, after_update
 from elastic_rl.trainer.service.dispatch import Refused, executed_by, executes
 from elastic_rl.trainer.step import TrainStep
-from elastic_rl.trainer.throughput import Throughput
+from elastic_rl.trainer.throughput import Passed, Throughput
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,7 @@ class TrainerWorker(GroupWorker):
 
     def _restore(self) -> None:
         self._report("starting")
+        self.train_step.discard_parts()
         restored = self.checkpoints.restore()
         if restored is None:
             self._begin()
@@ -194,6 +195,7 @@ class TrainerWorker(GroupWorker):
         order = json.loads(payload)
         self._report("waiting for the publish")  # of an earlier version, and then of this one
         self.board.waits_for = "the trainer to publish: an earlier version is not committed yet"
+        self.train_step.discard_parts()  # a publish may gather in the buffers of the gradients
         published = self.checkpoints.publish(order["numbers"], self.progress.step,
                                              has_reference=self.progress.reference is not None)
         self.board.waits_for = "the trainer to commit its state" if order["join"] else ""
@@ -253,6 +255,9 @@ class TrainerWorker(GroupWorker):
         if is_critic and command.kind is CommandKind.UPDATE and share is not None:
             if missing := [name for name in CRITIC_LOSS.needs if name not in share]:
                 raise Refused(ConfigError(f"a batch for a critic needs {', '.join(missing)}"))
+        elif command.kind in (CommandKind.ACCUMULATE, CommandKind.APPLY) and self.cfg.train.prompts_per_part is None:
+            raise Refused(ConfigError("the settings of this trainer ask for no parts of a step",
+                                      hint="set train.prompts_per_part in a new job"))
         elif command.kind in (CommandKind.FORWARD_LOGPROBS, CommandKind.FORWARD_VALUES) and is_critic is not of_critic:
             raise Refused(ConfigError(
                 f"the group {self.ctx.group.name} has no {command.kind.removeprefix('forward_')}"))
@@ -262,7 +267,7 @@ class TrainerWorker(GroupWorker):
     def _reference_fault(self, command: Command) -> ConfigError | None:
         """Why a command cannot be executed that needs the reference policy; the same on every rank."""
         if self.reference is not None:
-            uses = command.kind is CommandKind.UPDATE and command.phase == "rl"
+            uses = command.kind in (CommandKind.UPDATE, CommandKind.ACCUMULATE) and command.phase == "rl"
             return self.reference.fault(self.progress) if uses or command.weights == "reference" else None
         if command.weights != "reference":
             return None
@@ -281,7 +286,36 @@ class TrainerWorker(GroupWorker):
             if self.adam.updates != updates:  # a step is made whole or not at all
                 e = self._go_back_from(command, e)
             raise Refused(e) from e
-        metrics |= self.throughput.of_step(share, self.adam.updates - updates, metrics["train_s"])
+        metrics |= self.throughput.of_step(Passed.of(share), self.adam.updates - updates, metrics["train_s"])
+        return self._stepped(command, metrics)
+
+    @executes(CommandKind.ACCUMULATE)
+    def _accumulate(self, command: Command, share: Batch) -> dict[str, Any]:
+        if command.part:  # the first one begins anew
+            self._require_parts(command)
+        if self._adds_reference:
+            share = Batch({**share.tensors, "ref_logprobs": self._reference_logprobs(share)})
+        try:
+            self.train_step.accumulate(share, command.part)
+        except PluginFailed as e:  # on every rank
+            log.error("part %d of step %d was not computed: %s", command.part, command.step, e)
+            raise Refused(e) from e
+        return {"parts": self.train_step.parts.count}
+
+    @executes(CommandKind.APPLY)
+    def _apply(self, command: Command) -> dict[str, Any] | None:
+        self._require_parts(command)
+        metrics, passed = self.train_step.apply(command.step)
+        return self._stepped(command, metrics | self.throughput.of_step(passed, 1, metrics["train_s"]))
+
+    def _require_parts(self, command: Command) -> None:
+        """Raises Refused, on every rank, unless the parts before this one, or all, were accumulated."""
+        if (found := self.train_step.parts.count) != command.part or (command.kind is CommandKind.APPLY and not found):
+            raise Refused(Conflict(f"{command.kind} with part={command.part} of step {command.step}: "
+                                   f"{found} parts are accumulated", hint="send the parts of the step again, from 0"))
+
+    def _stepped(self, command: Command, metrics: dict[str, Any]) -> dict[str, Any] | None:
+        """After the update(s) of a step: goes on to its state, and publishes what is to be published."""
         self.progress = after_update(self.progress, command)
         if self.reference is not None:
             if command.phase == "rl":
@@ -325,6 +359,7 @@ class TrainerWorker(GroupWorker):
         """Goes back to a committed state, or to the newest that there is: which it is, the status says."""
         before = self.progress
         self._join_before_restore(f"version {command.version} of its state")
+        self.train_step.discard_parts()
         restored = self.checkpoints.load(command.version) if command.version else None
         if restored is not None:
             self.progress = restored

@@ -56,6 +56,8 @@ class AsyncWorld(World):
         self.overlaps = 0
         """Groups that finished while a step was being made."""
         self.most_open = 0
+        self.parts = 0
+        """That were computed with."""
 
     def start_actor(self) -> None:
         if not self.etcd_up:
@@ -135,13 +137,21 @@ class AsyncWorld(World):
         return (yield from super().perform(actor, effect))
 
     def take(self, actor: AsyncActor) -> Generator[None, None, Any]:
+        """Each part is loaded when it is chosen, and computed with: its data are not needed in the queue again."""
+        actor.flow.choose_anew()
+        groups: dict[int, Group] = {}
         while True:
             yield
             for ordinal in actor.flow.take_stale():
                 actor.queue.pop(ordinal, None)
-            if (chosen := actor.flow.choose()) is None:
+            if (part := actor.flow.choose()) is None:
                 continue
-            if missing := [o for o in chosen.ordinals if o not in actor.queue]:
+            if missing := [o for o in part.ordinals if o not in actor.queue]:
                 actor.flow.not_loaded(missing)
                 continue
-            return [actor.queue[o] for o in chosen.ordinals], chosen
+            if part.first:
+                groups = {}
+            groups |= {o: actor.queue[o] for o in part.ordinals}
+            self.parts += 1
+            if part.step is not None:
+                return [groups[o] for o in part.step.ordinals], part.step

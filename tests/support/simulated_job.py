@@ -47,6 +47,13 @@ class TrainerWithoutTensors:
         self.saved = [Progress()]
         self.version = self.saved_version = 0
         self.trained: list[tuple[int, Batch]] = []
+        """Of each step what it was made of, in one piece or in parts."""
+        self.parts: list[Batch] = []
+        """Accumulated so far."""
+        self.loses_parts = threading.Event()
+        """Once, before a part that is not the first."""
+        self.at_part = threading.Event()
+        """A part was accumulated."""
         self.reference_passes: list[int] = []
         """Steps for which the reference policy was asked."""
         self.frozen = threading.Event()
@@ -62,6 +69,7 @@ class TrainerWithoutTensors:
 
     def form(self) -> None:
         self.board, self.progress, self.branch = Board(1 << 20), self.saved[-1], Branch(self.saved_version)
+        self.parts = []
         self.service = TrainerService(self.board, "127.0.0.1", Security(), Batch.from_bytes).start()
         self.member = Membership(self._etcd, self._keys, "trainer", "rank-0", ttl_s=10, url=self.service.url,
                                  epoch=self._epoch).start()
@@ -109,6 +117,12 @@ class TrainerWithoutTensors:
             if self.loss_fails.is_set() and command.kind is CommandKind.UPDATE:
                 self.board.refused(command, PluginFailed("the token_loss of algorithm.name=mine failed"))
                 continue
+            if command.kind is CommandKind.ACCUMULATE and command.part and self.loses_parts.is_set():
+                self.loses_parts.clear()
+                self.parts.clear()
+            if (command.kind is CommandKind.APPLY or command.part) and command.part != len(self.parts):
+                self.board.refused(command, Conflict(f"{len(self.parts)} parts are accumulated"))
+                continue
             result = earlier if earlier is not None else self._execute(command)
             self._report()
             self.gate.executed(command, result)
@@ -142,10 +156,15 @@ class TrainerWithoutTensors:
             self.saved.append(self.progress)
             self.saved_version = self.version
             return {"committed": True, "policy_version": self.version}
-        assert batch is not None
+        if command.kind is CommandKind.ACCUMULATE:
+            assert batch is not None
+            self.parts = [*(self.parts if command.part else []), batch]
+            self.at_part.set()
+            return {"parts": len(self.parts)}
         self.progress = after_update(self.progress, command)
         if command.phase == "rl":
-            self.trained.append((command.step, batch))
+            self.trained += [(command.step, made) for made in (self.parts if batch is None else [batch])]
+            self.parts = []
             self.version += 1
             if command.step % 2 == 0:
                 self.saved.append(self.progress)

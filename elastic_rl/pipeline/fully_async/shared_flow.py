@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.samples import Group
 from elastic_rl.pipeline.fully_async.group_queue import GroupQueue, QueueLoss
-from elastic_rl.pipeline.group_flow import ChosenStep, FlowCounts, FlowLimits, Grant, GroupFlow
+from elastic_rl.pipeline.group_flow import ChosenPart, ChosenStep, FlowCounts, FlowLimits, Grant, GroupFlow
 from elastic_rl.pipeline.schedule import failure
 from elastic_rl.pipeline.waits import Waits
 
@@ -97,31 +97,42 @@ class SharedFlow:
         self._give_up(lambda: () if self._flow.arrived(group.ordinal) else (group.ordinal,))
 
     # -- the trainer ------------------------------------------------------------------------------------------------
-    def take(self, waits: Waits, look: Callable[[], None], on_loss: Callable[[QueueLoss], None]) -> Taken:
+    def take(self, waits: Waits, look: Callable[[], None], on_loss: Callable[[QueueLoss], None],
+             on_part: Callable[[Sequence[Group], bool], None]) -> Taken:
         """The groups of the next step, as soon as there are enough. ``look`` is called again and again meanwhile, and
-        says what is waited for; ``on_loss`` with what the queue has lost, once that is to be generated again. Raises
-        Fenced and what these raise."""
+        says what is waited for; ``on_loss`` with what the queue has lost, once that is to be generated again;
+        ``on_part`` with the groups of each part as soon as they are there, and whether it is the step's first, after
+        which those of earlier calls are of no step. Raises Fenced and what these raise."""
+        with self._changed:
+            self._flow.choose_anew()  # this call may follow one that failed
+        groups: Mapping[int, Group] = {}
         while True:
             self._take_loss(on_loss)
-            with self._changed:
-                has_stale = self._flow.has_stale
-                chosen = None if has_stale else self._flow.choose()
-                if chosen is None and not has_stale:
-                    self._changed.wait(_POLL_S)
-            if has_stale:
-                self._give_up(self._flow.take_stale)
-            if chosen is None:
+            if (part := self._next_part()) is None:
                 waits.pause(0.0)
                 look()
                 continue
-            found = waits.retry("queue", partial(self._queue.get, chosen.ordinals))
-            if missing := [ordinal for ordinal in chosen.ordinals if ordinal not in found]:
+            found = waits.retry("queue", partial(self._queue.get, part.ordinals))
+            if missing := [ordinal for ordinal in part.ordinals if ordinal not in found]:
                 with self._changed:
                     self._flow.not_loaded(missing)
                     self._changed.notify_all()
                 continue
             waits.works()
-            return Taken([found[ordinal] for ordinal in chosen.ordinals], chosen, self._metrics(chosen))
+            groups = found if part.first else {**groups, **found}
+            on_part([found[ordinal] for ordinal in part.ordinals], part.first)
+            if (chosen := part.step) is not None:
+                return Taken([groups[ordinal] for ordinal in chosen.ordinals], chosen, self._metrics(chosen))
+
+    def _next_part(self) -> ChosenPart | None:
+        """None after a short wait for one."""
+        with self._changed:
+            if not self._flow.has_stale:
+                if (part := self._flow.choose()) is None:
+                    self._changed.wait(_POLL_S)
+                return part
+        self._give_up(self._flow.take_stale)
+        return None
 
     def _take_loss(self, on_loss: Callable[[QueueLoss], None]) -> None:
         if (loss := self._queue.take_loss()) is not None:

@@ -7,11 +7,12 @@ generates, rewards and filters. Between the two are the flow, which decides, and
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_rl.config import Config
 from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.samples import Group
 from elastic_rl.data.sources import CheckedSource
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import FencedWriter
@@ -56,8 +57,9 @@ class FullyAsync:
         self._producer = Producer(self.flow, self._make, lease, self._ending)
         self._producer.start()
 
-    def take(self, waits: Waits) -> Taken:
-        """The groups of the next step. Raises Fenced, and RuntimeError once the producer has ended."""
+    def take(self, waits: Waits, on_part: Callable[[Sequence[Group], bool], None]) -> Taken:
+        """The groups of the next step; ``on_part``: see ``SharedFlow.take``. Raises Fenced, what ``on_part`` raises,
+        and RuntimeError once the producer has ended."""
         def look() -> None:
             self._producer.require_alive()
             wanted, self._wanted_again = self._wanted_again, 0
@@ -69,7 +71,7 @@ class FullyAsync:
             else:
                 waits.works()
 
-        taken = self.flow.take(waits, look, self._queue_lost)
+        taken = self.flow.take(waits, look, self._queue_lost, on_part)
         self._producer.require_alive()
         return taken
 

@@ -13,14 +13,19 @@ class StepTimer:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._spent: dict[str, float] = {}
+        self._within = 0.0
+        """Seconds of phases within the one that goes on."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        """Phases within this one count as themselves only."""
+        start, outer, self._within = time.perf_counter(), self._within, 0.0
         try:
             yield
         finally:
-            self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - start
+            spent = time.perf_counter() - start
+            self._spent[name] = self._spent.get(name, 0.0) + spent - self._within
+            self._within = outer + spent
 
     def move(self, phase: str, part: str, seconds: float) -> None:
         """Counts seconds of a phase, which had them inside, as another one's."""

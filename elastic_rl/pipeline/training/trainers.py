@@ -166,6 +166,14 @@ class Trainers:
             learned = self._learn(self._critic, step, of_critic, shares, consumption, step_id)
         return trained | {name: learned[key] for key, name in _METRICS.items() if key in learned}
 
+    def accumulate(self, step: int, batch: Batch, part: int) -> None:
+        """As ``TrainerClient.accumulate``, of the policy's group. For a job without a critic."""
+        self._policy.accumulate(step, batch, part)
+
+    def apply(self, step: int, parts: int, *, consumption: Consumption, cursor: Mapping[str, Any]) -> dict[str, Any]:
+        """As ``TrainerClient.apply``, of the policy's group. For a job without a critic."""
+        return self._noted(self._policy.apply(step, parts, consumption=consumption, cursor=cursor))
+
     def _noted(self, result: dict[str, Any]) -> dict[str, Any]:
         """With which versions of the policy a command of its group ended."""
         self._version = int(result.get("policy_version") or self._version)

@@ -124,6 +124,10 @@ class Adam:
         self.policy.ddp.zero_grad_buffer()
         self._megatron.zero_grad()
 
+    def scale_gradients(self, factor: float) -> None:
+        """Of this rank, before they are reduced."""
+        self.policy.ddp.scale_gradients(factor)
+
     def reduce_and_step(self, lr: float) -> float:
         """Sums gradients over replicas (and over TP for the per-head norms), clips them, updates the parameters;
         returns the norm before clipping.

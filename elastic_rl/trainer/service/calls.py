@@ -52,6 +52,22 @@ class TrainerCalls(ABC):
         """
         return Call(batch, phase=phase, step=step, consumption=consumption, cursor=dict(cursor or {}), step_id=step_id)
 
+    @command(CommandKind.ACCUMULATE, split=Split.DP, collect=FIRST)
+    def accumulate(self, step: int, batch: Batch, part: int) -> Call:
+        """Computes the gradients of one part of the samples of RL step ``step`` (the trainer's step + 1) and adds them
+        to those of the parts before it. ``part``: its number; 0 begins the step anew, whatever was accumulated before.
+
+        Raises Conflict when another part is the next one: those before were lost, with a group that has re-formed, or
+        when the trainer had to publish its weights again. After PluginFailed no part is left either."""
+        return Call(batch, phase="rl", step=step, part=part)
+
+    @command(CommandKind.APPLY, split=Split.NONE, collect=FIRST)
+    def apply(self, step: int, parts: int, *, consumption: Consumption = Consumption(),
+              cursor: Mapping[str, Any] | None = None) -> Call:
+        """Runs RL step ``step`` on the gradients of its ``parts`` parts: what ``update`` does with the samples of all
+        of them in one batch, up to rounding. Raises Conflict unless these parts were accumulated."""
+        return Call(phase="rl", step=step, part=parts, consumption=consumption, cursor=dict(cursor or {}))
+
     @command(CommandKind.FORWARD_LOGPROBS, split=Split.DP, collect=DP)
     def forward_logprobs(self, batch: Batch, *, weights: Weights = "policy", step: int = 0) -> Call:
         """``logprobs`` [N, T] fp32 of the batch's loss tokens (0 elsewhere) and, by the policy, ``greedy`` [N, T] bool:

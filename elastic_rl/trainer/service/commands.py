@@ -23,6 +23,10 @@ from elastic_rl.trainer.progress import Phase, Progress
 class CommandKind(StrEnum):
     UPDATE = "update"
     """Optimizer updates on a batch: one step."""
+    ACCUMULATE = "accumulate"
+    """Gradients of one part of a step's samples, added to those of the parts before it; nothing is updated."""
+    APPLY = "apply"
+    """One optimizer update with the gradients of all parts: one step."""
     FORWARD_LOGPROBS = "forward_logprobs"
     """Log-probs of a batch's loss tokens, by the policy or by the reference policy; changes nothing."""
     FORWARD_VALUES = "forward_values"
@@ -40,8 +44,9 @@ class CommandKind(StrEnum):
     """Back onto the devices, once engines have released their memory. Both change nothing when it is so already."""
 
 
-CHANGES = (CommandKind.UPDATE, CommandKind.SAVE, CommandKind.LOAD)
-_FOR_NEXT_STEP = (CommandKind.UPDATE, CommandKind.FORWARD_VALUES)
+STEPS = (CommandKind.UPDATE, CommandKind.APPLY)
+CHANGES = (*STEPS, CommandKind.SAVE, CommandKind.LOAD)
+_FOR_NEXT_STEP = (*STEPS, CommandKind.ACCUMULATE, CommandKind.FORWARD_VALUES)
 _AT_STEP = (CommandKind.SAVE, CommandKind.LOAD)
 MOVES = (CommandKind.OFFLOAD, CommandKind.ONLOAD)
 Weights = Literal["policy", "reference"]
@@ -59,14 +64,16 @@ class Command:
     """The formation of the trainer group whose state the actor knows."""
     phase: Phase = "rl"
     step: int = 0
-    """UPDATE, and FORWARD_LOGPROBS of the reference policy and FORWARD_VALUES, which depend on it: the step that this
-    is (for), one more than the trainer's. SAVE: the step that is saved. LOAD: the one that the trainer is at.
-    FORWARD_VERSION: the RL step that made the policy."""
+    """UPDATE, ACCUMULATE and APPLY, and FORWARD_LOGPROBS of the reference policy and FORWARD_VALUES, which depend on
+    it: the step that this is (for), one more than the trainer's. SAVE: the step that is saved. LOAD: the one that the
+    trainer is at. FORWARD_VERSION: the RL step that made the policy."""
     step_id: str = ""
     """UPDATE, of a job with a critic: see ``Progress``."""
     version: int = 0
     """LOAD: number of the state; 0 for the state that the job began with. FORWARD_VERSION: the least number of the
     policy's version."""
+    part: int = 0
+    """ACCUMULATE: number of the part; 0 begins the step, whatever was accumulated before. APPLY: how many there are."""
     batch: str = ""
     """Name under which the data-parallel ranks hold their shares of the batch."""
     consumption: Consumption = Consumption()
@@ -89,7 +96,8 @@ class Command:
         return {"id": self.id, "kind": self.kind, "epoch": self.epoch, "term": self.term, "group": self.group,
                 "phase": self.phase, "step": self.step, "batch": self.batch,
                 "consumption": self.consumption.to_json(), "cursor": dict(self.cursor), "begin_rl": self.begin_rl,
-                "publish": self.publish, "weights": self.weights, "step_id": self.step_id, "version": self.version}
+                "publish": self.publish, "weights": self.weights, "step_id": self.step_id, "version": self.version,
+                "part": self.part}
 
     @classmethod
     def from_json(cls, raw: Any) -> Self:
@@ -106,7 +114,8 @@ class Command:
                        step=int(raw["step"]), batch=_text(raw.get("batch", "")),
                        consumption=Consumption.from_json(raw["consumption"]), cursor=dict(raw.get("cursor") or {}),
                        begin_rl=bool(raw.get("begin_rl", False)), publish=bool(raw.get("publish", False)),
-                       weights=weights, step_id=_text(raw.get("step_id", "")), version=int(raw.get("version", 0)))
+                       weights=weights, step_id=_text(raw.get("step_id", "")), version=int(raw.get("version", 0)),
+                       part=int(raw.get("part", 0)))
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as e:
             raise ConfigError(f"not a command of the trainer: {type(e).__name__}: {e}") from e
 
@@ -174,7 +183,7 @@ class WriterGate:
             if command.phase != progress.phase or command.step != progress.step + 1:
                 raise Conflict(f"{command.phase} step {command.step} does not follow: the trainer is at "
                                f"{progress.phase} step {progress.step}", hint="resume from the trainer's state")
-            if command.kind is CommandKind.UPDATE:
+            if command.kind in STEPS:
                 progress.consumed.check(command.consumption)
         elif command.kind in _AT_STEP and (command.phase, command.step) != (progress.phase, progress.step):
             raise Conflict(f"the trainer is at {progress.phase} step {progress.step}, not at {command.phase} step "
@@ -194,7 +203,7 @@ class WriterGate:
 
 
 def after_update(progress: Progress, command: Command) -> Progress:
-    """Progress once an admitted UPDATE was executed."""
+    """Progress once an admitted UPDATE or APPLY was executed."""
     return progress.replace(step=command.step, step_id=command.step_id, cursor=dict(command.cursor),
                             consumed=progress.consumed.add(command.consumption))
 

@@ -94,6 +94,55 @@ def test_staleness_0_trains_bit_for_bit_what_the_synchronous_schedule_trains(mak
     assert one.trainer.saved[-1].consumed == sync.trainer.saved[-1].consumed
 
 
+PARTS = {"train.prompts_per_part": "3", "train.updates_per_step": "1", "rollout.groups_per_request": "1"}
+
+
+def _parts_of_steps(job: SimulatedJob) -> dict[int, list[int]]:
+    """Samples of each part of each step that was made, the last time that it was."""
+    found: dict[int, list[int]] = {}
+    for step, part in job.trainer.trained:
+        found.setdefault(step, []).append(part.samples)
+    return found
+
+
+def test_gradients_of_parts_are_computed_while_other_groups_of_the_step_are_generated(make_job: MakeJob) -> None:
+    job = make_job(**PARTS, **{"train.max_staleness": "0"})
+    release, _ = _slow_once(job, 7)
+    errors = job.start_actor()
+    assert job.trainer.at_part.wait(WAIT_S), "a part is there while group 7 is generated"
+    wait_until(lambda: len(job.trainer.parts) == 2, timeout_s=WAIT_S, what="all that are whole")
+    assert job.trainer.progress.step == 0 and not job.trainer.trained
+    release.set()
+    job.finish()
+    job.assert_exactly_once()
+    assert errors == [] and _parts_of_steps(job) == {step: [6, 6, 4] for step in range(1, STEPS + 1)}
+    for metrics in _metrics(job):
+        assert metrics.staleness == 0
+        assert metrics.samples == 16 and abs(metrics.seconds["total"] - sum(
+            s for name, s in metrics.seconds.items() if name != "total")) < 0.01, "no second is counted twice"
+
+
+@pytest.mark.parametrize("lost", ["parts", "trainer"])
+def test_lost_parts_are_computed_again_and_no_group_is_trained_twice(make_job: MakeJob, lost: str) -> None:
+    job = make_job(**PARTS)
+    job.start_actor()
+    job.wait_for(2)
+    if lost == "parts":
+        job.trainer.loses_parts.set()
+        wait_until(lambda: not job.trainer.loses_parts.is_set(), timeout_s=WAIT_S, what="the loss of a part")
+    else:
+        release, _ = _slow_once(job, max(job.roles.asked) + 20)
+        wait_until(lambda: job.trainer.parts, timeout_s=WAIT_S, what="a part")
+        job.trainer.lose()
+        assert "trainer" in job.wait_waiting("trainer")
+        release.set()
+        job.trainer.form()
+    job.finish()
+    job.assert_exactly_once()
+    assert all(m.staleness <= 1 for m in _metrics(job))
+    assert job.kinds("actor.resynced" if lost == "parts" else "trainer.failed")
+
+
 def test_lost_trainer_is_resumed_with_the_groups_that_were_generated_meanwhile(make_job: MakeJob) -> None:
     job = make_job(**{"train.max_staleness": "2"})
     job.start_actor()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors import safe_open
@@ -31,7 +33,7 @@ from elastic_rl.trainer.micro_batches import ModelInput
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.reference import Reference
 from elastic_rl.trainer.step import TrainStep
-from elastic_rl.trainer.throughput import Throughput
+from elastic_rl.trainer.throughput import Passed, Throughput
 
 BUCKET = 1 << 16
 _ADDITIONS = {"entropy_coef": 0.3, "kl_coef": 0.5, "tis_cap": 1.1}
@@ -150,6 +152,8 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
         chosen = VARIANTS if scenario == "algorithms" else {ALL: VARIANTS[ALL]}
         return {f"{variant}/{name}": t for variant, found in of_variants(chosen, policy, adam, cfg, par)
                 for name, t in found.items()}
+    if scenario == "parts":
+        return of_parts(policy, adam, cfg, par)
     if scenario == "packed":
         packed = with_trainer(cfg, micro_batch_tokens=37, packing=True, recompute="full")
         return gradients(loaded(model, packed, par), algorithm_of(cfg), synthetic(cfg, 64))
@@ -218,7 +222,7 @@ def throughput(train_step: TrainStep) -> dict[str, torch.Tensor]:
         with FlopCounterMode(display=False) as counter:
             train_step.gradients(share, algorithm_of(cfg))
         out[f"{name}/counted"] = float(counter.get_total_flops())
-        out |= {f"{name}/{metric}": value for metric, value in measure.of_step(share, 2, 1.0).items()}
+        out |= {f"{name}/{metric}": value for metric, value in measure.of_step(Passed.of(share), 2, 1.0).items()}
         out[f"{name}/tokens"] = float(whole["lengths"].sum())
     return {f"{par.rank}/{name}": torch.tensor([value], dtype=torch.float64) for name, value in out.items()}
 
@@ -275,7 +279,7 @@ def one_sample(train_step: TrainStep) -> dict[str, torch.Tensor]:
     if share.samples and par.is_share_leader:
         out["logprobs"] = logprobs
     metrics = train_step.train(share, "rl", 1)
-    Throughput(policy.arch, cfg.device, par, torch.float32).of_step(share, 1, metrics["train_s"])
+    Throughput(policy.arch, cfg.device, par, torch.float32).of_step(Passed.of(share), 1, metrics["train_s"])
     return out | {f"trained {name}": t.clone() for _, name, t in weights(policy, BUCKET)}
 
 
@@ -312,14 +316,19 @@ def recorded(train_step: TrainStep) -> dict[str, torch.Tensor]:
 
 def gradients(train_step: TrainStep, algorithm: AlgorithmSpec, batch: Batch) -> dict[str, torch.Tensor]:
     """The gradients that this rank owns, unclipped, and on rank 0 the metrics. ``batch``: of all replicas."""
-    from megatron.core.distributed import finalize_model_grads
-
     par, policy = train_step.par, train_step.policy
     metrics = train_step.gradients(share_of(batch, train_step), algorithm)
+    numbers = {name: torch.tensor([value]) for name, value in metrics.items()} if par.rank == 0 else {}
+    return numbers | reduced_gradients(policy)
+
+
+def reduced_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """The gradients that this rank owns, of all replicas."""
+    from megatron.core.distributed import finalize_model_grads
+
     finalize_model_grads([policy.ddp])
     grads = owned_tensors(policy, {n: p.main_grad for n, p in policy.parameters()}, BUCKET)
-    numbers = {name: torch.tensor([value]) for name, value in metrics.items()} if par.rank == 0 else {}
-    return numbers | {name: t.clone() for _, name, t in grads}
+    return {name: t.clone() for _, name, t in grads}
 
 
 def of_variants(variants: dict[str, dict[str, Any]], policy: Policy, adam: Adam, cfg: Config,
@@ -329,6 +338,34 @@ def of_variants(variants: dict[str, dict[str, Any]], policy: Policy, adam: Adam,
     for variant, settings in variants.items():
         of_variant = with_algorithm(cfg, **settings)
         yield variant, gradients(TrainStep(policy, adam, of_variant, par), algorithm_of(of_variant), batch)
+
+
+def of_parts(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """Gradients and metrics of each variant, from parts of the batch: some samples, one, and the others, after a first
+    part that is given up."""
+    batch, out = with_reference(cfg, policy.arch.vocab), dict[str, torch.Tensor]()
+    for variant, settings in VARIANTS.items():
+        train_step, unclipped = TrainStep(policy, adam, with_algorithm(cfg, **settings), par), dict[str, torch.Tensor]()
+
+        def reduced(lr: float, found: dict[str, torch.Tensor] = unclipped) -> float:
+            found |= reduced_gradients(policy)
+            return 0.0
+
+        train_step.accumulate(share_of(batch.share(torch.arange(7)), train_step), 0)
+        for part, (start, stop) in enumerate(((0, 40), (40, 41), (41, 64))):
+            train_step.accumulate(share_of(batch.share(torch.arange(start, stop)), train_step), part)
+        assert train_step.parts.count == 3
+        with mock.patch.object(adam, "reduce_and_step", reduced):
+            metrics, passed = train_step.apply(1)
+        assert train_step.parts.count == 0
+        if par.dp == 1:
+            assert passed == Passed.of(batch)
+        spread = train_step._spread(share_of(batch, train_step)["advantages"].double())
+        assert all(math.isclose(metrics[name], value, rel_tol=1e-9) for name, value in spread.items())
+        others = {*spread, "lr", "train_s", "grad_norm"}
+        numbers = {name: torch.tensor([v]) for name, v in metrics.items() if name not in others and par.rank == 0}
+        out |= {f"{variant}/{name}": t for name, t in (numbers | unclipped).items()}
+    return out
 
 
 def loaded(model: Path, cfg: Config, par: parallel.ParallelDims) -> TrainStep:

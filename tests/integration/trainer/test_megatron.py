@@ -78,7 +78,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for sizes in GROUPS:
             scenarios = [Scenario("hf16", "logits", hf16), Scenario("hf13", "logits", hf13),
                          Scenario("gradients", "gradients", hf16), Scenario("train", "train", hf16),
-                         Scenario("algorithms", "algorithms", hf16), Scenario("padded", "padded", hf13),
+                         Scenario("algorithms", "algorithms", hf16), Scenario("parts", "parts", hf16),
+                         Scenario("padded", "padded", hf13),
                          Scenario("failing", "failing", hf16), Scenario("corrected", "corrected", hf16),
                          Scenario("cuts", "cuts", hf16), Scenario("reference", "reference", hf16),
                          Scenario("temperature", "temperature", hf16),
@@ -154,6 +155,12 @@ def test_gradients_and_metrics_of_every_algorithm_do_not_depend_on_the_parallel_
         assert variants(runs) >= {name for name, spec in ALGOS.items() if spec.advantages is not None}
     for sizes in GROUPS:
         assert_equal(runs, scenario, alone, sizes)
+
+
+def test_gradients_and_metrics_of_parts_are_those_of_the_whole_step(runs: Runs) -> None:
+    alone = runs.results[1, 1, 1]["algorithms"]
+    for sizes in GROUPS:
+        assert_equal(runs, "parts", alone, sizes)
 
 
 def test_gradients_of_every_algorithm_differ_from_those_of_grpo(runs: Runs) -> None:

@@ -18,7 +18,7 @@ from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import GroupLedger
 from elastic_rl.errors import IllegalTransition
-from elastic_rl.pipeline.group_flow import FlowLimits, GroupFlow
+from elastic_rl.pipeline.group_flow import ChosenPart, ChosenStep, FlowLimits, GroupFlow
 
 SEEDS = max(5_000, seeds(0)) if seeds(0) else 1_000
 MUTANT_SEEDS = 400
@@ -32,27 +32,32 @@ def _run(world: AsyncWorld, seed: int) -> AsyncWorld:
     return world
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(staleness: int) -> None:
-    groups = actors = stale = lost = overlaps = 0
+@pytest.mark.parametrize(("staleness", "part"), [(0, None), (1, None), (3, None), (0, 1), (1, 2)])
+def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(staleness: int, part: int | None
+                                                                             ) -> None:
+    groups = actors = stale = lost = overlaps = parts = steps = 0
     for seed in range(SEEDS // 3):
-        world = _run(AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=staleness)), seed)
+        world = _run(AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=staleness, groups_per_part=part)), seed)
+        parts, steps = parts + world.parts, steps + sum(e.phase == "rl" for e in world.executed)
         groups, actors = groups + world.groups - 1, actors + world.term - 1
         stale, lost = stale + sum(c.stale for c in world.counts), lost + sum(c.lost for c in world.counts)
         overlaps += world.overlaps
     assert groups > SEEDS // 3 and actors > SEEDS // 6, "the runs were disturbed"
     assert lost > SEEDS // 30 and stale > 0, "groups were generated again"
-    assert bool(overlaps) == bool(staleness), "generation goes on during a step where the staleness allows it"
+    assert bool(overlaps) == bool(staleness or part), "generation goes on during a step where the settings allow it"
+    assert parts > 1.5 * steps if part else parts >= steps
 
 
+@pytest.mark.parametrize("part", [None, 1])
 @pytest.mark.parametrize("waits", [True, False])
 def test_rollout_that_takes_longer_than_the_staleness_allows_is_waited_for_once_it_was_overtaken(
-        waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        waits: bool, part: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:
         monkeypatch.setattr(GroupFlow, "_must_wait", lambda self: False)
     most = 0
     for seed in range(20):
-        world = AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=1, steps=20), loses=False,
+        world = AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=1, steps=20, groups_per_part=part),
+                           loses=False,
                            turns=lambda ordinal: 150 if ordinal == 0 else 0)
         world.faults_left = 0
         _run(world, seed)
@@ -155,6 +160,11 @@ def _queue(flow: GroupFlow, *ordinals: int, version: int) -> None:
         assert flow.finished(ordinal, (version,), "") and flow.arrived(ordinal)
 
 
+def _step(flow: GroupFlow) -> ChosenStep | None:
+    part = flow.choose()
+    return None if part is None else part.step
+
+
 def test_later_groups_ask_for_the_versions_that_will_be_out_at_their_turn() -> None:
     flow = _flow(version=5, max_staleness=2)
     grants = [flow.lease() for _ in range(4)]
@@ -171,7 +181,7 @@ def test_group_that_was_too_stale_is_leased_again_and_waited_for() -> None:
     flow = _flow(version=5)
     assert flow.lease() and flow.lease()
     _queue(flow, 1, 2, 3, version=5)
-    first = flow.choose()
+    first = _step(flow)
     assert first is not None and first.ordinals == (1, 2) and first.staleness.most == 0
     assert flow.trained(first.consumption, 6) == [1, 2]
     _queue(flow, 0, version=4)
@@ -181,7 +191,7 @@ def test_group_that_was_too_stale_is_leased_again_and_waited_for() -> None:
     _queue(flow, *(o for g in grants[1:] for o in g.ordinals), version=6)
     assert flow.choose() is None, "another step would make version 5 too stale"
     _queue(flow, 0, version=5)
-    chosen = flow.choose()
+    chosen = _step(flow)
     assert chosen is not None and chosen.ordinals == (0, 3)
     assert chosen.staleness.least == chosen.staleness.most == 1
 
@@ -194,11 +204,29 @@ def test_open_groups_are_all_that_were_begun_and_are_not_consumed() -> None:
         pass
     _queue(flow, 1, 2, 3, version=1)
     assert not flow.finished(0, (1,), "uniform") and flow.lost([3]) == [3]
-    chosen = flow.choose()
+    chosen = _step(flow)
     assert chosen is not None and chosen.ordinals == (1, 2)
     assert not flow.finished(4, (1,), "uniform")
     flow.trained(chosen.consumption, 2)
     assert list(flow.open) == [3, 4, 5]
+
+
+def test_parts_of_a_step_are_chosen_as_they_finish_and_the_last_one_completes_it() -> None:
+    flow = _flow(groups_per_step=5, groups_per_part=2)
+    while flow.lease() is not None:
+        pass
+    _queue(flow, 3, version=1)
+    assert flow.choose() is None
+    _queue(flow, 0, version=1)
+    assert flow.choose() == ChosenPart((0, 3), True, None) and flow.choose() is None
+    _queue(flow, 4, 2, 1, 5, version=1)
+    assert flow.choose() == ChosenPart((2, 4), False, None)
+    last = flow.choose()
+    assert last is not None and last.ordinals == (1,) and not last.first, "what is left is less than a part"
+    assert last.step is not None and last.step.ordinals == (0, 1, 2, 3, 4)
+    assert flow.choose() is None and flow.depth.queued == 1
+    flow.choose_anew()
+    assert flow.choose() == ChosenPart((0, 3), True, None), "in the order in which they finished"
 
 
 def test_stale_group_cannot_be_chosen() -> None:
@@ -215,7 +243,7 @@ def test_step_that_was_not_made_is_chosen_again_and_one_that_was_made_is_not() -
     _queue(flow, 0, 1, version=1)
     assert flow.choose() is not None
     assert flow.resume(0, 1, IntervalSet(), Branch()) == []
-    chosen = flow.choose()
+    chosen = _step(flow)
     assert chosen is not None and chosen.ordinals == (0, 1)
     assert flow.resume(1, 2, IntervalSet.from_values([0, 1]), Branch()) == [0, 1] and flow.choose() is None
 
@@ -272,7 +300,7 @@ def test_open_groups_are_bounded_by_the_staleness_and_the_setting(
             if flow.finished(ordinal, (version,), random.choice(["", "", "uniform"])):
                 flow.arrived(ordinal)
         flow.take_stale()
-        if (chosen := flow.choose()) is not None:
+        if (chosen := _step(flow)) is not None:
             assert len(chosen.ordinals) == size and chosen.staleness.most <= staleness
             version += 1
             flow.trained(chosen.consumption, version)

@@ -48,7 +48,8 @@ def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives
     meanwhile: list[Any] = []
     queue.at_drop = lambda: meanwhile.append(flow.lease(0.0))  # type: ignore[method-assign]
     if gives_up == "trained":
-        flow.trained(flow.take(waits, lambda: None, lambda loss: None).chosen.consumption, 2)
+        taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+        flow.trained(taken.chosen.consumption, 2)
     elif gives_up == "rewound":
         flow.resume(0, 3, IntervalSet(), Branch(0, 3))
     else:
@@ -61,7 +62,7 @@ def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives
             raise Enough
 
         with pytest.raises(Enough):
-            flow.take(waits, look, lambda loss: None)
+            flow.take(waits, look, lambda loss: None, lambda groups, first: None)
     grant = flow.lease(0.0)
     assert meanwhile == [None] and grant is not None
     for ordinal in grant.ordinals:
