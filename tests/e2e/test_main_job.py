@@ -29,7 +29,7 @@ from elastic_rl.faults.kinds import (
 )
 from elastic_rl.faults.outages import every_outage
 
-STEPS = 90
+STEPS = 60
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

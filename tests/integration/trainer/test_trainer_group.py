@@ -5,12 +5,9 @@ order."""
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,112 +15,47 @@ import psutil
 import pytest
 import torch
 from safetensors import safe_open
-from support.dcs_nodes import await_node, spawn_node
+from support.elastic_group import START_S, TOKEN, Group, elastic_group
 from support.etcd_server import EtcdServers
 from support.failing_algorithm import FAILS, FAILS_AFTER_AN_UPDATE
-from support.otlp_collector import Collector, Span, collecting
+from support.otlp_collector import Span
 
-from elastic_rl import config
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.samples import Sample, Segment, demonstration
 from elastic_rl.data.sources import make_source
-from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.dcs.security import TOKEN_FILE, Security
+from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, TrainerFailed
 from elastic_rl.etcd import events, fencing
-from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_turn import Side
-from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, Severity
-from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.processes import python, spawn, stop
+from elastic_rl.host.processes import stop
 from elastic_rl.runtime import runs, wait_until
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 
-START_S = 400.0
 STATE_EVERY = 2
-TOKEN = "token of the test"
-TESTS = str(Path(__file__).resolve().parents[2])
-
-
-@dataclass
-class Group:
-    ctx: RunContext
-    etcd: EtcdClient
-    keys: Keys
-    client: TrainerClient
-    agent: subprocess.Popen[bytes]
-    folder: Path
-    spans: Collector
-
-    def start_agent(self) -> None:
-        self.agent = spawn(python("elastic_rl.trainer.group.agent", "--context", str(self.folder / "context.json")),
-                           log=self.folder / "trainer.log",
-                           env={"OMP_NUM_THREADS": "7",  # as Ray sets it
-                                "PYTHONPATH": os.pathsep.join((TESTS, os.environ.get("PYTHONPATH", "")))})
-
-    def ready(self, *, after: str = "") -> TrainerStatus:
-        """The status of a group, other than ``after``, that is ready."""
-        def another() -> TrainerStatus | None:
-            status = self.client.wait_ready()
-            return status if status.group != after else None
-
-        return wait_until(another, timeout_s=START_S, what="another trainer group")
-
-    def ranks(self) -> list[psutil.Process]:
-        alive = {m.pid for m in members(self.etcd, self.keys, "trainer")}
-        return [psutil.Process(pid) for pid in sorted(alive) if psutil.pid_exists(pid)]
-
-    def rank(self, number: int) -> int:
-        return next(m.pid for m in members(self.etcd, self.keys, "trainer") if m.id == f"rank-{number}")
 
 
 @pytest.fixture(scope="module")
 def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    folder = tmp_path_factory.mktemp("group")
-    job = f"t-{secrets.token_hex(4)}"
-    cfg = config.parse({
-        "job": job, "seed": 1, "placement": "colocated", "device": {"type": "cpu"}, "run_dir": str(folder / "runs"),
-        "etcd": {"call_timeout_s": 2.0}, "dcs": {"arena_bytes": 64 << 20},
-        "sft": {"max_steps": 20, "eval_every_steps": 10, "eval_every_steps_near_target": 10,
-                "target_eval_accuracy": 1.0},
-        "train": {"state_every_steps": STATE_EVERY, "prompts_per_step": 8},
-        "algorithm": {"name": "support.failing_algorithm:spec", "kl_coef": 0.1,
-                      "reference_every_steps": STATE_EVERY},
-        # A rank that is lost must be noticed long before a collective times out.
-        "trainer": {"tensor_parallel": 1, "pipeline_parallel": 2, "data_parallel": 1, "collective_timeout_s": 250.0,
-                    "start_timeout_s": 260.0}})
-    keys = Keys(job)
-    with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0) as etcd, collecting() as collector:
-        telemetry = cfg.telemetry.model_copy(update={"otlp_endpoint": collector.endpoint})
-        cfg = cfg.model_copy(update={"telemetry": telemetry})
-        epoch = fencing.raise_epoch(etcd, keys, holder="test").number
-        ctx = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=job, epoch=epoch,
-                         model_dir=str(make_model_dir(folder / "model", cfg)))
-        ctx.save(folder / "context.json")
-        cfg.cluster_dir.mkdir(parents=True)
-        (cfg.cluster_dir / TOKEN_FILE).write_text(TOKEN)
-        node = spawn_node(etcd_servers.endpoints, keys, "node-0", folder, arena_bytes=cfg.dcs.arena_bytes)
-        group = None
-        try:
-            await_node(etcd, keys, node)
-            term = fencing.begin_term(etcd, keys, epoch, "test")
-            client = TrainerClient(etcd, keys, Security(TOKEN), epoch=epoch, term=term)
-            group = Group(ctx, etcd, keys, client, node, folder, collector)
-            group.start_agent()
-            yield group
-        finally:
-            if group is not None:
-                stop(group.agent.pid)
-            stop(node.pid)
+    with elastic_group(etcd_servers.endpoints, tmp_path_factory.mktemp("group"), {
+            "placement": "colocated",
+            "sft": {"max_steps": 20, "eval_every_steps": 10, "eval_every_steps_near_target": 10,
+                    "target_eval_accuracy": 1.0},
+            "train": {"state_every_steps": STATE_EVERY, "prompts_per_step": 8},
+            "algorithm": {"name": "support.failing_algorithm:spec", "kl_coef": 0.1,
+                          "reference_every_steps": STATE_EVERY},
+            # A rank that is lost must be noticed long before a collective times out.
+            "trainer": {"tensor_parallel": 1, "pipeline_parallel": 2, "data_parallel": 1,
+                        "collective_timeout_s": 250.0, "start_timeout_s": 260.0}}) as made:
+        yield made
 
 
 def reference_logprobs(group: Group, batch: Batch, step: int) -> torch.Tensor:
