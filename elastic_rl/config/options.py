@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from elastic_rl.config.section import suggestion
 from elastic_rl.errors import ConfigError
 
 
@@ -35,5 +35,5 @@ def read_options(model: type[M], options: Mapping[str, Any], *, of: str, setting
 def _explain(fault: Mapping[str, Any], model: type[BaseModel]) -> str:
     if fault["type"] != "extra_forbidden":
         return str(fault["msg"])
-    near = difflib.get_close_matches(str(fault["loc"][-1]), model.model_fields, n=1)
-    return "there is no such option" + (f"; did you mean {near[0]!r}?" if near and len(fault["loc"]) == 1 else "")
+    of_model = len(fault["loc"]) == 1
+    return "there is no such option" + (suggestion(str(fault["loc"][0]), model.model_fields) if of_model else "")

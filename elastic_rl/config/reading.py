@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -11,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from elastic_rl.config import secrets
+from elastic_rl.config.section import suggestion
 from elastic_rl.errors import ConfigError
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -133,8 +133,7 @@ def _shortened(value: Any) -> str:
 def _explain(err: Any, model: type[BaseModel]) -> str:
     key = ".".join(str(p) for p in err["loc"])
     if err["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.5)
-        return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"unknown key {key!r}{suggestion(key, known_keys(model), cutoff=0.5)}"
     shown = key and not isinstance(err["input"], dict) and not secrets.is_secret(key)
     return f"{key or 'config'}: {err['msg'].removeprefix('Value error, ')}" + (
         f" (got {_shortened(err['input'])})" if shown else "")

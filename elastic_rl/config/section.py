@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -53,4 +54,15 @@ def faults_of_changes(section: Section, changes: Mapping[str, Any], key: str) ->
         changed(section, changes)
     except ValidationError as e:
         for fault in e.errors():
-            yield f"{'.'.join((key, *map(str, fault['loc'])))}: {fault['msg'].removeprefix('Value error, ')}"
+            name = ".".join(map(str, fault["loc"]))
+            if fault["type"] == "extra_forbidden":
+                yield f"unknown key {key}.{name}{suggestion(name, type(section).model_fields)}"
+            else:
+                yield f"{'.'.join(filter(None, (key, name)))}: {fault['msg'].removeprefix('Value error, ')}"
+
+
+def suggestion(unknown: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """For an error that names an unknown key: which of the known ones may be meant, if any is like it (``cutoff``: of
+    1)."""
+    near = difflib.get_close_matches(unknown, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.retry import RetryBackoff
 from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
 from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
 from elastic_rl.trainer.device_turns import GroupTurns
@@ -48,7 +50,8 @@ from elastic_rl.trainer.throughput import Passed, Throughput
 log = logging.getLogger(__name__)
 
 _PUBLISH_AGAIN_S = 1.0
-"""Pause after a publish that was not committed and must be."""
+"""First pause after a publish that was not committed and must be; ranks that are idle say so no less often than the
+longest one."""
 
 
 @dataclass
@@ -88,6 +91,7 @@ class TrainerWorker(GroupWorker):
                                        self._on_restore, self.reference)
         self.progress = Progress()
         self._wanted: _Wanted | None = None
+        self._publish_again = RetryBackoff(_PUBLISH_AGAIN_S, max(_PUBLISH_AGAIN_S, self._idle_s))
         self._turns, self._memory = turns, DeviceMemory.of_rank(self.policy, self.adam)
         self._offloaded = False
         self._moving: Command | None = None
@@ -205,8 +209,11 @@ class TrainerWorker(GroupWorker):
         if wanted is not None and wanted.until_committed and not committed:
             self._wanted = wanted
             self.board.waits_for = "the trainer to commit a policy that the group reference needs"
-            self._pause.wait(_PUBLISH_AGAIN_S)
+            self._publish_again.failed(time.monotonic())
+            if self.par.rank == 0:  # the others wait for its next message
+                self._pause.wait(self._publish_again.left_s(time.monotonic()))
             return
+        self._publish_again.reset()
         if wanted is not None and wanted.until_committed:
             self.progress = self.progress.replace(reference_version=published.policy)
         self._report(ready=True)

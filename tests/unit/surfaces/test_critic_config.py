@@ -22,7 +22,8 @@ PPO = {"algorithm": {"name": "ppo"}}
 @pytest.mark.parametrize(("critic", "fault"), [
     ({"train": {"steps": 3}}, r"critic\.train\.steps: a critic can have otherwise only lr"),
     ({"train": {"lr": -1}}, r"critic\.train\.lr: .*greater than 0"),
-    ({"trainer": {"tensor_parallell": 2}}, r"critic\.trainer\.tensor_parallell"),
+    ({"trainer": {"tensor_parallell": 2}},
+     r"unknown key critic\.trainer\.tensor_parallell; did you mean 'tensor_parallel'"),
     ({"trainer": {"tensor_parallel": 7}}, r"of the group critic: model\.num_heads=\d+ is not a multiple of "
                                           r"critic\.trainer\.tensor_parallel=7"),
     ({"trainer": {"collective_timeout_s": 5000.0}}, r"of the group critic: .* critic\.trainer\.collective_timeout_s"),

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from elastic_rl import config, job_check
 from elastic_rl.cli.main import app
 from elastic_rl.config import Config
-from elastic_rl.config.unused import unused_settings
+from elastic_rl.config.unused import _unused, unused_settings
 from elastic_rl.data.sources import make_source, read_prompts
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.errors import ConfigError
@@ -199,6 +199,14 @@ def test_settings_that_change_nothing_are_named_with_what_they_are_for(tmp_path:
                  "critic.warmup_steps is for a critic", "reference.trainer is for reference.enabled",
                  "rollout.max_turns is for rollout.environment"):
         assert said in found.detail
+
+
+def test_settings_that_may_be_without_effect_are_settings() -> None:
+    """A renamed one would never be named again."""
+    cfg = config.parse({"mode": "rl"})
+    found = {(section, name) for _, section, names in _unused(cfg) for name in names}
+    assert len(found) > 20
+    assert [key for key in found if key[1] not in type(getattr(cfg, key[0])).model_fields] == []
 
 
 def test_settings_that_a_job_uses_are_not_named() -> None:
