@@ -147,14 +147,28 @@ class TrainerRankKilled(_Killed):
         self.name = f"{group.name}_rank_killed" + (f"_in_turn_of_{turn}" if turn else "")
 
     def inject(self) -> tuple[str, str]:
-        if self.turn is not None:
-            wait_until(lambda: self._seen_turn() is self.turn, timeout_s=INJECT_TIMEOUT_S,
-                       what=f"the turn of {self.turn}", poll_s=0.01)
-        self.at = time.time()
         ranks = wait_until(lambda: self.context.members(self.group), timeout_s=INJECT_TIMEOUT_S,
                            what=f"ranks of the group {self.group}")
         rank = max(ranks, key=lambda m: m.id)
-        return f"{self.group} {rank.id}", kill(rank.pid)
+        seen = ""
+        if self.turn is not None:
+            wait_until(lambda: self._stopped_in_turn(psutil.Process(rank.pid)), timeout_s=INJECT_TIMEOUT_S,
+                       what=f"the turn of {self.turn}", poll_s=0.01)
+            seen = f"; it was stopped in the turn of {self.turn}, and did nothing until then"
+        self.at = time.time()
+        return f"{self.group} {rank.id}", kill(rank.pid) + seen
+
+    def _stopped_in_turn(self, rank: psutil.Process) -> bool:
+        """Whether the rank does nothing any more since a moment of the turn; else it goes on."""
+        if self._seen_turn() is not self.turn:
+            return False
+        rank.suspend()
+        wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, timeout_s=INJECT_TIMEOUT_S,
+                   what=f"the stop of pid {rank.pid}")
+        if self._seen_turn() is self.turn:
+            return True
+        rank.resume()  # it had passed meanwhile
+        return False
 
     def _seen_turn(self) -> Side | None:
         etcd, keys = self.context.etcd, self.context.keys
