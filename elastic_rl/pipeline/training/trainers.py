@@ -46,6 +46,8 @@ OnWait = Callable[[str, str], None]
 _LOOK_AGAIN_S = (2.0, 120.0)
 """First and longest pause before the states are looked for again when no pair of them was available."""
 _SHOW_EVERY_S = 1.0
+_POLICY_LOOK_S = 1.0
+"""How often it is looked whether the policy's group is lost while a group without state is waited for."""
 _OF_CRITIC = ("values", "returns")
 """Tensors of a batch that the critic learns from, and the policy does not read."""
 _METRICS = {"loss": "critic_loss", "grad_norm": "critic_grad_norm", "lr": "critic_lr",
@@ -65,7 +67,7 @@ class Trainers:
         """Phase and step of the policy's last commit while the critic's is missing, and its result."""
         self._clients = {group.name: TrainerClient(
             etcd, keys, security, epoch=epoch, term=term, group=group,
-            on_wait=lambda what, name=group.name: on_wait(name, what))  # type: ignore[misc]
+            on_wait=lambda what, group=group: self._waiting(group, what))  # type: ignore[misc]
             for group in (ACTOR, *(g for g in cfg.trainer_groups if g is not ACTOR))}
         self._policy, self._critic = self._clients[ACTOR.name], self._clients.get(CRITIC.name)
         self._reference_every = cfg.algorithm.reference_every_steps
@@ -73,9 +75,17 @@ class Trainers:
         """Number of the policy as it is now, or of an earlier publish of it."""
         self._reference_version = 0
         """Number of the reference policy, where a group of its own computes with it."""
+        self._policy_look = 0.0
+        """When it is looked next for the policy's group; monotonic."""
         self._formations: dict[str, str] = {}
         """Of each group with a state, as of the last one that was read."""
         self._reformed: set[str] = set()
+
+    def _waiting(self, group: GroupSpec, what: str) -> None:
+        self._on_wait(group.name, what)
+        if what and not group.trains and time.monotonic() >= self._policy_look:  # what is waited for is of its weights
+            self._policy_look = time.monotonic() + _POLICY_LOOK_S
+            self._policy.require_same_group()
 
     def close(self) -> None:
         for client in self._clients.values():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elastic_rl import config
+from elastic_rl.config.groups import GroupSpec
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import ConsumedGroups
@@ -40,6 +41,9 @@ class TrainerGroup:
     committed: list[bool] = field(default_factory=list)
     taken: str = ""
     version: int = 8
+    on_wait: Callable[[str], None] = lambda what: None
+    away: bool = False
+    """Calls wait for ever."""
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -77,6 +81,8 @@ class TrainerGroup:
 
     def forward_version(self, batch: Batch, step: int, at_least: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         self._called(f"forward {step} {at_least}")
+        while self.away:
+            self.on_wait("it to answer")
         return {"step": self.step, "version": self.version}, {"logprobs": batch["tokens"].float()}
 
     def save(self, phase: str, step: int, **_: Any) -> dict[str, Any]:
@@ -96,7 +102,11 @@ class Pair:
 def ready(monkeypatch: pytest.MonkeyPatch, groups: dict[str, TrainerGroup], cfg: config.Config,
           on_recovered: Callable[[str], None] = lambda group: None) -> tuple[Trainers, list[tuple[str, str]]]:
     assert [group.name for group in cfg.trainer_groups] == list(groups)
-    monkeypatch.setattr(trainers, "TrainerClient", lambda *_, group, **__: groups[group.name])
+    def client(*_: Any, group: GroupSpec, on_wait: Callable[[str], None], **__: Any) -> TrainerGroup:
+        groups[group.name].on_wait = on_wait
+        return groups[group.name]
+
+    monkeypatch.setattr(trainers, "TrainerClient", client)
     monkeypatch.setattr(Trainers, "_committed", lambda self, group: {})
     shown: list[tuple[str, str]] = []
     waits = Waits(lambda stage, kind, what: shown.append((kind, what)), threading.Event())
@@ -264,6 +274,24 @@ def test_wait_for_a_group_without_state_ends_with_the_policys_group_and_with_a_r
     with pytest.raises(TrainerFailed, match="re-formed") as found:
         forward.trainers.reference_logprobs(_batch(), 8)
     assert found.value.group == "trainer"
+
+
+def test_loss_of_the_policys_group_ends_the_wait_for_an_answer_of_one_without_state(
+        forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainers, "_POLICY_LOOK_S", 0.0)
+    forward.reference.away = True
+    looks = iter(("1", "1", "2"))
+    of_same = forward.policy.require_same_group
+
+    def look() -> None:
+        forward.policy.formation = next(looks, "2")
+        of_same()
+
+    forward.policy.require_same_group = look  # type: ignore[method-assign]
+    with pytest.raises(TrainerFailed, match="re-formed") as found:
+        forward.trainers.reference_logprobs(_batch(), 8)
+    assert found.value.group == "trainer" and ("reference", "it to answer") in forward.shown
+    assert not forward.recovered, "nobody has seen the reference compute again"
 
 
 def test_answer_for_another_version_is_not_taken(forward: Forward) -> None:
