@@ -75,7 +75,16 @@ def _kept(cfg: Config, sizes: VersionSizes) -> int:
                  for nbytes in (sizes.trainer_state, sizes.critic_state))
     # Policies of steps whose state is not saved have weights of their own. The newest one often has a state.
     between = dcs.keep_versions - 1 if cfg.mode == "rl" and cfg.train.state_every_steps > 1 else 0
-    return states + _limited(between * sizes.policy, 0, dcs.keep_bytes)
+    return states + _limited(between * sizes.policy, 0, dcs.keep_bytes) + _older_references(cfg) * sizes.policy
+
+
+def _older_references(cfg: Config) -> int:
+    """Versions of the policy that the group ``reference`` may need besides the newest reference, at most: each state
+    that is kept may have one of its own (``dcs/catalog/references.py``)."""
+    every = cfg.algorithm.reference_every_steps
+    if not cfg.uses_reference_group or not every:
+        return 0
+    return min(cfg.dcs.keep_versions, math.ceil(cfg.dcs.keep_versions * cfg.train.state_every_steps / every))
 
 
 def _limited(nbytes: int, newest: int, keep_bytes: int) -> int:

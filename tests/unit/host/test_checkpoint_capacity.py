@@ -74,6 +74,18 @@ def test_room_that_is_just_enough_is_enough(settings: dict[str, Any]) -> None:
     assert list(faults(of(**settings), SIZES)) == []
 
 
+@pytest.mark.parametrize(("every", "older"), [("null", 0), (100, 1), (20, 2), (10, 4), (1, 4)])
+def test_references_of_states_that_are_kept_need_room(every: str | int, older: int) -> None:
+    """With states of every 10 steps, of which 4 are kept."""
+    settings = {"reference__enabled": "true", "algorithm__kl_coef": 0.1, "algorithm__reference_every_steps": every,
+                "train__state_every_steps": 10}
+    sizes = VersionSizes(SIZES.policy, SIZES.trainer_state, reference=SIZES.policy)
+    needs = STORED + 100 + older * 100
+    assert list(faults(of(**settings, **dcs(arena_bytes=10_000, disk_bytes=needs)), sizes)) == []
+    [found] = faults(of(**settings, **dcs(arena_bytes=10_000, disk_bytes=needs - 1)), sizes)
+    assert f"for the {needs} MiB" in found.message
+
+
 @pytest.mark.parametrize("mode", ["eval", "rejection_sampling"])
 def test_job_without_a_trainer_needs_room_for_one_policy(mode: str) -> None:
     only = VersionSizes(policy=100 * MIB)
