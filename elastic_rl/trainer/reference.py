@@ -61,7 +61,7 @@ class Reference:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the reference's weights; after it, whatever happens inside, its own, bit for bit. No
-        gradient may be pending."""
+        backward pass may be pending; gradients that were accumulated stay."""
         self._exchange()
         try:
             yield

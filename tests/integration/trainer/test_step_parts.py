@@ -23,7 +23,7 @@ from elastic_rl.errors import Conflict, TrainerFailed
 @pytest.fixture(scope="module")
 def group(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     with elastic_group(etcd_servers.endpoints, tmp_path_factory.mktemp("group"), {
-            "sft": {"max_steps": 0}, "trainer": {"data_parallel": 2},
+            "sft": {"max_steps": 0}, "algorithm": {"kl_coef": 0.1}, "trainer": {"data_parallel": 2},
             "train": {"schedule": "fully_async", "updates_per_step": 1, "prompts_per_step": 8, "prompts_per_part": 3,
                       "state_every_steps": 2}}) as made:
         yield made
@@ -50,6 +50,7 @@ def test_step_is_made_of_its_parts_and_of_no_others(group: Group) -> None:
         client.accumulate(1, part, number)
     made = client.apply(1, 3, consumption=groups_of(1), cursor={"next": 1})
     assert made["tokens"] == sum(part.loss_tokens for part in parts) and made["grad_norm"] > 0
+    assert made["kl_reference"] == 0.0, "the policy with which RL began, put in its place for each part, and taken out"
     assert made["advantage_mean"] == 0.0 and made["advantage_std"] == 1.0 and made["train_tokens_per_s"] > 0
     status = client.wait_ready()
     assert (status.step, status.cursor) == (1, {"next": 1}) and len(status.consumed.groups) == 8
@@ -82,5 +83,6 @@ def test_parts_that_a_dead_rank_had_are_computed_again(group: Group) -> None:
         client.accumulate(2, parts[1], 1)
     for number, part in enumerate(parts):
         client.accumulate(2, part, number)
-    assert client.apply(2, 3, consumption=groups_of(2))["state_version"] > 0
+    made = client.apply(2, 3, consumption=groups_of(2))
+    assert made["state_version"] > 0 and made["kl_reference"] > 0
     assert len(client.wait_ready().consumed.groups) == 16
