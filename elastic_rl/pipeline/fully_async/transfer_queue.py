@@ -38,6 +38,11 @@ T = TypeVar("T")
 _PARTITION, _FIELD = "groups", "group"
 _START_S = 120.0
 """Of the actors; Ray may have to start workers for them."""
+_GIVE_UP_START_S = 2 * _START_S
+"""A start that has not ended by then, since Ray or the package hangs in it, is left to its thread, and another one is
+begun."""
+_MAX_LEFT = 4
+"""Starts that were given up, and whose threads have not ended."""
 _SHOWN_AFTER_S = 1.0
 """Whoever puts a group is told then that the actors start, so that it can say what it waits for."""
 _PING_S = 10.0
@@ -61,6 +66,9 @@ class TransferQueueQueue:
         """Of what is below; never held during a call of the queue."""
         self._actors: _Actors | None = None
         self._starting: Future[None] | None = None
+        self._started_at = 0.0
+        self._left: list[Future[None]] = []
+        """Starts that were given up."""
         self._generation = 0
         self._held: set[int] = set()
         self._loss: QueueLoss | None = None
@@ -152,19 +160,32 @@ class TransferQueueQueue:
             starting = self._starting
             if starting is None:
                 starting = Future()
+                self._left = [late for late in self._left if not late.done()]
+                if len(self._left) >= _MAX_LEFT:
+                    raise QueueUnavailable(f"{len(self._left)} starts of TransferQueue hang",
+                                           hint="look at Ray (`ray status`), then `elastic-rl restart roles/actor`")
                 try:
                     threading.Thread(target=self._start, args=(self._generation, starting),
                                      name="transfer-queue-start", daemon=True).start()
                 except RuntimeError as e:  # no thread can be started now
                     raise QueueUnavailable(f"TransferQueue does not start: {e}") from e
-                self._starting = starting
+                self._starting, self._started_at = starting, time.monotonic()
         if not wait([starting], _SHOWN_AFTER_S).done:
+            self._give_up_late(starting)
             raise QueueUnavailable("the actors of TransferQueue start")
         starting.result()
         with self._lock:
             if self._actors is not None:
                 return self._generation, self._actors
         raise QueueUnavailable("the queue was closed or replaced while it started")
+
+    def _give_up_late(self, starting: Future[None]) -> None:
+        with self._lock:
+            if self._starting is starting and time.monotonic() - self._started_at > _GIVE_UP_START_S:
+                log.warning("a start of TransferQueue is given up: it has taken %.0f s", _GIVE_UP_START_S)
+                self._left.append(starting)
+                self._starting = None
+                self._generation += 1  # what it makes after all is of no use
 
     def _start(self, generation: int, starting: Future[None]) -> None:
         """Starts the actors, in a thread of its own. Sets QueueUnavailable where they do not start."""
@@ -175,7 +196,8 @@ class TransferQueueQueue:
         except BaseException as e:  # of Ray, of the package: there is no room, a host is gone, Ray is away
             failure = QueueUnavailable(f"TransferQueue does not start: {type(e).__name__}: {e}")
         with self._lock:
-            self._starting = None
+            if self._starting is starting:
+                self._starting = None
             wanted = generation == self._generation and self._actors is None
             if wanted:
                 self._actors = made

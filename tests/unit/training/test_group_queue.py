@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from elastic_rl import config
 from elastic_rl.data.group_codec import decode_group, encode_group
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.errors import IllegalTransition, PluginFailed
+from elastic_rl.errors import IllegalTransition, PluginFailed, QueueUnavailable
 from elastic_rl.pipeline.fully_async import transfer_queue
 from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue
 from elastic_rl.pipeline.fully_async.queues import make_queue
+from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
+from elastic_rl.runtime import wait_until
 
 _TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -113,3 +116,31 @@ def test_embedded_queue_keeps_groups_until_they_are_dropped_and_holds_no_more_th
         queue.put(Group(8, Prompt((1,)), ()))
     queue.drop([4, 5])
     assert queue.get([4, 7]) == {7: second}
+
+
+def test_start_of_actors_that_hangs_is_given_up_and_begun_again_but_not_without_end(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_queue.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", 0.01)
+    monkeypatch.setattr(transfer_queue, "_GIVE_UP_START_S", 0.0)
+    go_on, closed = threading.Event(), list[object]()
+
+    class Hanging:
+        def __init__(self, units: int, call_s: float) -> None:
+            go_on.wait(60)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(transfer_queue, "_Actors", Hanging)
+    queue = TransferQueueQueue(4, units=1, call_s=1.0)
+    group = Group(0, Prompt((1,)), (Sample((Segment((2,), (-0.5,), version=1),)),))
+    for _ in range(transfer_queue._MAX_LEFT):
+        with pytest.raises(QueueUnavailable, match="the actors of TransferQueue start"):
+            queue.put(group)
+    with pytest.raises(QueueUnavailable, match="4 starts of TransferQueue hang") as found:
+        queue.put(group)
+    assert "restart roles/actor" in (found.value.hint or "")
+    go_on.set()
+    wait_until(lambda: len(closed) == transfer_queue._MAX_LEFT, timeout_s=30, what="the end of what came too late")
+    queue.close()
