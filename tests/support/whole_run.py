@@ -91,8 +91,9 @@ def assert_sound(job: Job, report: dict[str, Any], steps: int) -> None:
     bound = job.cfg.train.max_staleness
     records = job.step_records()
     assert [r["step"] for r in records if r["staleness"] > bound] == []
-    # Others have samples of other weights than those that they are compared with.
-    fresh = [r["logprob_diff_max"] for r in records if r["staleness"] == 0]
+    # Others have samples of other weights than those that they are compared with. Of a step that was committed when
+    # its loop ended, the next loop writes the record, and does not know what the trainer had measured.
+    fresh = [r["logprob_diff_max"] for r in records if r["staleness"] == 0 and r["logprob_diff_max"] is not None]
     assert fresh and max(fresh) <= 1e-4
 
 
