@@ -101,7 +101,8 @@ class DcsConfig(Section):
     """Streams that are copied to ``durable_url``, in turns. The states of policy and critic are copied in pairs."""
     durable_keep_versions: Positive = 3
     """Number of versions kept of each stream at ``durable_url``, besides the newest states of policy and critic that
-    belong together."""
+    belong together, and the policies that are the reference of what is kept (``reference.enabled``), which are copied
+    also where ``durable_streams`` does not name the policy."""
     durable_full_every: Positive = 8
     """Every n-th copy at ``durable_url`` holds the whole version; those between hold what changed against it. 1: every
     copy is whole."""

@@ -222,10 +222,6 @@ class Config(Section):
                     yield (f"{name}.enabled=true with mode={self.mode}: only a job of mode=rl has use for it; "
                            "leave it out")
             return
-        if self.reference.enabled and self.dcs.durable_url:
-            yield ("reference.enabled=true with dcs.durable_url: the durable store keeps the newest versions of a "
-                   "stream, and the policy that is the reference may be older, so a run could not go on from it; leave "
-                   "one of them out")
         if self.actor_fwd.enabled and (self.algorithm.tis_cap is None or self.train.updates_per_step == 1):
             yield ("actor_fwd.enabled=true: log-probs before a step are needed with algorithm.tis_cap and more than "
                    "one of train.updates_per_step (the pass of a single update has them); set both, or leave it out")

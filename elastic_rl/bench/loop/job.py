@@ -17,6 +17,9 @@ from elastic_rl.host.local_cluster import Cluster
 WARM_STEPS = 2
 """First steps that do not count: caches fill and lazy imports happen in them."""
 ASYNC_SETTINGS = ("--train.schedule=fully_async", "--train.max_staleness=2")
+ONE_UPDATE_SETTINGS = ("--train.schedule=fully_async", "--train.updates_per_step=1")
+PART_SETTINGS = (*ONE_UPDATE_SETTINGS, "--train.prompts_per_part=2")
+"""For the job with long responses: a quarter of a step."""
 _SHORT_STEPS = ("--sft.max_steps=0", "--train.prompts_per_step=16", "--train.group_size=4",
                 "--train.updates_per_step=1")
 

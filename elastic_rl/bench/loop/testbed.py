@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from elastic_rl.bench.loop.bare_engines import EngineRounds, measure_engines
 from elastic_rl.bench.loop.bare_trainer import measure_trainer
 from elastic_rl.bench.options import Options
 from elastic_rl.config import Config
+from elastic_rl.faults.injector import FaultPlan
 from elastic_rl.host import inherited_model
 from elastic_rl.report.build import Record, read_records
 
@@ -66,15 +67,17 @@ class Testbed:
         job.run(self.cfg, then=lambda cfg, info: inherited_model.keep_policy(cfg, info, policy))
         return Run(self.cfg, self.records(), policy)
 
-    def async_run(self) -> Run:
-        """The measured run with groups that are generated beside its steps; the first call trains. Raises
-        ElasticRLError."""
-        return self._once("async run", self._train_async)
+    def variant(self, name: str, settings: Sequence[str], plan: FaultPlan | None = None) -> list[Record]:
+        """Records of a run as the measured one with further settings; the first call of a name trains. ``plan``: faults
+        of it. Raises ElasticRLError."""
+        return self._once(name, lambda: _trained(
+            job.configure(self._new_folder(name), self.options, settings), plan))
 
-    def _train_async(self) -> Run:
-        cfg = job.configure(self.folder / "async", self.options, job.ASYNC_SETTINGS)
-        job.run(cfg)
-        return Run(cfg, read_records(cfg.job_dir / "steps.jsonl"), Path())
+    def long_variant(self, name: str, settings: Sequence[str], plan: FaultPlan | None = None) -> list[Record]:
+        """As ``variant``, of the run with long responses."""
+        from elastic_rl.bench.loop import long_responses
+        return self._once(name, lambda: _trained(long_responses.configure_rl(
+            self.folder / name, self.options, job.WARM_STEPS + self.long_rounds, settings), plan))
 
     def long_run(self) -> Run:
         """A run with responses of widely different lengths; the first call trains. Raises ElasticRLError."""
@@ -139,3 +142,8 @@ class Testbed:
         if isinstance(found := self._results[name], Exception):
             raise found
         return found
+
+
+def _trained(cfg: Config, plan: FaultPlan | None) -> list[Record]:
+    job.run(cfg, plan=plan)
+    return read_records(cfg.job_dir / "steps.jsonl")

@@ -37,10 +37,10 @@ def to_release(committed: Sequence[Version], policy: RetentionPolicy, now: float
     return sorted(out)
 
 
-def durable_to_drop(anchors: Mapping[int, int], keep: int, in_pair: int = 0) -> list[int]:
+def durable_to_drop(anchors: Mapping[int, int], keep: int, needed: Collection[int] = ()) -> list[int]:
     """Numbers of the durable versions to be dropped. ``anchors``: number of each version → that of the version whose
-    chunks its deltas are against (its own for a whole one). The newest ``keep`` stay, and ``in_pair``, the half of the
-    newest pair (0 for none), and the anchors of these."""
-    stay = {*sorted(anchors)[-keep:], *({in_pair} & anchors.keys())}
-    needed = stay | {anchors[n] for n in stay}
-    return sorted(n for n in anchors if n not in needed)
+    chunks its deltas are against (its own for a whole one). The newest ``keep`` stay, ``needed``, and the anchors of
+    these."""
+    stay = {*sorted(anchors)[-keep:], *(anchors.keys() & set(needed))}
+    stay |= {anchors[n] for n in stay}
+    return sorted(n for n in anchors if n not in stay)

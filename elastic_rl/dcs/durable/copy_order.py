@@ -7,6 +7,9 @@ Two streams whose versions belong together in pairs (``catalog/pairs.py``) take 
 always the newest versions were copied, the store would hold versions that never belong together, and nothing could be
 resumed from it. So a pair is chosen as a whole, and no newer version of either stream before both halves are copied.
 The caller pins both when the first is begun: the second is needed long after newer ones are there.
+
+A version whose reference policy (``catalog/references.py``) is not in the store yet is copied after that one, in the
+same turn.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ class CopyOrder:
                 yield copies
 
     def begin(self, copies: Copies) -> None:
-        """The first of them is copied now; then others have their turn."""
+        """The first of them is copied now; then others have their turn. ``copies``: of ``candidates``, after what the
+        first one needs of another stream."""
         unit = self._unit(copies)
         self._open[unit] = copies[1:]
         self._units.remove(unit)
@@ -75,7 +79,7 @@ class CopyOrder:
         return next((unit for unit in self._units if stream in unit), (stream,))
 
     def _unit(self, copies: Copies) -> _Unit:
-        return next(unit for unit in self._units if copies[0][0] in unit)
+        return next(unit for unit in self._units if copies[-1][0] in unit)
 
 
 def _to_copy(unit: _Unit, of: Sequence[Copyable]) -> Copies:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic_rl.config import DcsConfig
-from elastic_rl.dcs.catalog import pairs, pins, reads
+from elastic_rl.config.groups import ACTOR
+from elastic_rl.dcs.catalog import pairs, pins, reads, references
 from elastic_rl.dcs.catalog.reads import decode
 from elastic_rl.dcs.catalog.retention import durable_to_drop
 from elastic_rl.dcs.codecs import delta
@@ -202,7 +203,8 @@ class Uploader(threading.Thread):
 
     def _choose(self) -> _Work | None:
         """The leader's next task."""
-        for copies in self._order.candidates(self._read_stream):
+        for chosen in self._order.candidates(self._read_stream):
+            copies = [*self._reference_to_copy(*chosen[0]), *chosen]
             versions = [self._pinned(stream, number) for stream, number in copies]
             if (version := versions[0]) is None or None in versions:
                 self._give_up(copies)
@@ -215,6 +217,15 @@ class Uploader(threading.Thread):
             self._put_task(task)
             return self._share(task, self._leading, version)
         return None
+
+    def _reference_to_copy(self, stream: str, number: int) -> Copies:
+        """The policy that a version cannot be used without, if it is not in the store yet."""
+        version = reads.get_version(self._etcd, self._keys, stream, number)
+        reference = references.reference_of(version) if version is not None else 0
+        if not reference or self._etcd.get(self._keys.durable(ACTOR.weights, reference)) is not None:
+            return []
+        found = reads.get_version(self._etcd, self._keys, ACTOR.weights, reference)
+        return [(ACTOR.weights, reference)] if found is not None and found.state is VersionState.COMMITTED else []
 
     def _read_stream(self, stream: str) -> Copyable:
         versions = reads.list_versions(self._etcd, self._keys, stream)
@@ -359,11 +370,13 @@ class Uploader(threading.Thread):
     def _clean(self, stream: str) -> None:
         """Drops versions over ``dcs.durable_keep_versions``, and now and then the objects that no version needs."""
         marks = {s: {n: self._durable.mark(s, n) for n in self._durable.numbers(s)}
-                 for s in self._order.with_stream(stream)}
-        paired = pairs.in_newest_pairs({s: [m.version for m in of.values()] for s, of in marks.items()}, pairs.PAIRED)
-        for name, of in marks.items():
+                 for s in {*self._order.with_stream(stream), ACTOR.weights, ACTOR.state}}
+        versions = {s: [m.version for m in of.values()] for s, of in marks.items()}
+        paired, needed = pairs.in_newest_pairs(versions, pairs.PAIRED), references.needed(versions)
+        for name in self._order.with_stream(stream):
+            of = marks[name]
             for number in durable_to_drop({n: m.anchor for n, m in of.items()}, self._dcs.durable_keep_versions,
-                                          paired.get(name, 0)):
+                                          {paired.get(name, 0), *needed.get(name, ())}):
                 if self._etcd.txn([self._guard()], [Op.delete(self._keys.durable(name, number))]).succeeded:
                     self._durable.drop(name, number)
         self._copied += 1

@@ -80,9 +80,9 @@ class DurableCluster(DcsCluster):
         for seed in seeds:
             self.await_durable(wait_until(lambda seed=seed: published(seed), timeout_s=90, what="a publish"))
 
-    def await_durable(self, number: int) -> None:
-        wait_until(lambda: self.etcd.get(self.keys.durable("policy", number)) is not None, timeout_s=90,
-                   what=f"the durable copy of version {number}")
+    def await_durable(self, number: int, stream: str = "policy") -> None:
+        wait_until(lambda: self.etcd.get(self.keys.durable(stream, number)) is not None, timeout_s=90,
+                   what=f"the durable copy of {stream} version {number}")
 
     def kinds(self) -> list[str]:
         """Kinds of the events of the checkpoint service, the oldest first."""
@@ -123,6 +123,46 @@ def test_copied_states_of_two_groups_belong_together(dcs: DurableCluster, url: s
     durable = DurableStore(url, dcs.keys.job)
     wait_until(lambda: durable.numbers("critic_state")[-1:] == [2], timeout_s=90, what="the copy of the newest pair")
     assert durable.numbers("trainer_state")[-1:] == [2], "the newer one has no counterpart"
+
+
+def test_reference_policy_of_a_state_is_copied_before_it(dcs: DurableCluster, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/durable"
+    dcs.start("a", durable_url=url, durable_streams=["trainer_state"])
+    policy, state = dcs.publisher(), dcs.publisher(stream="trainer_state")
+    for seed in range(1, 4):
+        policy.publish(weights(seed).items(), meta={})
+    state.publish(weights(0).items(), meta={"reference_version": 2})
+    dcs.await_durable(1, "trainer_state")
+    assert DurableStore(url, dcs.keys.job).numbers("policy") == [2]
+    dcs.kill("a")
+    dcs.copy_to(url, "b")
+    dcs.require(weights(2), 2, node="b")
+    dcs.require(weights(0), 1, node="b", stream="trainer_state")
+
+
+def test_reference_policy_of_a_state_stays_as_long_as_that_is_kept(dcs: DurableCluster, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/durable"
+    durable = DurableStore(url, dcs.keys.job)
+    dcs.copy_to(url, "a")
+    state = dcs.publisher(stream="trainer_state")
+
+    def publish_state(number: int, reference: int) -> None:
+        assert state.publish(weights(0).items(), meta={"reference_version": reference}).number == number
+        dcs.await_durable(number, "trainer_state")
+
+    def await_policies(*numbers: int) -> None:
+        wait_until(lambda: durable.numbers("policy") == list(numbers), timeout_s=60, what=f"policies {numbers}")
+
+    dcs.publish_durably(1)
+    publish_state(1, reference=1)
+    dcs.publish_durably(2, 3, 4, 5, 6)
+    await_policies(1, 4, 5, 6)  # 4: the whole one, of which the next two are deltas
+    for number in (2, 3, 4, 5):  # the last two are kept; the fourth is whole, so nothing needs the first one
+        publish_state(number, reference=5)
+    dcs.publish_durably(7)
+    await_policies(4, 5, 6, 7)
+    dcs.publish_durably(8, 9, 10)
+    await_policies(4, 5, 7, 9, 10)
 
 
 def test_version_published_from_two_hosts_becomes_durable(dcs: DurableCluster, tmp_path: Path) -> None:

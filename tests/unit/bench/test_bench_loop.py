@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
+import psutil
 import pytest
 from support.synthetic_run import records
 
@@ -19,6 +22,7 @@ from elastic_rl.bench.loop import (
     bare_trainer,
     outages,
     overhead,
+    own_cores,
     steps,
     trl_program,
     vs_trl,
@@ -55,10 +59,48 @@ def test_rows_of_the_asynchronous_run_compare_it_with_the_synchronous_one() -> N
     ours = [step(n, 2.0 * n) | {"idle_s": {"groups": 0.5, "producer_no_room": 0.1}, "algorithm": {
         "staleness_mean": 1.5, "staleness_max": n % 3}} for n in range(1, 8)]
     found = {row.id: row for row in async_vs_sync.rows(sync, ours)}
+    found |= {row.id: row for row in async_vs_sync.own_core_rows(sync, ours)}
+    found |= {row.id: row for row in async_vs_sync.part_rows(sync, ours)}
     assert {*found, "async-queue-s"} == set(SUITE.rows["async_vs_sync"])
     assert found["async-vs-sync"].value == 2.0 and found["async-step-s"].alternatives == {"sync": 4.0}
     assert [found[f"async-idle-s-{part}"].value for part in ("groups", "producer", "producer-no-room")] == [0.5, 0, 0.1]
     assert found["async-staleness"].value == 1.5 and found["async-staleness"].alternatives == {"the most": 2}
+    assert found["async-parts"].value == 2.0 and found["async-parts"].limit is None
+
+
+def test_limit_of_the_asynchronous_run_is_the_longer_of_generation_and_training() -> None:
+    def of_phases(number: int, at: float) -> dict[str, Any]:
+        return step(number, at) | {"seconds": {"total": 3.9, "generate": 2.5, "train": 1.0, "sync": 0.4}}
+
+    sync = [of_phases(n, 4.0 * n) for n in range(1, 8)]
+    times, seconds = async_vs_sync.own_core_rows(sync, [step(n, 3.2 * n) for n in range(1, 8)])
+    assert times.value == pytest.approx(1.25) and times.limit == pytest.approx(1.6)
+    assert seconds.value == pytest.approx(3.2) and seconds.limit == 2.5
+
+
+def test_cores_are_split_between_engines_and_ranks() -> None:
+    assert own_cores.split([0, 1]) == ([0], [1])
+    assert own_cores.split([2, 3, 7, 9, 11]) == ([2, 3], [7, 9, 11])
+    with pytest.raises(Unmeasurable, match="only one"):
+        own_cores.split([5])
+
+
+def test_processes_are_kept_to_cores_with_all_threads_and_children() -> None:
+    core = max(os.sched_getaffinity(0))
+    child = "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print('up', flush=True)"
+    parent = subprocess.Popen([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', "
+                                                     f"{child!r}])"], stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
+        own_cores.keep_to([core], [parent.pid])
+        processes = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
+        threads = [t.id for p in processes for t in p.threads()]
+        assert len(processes) == 2 and len(threads) >= 3
+        assert all(os.sched_getaffinity(t) == {core} for t in threads)
+    finally:
+        for process in reversed([psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]):
+            process.kill()
+        parent.wait()
 
 
 def test_records_without_waits_are_idle_for_no_time() -> None:

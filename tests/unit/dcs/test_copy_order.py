@@ -79,7 +79,7 @@ class Job:
         self.pinned.discard((stream, number))
         newest = pairs.in_newest_pairs({s: list(of.values()) for s, of in self.durable.items()}, pairs.PAIRED)
         for name, of in self.durable.items():
-            for old in durable_to_drop({n: n for n in of}, self.durable_keep, newest.get(name, 0)):
+            for old in durable_to_drop({n: n for n in of}, self.durable_keep, {newest.get(name, 0)}):
                 del of[old]
         self.pair_lost |= had_pair and self.durable_pair is None
 
