@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from elastic_rl.config import Stream
 from elastic_rl.dcs.catalog import reads
+from elastic_rl.dcs.catalog.references import oldest_of_step
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import TOKEN_FILE, Security
-from elastic_rl.errors import Conflict
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.etcd.records import Version, VersionState
+from elastic_rl.etcd.records import Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.trainer.checkpoint import state_reader
 from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, patiently
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 from elastic_rl.trainer.megatron.policy import Policy
 from elastic_rl.trainer.megatron.shard_loader import ShardLoader
-
-
-def oldest_of_step(versions: Sequence[Version], step: int, at_least: int) -> int:
-    """Number of the oldest committed version of the policy that this RL step made, of those with ``at_least`` this
-    number: that one, or where it was not committed the next publish of the same weights. A later version of the step
-    may have other weights, if the run has gone back and made the step again. Raises Conflict when there is none. Pure.
-    """
-    committed = [v for v in versions if v.state is VersionState.COMMITTED]
-    found = [v.number for v in committed
-             if v.number >= at_least and v.meta.get("phase") == "rl" and v.meta.get("step") == step]
-    if not found:
-        newest = max(committed, key=lambda v: v.number, default=None)
-        there_is = f"the newest is {newest.number}, of step {newest.meta.get('step')}" if newest else "there is none"
-        raise Conflict(f"no version of the policy after RL step {step} is committed"
-                       f"{f', of number {at_least} or higher' if at_least else ''}; {there_is}")
-    return min(found)
 
 
 class PolicyVersion:

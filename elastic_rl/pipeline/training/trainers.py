@@ -29,6 +29,7 @@ from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE, GroupS
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.dcs.catalog import pairs, reads
+from elastic_rl.dcs.catalog.references import oldest_of_step
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import ConfigError, Conflict, TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
@@ -239,6 +240,8 @@ class Trainers:
         def attempt() -> torch.Tensor:
             nonlocal lost
             self._policy.require_same_group()
+            # Before the batch is sent, which a group that refuses it has to be sent again.
+            oldest_of_step(reads.list_versions(self._etcd, self._keys, ACTOR.weights), step, at_least)
             try:
                 used, outputs = client.forward_version(batch, step, at_least)
             except TrainerFailed as e:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from elastic_rl.config.algorithm import reference_step
 from elastic_rl.config.groups import ACTOR
-from elastic_rl.dcs.catalog.references import REFERENCE_KEY, needed
+from elastic_rl.dcs.catalog.references import REFERENCE_KEY, needed, oldest_of_step
 from elastic_rl.errors import Conflict
 from elastic_rl.etcd.records import Version, VersionState
-from elastic_rl.trainer.policy_version import oldest_of_step
 from elastic_rl.trainer.progress import Progress
 
 

@@ -19,6 +19,7 @@ from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.dcs.catalog.pairs import pair_name
 from elastic_rl.errors import ConfigError, Conflict, Fenced, TrainerFailed
+from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.pipeline.training import trainers
 from elastic_rl.pipeline.training.trainers import Trainers
 from elastic_rl.pipeline.waits import Waits
@@ -108,6 +109,7 @@ def ready(monkeypatch: pytest.MonkeyPatch, groups: dict[str, TrainerGroup], cfg:
 
     monkeypatch.setattr(trainers, "TrainerClient", client)
     monkeypatch.setattr(Trainers, "_committed", lambda self, group: {})
+    monkeypatch.setattr(trainers.reads, "list_versions", lambda *_: [_policy(5, 4)])
     shown: list[tuple[str, str]] = []
     waits = Waits(lambda stage, kind, what: shown.append((kind, what)), threading.Event())
     monkeypatch.setattr(waits, "pause", lambda seconds: None)
@@ -121,6 +123,11 @@ def ready(monkeypatch: pytest.MonkeyPatch, groups: dict[str, TrainerGroup], cfg:
 def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     groups = {"trainer": TrainerGroup(), "critic": TrainerGroup()}
     return Pair(*groups.values(), *ready(monkeypatch, groups, config.parse({"algorithm": {"name": "ppo"}})))
+
+
+def _policy(number: int, step: int) -> Version:
+    return Version(stream="policy", number=number, state=VersionState.COMMITTED, epoch=1,
+                   meta={"step": step, "phase": "rl"})
 
 
 def _batch() -> Batch:
@@ -292,6 +299,14 @@ def test_loss_of_the_policys_group_ends_the_wait_for_an_answer_of_one_without_st
         forward.trainers.reference_logprobs(_batch(), 8)
     assert found.value.group == "trainer" and ("reference", "it to answer") in forward.shown
     assert not forward.recovered, "nobody has seen the reference compute again"
+
+
+def test_batch_is_not_sent_before_its_version_is_committed(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = iter([[], [_policy(4, 4), _policy(6, 5)]])
+    monkeypatch.setattr(trainers.reads, "list_versions", lambda *_: next(catalog, [_policy(5, 4)]))
+    forward.trainers.reference_logprobs(_batch(), 8)
+    assert forward.reference.calls == ["forward 4 5"] and next(catalog, None) is None
+    assert any("no version of the policy after RL step 4 is committed" in what for _, what in forward.shown)
 
 
 def test_answer_for_another_version_is_not_taken(forward: Forward) -> None:
