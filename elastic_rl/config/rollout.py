@@ -70,9 +70,11 @@ class RolloutConfig(Section):
     makes a ``Filter`` from them."""
     max_dropped_groups: Positive = 256
     """Number of prompt groups that the filters may drop in one step; after that the step takes what comes."""
-    groups_per_request: Positive = 16
-    """Number of prompt groups in one request to the rollout role. Rewards of one request are computed while others are
-    generated, and a failure repeats one request."""
+    groups_per_request: Positive | None = None
+    """Number of prompt groups in one request to the rollout role. Its groups are answered together, when the slowest
+    response of them has ended; their rewards are computed while other requests are generated, and a failure repeats one
+    request. null: 16; with ``train.schedule: fully_async``, where a group is of use as soon as it is done, a 16th of
+    ``train.prompts_per_step`` if that is less."""
     max_attempts: Positive = 4
     """Number of attempts to generate a prompt group before the wait for the engines is reported. The run then tries
     again without end."""

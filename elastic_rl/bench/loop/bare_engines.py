@@ -103,7 +103,7 @@ def requests_of_step(cfg: Config, source: DataSource, number: int) -> list[Reque
     prompts = [(ordinal, train[index]) for ordinal, index in
                enumerate(groups(order_of(source, cfg.seed), first, count), first)]
     sequences = sequences_of_request(source.max_response_tokens)
-    return [[group for _, _, group in request] for call in batches(prompts, cfg.rollout.groups_per_request)
+    return [[group for _, _, group in request] for call in batches(prompts, cfg.groups_per_request)
             for request in share_requests([(prompt.token_ids, cfg.train.group_size, (ordinal, prompt))
                                            for ordinal, prompt in call], sequences, apart=True)]
 

@@ -63,10 +63,10 @@ class GroupRequests:
         missing while none serves; else "". ``on_failed``: called with groups that are dropped, and why; it raises
         nothing but Fenced."""
         self._generate, self._waits, self._other, self._no_engine = generate, waits, other, no_engine
-        self._on_failed, self._groups_per_request = on_failed, cfg.rollout.groups_per_request
+        self._on_failed, self._groups_per_request = on_failed, cfg.groups_per_request
         self._failures = RewardFailures(
             attempts=cfg.rollout.reward_attempts, max_share=cfg.rollout.max_failed_rewards,
-            window=max(cfg.train.prompts_per_step, cfg.rollout.groups_per_request))
+            window=max(cfg.train.prompts_per_step, cfg.groups_per_request))
         self._generated = 0
         """Groups that were generated, so that it is known whether others were while one failed."""
         self._known_good: PromptRequest | None = None

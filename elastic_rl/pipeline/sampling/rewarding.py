@@ -121,7 +121,7 @@ class Rewarder:
         self._filtered: Group | None = None
         """A group that the filters took: as long as they can again, they work."""
         self._failures = RewardFailures(attempts=rollout.reward_attempts, max_share=rollout.max_failed_rewards,
-                                        window=max(cfg.train.prompts_per_step, rollout.groups_per_request))
+                                        window=max(cfg.train.prompts_per_step, cfg.groups_per_request))
         self._known_good: tuple[PromptRequest, Sequence[Sample]] | None = None
         """A group that was rewarded: as long as it can be again, the reward works."""
         self._closing = contextlib.ExitStack()
