@@ -43,6 +43,8 @@ class Threshold:
     """At least, at the end."""
     gain: float
     """By how much at least the end is above the beginning: several standard errors of the two."""
+    part: str = ""
+    """Part of the reward that says whether a problem is solved, where the reward itself does not."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,12 @@ def examples(names: Sequence[str]) -> list[str]:
     return wanted or known
 
 
-def accuracies(report: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Accuracy before and after, of a report: of RL, or of the supervised phase where there was nothing else. Pure."""
+def accuracies(report: Mapping[str, Any], of_part: str = "") -> tuple[float | None, float | None]:
+    """Accuracy before and after, of a report: of RL, or of the supervised phase where there was nothing else.
+    ``of_part``: by this part of the reward. Pure."""
+    if of_part:
+        found = (report.get("eval_reward_parts") or {}).get(of_part) or {}
+        return found.get("first"), found.get("last")
     part: Mapping[str, Any] = report if report.get("steps") else report.get("sft") or {}
     return part.get("eval_accuracy_first"), part.get("eval_accuracy_last")
 
@@ -153,7 +159,7 @@ def run(name: str, seed: int, job: str, limit_s: float, threshold: Threshold | N
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 fault = f"did not end in {limit_s:g} s"
-    before, after = accuracies(_report(cfg.job_dir / "report.json"))
+    before, after = accuracies(_report(cfg.job_dir / "report.json"), threshold.part if threshold else "")
     return Result(name, seed, job, before, after, time.monotonic() - began,
                   fault or fault_of(process.returncode, before, after, threshold))
 

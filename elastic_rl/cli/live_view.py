@@ -72,7 +72,8 @@ def plain_line(record: Record, steps: int) -> str:
                     f"{_f((record.get('seconds') or {}).get('total'), 2)} s")
         case "eval":
             return f"step {record['step']}/{steps}: eval accuracy {_f(record.get('eval_accuracy'))}" + "".join(
-                f", {name} {_f(accuracy)}" for name, accuracy in list((record.get("eval_sets") or {}).items())[:_SETS])
+                f", {name} {_f(value)}" for key in ("eval_sets", "eval_reward_parts")
+                for name, value in list((record.get(key) or {}).items())[:_SETS])
         case "sampled":
             return (f"step {record['step']}{f'/{steps}' if steps else ''}: {record.get('samples', '–')} samples of "
                     f"{len(record.get('groups') or [])} prompts, reward {_f(record.get('reward_mean'))}, "

@@ -399,9 +399,11 @@ class Pipeline:
         self.waits.stage("evaluate")
         scores = evaluate_sets(self.source, lambda name, indices: self.sampler.evaluation_groups(
             list(zip(indices, self.prompts.read(self.source.evals[name], indices), strict=True)), effect.min_version))
-        accuracy, sets = scores[self.source.eval_name].accuracy, further_sets(scores, self.source.eval_name)
+        main = scores[self.source.eval_name]
+        accuracy, sets = main.accuracy, further_sets(scores, self.source.eval_name)
         assert self.status is not None
         self.run_log.write("eval", step=effect.step, eval_accuracy=accuracy, **({"eval_sets": sets} if sets else {}),
+                           **({"eval_reward_parts": main.reward_parts} if main.parts else {}),
                            policy_version=max(score.newest_version for score in scores.values()))
         self.waits.retry("etcd", lambda: self.status.evaluated(  # type: ignore[union-attr]
             self._phase, effect.step, accuracy, bounded(sets)))

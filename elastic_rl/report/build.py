@@ -116,11 +116,11 @@ def _eval_accuracy(records: Sequence[Record]) -> list[float]:
     return values
 
 
-def _eval_sets(records: Iterable[Record]) -> dict[str, Record]:
-    """First and last accuracy of each evaluation set beside the main one, by name."""
+def _by_name(records: Iterable[Record], key: str) -> dict[str, Record]:
+    """First and last value of each name that evaluations have below a key."""
     found: dict[str, list[float]] = {}
     for record in effective_steps(records, "eval"):
-        for name, accuracy in (record.get("eval_sets") or {}).items():
+        for name, accuracy in (record.get(key) or {}).items():
             found.setdefault(name, []).append(float(accuracy))
     return {name: {"first": values[0], "last": values[-1]} for name, values in found.items()}
 
@@ -192,7 +192,8 @@ def build(records: Sequence[Record], *, job: str, seed: int, versions: Sequence[
         "reward_first": rewards[0] if rewards else None, "reward_last": rewards[-1] if rewards else None,
         "eval_accuracy_first": eval_accuracy[0] if eval_accuracy else None,
         "eval_accuracy_last": eval_accuracy[-1] if eval_accuracy else None,
-        "eval_sets": _eval_sets(records),
+        "eval_sets": _by_name(records, "eval_sets"),
+        "eval_reward_parts": _by_name(records, "eval_reward_parts"),
         "versions_committed": _committed(versions, records),
         "staleness_max": int(max(_numbers(steps, "staleness"), default=0)),
         "logprob_diff_max": max(_numbers(steps, "logprob_diff_max"), default=None),

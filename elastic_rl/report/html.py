@@ -41,7 +41,9 @@ def render(report: Mapping[str, Any], records: Sequence[dict[str, Any]]) -> str:
     ] if _is_sft(report) else [
         _section("Learning", charts.learning(rewards, eval_accuracy, marks),
                  _legend(("c1", "mean reward of the step (moving average over the faint line)"),
-                         ("c2", "eval accuracy, greedy")), _set_table(report.get("eval_sets") or {})),
+                         ("c2", "eval accuracy, greedy")),
+                 _first_last_table("further evaluation set", "accuracy", report.get("eval_sets")),
+                 _first_last_table("part of the reward", "value in evaluations", report.get("eval_reward_parts"))),
         _section("Training metrics", curves(steps)),
         _section("Where a step's time goes",
                  charts.step_seconds([(int(r["step"]), r.get("seconds") or {}) for r in steps], marks),
@@ -126,9 +128,10 @@ def _result_table(result: Mapping[str, Any]) -> str:
     return _table(head, rows, numeric=True)
 
 
-def _set_table(sets: Mapping[str, Mapping[str, float]]) -> str:
-    return _table(["further evaluation set", "first accuracy", "last accuracy"],
-                  [[name, _value(f["first"], 3), _value(f["last"], 3)] for name, f in sets.items()], numeric=True)
+def _first_last_table(what: str, value: str, by_name: Mapping[str, Mapping[str, float]] | None) -> str:
+    return _table([what, f"first {value}", f"last {value}"],
+                  [[name, _value(f["first"], 3), _value(f["last"], 3)] for name, f in (by_name or {}).items()],
+                  numeric=True)
 
 
 def _is_sft(report: Mapping[str, Any]) -> bool:

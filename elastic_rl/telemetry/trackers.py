@@ -53,6 +53,8 @@ def scalars(kind: str, fields: Mapping[str, Any]) -> tuple[str, int, dict[str, f
             continue
         if name == "eval_sets":
             values |= {f"eval/{part}/accuracy": float(v) for part, v in value.items()}
+        elif name == "eval_reward_parts":
+            values |= {f"eval/reward_parts/{part}": float(v) for part, v in value.items()}
         elif isinstance(value, Mapping):
             values |= {f"{name}/{part}": float(v) for part, v in value.items() if isinstance(v, int | float)}
         elif name == "engines":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_rl.data.samples import Group
 from elastic_rl.data.sources import CheckedSource
@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 PIECE = 1024
 """Prompts whose samples are in memory at once: a set may have a million. More would not keep the engines busier: this
 is 64 requests of the default size, which is as many as are in flight."""
+_PARTS = 64
+"""Names of reward parts that a score has; samples may each have others."""
 _NAMED = 64
 """Sets that records of etcd have, and characters of a set's name there: a new job has no longer ones."""
 
@@ -28,6 +30,8 @@ class SetScore:
     prompts: int = 0
     rewards: float = 0.0
     """Sum over the prompts."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The same of each named part of the reward, of the first so many."""
     newest_version: int = 0
     """Newest policy version that made a sample."""
 
@@ -36,10 +40,19 @@ class SetScore:
         """Mean reward."""
         return self.rewards / self.prompts
 
+    @property
+    def reward_parts(self) -> dict[str, float]:
+        """Mean of each part, such as what a part of ``mix`` with the weight 0 says of a policy that another one
+        trains."""
+        return {name: value / self.prompts for name, value in self.parts.items()}
+
     def add(self, groups: Sequence[Group]) -> None:
         for group in groups:
             self.prompts += 1  # also one that could not be generated, which has no sample
             self.rewards += sum(sample.reward for sample in group.samples)
+            for name, value in (part for sample in group.samples for part in sample.reward_parts.items()):
+                if name in self.parts or len(self.parts) < _PARTS:
+                    self.parts[name] = self.parts.get(name, 0.0) + value
             self.newest_version = max(self.newest_version, 0, *(v for s in group.samples for v in s.versions))
 
 

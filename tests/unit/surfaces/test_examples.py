@@ -129,6 +129,13 @@ def test_accuracies_are_those_of_the_phase_that_the_example_shows(report: dict[s
     assert run_examples.accuracies(report) == found
 
 
+def test_accuracies_may_be_those_of_a_part_of_the_reward() -> None:
+    report = {"steps": 60, "eval_accuracy_first": 0.6, "eval_accuracy_last": 0.9,
+              "eval_reward_parts": {"math_verify": {"first": 0.3, "last": 0.7}}}
+    assert run_examples.accuracies(report, "math_verify") == (0.3, 0.7)
+    assert run_examples.accuracies(report, "another") == (None, None) == run_examples.accuracies({}, "another")
+
+
 @pytest.mark.parametrize(("code", "before", "after", "fault"), [
     (0, 0.3, 0.6, ""), (0, 0.2, 0.5, ""), (0, 0.4, 0.52, "gained 0.12"), (3, 0.3, 0.6, "exit code 3"),
     (0, 0.45, 0.6, "began at 0.45"), (0, 0.3, 0.49, "ended at 0.49"), (0, None, None, "not evaluated")])

@@ -69,6 +69,7 @@ def test_groups_of_an_asynchronous_run_are_shown() -> None:
 def test_further_evaluation_sets_are_shown_by_name() -> None:
     record = {"kind": "eval", "step": 3, "eval_accuracy": 0.5, "eval_sets": {"math": 0.25}}
     assert plain_line(record, 5) == "step 3/5: eval accuracy 0.500, math 0.250"
+    assert plain_line(record | {"eval_reward_parts": {"right": 0.75}}, 5).endswith(", math 0.250, right 0.750")
     state = RunState(5)
     state.add(record)
     shown = io.StringIO()

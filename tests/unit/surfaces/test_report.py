@@ -89,11 +89,14 @@ def test_report_of_a_job_that_trains_nothing_shows_its_result() -> None:
     assert "kept_reward_mean" in html.render(report, []) and dict(_of_output(kept))["kept"] == "1, reward 1.000"
 
 
-def test_report_has_the_further_evaluation_sets() -> None:
-    rows = [{"kind": "eval", "at": float(s), "step": s, "eval_accuracy": 0.5, "eval_sets": {"math": s / 10}}
+def test_report_has_the_further_evaluation_sets_and_the_parts_of_the_reward() -> None:
+    rows = [{"kind": "eval", "at": float(s), "step": s, "eval_accuracy": 0.5, "eval_sets": {"math": s / 10},
+             "eval_reward_parts": {"right": s / 20}}
             for s in (0, 5)]
     report = _report(rows)
     assert report["eval_sets"] == {"math": {"first": 0.0, "last": 0.5}}
+    assert report["eval_reward_parts"] == {"right": {"first": 0.0, "last": 0.25}}
+    assert "<td>right</td><td>0.000</td><td>0.250</td>" in html.render(report, rows)
     assert "<td>math</td><td>0.000</td><td>0.500</td>" in html.render(report, rows)
 
 

@@ -175,8 +175,9 @@ def test_only_numbers_of_training_steps_are_tracked() -> None:
     assert scalars("step", {"step": 3, "at": 9.0, "loss": 0.5, "grad_norm": None, "groups": [1], "ok": True,
                             "seconds": {"total": 2}, "engines": [{"state": "ready"}, {"state": "syncing"}]}) == (
         "rl", 3, {"loss": 0.5, "seconds/total": 2.0, "engines_ready": 1.0})
-    assert scalars("eval", {"step": 3, "eval_accuracy": 0.5, "eval_sets": {"math": 0.25}}) == (
-        "rl", 3, {"eval_accuracy": 0.5, "eval/math/accuracy": 0.25})
+    assert scalars("eval", {"step": 3, "eval_accuracy": 0.5, "eval_sets": {"math": 0.25},
+                            "eval_reward_parts": {"right": 1.0}}) == (
+        "rl", 3, {"eval_accuracy": 0.5, "eval/math/accuracy": 0.25, "eval/reward_parts/right": 1.0})
     assert scalars("sampled", {"step": 1, "samples": 8}) == ("sampled", 1, {"samples": 8.0})
 
 

@@ -130,6 +130,16 @@ def test_each_set_is_evaluated_in_pieces_and_parts_of_the_main_one_once(monkeypa
     assert scores["eval"].newest_version == 3
 
 
+def test_score_has_the_mean_of_each_part_of_the_reward_of_the_first_so_many() -> None:
+    score = evaluation.SetScore()
+    for right, extra in ((1.0, {}), (0.0, {f"p{n}": 1.0 for n in range(100)}), (1.0, {"late": 1.0})):
+        of = replace(sample(0.5), reward_parts={"right": right, **extra})
+        score.add([Group(0, Prompt((1,)), (of,))])
+    score.add([Group(1, Prompt((1,)), (), "it could not be generated")])
+    assert score.reward_parts["right"] == 0.5 and score.reward_parts["p0"] == 0.25
+    assert len(score.reward_parts) == 64 and "late" not in score.reward_parts
+
+
 class _Source:
     """A user's, whose main set is not among its named ones, and one of those is empty."""
 
