@@ -73,8 +73,9 @@ class RolloutConfig(Section):
     groups_per_request: Positive | None = None
     """Number of prompt groups in one request to the rollout role. Its groups are answered together, when the slowest
     response of them has ended; their rewards are computed while other requests are generated, and a failure repeats one
-    request. null: 16; with ``train.schedule: fully_async``, where a group is of use as soon as it is done, a 16th of
-    ``train.prompts_per_step`` if that is less."""
+    request. null: 16; with ``train.schedule: fully_async``, where a group is of use as soon as it is done, a quarter of
+    ``train.prompts_per_part``, or of ``train.prompts_per_step`` without parts, if that is less. More requests cost the
+    role and the engines time: with steps of a second a quarter of it, with steps of minutes nothing to speak of."""
     max_attempts: Positive = 4
     """Number of attempts to generate a prompt group before the wait for the engines is reported. The run then tries
     again without end."""

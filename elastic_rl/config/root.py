@@ -292,8 +292,9 @@ class Config(Section):
         """``rollout.groups_per_request``, with its default."""
         if (given := self.rollout.groups_per_request) is not None:
             return given
-        of_step = self.train.prompts_per_step // 16 if self.train.schedule == "fully_async" else 16
-        return min(16, max(1, of_step))
+        if self.train.schedule != "fully_async":
+            return 16
+        return min(16, max(1, (self.train.prompts_per_part or self.train.prompts_per_step) // 4))
 
     def pool_settings(self, model_dir: str) -> dict[str, PoolSettings]:
         """What the engines of each pool of the job are, by the pool's name. ``model_dir``: of the policy's model."""

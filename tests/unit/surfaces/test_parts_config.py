@@ -64,11 +64,13 @@ def test_advantages_of_a_part_are_those_of_the_whole_step_where_an_algorithm_say
     assert torch.equal(parts, spec.advantages(rewards, cfg)) == spec.per_group
 
 
-@pytest.mark.parametrize(("schedule", "prompts", "given", "used"), [
-    ("sync", 4, None, 16), ("fully_async", 4, None, 1), ("fully_async", 64, None, 4), ("fully_async", 1024, None, 16),
-    ("fully_async", 64, 9, 9), ("sync", 64, 1, 1)])
-def test_requests_of_an_asynchronous_job_hold_back_no_more_than_a_16th_of_a_step(
-        schedule: str, prompts: int, given: int | None, used: int) -> None:
-    cfg = config.parse({"train": {"schedule": schedule, "prompts_per_step": prompts},
+@pytest.mark.parametrize(("schedule", "prompts", "part", "given", "used"), [
+    ("sync", 4, None, None, 16), ("fully_async", 3, None, None, 1), ("fully_async", 24, None, None, 6),
+    ("fully_async", 1024, None, None, 16), ("fully_async", 24, 8, None, 2), ("fully_async", 24, 8, 9, 9),
+    ("sync", 64, None, 1, 1)])
+def test_requests_of_an_asynchronous_job_hold_back_no_more_than_a_quarter_of_a_step_or_of_a_part(
+        schedule: str, prompts: int, part: int | None, given: int | None, used: int) -> None:
+    cfg = config.parse({"train": {"schedule": schedule, "prompts_per_step": prompts, "prompts_per_part": part,
+                                  "updates_per_step": 1},
                         "rollout": {"groups_per_request": given}})
     assert cfg.groups_per_request == used
