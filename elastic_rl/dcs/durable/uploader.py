@@ -350,12 +350,13 @@ class Uploader(threading.Thread):
         log.info("%s version %d is durable after %.3f s", task.stream, task.number, self._clock() - work.since)
         self._report_recovery()
         anchor = self._anchors.get(task.stream)
-        if task.anchor == task.number:
+        is_whole = task.anchor == task.number
+        if is_whole and (anchor is None or anchor.number < task.number):  # not an old reference: deltas would be large
             self._anchors[task.stream] = Anchor(task.number)
             if anchor is not None:
                 self._unpin(task.stream, anchor.number)
         else:
-            if anchor is not None:
+            if anchor is not None and not is_whole:
                 anchor.deltas += 1
             self._unpin(task.stream, task.number)
         self._clean(task.stream)
