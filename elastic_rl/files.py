@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+
+from elastic_rl.errors import PreflightFailed
 
 
 def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object], *, mark: str = "",
@@ -41,6 +44,19 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def private_folder(path: Path) -> None:
+    """Makes a folder that only its owner may enter, unless it is there. For a folder below one that all users may write
+    to, such as /tmp, whose name can be guessed. Raises PreflightFailed when another user has it, or it is a link or
+    none, and OSError."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()  # not what a link points to
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PreflightFailed(f"{path} is not a folder of this user, whose it must be, and it cannot be replaced",
+                              hint="have it removed, or set TMPDIR to a folder of this user with a short path")
+    path.chmod(0o700)
 
 
 def sync_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ etcd, however long, ends nothing here: each reading is tried again, or left out.
 from __future__ import annotations
 
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ from elastic_rl.etcd.records import GroupLease, JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
+from elastic_rl.files import replace_file
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
 from elastic_rl.host.service_supervisor import ServiceSupervisor
 from elastic_rl.pipeline.records.run_events import PRODUCER
@@ -45,8 +47,9 @@ from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
 from elastic_rl.telemetry.log_files import ray_environment
 
-# Ray reads these when it is imported. Its GCS binds every interface, so it must require a token. Its workers have a
-# lower priority by default, and so would the trainer ranks below them, whose collectives wait for the slowest rank.
+# Ray reads these when it is imported. Its GCS binds every interface, so it must require a token, of this job alone. Its
+# workers have a lower priority by default, and so would the trainer ranks below them, whose collectives wait for the
+# slowest rank.
 _RAY_ENV = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
@@ -198,8 +201,10 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
 def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None]) -> int:
     context_file = ctx.save(ctx.config.cluster_dir / "run.json")
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
-    env = {processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV, **ray_environment(ctx.config.telemetry),
-           **ctx.config.device.environment()}
+    token_file = ctx.config.ray_token_file
+    replace_file(token_file, secrets.token_hex(32), private=True)
+    env = {processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV, "RAY_AUTH_TOKEN_PATH": str(token_file),
+           **ray_environment(ctx.config.telemetry), **ctx.config.device.environment()}
     return DriverSupervisor(ctx, etcd, command, env=env, on_tick=on_tick).run()
 
 

@@ -186,6 +186,11 @@ class Config(Section):
             yield "coordinator.tls_cert and coordinator.tls_key belong together: set both or none"
         if coordinator.tls_ca and not coordinator.tls_cert:
             yield "coordinator.tls_ca needs coordinator.tls_cert and coordinator.tls_key"
+        for key, engines in (("rollout.engines", self.rollout.engines),
+                             *((f"pools.{name}.engines", pool.engines) for name, pool in self.pools.items())):
+            if engines > coordinator.max_engines:
+                yield (f"{key}={engines} is more than coordinator.max_engines={coordinator.max_engines}, the most that "
+                       "a pool may be scaled to: raise the limit, or set fewer engines")
         if coordinator.ports and len(coordinator.ports) != coordinator.replicas:
             yield f"coordinator.ports has {len(coordinator.ports)} ports for {coordinator.replicas} replicas"
 
@@ -397,10 +402,15 @@ class Config(Section):
 
     @property
     def ray_dir(self) -> Path:
-        """Ray's folder of the job. Its path is short, since Ray puts sockets below it, whose paths are limited to 107
-        bytes."""
+        """Folder that Ray's one of the job is in (``files.private_folder``, since Ray's own is open to all users). Its
+        path is short: Ray puts sockets below it, whose paths are limited to 107 bytes."""
         name = hashlib.sha256(str(self.cluster_dir.resolve()).encode()).hexdigest()[:8]
         return Path(tempfile.gettempdir()) / f"erl-{name}"
+
+    @property
+    def ray_token_file(self) -> Path:
+        """The secret that whoever connects to the job's Ray must have."""
+        return self.cluster_dir / "ray.token"
 
 
 def load(path: Path | str | None = None, overrides: Iterable[str] = ()) -> Config:

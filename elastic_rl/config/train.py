@@ -73,7 +73,8 @@ class TrainConfig(Section):
     queue: Literal["embedded", "transfer_queue"] = "embedded"
     """With ``schedule: fully_async``, where finished groups wait for their step. ``embedded``: in the memory of the
     actor. ``transfer_queue``: in Ray actors of the package TransferQueue, on other hosts; install
-    ``elastic-rl[transfer-queue]``, and keep the cluster's network closed, since its sockets take pickles as Ray's do.
+    ``elastic-rl[transfer-queue]``, and let nobody else use the cluster's hosts and network, since its sockets take
+    pickles without a password.
     Groups that a queue loses are generated again."""
     queue_units: Positive = 2
     """Storage actors, with ``queue: transfer_queue``. One that dies takes the groups of all with it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Group, Prompt, Sample, Segment
@@ -26,9 +26,21 @@ def encode_group(group: Group) -> bytes:
                 "metadata": dict(sample.metadata), "text": sample.text} for sample in group.samples],
         }, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as e:
-        raise PluginFailed(f"group {group.ordinal} cannot be written as JSON, because of the metadata of its prompt or "
-                           f"samples: {describe(e)}", hint="a data source, a reward and a function to generate put "
-                           "plain values into metadata: numbers, texts, lists and mappings of them") from e
+        raise _unwritable(f"group {group.ordinal}", e) from e
+
+
+def require_writable(prompt: Prompt, samples: Sequence[Sample]) -> None:
+    """Raises PluginFailed for metadata for which ``encode_group`` would."""
+    try:
+        json.dumps([dict(prompt.metadata), *(dict(sample.metadata) for sample in samples)])
+    except (TypeError, ValueError, RecursionError) as e:
+        raise _unwritable("the group", e) from e
+
+
+def _unwritable(what: str, error: Exception) -> PluginFailed:
+    return PluginFailed(f"{what} cannot be written as JSON, because of the metadata of its prompt or samples: "
+                        f"{describe(error)}", hint="a data source, a reward and a function to generate put plain "
+                        "values into metadata: numbers, texts, lists and mappings of them")
 
 
 def decode_group(raw: bytes) -> Group:

@@ -35,6 +35,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.files import private_folder
 from elastic_rl.host import processes
 from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
@@ -131,8 +132,9 @@ class ComputePlane:
         while True:
             shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed, or by the last try
             try:
+                private_folder(cfg.ray_dir)
                 ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
-                         object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir),
+                         object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir / "r"),
                          _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
                 self._parts.note("ray", "")
                 self._ray_seen_at = time.monotonic()

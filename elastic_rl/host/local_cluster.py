@@ -408,6 +408,7 @@ class Cluster:
         if own_etcd:
             shutil.rmtree(self.dir / "etcd", ignore_errors=True)
             shutil.rmtree(self.dir / "disk", ignore_errors=True)  # no record refers to these chunks any more
+        self.cfg.ray_token_file.unlink(missing_ok=True)
         for name in ("cluster.json", auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN, TOKEN_FILE):
             (self.dir / name).unlink(missing_ok=True)
         return stopped

@@ -168,7 +168,7 @@ class Pipeline:
             self.background = self.waits.retry("plugin", lambda: FullyAsync(
                 self.cfg, self.plan, self.etcd, self.keys, self.writer, self.source, self.roles.generate,
                 self.roles.judge, self._write_lease, source_turn, self._publish_again,
-                lambda loss: self.events.queue_replaced(len(loss.groups), loss.why)))
+                lambda loss: self.events.queue_replaced(len(loss.groups), loss.why), self.ctx.host))
             closing.callback(self.background.close)
 
     def _drive(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from elastic_rl.bench.loop import job, own_cores
@@ -16,7 +17,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import ElasticRLError, QueueUnavailable
 from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue, GroupQueue
 from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
-from elastic_rl.report.build import Record
+from elastic_rl.report.build import Record, percentile
 from elastic_rl.runtime import wait_until
 
 log = logging.getLogger(__name__)
@@ -27,18 +28,22 @@ _GROUPS, _SAMPLES, _TOKENS = 64, 8, 1024
 """Of the groups that are put into the queues."""
 _START_S = 300.0
 """Of the queue's actors."""
+_TOO_SHORT = "no step counts: the run was too short, or did not come far enough"
 
 
 def measure(testbed: Testbed) -> Iterator[Row]:
-    if testbed.options.selects("async-vs-sync", "async-step-s", "async-staleness", *(_idle_id(p) for p in _IDLE)):
+    if testbed.options.selects("async-vs-sync", "async-step-s", "async-tokens", "async-staleness",
+                               *(_idle_id(p) for p in _IDLE)):
         yield from rows(testbed.run().records, testbed.variant("async", job.ASYNC_SETTINGS))
-    yield from _measured_alone(testbed)
     if testbed.options.selects("async-queue-s"):
         yield queue_row()
+    yield from _measured_apart(testbed)
 
 
-def _measured_alone(testbed: Testbed) -> Iterator[Row]:
-    """What generation beside training gains when neither takes the cores of the other."""
+def _measured_apart(testbed: Testbed) -> Iterator[Row]:
+    """What generation beside training gains when neither takes the cores of the other. Raises Unmeasurable."""
+    if testbed.options.selects("async-own-cores", "async-own-cores-s", "async-parts", "async-parts-s"):
+        own_cores.of_this_machine()  # before a cluster is started for nothing
     if testbed.options.selects("async-own-cores", "async-own-cores-s"):
         yield from own_core_rows(testbed.variant("own-cores-sync", (), own_cores.plan),
                                  testbed.variant("own-cores-async", job.ASYNC_SETTINGS, own_cores.plan))
@@ -47,14 +52,54 @@ def _measured_alone(testbed: Testbed) -> Iterator[Row]:
                              testbed.long_variant("steps-in-parts", job.PART_SETTINGS, own_cores.plan))
 
 
+@dataclass(frozen=True)
+class Counted:
+    """The steps of a run that count: neither the first ones, nor the last ones, beside which ever fewer groups are
+    left to be generated."""
+
+    steps: list[tuple[Record, float]]
+    """Records, with their seconds."""
+    ahead: int
+
+    @classmethod
+    def of(cls, records: Sequence[Record], ahead: int) -> Counted:
+        """``ahead``: steps whose groups may be generated before their turn."""
+        found = intervals(records)[ahead:]
+        return cls(found[:-(ahead + 1)], ahead)
+
+    @property
+    def mean_s(self) -> float:
+        return sum(seconds for _, seconds in self.steps) / len(self.steps)
+
+    @property
+    def block_means_s(self) -> list[float]:
+        """Of each ``ahead + 1`` steps on end: groups that were generated together are trained one step after the
+        other, so single steps are much longer and much shorter than what a run takes for one."""
+        size = self.ahead + 1
+        seconds = [seconds for _, seconds in self.steps]
+        return [sum(block) / size for at in range(0, len(seconds) - size + 1, size)
+                if (block := seconds[at:at + size])] or [self.mean_s]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of responses that were trained on."""
+        tokens = sum(step.get("samples", 0) * (step.get("response_tokens") or {}).get("mean", 0.0)
+                     for step, _ in self.steps)
+        return tokens / sum(seconds for _, seconds in self.steps)
+
+
 def rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
     """From the records of both runs. Pure."""
-    steps = intervals(fully_async)
-    idle = [step.get("idle_s") or {} for step, _ in steps]
-    ages = [step["algorithm"] for step, _ in steps if "staleness_mean" in (step.get("algorithm") or {})]
+    ours, alone = Counted.of(fully_async, job.ASYNC_STALENESS), Counted.of(sync, job.ASYNC_STALENESS)
+    idle = [step.get("idle_s") or {} for step, _ in ours.steps]
+    ages = [step["algorithm"] for step, _ in ours.steps if "staleness_mean" in (step.get("algorithm") or {})]
+    tokens = "response tokens trained a second, over the synchronous schedule's"
     return [
         *_faster("async-vs-sync", "steps a second of the fully asynchronous schedule over the synchronous one's",
-                 "async-step-s", "a step of it", fully_async, "sync", sync),
+                 "async-step-s", "a step of it", ours, "sync", alone),
+        Row(id="async-tokens", name=tokens, value=ours.tokens_per_s / alone.tokens_per_s, unit="×", op=">=",
+            samples=len(ours.steps)) if ours.steps and alone.steps and alone.tokens_per_s
+        else Row.unmeasured("async-tokens", tokens, _TOO_SHORT, unit="×", op=">="),
         *(Row.of(_idle_id(part), f"in a step of it {what}", [i.get(part, 0.0) for i in idle], "s")
           for part, what in _IDLE.items()),
         Row.of("async-staleness", "versions by which a group of it is older than the policy, mean of a step",
@@ -64,30 +109,39 @@ def rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
 
 def own_core_rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
     """As ``rows``, where engines and ranks have cores of their own. The limit: all of a step but the longer one of
-    generation and training takes no time. Pure."""
-    longer = [max(seconds["generate"], seconds["train"]) for step, _ in intervals(sync)
+    generation and training takes no time. Raises Unmeasurable. Pure."""
+    alone = Counted.of(own_cores.records_with(sync), job.ASYNC_STALENESS)
+    longer = [max(seconds["generate"], seconds["train"]) for step, _ in alone.steps
               if {"generate", "train"} <= (seconds := step["seconds"]).keys()]
     return _faster("async-own-cores", "the same, with engines and ranks on cores of their own in both",
-                   "async-own-cores-s", "a step of it", fully_async, "sync", sync, longer)
+                   "async-own-cores-s", "a step of it",
+                   Counted.of(own_cores.records_with(fully_async), job.ASYNC_STALENESS), "sync", alone,
+                   sum(longer) / len(longer) if longer else None)
 
 
 def part_rows(whole: Sequence[Record], parts: Sequence[Record]) -> list[Row]:
-    """Of runs with long responses, where the last groups of a step come late. Pure."""
+    """Of runs with long responses, where the last groups of a step come late. Raises Unmeasurable. Pure."""
     return _faster("async-parts", "steps a second in parts of 2 prompts over those of whole steps of 8, with responses "
                    "of up to 256 tokens, staleness 0, one update, and cores of their own",
-                   "async-parts-s", "a step of it", parts, "whole", whole)
+                   "async-parts-s", "a step of it", Counted.of(own_cores.records_with(parts), 0), "whole",
+                   Counted.of(own_cores.records_with(whole), 0))
 
 
-def _faster(row_id: str, name: str, seconds_id: str, seconds_name: str, ours: Sequence[Record], than: str,
-            others: Sequence[Record], least_s: Sequence[float] = ()) -> list[Row]:
-    """``least_s``: seconds of each of the others' steps that no schedule could save."""
-    alone = [seconds for _, seconds in intervals(others)]
-    mine = [seconds for _, seconds in intervals(ours)]
-    limit = median(least_s) if least_s else None
-    return [Row.of(row_id, name, [median(alone) / seconds for seconds in mine] if alone else [], "×", op=">=",
-                   limit=median(alone) / limit if alone and limit else None),
-            Row.of(seconds_id, seconds_name, mine, "s", limit=limit,
-                   alternatives={than: median(alone)} if alone else {})]
+def _faster(row_id: str, name: str, seconds_id: str, seconds_name: str, ours: Counted, than: str,
+            others: Counted, least_s: float | None = None) -> list[Row]:
+    """How many times as many steps a second: of all counted steps together, with the spread of blocks of them.
+    ``least_s``: mean seconds of the others' steps that no schedule could save."""
+    if not ours.steps or not others.steps:
+        return [Row.unmeasured(row_id, name, _TOO_SHORT, unit="×", op=">="),
+                Row.unmeasured(seconds_id, seconds_name, _TOO_SHORT, unit="s")]
+    blocks = ours.block_means_s
+    low, high = percentile(blocks, 0.05), percentile(blocks, 0.95)
+    assert low and high
+    return [Row(id=row_id, name=name, value=others.mean_s / ours.mean_s, unit="×", op=">=",
+                limit=others.mean_s / least_s if least_s else None, samples=len(ours.steps),
+                low=others.mean_s / high, high=others.mean_s / low),
+            Row(id=seconds_id, name=seconds_name, value=ours.mean_s, unit="s", limit=least_s, samples=len(ours.steps),
+                low=low, high=high, alternatives={than: others.mean_s})]
 
 
 def _idle_id(part: str) -> str:

@@ -16,7 +16,8 @@ from elastic_rl.host.local_cluster import Cluster
 
 WARM_STEPS = 2
 """First steps that do not count: caches fill and lazy imports happen in them."""
-ASYNC_SETTINGS = ("--train.schedule=fully_async", "--train.max_staleness=2")
+ASYNC_STALENESS = 2
+ASYNC_SETTINGS = ("--train.schedule=fully_async", f"--train.max_staleness={ASYNC_STALENESS}")
 ONE_UPDATE_SETTINGS = ("--train.schedule=fully_async", "--train.updates_per_step=1")
 PART_SETTINGS = (*ONE_UPDATE_SETTINGS, "--train.prompts_per_part=2")
 """For the job with long responses: a quarter of a step."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 from elastic_rl.config import Config
 from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue, GroupQueue
 from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
 
 
-def make_queue(cfg: Config, capacity: int) -> GroupQueue:
-    """The queue that ``train.queue`` names, of so many groups. Raises ConfigError."""
+def make_queue(cfg: Config, capacity: int, host: str = "127.0.0.1") -> GroupQueue:
+    """The queue that ``train.queue`` names, of so many groups. ``host``: IP address at which the processes of the run
+    reach this host; a loopback address says that all are on it. Raises ConfigError."""
     if cfg.train.queue == "transfer_queue":
-        return TransferQueueQueue(capacity, units=cfg.train.queue_units, call_s=cfg.train.queue_call_timeout_s)
+        return TransferQueueQueue(capacity, units=cfg.train.queue_units, call_s=cfg.train.queue_call_timeout_s,
+                                  host=host if ipaddress.ip_address(host).is_loopback else "")
     return EmbeddedQueue(capacity)

@@ -42,16 +42,16 @@ class FullyAsync:
     def __init__(self, cfg: Config, plan: Plan, etcd: EtcdClient, keys: Keys, writer: FencedWriter,
                  source: CheckedSource, generate: Generate, judge: Judge, lease: Callable[[IntervalSet], None],
                  source_turn: threading.Lock, publish_again: Callable[[int], None],
-                 queue_lost: Callable[[QueueLoss], None]) -> None:
+                 queue_lost: Callable[[QueueLoss], None], host: str) -> None:
         """``source_turn``: of the threads that ask the source. ``publish_again``: called by ``take`` with a version
-        that engines cannot get; ``queue_lost``: by ``take`` too."""
+        that engines cannot get; ``queue_lost``: by ``take`` too. ``host``: see ``make_queue``."""
         self._cfg, self._etcd, self._keys, self._writer = cfg, etcd, keys, writer
         self._source, self._source_turn, self._generate, self._judge = source, source_turn, generate, judge
         self._publish_again, self._queue_lost = publish_again, queue_lost
         self._wanted_again = 0
         """A version that engines cannot get: the loop's thread publishes it, since it has the trainer."""
         limits = plan.flow_limits(cfg.train.max_groups_in_flight)
-        self.flow = SharedFlow(limits, make_queue(cfg, (limits.max_staleness + 1) * limits.groups_per_step))
+        self.flow = SharedFlow(limits, make_queue(cfg, (limits.max_staleness + 1) * limits.groups_per_step, host))
         self._pool: PoolSync | None = None
         self._ending = threading.Event()
         self._producer = Producer(self.flow, self._make, lease, self._ending)

@@ -55,13 +55,14 @@ _THREADS = 4
 class TransferQueueQueue:
     """A queue with actors of its own, which end with it or with the process that made it. Thread-safe."""
 
-    def __init__(self, capacity: int, *, units: int, call_s: float) -> None:
-        """``capacity``: in groups. ``units``: storage actors. ``call_s``: limit of one call. Nothing is started before
-        the first group. Raises ConfigError where the package is missing."""
+    def __init__(self, capacity: int, *, units: int, call_s: float, host: str = "") -> None:
+        """``capacity``: in groups. ``units``: storage actors. ``call_s``: limit of one call. ``host``: the address that
+        all actors bind, where the cluster is one host; "": each that of its host, as Ray knows it. Nothing is started
+        before the first group. Raises ConfigError where the package is missing."""
         if importlib.util.find_spec("transfer_queue") is None:
             raise ConfigError("train.queue=transfer_queue needs the package TransferQueue",
                               hint="install 'elastic-rl[transfer-queue]' on every host, or set train.queue to embedded")
-        self._capacity, self._units, self._call_s = capacity, units, call_s
+        self._capacity, self._units, self._call_s, self._host = capacity, units, call_s, host
         self._lock = threading.RLock()
         """Of what is below; never held during a call of the queue."""
         self._actors: _Actors | None = None
@@ -192,7 +193,7 @@ class TransferQueueQueue:
         made: _Actors | None = None
         failure: QueueUnavailable | None = None
         try:
-            made = _Actors(self._units, self._call_s)
+            made = _Actors(self._units, self._call_s, self._host)
         except BaseException as e:  # of Ray, of the package: there is no room, a host is gone, Ray is away
             failure = QueueUnavailable(f"TransferQueue does not start: {type(e).__name__}: {e}")
         with self._lock:
@@ -231,10 +232,27 @@ class TransferQueueQueue:
         actors.close()
 
 
+def _bound(actor_class: Any, host: str) -> Any:
+    """The actor class, with sockets at this address. Ray knows no host by a loopback address, so the package's own
+    choice would be open to the network even where all else of the cluster is not."""
+    if not host:
+        return actor_class
+    import ray
+
+    class Bound(actor_class.__ray_metadata__.modified_class):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # The package asks this function, and the process is this actor's alone.
+            ray.util.get_node_ip_address = lambda: host
+            super().__init__(*args, **kwargs)
+
+    Bound.__name__ = actor_class.__ray_metadata__.class_name  # in Ray's lists
+    return ray.remote(Bound)
+
+
 class _Actors:
     """One controller, its storage units, and a client of them. Raises whatever Ray and the package raise."""
 
-    def __init__(self, units: int, call_s: float) -> None:
+    def __init__(self, units: int, call_s: float, host: str) -> None:
         # Read when the package is imported; its own limit of an answer is over three minutes.
         os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", str(max(1, int(call_s))))
         os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")  # it warns in each call
@@ -247,8 +265,9 @@ class _Actors:
         self._client: Any = None
         config: dict[str, Any] = {"num_data_storage_units": units, "total_storage_size": None}
         # They are idle but for a copy now and then; a CPU each would be taken from the roles.
-        self._controller = TransferQueueController.options(num_cpus=0).remote()
-        self._storage = [SimpleStorageUnit.options(num_cpus=0, scheduling_strategy="SPREAD").remote(config=config)
+        controllers, units_of = _bound(TransferQueueController, host), _bound(SimpleStorageUnit, host)
+        self._controller = controllers.options(num_cpus=0).remote()
+        self._storage = [units_of.options(num_cpus=0, scheduling_strategy="SPREAD").remote(config=config)
                          for _ in range(units)]
         try:
             controller, *storage = ray.get([a.get_zmq_server_info.remote() for a in self._all()], timeout=_START_S)

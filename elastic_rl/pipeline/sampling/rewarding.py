@@ -18,6 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from elastic_rl.config import Config
+from elastic_rl.data.group_codec import require_writable
 from elastic_rl.data.samples import Group, Prompt, Sample, as_episode
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
@@ -118,6 +119,8 @@ class Rewarder:
         self._other, self._decode = other, decode
         self._others = 0
         rollout = cfg.rollout
+        self._require_writable = cfg.train.schedule == "fully_async" and cfg.train.queue == "transfer_queue"
+        """A group that its queue could never take fails as one without a reward, and is no outage of the queue."""
         self._filtered: Group | None = None
         """A group that the filters took: as long as they can again, they work."""
         self._failures = RewardFailures(attempts=rollout.reward_attempts, max_share=rollout.max_failed_rewards,
@@ -267,6 +270,8 @@ class Rewarder:
                     async with bound:
                         samples = [self._with_text(sample) for sample in answered[i]]
                         rewards = plain_rewards(await self._reward(requests[i].prompt, samples), len(samples))
+                        if self._require_writable:
+                            require_writable(requests[i].prompt, samples)
                         found[i] = [s.rewarded(r.value, {**episode_parts(s), **r.parts})
                                     for s, r in zip(samples, rewards, strict=True)]
                 except BaseException as e:  # whatever a user's function raises: this is no main thread

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from support.actor_runs import WAIT_S
@@ -37,7 +40,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferQueueQueue]:
     monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", WAIT_S)  # nobody here tries again
-    made = TransferQueueQueue(4, units=2, call_s=20.0)
+    made = TransferQueueQueue(4, units=2, call_s=20.0, host="127.0.0.1")
     yield made
     made.close()
 
@@ -73,6 +76,19 @@ def test_group_that_is_gone_although_all_actors_live_is_not_given(queue: Transfe
     assert queue._actors is not None
     queue._actors.drop([0])
     assert list(queue.get([0, 1])) == [1] and queue._held == {1}
+
+
+def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(queue: TransferQueueQueue) -> None:
+    """Its sockets take pickles from whoever connects; Ray knows the host by its address in the network."""
+    queue.put(_group(0))
+    assert queue._actors is not None and not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in queue._actors._all()])
+    zmq_ports = {port for actor in queue._actors._all()
+                 for port in ray.get(actor.get_zmq_server_info.remote()).ports.values()}
+    listening = [c.laddr for pid in pids for c in psutil.Process(pid).net_connections("inet")
+                 if c.status == psutil.CONN_LISTEN and c.laddr.port in zmq_ports]
+    assert len(zmq_ports) >= 3 and {at.port for at in listening} == zmq_ports
+    assert {at.ip for at in listening} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("killed", [0, 1], ids=["controller", "storage"])

@@ -32,6 +32,7 @@ from elastic_rl.bench.loop.outages import Outage
 from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.config import parse
 from elastic_rl.data.sources import make_source
+from elastic_rl.errors import ElasticRLError
 
 
 def step(number: int, at: float) -> dict[str, Any]:
@@ -54,28 +55,81 @@ def test_rows_come_from_the_records_of_a_run() -> None:
     assert measured["idle-s-sync"].value > 0 and measured["idle-s-train"].value == 0  # type: ignore[operator]
 
 
+OWN_CORES = {"kind": "fault", "name": "own_cores", "at": 1.5, "detected_at": 1.5, "witness": "all have theirs"}
+
+
 def test_rows_of_the_asynchronous_run_compare_it_with_the_synchronous_one() -> None:
-    sync = [step(n, 4.0 * n) for n in range(1, 8)]
-    ours = [step(n, 2.0 * n) | {"idle_s": {"groups": 0.5, "producer_no_room": 0.1}, "algorithm": {
-        "staleness_mean": 1.5, "staleness_max": n % 3}} for n in range(1, 8)]
+    sync = [step(n, 4.0 * n) | {"samples": 8, "response_tokens": {"mean": 10.0}} for n in range(1, 20)]
+    ours = [step(n, 2.0 * n) | {
+        "samples": 8, "response_tokens": {"mean": 15.0}, "idle_s": {"groups": 0.5, "producer_no_room": 0.1},
+        "algorithm": {"staleness_mean": 1.5, "staleness_max": n % 3}} for n in range(1, 20)]
     found = {row.id: row for row in async_vs_sync.rows(sync, ours)}
+    sync, ours = [OWN_CORES, *sync], [OWN_CORES, *ours]
     found |= {row.id: row for row in async_vs_sync.own_core_rows(sync, ours)}
     found |= {row.id: row for row in async_vs_sync.part_rows(sync, ours)}
     assert {*found, "async-queue-s"} == set(SUITE.rows["async_vs_sync"])
     assert found["async-vs-sync"].value == 2.0 and found["async-step-s"].alternatives == {"sync": 4.0}
+    assert found["async-tokens"].value == 3.0
     assert [found[f"async-idle-s-{part}"].value for part in ("groups", "producer", "producer-no-room")] == [0.5, 0, 0.1]
     assert found["async-staleness"].value == 1.5 and found["async-staleness"].alternatives == {"the most": 2}
     assert found["async-parts"].value == 2.0 and found["async-parts"].limit is None
+
+
+def test_steps_that_come_in_bursts_are_as_fast_as_all_of_them_together() -> None:
+    """Groups that were generated together are trained one step after the other: three short steps and a long one take
+    as long as four of a second each, and are no faster."""
+    ends = [0.0]
+    for n in range(80):
+        ends.append(ends[-1] + (2.5 if n % 4 == 0 else 0.5))
+    ours = [step(n, at) for n, at in enumerate(ends)]
+    found = {row.id: row for row in async_vs_sync.rows([step(n, float(n)) for n in range(81)], ours)}
+    assert found["async-vs-sync"].value == pytest.approx(1.0, rel=0.03)
+    assert found["async-step-s"].value == pytest.approx(1.0, rel=0.03)
+    assert found["async-vs-sync"].low < 1.0 < found["async-vs-sync"].high  # type: ignore[operator]
+
+
+def test_steps_at_both_ends_of_an_asynchronous_run_do_not_count() -> None:
+    slow_at_first, fast_at_last = [9.0] * 3, [0.1] * 3
+    ends = [0.0]
+    for seconds in (*slow_at_first, *[2.0] * 10, *fast_at_last):
+        ends.append(ends[-1] + seconds)
+    counted = async_vs_sync.Counted.of([step(n, at) for n, at in enumerate(ends)], 2)
+    assert [seconds for _, seconds in counted.steps] == [2.0] * 10
+
+
+def test_run_that_is_too_short_is_unmeasured() -> None:
+    short = [step(n, float(n)) for n in range(1, 7)]
+    assert all(row.why for row in async_vs_sync.rows(short, short) if row.id in ("async-vs-sync", "async-tokens"))
 
 
 def test_limit_of_the_asynchronous_run_is_the_longer_of_generation_and_training() -> None:
     def of_phases(number: int, at: float) -> dict[str, Any]:
         return step(number, at) | {"seconds": {"total": 3.9, "generate": 2.5, "train": 1.0, "sync": 0.4}}
 
-    sync = [of_phases(n, 4.0 * n) for n in range(1, 8)]
-    times, seconds = async_vs_sync.own_core_rows(sync, [step(n, 3.2 * n) for n in range(1, 8)])
+    sync = [OWN_CORES, *(of_phases(n, 4.0 * n) for n in range(1, 20))]
+    times, seconds = async_vs_sync.own_core_rows(sync, [OWN_CORES, *(step(n, 3.2 * n) for n in range(1, 20))])
     assert times.value == pytest.approx(1.25) and times.limit == pytest.approx(1.6)
     assert seconds.value == pytest.approx(3.2) and seconds.limit == 2.5
+
+
+@pytest.mark.parametrize("faults", [
+    [], [OWN_CORES | {"detected_at": None, "witness": "psutil.NoSuchProcess"}], [OWN_CORES, OWN_CORES]])
+def test_run_whose_parts_had_no_cores_of_their_own_is_unmeasured(faults: list[dict[str, Any]]) -> None:
+    good = [OWN_CORES, *(step(n, 4.0 * n) for n in range(1, 20))]
+    bad = [*faults, *good[1:]]
+    for sync, ours in ((good, bad), (bad, good)):
+        for rows in (async_vs_sync.own_core_rows, async_vs_sync.part_rows):
+            with pytest.raises(Unmeasurable, match="cores of their own"):
+                rows(sync, ours)
+
+
+def test_steps_before_all_had_cores_of_their_own_and_runs_with_others_do_not_count() -> None:
+    engines = {"engines": [{"id": "e0"}, {"id": "e1"}]}
+    found = [*(step(n, float(n)) | engines for n in range(1, 9)), OWN_CORES | {"detected_at": 4.5}]
+    assert [r["step"] for r in own_cores.records_with(found) if r["kind"] == "step"] == [5, 6, 7, 8]
+    for more in (step(9, 9.0) | {"engines": [{"id": "e0"}, {"id": "e2"}]}, {"kind": "rewind", "to_step": 8}):
+        with pytest.raises(Unmeasurable, match="replaced"):
+            own_cores.records_with([*found, more])
 
 
 def test_cores_are_split_between_engines_and_ranks() -> None:
@@ -85,7 +139,7 @@ def test_cores_are_split_between_engines_and_ranks() -> None:
         own_cores.split([5])
 
 
-def test_processes_are_kept_to_cores_with_all_threads_and_children() -> None:
+def test_processes_are_kept_to_cores_with_all_threads_and_children(monkeypatch: pytest.MonkeyPatch) -> None:
     core = max(os.sched_getaffinity(0))
     child = "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print('up', flush=True)"
     parent = subprocess.Popen([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', "
@@ -97,10 +151,15 @@ def test_processes_are_kept_to_cores_with_all_threads_and_children() -> None:
         threads = [t.id for p in processes for t in p.threads()]
         assert len(processes) == 2 and len(threads) >= 3
         assert all(os.sched_getaffinity(t) == {core} for t in threads)
+        with pytest.raises(ElasticRLError, match="do not keep to the cores"):
+            monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: None)
+            own_cores.keep_to([core, core + 1], [parent.pid])
     finally:
         for process in reversed([psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]):
             process.kill()
         parent.wait()
+    with pytest.raises(psutil.NoSuchProcess):
+        own_cores.keep_to([core], [parent.pid])
 
 
 def test_records_without_waits_are_idle_for_no_time() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from elastic_rl.files import replace_file
+from elastic_rl.errors import PreflightFailed
+from elastic_rl.files import private_folder, replace_file
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -44,3 +46,25 @@ def test_private_file_is_its_owners_only_and_links_are_not_written_through(tmp_p
     replace_file(path, "secret", private=True)
     assert elsewhere.read_text() == "of somebody else" and not path.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.read_text() == "secret"
+
+
+def test_private_folder_is_made_or_closed_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    for _ in range(2):
+        private_folder(folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        folder.chmod(0o777)
+
+
+def test_private_folder_is_refused_where_another_user_may_have_put_something(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, link, file = tmp_path / "theirs", tmp_path / "link", tmp_path / "file"
+    theirs.mkdir()
+    link.symlink_to(theirs)
+    file.touch()
+    for path in (link, file):
+        with pytest.raises(PreflightFailed, match="TMPDIR"):
+            private_folder(path)
+    monkeypatch.setattr(os, "getuid", lambda: theirs.stat().st_uid + 1)
+    with pytest.raises(PreflightFailed, match="not a folder of this user"):
+        private_folder(theirs)

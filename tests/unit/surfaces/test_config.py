@@ -271,3 +271,11 @@ def test_engines_do_not_drain_under_samples_of_several_turns(rollout: dict[str, 
         config.parse({**settings, "engine": {"pause_mode": "drain"}})
     config.parse({**settings, "engine": {"pause_mode": "abort"}})
     config.parse({"engine": {"pause_mode": "drain"}})
+
+
+def test_more_engines_than_a_pool_may_be_scaled_to_are_refused() -> None:
+    config.parse({"rollout": {"engines": 64}})
+    with pytest.raises(ConfigError, match=r"rollout\.engines=65 is more than coordinator\.max_engines=64"):
+        config.parse({"rollout": {"engines": 65}})
+    with pytest.raises(ConfigError, match=r"pools\.judge\.engines=3 is more than coordinator\.max_engines=2"):
+        config.parse({"pools": {"judge": {"model": "m", "engines": 3}}, "coordinator": {"max_engines": 2}})

@@ -126,7 +126,7 @@ def test_start_of_actors_that_hangs_is_given_up_and_begun_again_but_not_without_
     go_on, closed = threading.Event(), list[object]()
 
     class Hanging:
-        def __init__(self, units: int, call_s: float) -> None:
+        def __init__(self, units: int, call_s: float, host: str) -> None:
             go_on.wait(60)
 
         def close(self) -> None:

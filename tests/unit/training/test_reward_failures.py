@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -107,11 +108,13 @@ class Loop:
         monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding._SLICE_S", 0.01)
         monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
         cfg = config.load(overrides=["--rollout.reward=mine", *settings])
+        self.metadata: dict[int, dict[str, Any]] = {}
         self.rewarder = Rewarder(cfg, Waits(report, stopping), other=lambda number: (Prompt((1,), str(number)), SAMPLE),
                                  decode=lambda ids: " ".join(map(str, ids)))
 
     def groups(self, *ordinals: int) -> list[Group]:
-        return self.rewarder.groups([PromptRequest(i, Prompt((1,), str(i)), Sampling(4), 1) for i in ordinals],
+        return self.rewarder.groups([PromptRequest(i, Prompt((1,), str(i), metadata=self.metadata.get(i, {})),
+                                                   Sampling(4), 1) for i in ordinals],
                                     [[SAMPLE] for _ in ordinals])
 
 
@@ -176,6 +179,21 @@ def test_reward_that_fails_for_too_many_groups_is_waited_for(monkeypatch: pytest
     with pytest.raises(Fenced):
         loop.groups(0, 1, 2, 3, 5)
     assert "rollout.max_failed_rewards" in loop.texts[-1]
+
+
+def test_group_that_the_queue_could_never_take_fails_in_place_of_holding_up_the_queue(monkeypatch: pytest.MonkeyPatch
+                                                                                      ) -> None:
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(1.0) for _ in samples]
+
+    settings = ("--train.schedule=fully_async", "--train.queue=transfer_queue", "--rollout.reward_attempts=2")
+    loop = Loop(monkeypatch, reward, *settings, waits=1 << 20)
+    loop.metadata = {5: {"made_at": datetime.date(2026, 1, 1)}, 6: {"made_at": "2026-01-01"}}
+    found = loop.groups(4, 5, 6)
+    assert [g.ordinal for g in found if g.failed] == [5] and "metadata" in found[1].failed
+    embedded = Loop(monkeypatch, reward, "--train.schedule=fully_async")
+    embedded.metadata = loop.metadata
+    assert not any(g.failed for g in embedded.groups(4, 5, 6))
 
 
 def test_group_that_blocks_the_thread_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class Actors:
 
     made = 0
 
-    def __init__(self, units: int, call_s: float) -> None:
+    def __init__(self, units: int, call_s: float, host: str) -> None:
         type(self).made += 1
         self.data: dict[int, bytes] = {}
         self.failing = 0
@@ -149,8 +149,8 @@ def test_queue_says_that_its_actors_start_and_takes_groups_once_they_have(
     room = threading.Event()
 
     class SlowActors(Actors):
-        def __init__(self, units: int, call_s: float) -> None:
-            super().__init__(units, call_s)
+        def __init__(self, units: int, call_s: float, host: str) -> None:
+            super().__init__(units, call_s, host)
             room.wait()
             if self.made == 1:
                 raise OSError("no room")
@@ -174,8 +174,8 @@ def test_actors_that_start_while_the_queue_is_closed_are_ended(
     room, ended = threading.Event(), threading.Event()
 
     class SlowActors(Actors):
-        def __init__(self, units: int, call_s: float) -> None:
-            super().__init__(units, call_s)
+        def __init__(self, units: int, call_s: float, host: str) -> None:
+            super().__init__(units, call_s, host)
             room.wait()
 
         def close(self) -> None:
