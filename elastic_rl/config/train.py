@@ -79,8 +79,8 @@ class TrainConfig(Section):
     queue_units: Positive = 2
     """Storage actors, with ``queue: transfer_queue``. One that dies takes the groups of all with it."""
     queue_call_timeout_s: Seconds = 30.0
-    """Seconds that one group may take into the queue or out of it, with ``queue: transfer_queue``, before the queue's
-    actors are replaced."""
+    """Seconds that one group may take into the queue or out of it, with ``queue: transfer_queue``, four of them at
+    once, before the queue's actors are replaced."""
     logprob_tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference between an engine's and the trainer's log-probability of the same token; a larger one raises
     ``logprob.mismatch``, in steps all of whose samples are of the newest weights. null: 1e-4, and 0.5 with

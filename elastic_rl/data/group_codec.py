@@ -1,32 +1,51 @@
-"""Groups as bytes: JSON, so that whoever reads them runs nothing of what was written."""
+"""Groups as bytes: numbers of tokens as arrays, all else as JSON, so that whoever reads them runs nothing of what was
+written. A step may have hundreds of groups of a million tokens each: as JSON their numbers would take a hundred times
+as long.
+
+    lengths of the three parts, 3 x uint64 | JSON | token ids, int32 each | log-probs, float64 each
+
+In JSON an array is its length; the arrays follow one another in the order of the JSON. Byte order is little-endian.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_rl.data.samples import MAX_TOKEN_IDS, Group, Prompt, Sample, Segment
+import numpy as np
+
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import PluginFailed
 from elastic_rl.plugins import describe
+
+_LENGTHS = struct.Struct("<3Q")
+_TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f8")
 
 
 def encode_group(group: Group) -> bytes:
     """Floats keep every bit, and tuples within metadata return as lists. Raises PluginFailed for metadata that JSON
     does not have."""
     prompt = group.prompt
+    segments = [segment for sample in group.samples for segment in sample.segments]
     try:
-        return json.dumps({
+        head = json.dumps({
             "ordinal": group.ordinal, "failed": group.failed,
-            "prompt": [prompt.token_ids, prompt.text, prompt.answer_ids, dict(prompt.metadata), prompt.question],
+            "prompt": [len(prompt.token_ids), prompt.text,
+                       None if prompt.answer_ids is None else len(prompt.answer_ids), dict(prompt.metadata),
+                       prompt.question],
             "samples": [{
-                "segments": [[s.token_ids, s.logprobs, s.loss, s.version] for s in sample.segments],
+                "segments": [[len(s.token_ids), len(s.logprobs), s.loss, s.version] for s in sample.segments],
                 "finish_reason": sample.finish_reason, "reward": sample.reward, "parts": dict(sample.reward_parts),
                 "metadata": dict(sample.metadata), "text": sample.text} for sample in group.samples],
         }, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as e:
         raise _unwritable(f"group {group.ordinal}", e) from e
+    tokens = _joined([prompt.token_ids, prompt.answer_ids or (), *(s.token_ids for s in segments)], _TOKENS)
+    logprobs = _joined([s.logprobs for s in segments], _LOGPROBS)
+    return b"".join((_LENGTHS.pack(len(head), len(tokens), len(logprobs)), head, tokens, logprobs))
 
 
 def require_writable(prompt: Prompt, samples: Sequence[Sample]) -> None:
@@ -43,29 +62,70 @@ def _unwritable(what: str, error: Exception) -> PluginFailed:
                         "values into metadata: numbers, texts, lists and mappings of them")
 
 
+def _joined(parts: Sequence[Sequence[float]], kind: np.dtype[Any]) -> bytes:
+    return b"".join(np.asarray(part, kind).tobytes() for part in parts)
+
+
 def decode_group(raw: bytes) -> Group:
     """Raises ValueError for anything but what ``encode_group`` returned."""
     try:
-        found: dict[str, Any] = json.loads(raw)
-        token_ids, text, answer_ids, metadata, question = found["prompt"]
-        group = Group(_whole(found["ordinal"]), Prompt(
-            _tokens(token_ids), _of(str, text), None if answer_ids is None else _tokens(answer_ids),
-            _of(dict, metadata), _of(str, question),
-        ), tuple(_sample(sample) for sample in _of(list, found["samples"])), _of(str, found["failed"]))
-    except (KeyError, TypeError, RecursionError, OverflowError) as e:
+        lengths = _LENGTHS.unpack_from(raw)
+        if sum(lengths) != len(raw) - _LENGTHS.size:
+            raise ValueError("not a group: a part of its bytes is missing, or there are others")
+        head, tokens, logprobs = (raw[start:start + length] for start, length in zip(
+            (_LENGTHS.size, _LENGTHS.size + lengths[0], _LENGTHS.size + lengths[0] + lengths[1]), lengths, strict=True))
+        arrays = _Arrays(tokens, logprobs)
+        found: dict[str, Any] = json.loads(head)
+        n_tokens, text, n_answer, metadata, question = found["prompt"]
+        prompt = Prompt(arrays.tokens(n_tokens), _of(str, text), None if n_answer is None else arrays.tokens(n_answer),
+                        _of(dict, metadata), _of(str, question))
+        group = Group(_whole(found["ordinal"]), prompt,
+                      tuple(_sample(sample, arrays) for sample in _of(list, found["samples"])),
+                      _of(str, found["failed"]))
+    except (KeyError, TypeError, RecursionError, OverflowError, struct.error) as e:
         raise ValueError(f"not a group: {type(e).__name__}: {e}") from e
+    arrays.require_end()
     if not group.samples and not group.failed:
         raise ValueError("not a group: it has no samples, and nothing failed")
     return group
 
 
-def _sample(found: Mapping[str, Any]) -> Sample:
+def _sample(found: Mapping[str, Any], arrays: _Arrays) -> Sample:
     return Sample(
-        tuple(Segment(_tokens(ids), tuple(_number(logprob) for logprob in _of(list, logprobs)), _of(bool, loss),
-                      _whole(version)) for ids, logprobs, loss, version in _of(list, found["segments"])),
+        tuple(Segment(arrays.tokens(n_tokens), arrays.logprobs(n_logprobs), _of(bool, loss), _whole(version))
+              for n_tokens, n_logprobs, loss, version in _of(list, found["segments"])),
         _of(str, found["finish_reason"]), _number(found["reward"]),
         {name: _number(part) for name, part in _of(dict, found["parts"]).items()}, _of(dict, found["metadata"]),
         _of(str, found["text"]))
+
+
+class _Arrays:
+    """Gives the arrays one after the other."""
+
+    def __init__(self, tokens: bytes, logprobs: bytes) -> None:
+        """Raises ValueError."""
+        self._tokens, self._logprobs = np.frombuffer(tokens, _TOKENS), np.frombuffer(logprobs, _LOGPROBS)
+        if (self._tokens < 0).any() or not np.isfinite(self._logprobs).all():
+            raise ValueError("not a group: token ids or log-probs that are none")
+
+    def tokens(self, n: object) -> tuple[int, ...]:
+        found, self._tokens = self._split(self._tokens, n)
+        return tuple(found.tolist())
+
+    def logprobs(self, n: object) -> tuple[float, ...]:
+        found, self._logprobs = self._split(self._logprobs, n)
+        return tuple(found.tolist())
+
+    def require_end(self) -> None:
+        if len(self._tokens) or len(self._logprobs):
+            raise ValueError("not a group: it has arrays of nothing")
+
+    @staticmethod
+    def _split(array: np.ndarray[Any, Any], n: object) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        length = _whole(n)
+        if length > len(array):
+            raise ValueError("not a group: an array ends too early")
+        return array[:length], array[length:]
 
 
 def _of(kind: type, value: Any) -> Any:
@@ -84,10 +144,3 @@ def _number(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError(f"not a group: {str(value)[:40]!r} where a finite number belongs")
     return value
-
-
-def _tokens(value: Any) -> tuple[int, ...]:
-    found = tuple(_of(list, value))
-    if not all(type(token) is int and 0 <= token < MAX_TOKEN_IDS for token in found):
-        raise ValueError("not a group: token ids that are none")
-    return found

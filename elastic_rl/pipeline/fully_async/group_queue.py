@@ -28,6 +28,10 @@ class QueueLoss:
 class GroupQueue(Protocol):
     """Finished groups by ordinal. Used by two threads, one of which puts. Every call is bounded in time."""
 
+    @property
+    def at_once(self) -> int:
+        """Groups that one ``get`` may ask for."""
+
     def put(self, group: Group) -> None:
         """Raises ElasticRLError when it cannot be held now: to be tried again. No more groups are put than the capacity
         that the queue was made with."""
@@ -50,7 +54,7 @@ class EmbeddedQueue:
 
     def __init__(self, capacity: int) -> None:
         """``capacity``: in groups."""
-        self._capacity = capacity
+        self._capacity = self.at_once = capacity
         self._groups: dict[int, Group] = {}
 
     def put(self, group: Group) -> None:

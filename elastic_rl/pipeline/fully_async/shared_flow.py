@@ -112,17 +112,23 @@ class SharedFlow:
                 waits.pause(0.0)
                 look()
                 continue
-            found = waits.retry("queue", partial(self._queue.get, part.ordinals))
+            found = self._loaded(part.ordinals, waits)
             if missing := [ordinal for ordinal in part.ordinals if ordinal not in found]:
                 with self._changed:
                     self._flow.not_loaded(missing)
                     self._changed.notify_all()
                 continue
-            waits.works()
             groups = found if part.first else {**groups, **found}
             on_part([found[ordinal] for ordinal in part.ordinals], part.first)
             if (chosen := part.step) is not None:
                 return Taken([groups[ordinal] for ordinal in chosen.ordinals], chosen, self._metrics(chosen))
+
+    def _loaded(self, ordinals: Sequence[int], waits: Waits) -> dict[int, Group]:
+        """Those that the queue still has, some at a time, since a call has its limit whatever the size of a step."""
+        found: dict[int, Group] = {}
+        for at in range(0, len(ordinals), self._queue.at_once):
+            found |= waits.retry("queue", partial(self._queue.get, ordinals[at:at + self._queue.at_once]))
+        return found
 
     def _next_part(self) -> ChosenPart | None:
         """None after a short wait for one."""

@@ -6,9 +6,10 @@ here, a failed one asks Ray whether all actors live, and if one does not, all ar
 are lost, which the flow has generated again. Its own ``init`` is not used, since it names the actors for the whole
 cluster and keeps one queue in each process.
 
-Trust: its sockets take pickles from whoever connects, without a password. They are bound to the address by which Ray
-knows the node, so they belong inside Ray's trust domain, as Ray's own ports do: a network that only the cluster
-reaches. What this module writes and reads is one tensor of bytes for each group, JSON inside (``group_codec``).
+Trust: its sockets take pickles from whoever connects, without a password. Where the run is on one host they are bound
+to its loopback address; else to that by which Ray knows each host, which must be in a network that only the cluster
+reaches. What this module writes and reads is one tensor of bytes for each group, numbers and JSON inside
+(``group_codec``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
@@ -48,12 +48,14 @@ _SHOWN_AFTER_S = 1.0
 _PING_S = 10.0
 _LOOK_EVERY_S = 2.0
 """Whether all actors live is asked this often while nothing fails, and while a call is not answered."""
-_THREADS = 4
-"""Calls at once."""
+_AT_ONCE = 4
+"""Calls at once, each in a thread of its own: all have the time of one, whatever the size of a step."""
 
 
 class TransferQueueQueue:
     """A queue with actors of its own, which end with it or with the process that made it. Thread-safe."""
+
+    at_once = _AT_ONCE
 
     def __init__(self, capacity: int, *, units: int, call_s: float, host: str = "") -> None:
         """``capacity``: in groups. ``units``: storage actors. ``call_s``: limit of one call. ``host``: the address that
@@ -281,39 +283,32 @@ class _Actors:
     def _all(self) -> list[Any]:
         return [self._controller, *self._storage]
 
-    def run(self, calls: Iterable[Callable[[], T]]) -> list[T]:
-        """What the calls return, of which some run at once. Raises TimeoutError once all together have taken as long
-        as a call may, and QueueUnavailable as soon as an actor is dead meanwhile. It leaves the threads to their fate
-        then: they are daemons, since a call of a dead actor may never end, and would hold up the end of this process.
-        """
-        left = deque((Future[T](), call) for call in calls)
-        futures, end = [future for future, _ in left], time.monotonic() + self._call_s
+    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """What the calls return, which run at once. Raises TimeoutError once they have taken as long as a call may, and
+        QueueUnavailable as soon as an actor is dead meanwhile. It leaves the threads to their fate then: they are
+        daemons, since a call of a dead actor may never end, and would hold up the end of this process."""
+        futures, end = [Future[T]() for _ in calls], time.monotonic() + self._call_s
 
-        def work() -> None:
-            with contextlib.suppress(IndexError):
-                while True:
-                    future, call = left.popleft()
-                    try:
-                        future.set_result(call())
-                    except BaseException as e:
-                        future.set_exception(e)
+        def work(future: Future[T], call: Callable[[], T]) -> None:
+            try:
+                future.set_result(call())
+            except BaseException as e:
+                future.set_exception(e)
 
-        for _ in range(min(_THREADS, len(futures))):
-            threading.Thread(target=work, name="transfer-queue", daemon=True).start()
-        try:
-            while True:
-                left_s = end - time.monotonic()
-                done, running = wait(futures, max(0.0, min(left_s, _LOOK_EVERY_S)), return_when=FIRST_EXCEPTION)
-                if error := next((error for future in done if (error := future.exception())), None):
-                    raise error
-                if not running:
-                    return [future.result() for future in futures]
-                if left_s <= _LOOK_EVERY_S:
-                    raise TimeoutError(f"no answer within {self._call_s:g} s")
-                if dead := self.dead():
-                    raise QueueUnavailable(dead)
-        finally:
-            left.clear()
+        for future, call in zip(futures, calls, strict=True):
+            threading.Thread(target=work, args=(future, call), name="transfer-queue", daemon=True).start()
+        while True:
+            left_s = end - time.monotonic()
+            done, running = wait(futures, max(0.0, min(left_s, _LOOK_EVERY_S)), return_when=FIRST_EXCEPTION)
+            if error := next((error for future in done if (error := future.exception())), None):
+                raise error
+            if not running:
+                return [future.result() for future in futures]
+            if left_s <= _LOOK_EVERY_S:
+                raise TimeoutError(f"no answer within train.queue_call_timeout_s={self._call_s:g} s; if its actors are "
+                                   "well, the groups are too large for it: raise it")
+            if dead := self.dead():
+                raise QueueUnavailable(dead)
 
     def dead(self) -> str:
         """Which actors are dead or do not answer, for people; "" for none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,6 +49,17 @@ _GROUP = Group(3, Prompt((1, 2), "t", (4,), {}, "q"),
                (Sample((Segment((1,), (-0.5,), True, 1),), "stop", 1.0, {"a": 1.0}, {}, "x"),))
 
 
+def _taken_apart(raw: bytes) -> tuple[Any, bytes, bytes]:
+    """The JSON of a group, and its arrays."""
+    head, tokens, _ = struct.unpack_from("<3Q", raw)
+    return json.loads(raw[24:24 + head]), raw[24 + head:24 + head + tokens], raw[24 + head + tokens:]
+
+
+def _put_together(head: Any, tokens: bytes, logprobs: bytes) -> bytes:
+    text = json.dumps(head).encode()
+    return struct.pack("<3Q", len(text), len(tokens), len(logprobs)) + text + tokens + logprobs
+
+
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Of every value within a JSON text."""
     yield path
@@ -60,23 +72,45 @@ def test_group_comes_back_from_bytes_with_every_bit(group: Group) -> None:
     assert decode_group(encode_group(group)) == group
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", json.dumps({"ordinal": 1, "prompt": []}).encode(), b"[" * 100_000])
+@pytest.mark.parametrize("raw", [
+    b"", b"[]", bytes(24), *(struct.pack("<3Q", len(head), 0, 0) + head for head in (
+        b"{}", json.dumps({"ordinal": 1, "prompt": []}).encode(), b"[" * 100_000))])
 def test_bytes_that_are_no_group_are_refused(raw: bytes) -> None:
     with pytest.raises(ValueError):
         decode_group(raw)
 
 
-@given(st.sampled_from(list(_places(json.loads(encode_group(_GROUP))))),
+@given(_GROUPS, st.integers(0, 1 << 30), st.binary(max_size=9))
+def test_bytes_with_others_in_them_are_refused_or_a_group(group: Group, at: int, put: bytes) -> None:
+    raw = encode_group(group)
+    at %= len(raw)
+    for changed in (raw[:at], raw[:at] + put + raw[at + len(put):], raw + put):
+        try:
+            found = decode_group(changed)
+        except ValueError:
+            continue
+        assert decode_group(encode_group(found)) == found
+
+
+def test_numbers_of_a_large_group_take_twelve_bytes_a_token() -> None:
+    tokens = tuple(range(8192))
+    group = Group(1, Prompt((1, 2)), (Sample((Segment(tokens, (-0.123456789,) * 8192, version=3),)),) * 16)
+    raw = encode_group(group)
+    assert decode_group(raw) == group and len(raw) < 16 * 8192 * 12 + 4000
+
+
+@given(st.sampled_from(list(_places(_taken_apart(encode_group(_GROUP))[0]))),
        st.sampled_from([None, True, 3, -1, 1 << 400, 0.5, math.nan, math.inf, "", "9", [], [1], ["ab"], {},
                         {"a": None}]))
 def test_group_with_one_other_value_is_refused_or_a_group_that_can_be_written(place: tuple[Any, ...], put: Any) -> None:
-    wrapped = {"": json.loads(encode_group(_GROUP))}
+    head, *arrays = _taken_apart(encode_group(_GROUP))
+    wrapped = {"": head}
     at: Any = wrapped
     for key in ("", *place)[:-1]:
         at = at[key]
     at[("", *place)[-1]] = put
     try:
-        group = decode_group(json.dumps(wrapped[""]).encode())
+        group = decode_group(_put_together(wrapped[""], *arrays))
     except ValueError:
         return
     assert decode_group(encode_group(group)) == group
@@ -86,12 +120,20 @@ def test_group_with_one_other_value_is_refused_or_a_group_that_can_be_written(pl
 
 @pytest.mark.parametrize(("key", "value"), [
     ("ordinal", math.inf), ("ordinal", "3"), ("failed", 3), ("samples", []), ("reward", "NaNx"), ("reward", math.nan),
-    ("parts", [1]), ("segments", [[[1], [0.0], True, "9"]]), ("segments", [["ab", [0.0, 0.0], True, 1]])])
+    ("parts", [1]), ("segments", [[1, 1, True, "9"]]), ("segments", [["1", 1, True, 1]]),
+    ("segments", [[2, 2, True, 1]]), ("segments", [[1, 0, True, 1]]), ("segments", [[0, 1, True, 1]])])
 def test_value_of_another_kind_is_refused(key: str, value: Any) -> None:
-    raw = json.loads(encode_group(_GROUP))
+    raw, *arrays = _taken_apart(encode_group(_GROUP))
     (raw if key in raw else raw["samples"][0])[key] = value
-    with pytest.raises(ValueError, match="not a group"):
-        decode_group(json.dumps(raw).encode())
+    with pytest.raises(ValueError, match="not a group|log-probs"):
+        decode_group(_put_together(raw, *arrays))
+
+
+def test_numbers_that_are_no_token_or_log_prob_are_refused() -> None:
+    head, tokens, logprobs = _taken_apart(encode_group(_GROUP))
+    for bad in ((struct.pack("<i", -1) + tokens[4:], logprobs), (tokens, struct.pack("<d", math.nan))):
+        with pytest.raises(ValueError, match="token ids or log-probs"):
+            decode_group(_put_together(head, *bad))
 
 
 @pytest.mark.parametrize("value", [b"x", {1, 2}, datetime.date(2026, 1, 1)], ids=str)

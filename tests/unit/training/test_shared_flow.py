@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -197,12 +196,38 @@ def test_closed_queue_starts_no_actors(queue: TransferQueueQueue) -> None:
     assert Actors.made == 0
 
 
-def test_calls_together_take_no_longer_than_one_may() -> None:
-    actors = transfer_queue._Actors.__new__(transfer_queue._Actors)
+def test_call_that_takes_too_long_names_the_setting() -> None:
+    actors, answer = transfer_queue._Actors.__new__(transfer_queue._Actors), threading.Event()
     actors._call_s = 0.2
     assert actors.run([lambda: 1, lambda: 2]) == [1, 2]
-    with pytest.raises(TimeoutError):
-        actors.run([lambda: time.sleep(0.1)] * 40)
+    with pytest.raises(TimeoutError, match="queue_call_timeout_s"):
+        actors.run([lambda: 1, answer.wait])
+    answer.set()
+
+
+def test_time_limit_is_that_of_a_call_however_large_the_step(monkeypatch: pytest.MonkeyPatch,
+                                                             queue: TransferQueueQueue) -> None:
+    """A queue that takes a while for each group would be replaced, with all that it holds, at every large step."""
+    asked: list[int] = []
+
+    def run(self: Actors, calls: Collection[Callable[[], Any]]) -> list[Any]:
+        asked.append(len(calls))
+        return [call() for call in calls]
+
+    size = 3 * queue.at_once + 1
+    queue._capacity = size
+    monkeypatch.setattr(Actors, "run", run)
+    flow = SharedFlow(FlowLimits(steps=9, groups_per_step=size, max_staleness=0, max_dropped_groups=0), queue)
+    waits = Waits(lambda *_: None, threading.Event())
+    flow.resume(0, 1, IntervalSet(), Branch(0, 1))
+    grant = flow.lease(0.0)
+    assert grant is not None and len(grant.ordinals) == size
+    for ordinal in grant.ordinals:
+        flow.finished(group(ordinal), "", waits)
+    asked.clear()
+    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+    assert [g.ordinal for g in taken.groups] == list(grant.ordinals)
+    assert asked == [queue.at_once] * 3 + [1]
 
 
 def test_call_of_a_dead_actor_is_given_up_long_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
