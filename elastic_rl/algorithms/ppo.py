@@ -29,10 +29,10 @@ def sample_rewards(rewards: Tensor, _cfg: AlgorithmConfig) -> Tensor:
 def gae_advantages(batch: Batch, cfg: AlgorithmConfig) -> Tensor:
     """[N, T] fp32: generalised advantage estimates of the loss tokens (arXiv:1506.02438, eq. 16), 0 elsewhere.
 
-    The last loss token of a sample gets the sample's reward (``advantages`` [N], see ``sample_rewards``); with
-    ``ref_logprobs`` in the batch, each gets less ``kl_coef`` times the divergence from the reference policy at it
-    (arXiv:2203.02155, eq. 2). A sample ends with its last loss token, also one that was cut off at its limit: nothing
-    is expected after it.
+    The last loss token of a sample gets the sample's reward (``advantages`` [N], see ``sample_rewards``), but for what
+    of it is of a turn (``turn_rewards`` [N, T]), which the turn's last token gets; with ``ref_logprobs`` in the batch,
+    each gets less ``kl_coef`` times the divergence from the reference policy at it (arXiv:2203.02155, eq. 2). A sample
+    ends with its last loss token, also one that was cut off at its limit: nothing is expected after it.
     """
     mask = batch["loss_mask"]
     rewards = torch.zeros(mask.shape, dtype=torch.float64)
@@ -40,7 +40,11 @@ def gae_advantages(batch: Batch, cfg: AlgorithmConfig) -> Tensor:
         divergence = kl_estimate(batch["old_logprobs"].double(), batch["ref_logprobs"].double(), cfg.kl_estimator)
         rewards -= cfg.kl_coef * torch.where(mask, divergence, 0.0)
     rows, last = last_loss_tokens(mask)
-    rewards[rows, last] += batch["advantages"].double()[rows]
+    at_end = batch["advantages"].double()
+    if "turn_rewards" in batch:
+        rewards += (of_turns := batch["turn_rewards"].double())
+        at_end = at_end - of_turns.sum(dim=1)
+    rewards[rows, last] += at_end[rows]
     return estimated(rewards, batch["values"], mask, gamma=cfg.gamma, lam=cfg.gae_lambda).to(torch.float32)
 
 

@@ -53,8 +53,8 @@ class AlgorithmSpec:
     trained on before the others are there (``train.prompts_per_part``)."""
     token_advantages: Callable[[Batch, AlgorithmConfig], Tensor] | None = None
     """``(a step's batch, settings) -> [N, T]``: an advantage for each token, which the loss gets in the place of one
-    for each sample. The batch has ``advantages``, ``old_logprobs`` and ``inputs``. The loss ``needs``
-    "token_advantages" then."""
+    for each sample. The batch has ``advantages``, ``old_logprobs`` and ``inputs``, and ``turn_rewards`` where
+    the rewards of samples say what of them is of each turn. The loss ``needs`` "token_advantages" then."""
     inputs: tuple[str, ...] = ()
     """Further tensors of the batch that ``token_advantages`` reads: "teacher_logprobs", "values".
     With "values" the job has a critic: what the function returns are its errors, so values and these add up to the

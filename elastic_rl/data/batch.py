@@ -41,6 +41,7 @@ SCHEMA: dict[str, TensorSpec] = {
     "teacher_top_logprobs": TensorSpec(torch.float32, ("L", "K")),
     "advantages": TensorSpec(torch.float32, ("N",)),
     "token_advantages": TensorSpec(torch.float32, ("N", "T")),  # instead of ``advantages``: one per token
+    "turn_rewards": TensorSpec(torch.float32, ("N", "T")),  # at the last token of each turn; 0 elsewhere
     "values": TensorSpec(torch.float32, ("N", "T")),        # of the critic, before the step; 0 elsewhere
     "returns": TensorSpec(torch.float32, ("N", "T")),       # what the values should have been; 0 elsewhere
     "versions": TensorSpec(torch.int64, ("N",)),            # oldest policy version that generated the sample
@@ -80,7 +81,7 @@ class Batch:
         if bool((mask & (torch.arange(sizes["T"])[None] >= lengths[:, None])).any()):
             raise ConfigError("the loss mask includes padding")
         for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs", "teacher_top_logprobs", "advantages",
-                     "token_advantages", "values", "returns"):
+                     "token_advantages", "turn_rewards", "values", "returns"):
             if name in self.tensors and not bool(torch.isfinite(self[name]).all()):
                 raise ConfigError(f"{name} has a value that is not finite")
         if bool(mask[:, 0].any()):
@@ -226,3 +227,13 @@ def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] |
     if advantages is not None:
         tensors["advantages"] = torch.tensor(list(advantages), dtype=torch.float32)
     return Batch(tensors)
+
+
+def turn_rewards(rows: Sequence[tuple[Prompt, Sample]], batch: Batch) -> torch.Tensor:
+    """[N, T] fp32: what of each sample's reward is of a turn, at the turn's last token, if that is trained on; 0
+    elsewhere. ``rows``: those of the batch."""
+    found = np.zeros((batch.samples, batch.width), np.float32)
+    for row, (prompt, sample) in enumerate(rows):
+        ends = [len(prompt.token_ids) + end for end in sample.turn_ends[:len(sample.turn_rewards)]]
+        found[row, ends] = sample.turn_rewards
+    return torch.where(batch["loss_mask"], torch.from_numpy(found), 0.0)

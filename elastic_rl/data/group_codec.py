@@ -39,7 +39,8 @@ def encode_group(group: Group) -> bytes:
             "samples": [{
                 "segments": [[len(s.token_ids), len(s.logprobs), s.loss, s.version] for s in sample.segments],
                 "finish_reason": sample.finish_reason, "reward": sample.reward, "parts": dict(sample.reward_parts),
-                "metadata": dict(sample.metadata), "text": sample.text} for sample in group.samples],
+                "metadata": dict(sample.metadata), "text": sample.text, "turns": sample.turn_rewards}
+                for sample in group.samples],
         }, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as e:
         raise _unwritable(f"group {group.ordinal}", e) from e
@@ -96,7 +97,7 @@ def _sample(found: Mapping[str, Any], arrays: _Arrays) -> Sample:
               for n_tokens, n_logprobs, loss, version in _of(list, found["segments"])),
         _of(str, found["finish_reason"]), _number(found["reward"]),
         {name: _number(part) for name, part in _of(dict, found["parts"]).items()}, _of(dict, found["metadata"]),
-        _of(str, found["text"]))
+        _of(str, found["text"]), tuple(_number(turn) for turn in _of(list, found["turns"])))
 
 
 class _Arrays:

@@ -7,13 +7,14 @@ the environment wrote, which have neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 EPISODE = "episode"
-"""In the metadata of a sample that an environment took part in: ``{"reward": …, "parts": {…}, "turns": …}``."""
-_NO_TURNS: Mapping[str, Any] = {EPISODE: {"reward": 0.0, "parts": {}, "turns": 0}}
+"""In the metadata of a sample that an environment took part in: ``{"reward": …, "rewards": [… of each turn], "parts":
+{…}, "turns": …}``."""
+_NO_TURNS: Mapping[str, Any] = {EPISODE: {"reward": 0.0, "rewards": [], "parts": {}, "turns": 0}}
 MAX_TOKEN_IDS = 1 << 31
 """Every token id is below: what tensors and engines hold."""
 
@@ -66,6 +67,8 @@ class Sample:
     text: str = ""
     """What the reward reads: what the ``GenerateFn`` says that it is, as the last turn of several; else what the policy
     wrote, without special tokens. "" before it is rewarded, and where the data source has no tokenizer."""
+    turn_rewards: tuple[float, ...] = ()
+    """What of the reward is of each turn, in order; the rest of it is of the end."""
 
     @property
     def response_ids(self) -> tuple[int, ...]:
@@ -76,6 +79,23 @@ class Sample:
     def written_ids(self) -> tuple[int, ...]:
         """The tokens that a policy wrote, trained on or not: no reward shall take what a tool says for its answer."""
         return tuple(t for s in self.segments if s.loss or s.logprobs for t in s.token_ids)
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The place within ``response_ids`` of the last token of each turn: what a policy wrote on end, whatever the
+        number of its segments."""
+        ends: list[int] = []
+        place, own = 0, False
+        for s in self.segments:
+            if not s.token_ids:
+                continue
+            place += len(s.token_ids)
+            goes_on, own = own, s.loss or bool(s.logprobs)
+            if own and goes_on:
+                ends.pop()
+            if own:
+                ends.append(place - 1)
+        return tuple(ends)
 
     @property
     def lacks_text(self) -> bool:
@@ -93,9 +113,9 @@ class Sample:
         trained = [s.version for s in self.segments if s.loss]
         return min(trained, default=0)
 
-    def rewarded(self, reward: float, parts: Mapping[str, float]) -> Sample:
-        """The sample with its reward."""
-        return replace(self, reward=reward, reward_parts=dict(parts))
+    def rewarded(self, reward: float, parts: Mapping[str, float], turns: Sequence[float] = ()) -> Sample:
+        """The sample with its reward. ``turns``: see ``turn_rewards``."""
+        return replace(self, reward=reward, reward_parts=dict(parts), turn_rewards=tuple(turns))
 
 
 @dataclass(frozen=True)

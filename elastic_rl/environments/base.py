@@ -30,7 +30,7 @@ class Observation:
     messages: tuple[Message, ...] = ()
     """What the policy reads before its next turn; one at least, unless the episode is over."""
     reward: float = 0.0
-    """Of this turn; those of all turns are added up."""
+    """Of this turn; the reward of the sample is the sum over all turns (``rollout.reward: environment``)."""
     done: bool = False
     """Whether the episode is over: the policy has no further turn."""
     parts: Mapping[str, float] = field(default_factory=dict)

@@ -47,13 +47,13 @@ class EpisodeRewards:
 
     def __init__(self) -> None:
         self.turns = 0
-        self._reward = 0.0
+        self._rewards: list[float] = []
         self._parts: dict[str, float] = {}
 
     def add(self, observation: Observation) -> None:
         """Takes one of ``require_observation``. Raises PluginFailed when its turns have too many parts."""
         self.turns += 1
-        self._reward += observation.reward
+        self._rewards.append(observation.reward)
         for name, value in observation.parts.items():
             self._parts[name] = self._parts.get(name, 0.0) + value
         if len(self._parts) > MAX_PARTS:
@@ -61,7 +61,8 @@ class EpisodeRewards:
 
     def record(self) -> dict[str, Any]:
         """See ``EPISODE``; JSON."""
-        return {"reward": self._reward, "parts": dict(self._parts), _TURNS: self.turns}
+        return {"reward": sum(self._rewards), "rewards": list(self._rewards), "parts": dict(self._parts),
+                _TURNS: self.turns}
 
 
 def _number(given: Any, what: str) -> float:

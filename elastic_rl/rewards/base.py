@@ -18,6 +18,9 @@ _MAX_REWARD = 1e30
 _PARTS = 64
 """Parts that a reward may have, and characters of a part's name."""
 
+_TURNS = 10_000
+"""Turns that a reward may be split over."""
+
 Judge = Callable[[JudgeRequest], Sequence[Judgement]]
 """Has a model judge responses, and blocks for as long as that takes. Raises EngineFailed, RoleUnavailable and
 PluginFailed."""
@@ -34,10 +37,13 @@ class RewardAway(ElasticRLError):
 
 @dataclass(frozen=True)
 class Reward:
-    """What a sample is worth. ``parts``: what the value is made of, by name; for people."""
+    """What a sample is worth. ``parts``: what the value is made of, by name; for people. ``turns``: what of the value
+    is of each of the policy's turns, in order, of samples of several; the rest is of the end. Algorithms with
+    advantages of tokens (``ppo``) credit each turn with its own."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    turns: Sequence[float] = ()
 
 
 class RewardFn(Protocol):
@@ -99,7 +105,21 @@ def plain_rewards(given: object, count: int) -> list[Reward]:
         raise PluginFailed(f"it must return {count} objects Reward, one per sample, not {got}",
                            hint="for a function (text, prompt) -> float, put @per_sample of elastic_rl.rewards.forms "
                                 "before it")
-    return [Reward(_plain_number(r.value), _plain_parts(r.parts)) for r in rewards]
+    return [Reward(_plain_number(r.value), _plain_parts(r.parts), _plain_turns(r.turns)) for r in rewards]
+
+
+def require_turns(samples: Sequence[Sample], rewards: Sequence[Reward]) -> None:
+    """Raises PluginFailed for a reward of more turns than its sample has."""
+    for sample, reward in zip(samples, rewards, strict=True):
+        if len(reward.turns) > (turns := len(sample.turn_ends)):
+            raise PluginFailed(f"it gave rewards of {len(reward.turns)} turns to a sample of {turns}")
+
+
+def _plain_turns(given: object) -> tuple[float, ...]:
+    turns = list(islice(given, _TURNS + 1)) if isinstance(given, Sequence) and not isinstance(given, str) else None
+    if turns is None or len(turns) > _TURNS:
+        raise PluginFailed(f"it must give the rewards of a sample's turns as a list of at most {_TURNS} numbers")
+    return tuple(map(_plain_number, turns))
 
 
 def _plain_parts(given: Mapping[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from elastic_rl.rewards.base import Reward, RewardContext, RewardFn, plain_rewar
 
 
 def environment(options: Mapping[str, Any], context: RewardContext) -> RewardFn:
-    """Of each sample the sum over its turns. Raises ConfigError."""
+    """Of each sample the sum over its turns, with what is of each. Raises ConfigError."""
     read_options(Options, options, of="the reward 'environment'", setting=context.setting)
     return _OfEpisode()
 
@@ -37,7 +37,8 @@ def _reward(episode: Any) -> Reward:
         raise PluginFailed("the sample is no episode of an environment",
                            hint="set rollout.generate to environment, or choose another reward")
     try:
-        return Reward(episode["reward"], {**episode["parts"], "turns": float(episode["turns"])})
+        return Reward(episode["reward"], {**episode["parts"], "turns": float(episode["turns"])},
+                      episode.get("rewards", ()))
     except (KeyError, TypeError, ValueError) as e:
         raise PluginFailed(f"the record of an episode in the sample's metadata is none: {type(e).__name__}: {e}",
                            hint="see EPISODE in elastic_rl/data/samples.py") from e

@@ -110,13 +110,13 @@ class _PlainPerSample:
                  "metadata": dict(prompt.metadata), "question": prompt.question}
         found = await self._pool.calls([{"name": self._name, "text": sample.text, "prompt": plain}
                                         for sample in samples], self._given.timeout_s)
-        return [Reward(value, parts) for value, parts in values(found)]
+        return [Reward(value, parts, tuple(turns)) for value, parts, turns in values(found)]
 
     def close(self) -> None:
         self._pool.close()
 
 
-def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float], list[float]]:
     """Calls the user's function; in a worker. Raises what it raises, and for what is no reward TypeError or
     PluginFailed."""
     raw = job["prompt"]
@@ -127,7 +127,7 @@ def score(job: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
     if not isinstance(reward, Reward):
         raise TypeError(f"it must return a number or a Reward, not {type(reward).__name__}")
     [sound] = plain_rewards([reward], 1)
-    return sound.value, dict(sound.parts)
+    return sound.value, dict(sound.parts), list(sound.turns)
 
 
 @functools.cache

@@ -34,8 +34,8 @@ class MixOptions(Options):
 
 
 class Mix:
-    """The sum of the parts' values, each times its weight. The reward's parts are the parts' own values by name, and
-    what those are made of as ``name/part``."""
+    """The sum of the parts' values, each times its weight, and so of those of turns. The reward's parts are the parts'
+    own values by name, and what those are made of as ``name/part``."""
 
     def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
         """Raises ConfigError."""
@@ -68,14 +68,17 @@ class Mix:
 
     def _sum(self, rewards: Sequence[Reward]) -> Reward:
         value, parts = 0.0, dict[str, float]()
+        turns = [0.0] * max(len(reward.turns) for reward in rewards)
         for (name, weight, _), reward in zip(self._parts, rewards, strict=True):
             value += weight * reward.value
             parts[name] = reward.value
+            for i, turn in enumerate(reward.turns):
+                turns[i] += weight * turn
         for (name, _, _), reward in zip(self._parts, rewards, strict=True):
             for inner, number in reward.parts.items():
                 if len(parts) < _MAX_NAME and len(f"{name}/{inner}") <= _MAX_NAME:
                     parts.setdefault(f"{name}/{inner}", number)
-        return Reward(value, parts)
+        return Reward(value, parts, tuple(turns))
 
     @property
     def least_timeout_s(self) -> float:

@@ -14,6 +14,8 @@ from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.filters import Filter, make_filter
 from elastic_rl.rewards.forms import FromOptions, PerSample, require_reward_fn
 
+_Given = tuple[float, Mapping[str, float], Sequence[float]]
+"""The fields of a ``Reward``."""
 _REASON = 100
 """Characters of a filter's reason that are kept."""
 
@@ -32,7 +34,8 @@ class OwnReward:
         self._process.start()
 
     async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
-        return [Reward(value, parts) for value, parts in await self._process.call(prompt, tuple(samples))]
+        return [Reward(value, parts, tuple(turns))
+                for value, parts, turns in await self._process.call(prompt, tuple(samples))]
 
     def close(self) -> None:
         self._process.close()
@@ -92,12 +95,12 @@ def require_reason(given: object) -> str:
 
 
 def serve(name: str, options: Mapping[str, Any], setting: str, options_setting: str
-          ) -> Callable[[Prompt, Sequence[Sample]], Awaitable[list[tuple[float, Mapping[str, float]]]]]:
+          ) -> Callable[[Prompt, Sequence[Sample]], Awaitable[list[_Given]]]:
     """In the process: the function that it runs. Raises ConfigError."""
     reward = _made(name, options, setting, options_setting)
 
-    async def call(prompt: Prompt, samples: Sequence[Sample]) -> list[tuple[float, Mapping[str, float]]]:
-        return [(r.value, r.parts) for r in plain_rewards(await reward(prompt, samples), len(samples))]
+    async def call(prompt: Prompt, samples: Sequence[Sample]) -> list[_Given]:
+        return [(r.value, r.parts, r.turns) for r in plain_rewards(await reward(prompt, samples), len(samples))]
 
     return call
 

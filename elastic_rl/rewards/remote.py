@@ -214,7 +214,8 @@ class _TryAgain(Exception):
 
 def _reward(given: Any) -> Reward:
     if isinstance(given, dict):
-        return Reward(_number(given["value"]), {str(k): _number(v) for k, v in (given.get("parts") or {}).items()})
+        return Reward(_number(given["value"]), {str(k): _number(v) for k, v in (given.get("parts") or {}).items()},
+                      tuple(_number(turn) for turn in given.get("turns") or ()))
     return Reward(_number(given))
 
 

@@ -28,7 +28,7 @@ from elastic_rl.pipeline.sampling.source_reads import SHOWN_AFTER_S
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import CANCEL_S, START_S, CallLost, ProcessLost
 from elastic_rl.plugins import describe, plain, text_of
-from elastic_rl.rewards.base import Decode, Judge, RewardAway, plain_rewards
+from elastic_rl.rewards.base import Decode, Judge, RewardAway, plain_rewards, require_turns
 from elastic_rl.rewards.environment import episode_parts
 from elastic_rl.rewards.own import OwnFilter, close_filter, named_filter, require_reason
 from elastic_rl.rewards.registry import close_reward, make_reward, start_reward
@@ -272,7 +272,8 @@ class Rewarder:
                         rewards = plain_rewards(await self._reward(requests[i].prompt, samples), len(samples))
                         if self._require_writable:
                             require_writable(requests[i].prompt, samples)
-                        found[i] = [s.rewarded(r.value, {**episode_parts(s), **r.parts})
+                        require_turns(samples, rewards)
+                        found[i] = [s.rewarded(r.value, {**episode_parts(s), **r.parts}, r.turns)
                                     for s, r in zip(samples, rewards, strict=True)]
                 except BaseException as e:  # whatever a user's function raises: this is no main thread
                     if isinstance(e, ProcessLost | RewardAway):

@@ -14,7 +14,7 @@ from elastic_rl.algorithms.registry import AlgorithmSpec, algorithm_of, required
 from elastic_rl.algorithms.reward_shaping import shaped_rewards
 from elastic_rl.config import Config
 from elastic_rl.config.algorithm import reference_step
-from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.batch import Batch, collate, turn_rewards
 from elastic_rl.data.samples import Group
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.pipeline.records.step_timer import StepTimer
@@ -96,7 +96,10 @@ class TrainingBatches:
         with timer.phase("advantage"):
             advantages = [a for row in self._waits.retry("advantages", lambda: self._roles.advantages(rewards))
                           for a in row]
-        batch = collate([(g.prompt, s) for g in groups for s in g.samples], advantages)
+        rows = [(g.prompt, s) for g in groups for s in g.samples]
+        batch = collate(rows, advantages)
+        if self._algorithm.token_advantages is not None and any(s.turn_rewards for _, s in rows):
+            batch = batch.with_tensors(turn_rewards=turn_rewards(rows, batch))
         if self._teaching is not None:
             batch, taught = self._taught(self._teaching, groups, batch, timer)
             metrics |= taught
@@ -185,7 +188,7 @@ class TrainingBatches:
         if ":" not in self._cfg.algorithm.name and spec.token_advantages is not None:
             return spec.token_advantages(batch, self._cfg.algorithm)
         raw = batch.only("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", *spec.inputs,
-                         *(("ref_logprobs",) if "ref_logprobs" in batch else ())).to_bytes()
+                         *(name for name in ("ref_logprobs", "turn_rewards") if name in batch)).to_bytes()
         found = self._waits.retry("advantages", lambda: self._roles.token_advantages(raw))
         return torch.from_numpy(np.array(found))
 
@@ -199,4 +202,4 @@ class TrainingBatches:
                 batch = batch.with_tensors(token_advantages=found)
                 if uses_values(spec):  # an advantage is the error of a value
                     batch = batch.with_tensors(returns=torch.where(batch["loss_mask"], found + batch["values"], 0.0))
-        return batch.without("teacher_logprobs", "ref_logprobs")
+        return batch.without("teacher_logprobs", "ref_logprobs", "turn_rewards")

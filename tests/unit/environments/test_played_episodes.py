@@ -156,7 +156,8 @@ def test_policy_calls_tools_and_its_whole_last_turn_is_its_answer(engine: Engine
             "<|tool|>42<|end|><|assistant|>")
         assert (call.loss, result.loss, last.loss, last.version) == (True, False, True, 3)
         assert sample.text == LONG and len(LONG) > 2000
-        assert sample.metadata[EPISODE] == {"reward": 0.0, "parts": {"tool_calls": 1.0, "tool_errors": 0.0}, "turns": 2}
+        assert sample.metadata[EPISODE] == {"reward": 0.0, "rewards": [0.0, 0.0], "turns": 2,
+                                                "parts": {"tool_calls": 1.0, "tool_errors": 0.0}}
     before = [*asked.prompt.token_ids, *samples[0].segments[0].token_ids, *samples[0].segments[1].token_ids]
     assert [ids for ids, _ in engine.asked] == [list(asked.prompt.token_ids)] * 2 + [before] * 2
     assert len({route for _, route in engine.asked} - {""}) == 1

@@ -159,7 +159,8 @@ def test_episode_goes_on_from_the_tokens_that_were_sampled(tokenizer: ModelToken
     assert [(s.loss, bool(s.logprobs), s.version) for s in samples[0].segments] == [
         (True, True, 3), (False, False, 0)] * 2 + [(True, True, 3)]
     assert samples[0].text == "three" and samples[0].finish_reason == "stop"
-    assert samples[0].metadata[EPISODE] == {"reward": 1.5, "parts": {"moves": 3.0}, "turns": 3}
+    assert samples[0].metadata[EPISODE] == {"reward": 1.5, "rewards": [0.5] * 3, "parts": {"moves": 3.0},
+                                            "turns": 3}
     # Each turn goes on from all that came before, and has the room that is left.
     before = [list(request.prompt.token_ids)]
     for segment in samples[0].segments:
@@ -174,7 +175,9 @@ def test_episode_goes_on_from_the_tokens_that_were_sampled(tokenizer: ModelToken
     assert len({route for _, _, route in says.asked}) == 1 and says.asked[0][2]
     reward = make_reward("environment", {})
     [first, _] = asyncio.run(reward(request.prompt, samples))  # type: ignore[arg-type]
-    assert (first.value, first.parts) == (1.5, {"moves": 3.0, "turns": 3.0})
+    assert (first.value, first.parts, first.turns) == (1.5, {"moves": 3.0, "turns": 3.0}, [0.5] * 3)
+    ends, written = samples[0].turn_ends, samples[0].response_ids
+    assert len(ends) == 3 and all(written[end] == tokenizer.eos_ids[0] for end in ends)
 
 
 @pytest.mark.parametrize(("given", "turns", "reason"), [
@@ -188,7 +191,7 @@ def test_episode_ends_at_its_limits(tokenizer: ModelTokenizer, given: dict[str, 
 
 def test_turn_that_was_cut_off_gets_no_answer(tokenizer: ModelTokenizer) -> None:
     samples, closed, _ = play(tokenizer, Says(tokenizer, ["one"], finish="length"))
-    assert closed == [0, 0] and samples[0].metadata[EPISODE] == {"reward": 0, "parts": {}, "turns": 0}
+    assert closed == [0, 0] and samples[0].metadata[EPISODE] == {"reward": 0, "rewards": [], "parts": {}, "turns": 0}
 
 
 @pytest.mark.parametrize(("given", "named"), [

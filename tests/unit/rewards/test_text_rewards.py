@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.data.samples import Prompt, Sample, Segment
+from elastic_rl.data.samples import EPISODE, Prompt, Sample, Segment
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.rewards.base import Reward
 from elastic_rl.rewards.math_rewards import boxed, final_answer
@@ -131,6 +131,15 @@ def test_mix_adds_weighted_parts_and_shows_them() -> None:
     nested = {"parts": [{"reward": "mix", "options": options, "name": "inner"}]}
     assert _rewards("mix", nested, _answer("x"), "x") == [
         Reward(1.5, {"inner": 1.5, "inner/right": 1.0, "inner/f1": 1.0})]
+
+
+def test_mix_adds_the_weighted_rewards_of_turns() -> None:
+    options = {"parts": [{"reward": "environment", "weight": 2.0}, {"reward": "exact_match", "options": {
+        "compare": "text"}, "weight": 0.5}]}
+    mix = make_reward("mix", options)
+    sample = Sample((), text="x", metadata={EPISODE: {"reward": 1.5, "rewards": [1.0, 0.5], "parts": {}, "turns": 2}})
+    [found] = asyncio.run(mix(_answer("x"), [sample]))  # type: ignore[arg-type]
+    assert found.value == 3.5 and found.turns == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(("options", "named"), [

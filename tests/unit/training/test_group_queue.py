@@ -36,10 +36,11 @@ def _segments(draw: st.DrawFn) -> Segment:
     return Segment(tokens, logprobs, draw(st.booleans()), draw(st.integers(0, 2**63 - 1)))
 
 
+_TURNS = st.lists(_FLOATS, max_size=2).map(tuple)
 _SAMPLES = st.builds(
     Sample, st.lists(_segments(), max_size=3).map(tuple), st.sampled_from(["stop", "length"]), _FLOATS,
     st.dictionaries(st.text(max_size=3), _FLOATS, max_size=2), st.dictionaries(st.text(max_size=3), st.none() | _FLOATS,
-                                                                               max_size=2), st.text(max_size=5))
+                                                                               max_size=2), st.text(max_size=5), _TURNS)
 _GROUPS = st.builds(
     Group, st.integers(0, 2**53), st.builds(Prompt, _TOKENS, st.text(max_size=5), st.none() | _TOKENS,
                                             st.dictionaries(st.text(max_size=3), st.lists(st.integers()), max_size=2),

@@ -301,3 +301,13 @@ def test_no_reward_takes_what_a_tool_says_for_the_answer(monkeypatch: pytest.Mon
     assert texts == ["7 8", "", "said"]
     assert [s.reward_parts for s in group.samples] == [
         {"mine": 2.0}, {"tool_errors": 1.0, "turns": 2.0, "mine": 2.0}, {"mine": 2.0}]
+
+
+@pytest.mark.parametrize("turns", [(1.0, 1.0), (float("nan"),), ("x",), "1", None])
+def test_rewards_of_turns_that_the_sample_does_not_have_or_that_are_no_numbers_fail_the_group(
+        turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(1.0, {}, turns if prompt.text == "1" else (0.25,)) for _ in samples]
+
+    good, bad = Loop(monkeypatch, reward, "--rollout.reward_attempts=1").groups(0, 1)
+    assert bad.failed and not good.failed and [s.turn_rewards for s in good.samples] == [(0.25,)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -57,11 +58,11 @@ class Roles:
         return rewards
 
 
-def made(passes: Passes, **algorithm: object) -> MadeBatch:
+def made(passes: Passes, groups: Sequence[Group] = GROUPS, **algorithm: object) -> MadeBatch:
     cfg = config.parse({"algorithm": {"name": "ppo", "gae_lambda": 0.7, "gamma": 0.9, **algorithm}})
     waits = Waits(lambda *_: None, threading.Event())
     batches = TrainingBatches(cfg, Roles(), waits, 16, passes)  # type: ignore[arg-type]
-    return batches.make(GROUPS, 5, StepTimer())
+    return batches.make(groups, 5, StepTimer())
 
 
 def test_critic_learns_returns_and_the_policy_whitened_advantages() -> None:
@@ -80,6 +81,28 @@ def test_critic_learns_returns_and_the_policy_whitened_advantages() -> None:
     assert found.metrics["value_mean"] == pytest.approx(float(batch["values"][mask].mean()))
     assert found.metrics["return_mean"] == pytest.approx(float(batch["returns"][mask].mean()), rel=1e-5)
     assert found.metrics["explained_variance"] <= 1
+
+
+def test_each_turn_is_credited_with_its_own_reward_and_the_end_with_the_rest() -> None:
+    of_turns = [group if group.ordinal == 0 else Group(1, group.prompt, (
+        group.samples[0].rewarded(0.0, {}, [2.0]), group.samples[1].rewarded(3.0, {}, [1.5, 0.5]))) for group in GROUPS]
+    found = made(Passes(), of_turns, whiten_advantages=False).batch
+    mask = found["loss_mask"]
+    rewards = torch.zeros(mask.shape)
+    for row, places in enumerate(({7: 1.0}, {3: 0.0}, {3: 2.0 - 2.0}, {2: 1.5, 6: 0.5 + 1.0})):
+        for place, reward in places.items():
+            assert bool(mask[row, place])
+            rewards[row, place] = reward
+    expected = estimated(rewards, found["values"], mask, gamma=0.9, lam=0.7).float()
+    torch.testing.assert_close(found["token_advantages"], expected)
+    assert "turn_rewards" not in found, "the loss has no use for it"
+
+
+def test_turn_is_what_the_policy_wrote_on_end() -> None:
+    own, said = Segment((1, 2), (-0.1, -0.1), version=1), Segment((9,), loss=False)
+    quoted = Segment((3,), (-0.1,), loss=False, version=1)
+    assert Sample((own, own, said, quoted, own, said)).turn_ends == (3, 7)
+    assert Sample((said, own, Segment((), loss=False), own)).turn_ends == (4,) and Sample((said,)).turn_ends == ()
 
 
 def test_each_token_bears_its_own_divergence_from_the_reference() -> None:
