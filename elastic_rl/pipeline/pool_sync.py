@@ -18,6 +18,9 @@ from elastic_rl.pipeline.waits import Waits
 _LOOK_S, _PAUSE_S = 0.25, 0.01
 """Longest and shortest pause between two looks at the pool: while nothing changes there, and while much does."""
 
+Enough = Callable[[list[Engine], int], bool]
+"""``(engines, version)`` → whether they serve it, or newer ones."""
+
 
 class PoolSync:
     """The pool as the loop sees it. Used by one thread."""
@@ -44,17 +47,17 @@ class PoolSync:
             while not wait.poll():
                 self.waits.pause(_PAUSE_S)
 
-    def begin(self, version: int) -> VersionWait:
+    def begin(self, version: int, enough: Enough = in_sync) -> VersionWait:
         """A wait that the caller polls."""
-        return VersionWait(self, version)
+        return VersionWait(self, version, enough)
 
 
 class VersionWait:
     """A wait until every routable engine serves a version or a newer one. The pool is watched until it is closed only,
     since thousands of engines change their records at all times."""
 
-    def __init__(self, sync: PoolSync, version: int) -> None:
-        self._sync, self._version = sync, version
+    def __init__(self, sync: PoolSync, version: int, enough: Enough) -> None:
+        self._sync, self._version, self._enough = sync, version, enough
         self._republish, self._timeout_s = Republish(sync.first_pull_s), 0.0
         self._pool = PoolWatch(sync.etcd, sync.keys)
 
@@ -62,7 +65,7 @@ class VersionWait:
         """Whether they do; if not, says what is waited for. Raises Fenced, and what ``publish_again`` raises."""
         sync = self._sync
         sync.engines = sync.waits.retry("etcd", partial(self._pool.engines, self._timeout_s))
-        if in_sync(sync.engines, self._version):
+        if self._enough(sync.engines, self._version):
             sync.waits.works()
             return True
         if self._republish.is_due(time.monotonic(), behind(sync.engines, self._version)):

@@ -53,6 +53,13 @@ def in_sync(found: list[Engine], version: int) -> bool:
     return bool(ready) and not updating and all(e.version >= version and not e.applying for e in ready)
 
 
+def serves(found: list[Engine], version: int) -> bool:
+    """Whether there is a routable engine, and no request can reach one that serves an older version. Others may take
+    new weights meanwhile: what generates beside the steps need not wait for them."""
+    ready = [e for e in found if e.state is EngineState.READY]
+    return bool(ready) and all(e.version >= version for e in ready)
+
+
 def behind(found: list[Engine], version: int) -> list[Engine]:
     """Engines that run and lack the version: they should be fetching it."""
     return [e for e in found if e.state in (EngineState.READY, EngineState.SYNCING) and e.version < version]

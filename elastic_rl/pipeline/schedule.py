@@ -287,7 +287,7 @@ def _rl(plan: Plan, state: State, position: _Position, flow: Flow | None) -> Ste
     while True:
         evals = _evals(state)
         if _evaluation_due(plan, state.step) and (not evals or evals[-1][0] != state.step):
-            accuracy = yield Evaluate(state.step, state.min_version(plan.max_staleness))
+            accuracy = yield Evaluate(state.step, state.min_version(0))  # of this step, however stale samples may be
             evals = [*evals, (state.step, float(accuracy))][-_KEPT_EVALS:]
             # Committed with the next step; until then a successor finds it missing, and evaluates again.
             state = replace(state, cursor={**state.cursor, "evals": [list(e) for e in evals]})

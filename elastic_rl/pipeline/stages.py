@@ -370,6 +370,8 @@ class Pipeline:
             cursor = {**effect.cursor, _LAST_STEP: known}
             made, advantages = self.maker.make(effect.groups, effect.step, self._timer, effect.consumption, cursor)
         trained = self._taken | made
+        if self.background is not None:
+            trained |= self.background.take_idle_s()
         self._cursor = cursor
         self._timer.move("train", "publish_stall", float(trained["publish_stall_s"]))
         self._step, version = effect.step, int(trained["policy_version"])
@@ -387,11 +389,12 @@ class Pipeline:
         return version
 
     def _idle_s(self) -> dict[str, float]:
-        """Seconds since the last call in which the loop, or the producer beside it, waited, by stage."""
+        """Seconds since the last call in which the loop waited, by stage; together at most what the step has taken."""
         idle = self.waits.take_idle_s()
         if self.background is None:
             return idle
-        return {**idle, **self.background.take_idle_s(), "groups": self._timer.seconds().get("groups", 0.0)}
+        idle.pop("generate", None)  # while it waits for groups it says what those who make them wait for
+        return {**idle, "groups": self._timer.seconds().get("groups", 0.0)}
 
     @execute.register
     def _evaluate(self, effect: schedule.Evaluate) -> float:

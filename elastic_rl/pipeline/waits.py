@@ -53,7 +53,7 @@ class _Wait:
 
 
 class Waits:
-    """Waits of one loop, by stage. Used by one thread."""
+    """Waits of one loop, by stage. Used by one thread, but for ``take_idle_s``, which any other one may call."""
 
     def __init__(self, report: WaitReporter, stopping: threading.Event) -> None:
         """``stopping``: ends every wait with Fenced."""
@@ -66,6 +66,8 @@ class Waits:
         self._nested: _Wait | None = None
         """A wait for something else while one is held."""
         self._idle_s: dict[str, float] = {}
+        self._booking = threading.Lock()
+        """Of ``_idle_s`` and of what it is made of."""
 
     def stage(self, name: str) -> None:
         """The loop begins a stage. Raises Fenced."""
@@ -105,11 +107,11 @@ class Waits:
     def _set(self, kind: str, what: str, since: float) -> None:
         now, self._what = time.monotonic(), what
         if kind != self._kind:
-            if self._kind:
-                self._idle_s[self._stage] = self._idle_s.get(self._stage, 0.0) + now - self._counted_from
-                if self._logged:
-                    log.info("%s waited %.1f s for %s", self._stage, now - self._since, self._kind)
-            self._kind, self._since, self._counted_from, self._logged = kind, since, now, False
+            if self._kind and self._logged:
+                log.info("%s waited %.1f s for %s", self._stage, now - self._since, self._kind)
+            with self._booking:
+                self._book(now)
+                self._kind, self._since, self._counted_from, self._logged = kind, since, now, False
         if kind and not self._logged and now - self._since >= _LOG_AFTER_S:
             self._logged = True
             log.warning("%s waits for %s", self._stage, what)
@@ -171,7 +173,15 @@ class Waits:
             backoff.failed(now)
             self.pause(backoff.left_s(now))
 
+    def _book(self, now: float) -> None:
+        """Counts what the wait in progress has lasted."""
+        if self._kind:
+            self._idle_s[self._stage] = self._idle_s.get(self._stage, 0.0) + now - self._counted_from
+            self._counted_from = now
+
     def take_idle_s(self) -> dict[str, float]:
-        """Seconds waited since the last call, by stage."""
-        taken, self._idle_s = self._idle_s, {}
-        return taken
+        """Seconds waited since the last call, by stage, with those of a wait in progress. Thread-safe."""
+        with self._booking:
+            self._book(time.monotonic())
+            taken, self._idle_s = self._idle_s, {}
+            return taken

@@ -32,7 +32,9 @@ _TITLES = {
     "critic_lr": "Learning rate of the critic",
     "staleness_min": "Staleness of groups, min", "staleness_mean": "Staleness of groups, mean",
     "staleness_max": "Staleness of groups, max", "groups_queued": "Groups queued", "groups_leased": "Groups generating",
-    "groups_stale": "Groups too stale", "groups_lost": "Groups lost", "train_tokens_per_s": "Trained", "mfu": "MFU",
+    "groups_stale": "Groups too stale", "groups_lost": "Groups lost",
+    "producer_wait_s": "Generation waits for a part", "producer_no_room_s": "Generation has no room",
+    "train_tokens_per_s": "Trained", "mfu": "MFU",
     "generate_tokens_per_s": "Generated", "tflops_per_rank": "Model FLOPs", "peak_memory_bytes": "Memory, peak"}
 """Metrics with a curve of their own, in order."""
 

@@ -65,6 +65,10 @@ UPDATE: dict[str, Quantity] = {
     "groups_stale": Quantity("", "groups that were generated again since the step before, as they were too stale when "
                                  "their turn came"),
     "groups_lost": Quantity("", "groups that were generated again since the step before, as the queue had lost them"),
+    "producer_wait_s": Quantity("s", "since the step before, what those who generate waited for a part of the system, "
+                                     "as engines that get a version; beside the step's own time and no part of it"),
+    "producer_no_room_s": Quantity("s", "the same, what they had nothing to do since `train.max_staleness` allowed no "
+                                        "more groups"),
 }
 """Of the updates of a step: of the last one, unless it says otherwise. An algorithm may report more."""
 THROUGHPUT: dict[str, Quantity] = {
@@ -72,7 +76,8 @@ THROUGHPUT: dict[str, Quantity] = {
         "tokens/s", "tokens of all updates, prompts included and padding not, by the time of the updates; of all ranks "
                     "together"),
     "generate_tokens_per_s": Quantity(
-        "tokens/s", "tokens of the step's responses by the time of its generate phase, of all engines together"),
+        "tokens/s", "tokens of the step's responses by the time of its generate phase, or with "
+        "`train.schedule: fully_async` of the whole step; of all engines together"),
     "tflops_per_rank": Quantity(
         "TFLOP/s", "operations that the model needs for the updates, by their time, of one rank"),
     "mfu": Quantity(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from elastic_rl.bench.loop import job, own_cores
 from elastic_rl.bench.loop.steps import intervals
@@ -22,8 +23,10 @@ from elastic_rl.runtime import wait_until
 
 log = logging.getLogger(__name__)
 
-_IDLE = {"groups": "the trainer waits for groups", "producer": "generation waits for a part of the system",
-         "producer_no_room": "generation has nothing to do, since the staleness allows no more groups"}
+_WAITS = {"async-idle-s-groups": "a step of it: the trainer waits for groups",
+          "async-idle-s-producer": "beside it, a step: generation waits for a part of the system",
+          "async-idle-s-producer-no-room": "beside it, a step: generation has nothing to do, since the staleness "
+                                           "allows no more groups"}
 _GROUPS, _SAMPLES, _TOKENS = 64, 8, 1024
 """Of the groups that are put into the queues."""
 _START_S = 300.0
@@ -33,7 +36,7 @@ _TOO_SHORT = "no step counts: the run was too short, or did not come far enough"
 
 def measure(testbed: Testbed) -> Iterator[Row]:
     if testbed.options.selects("async-vs-sync", "async-step-s", "async-tokens", "async-staleness",
-                               *(_idle_id(p) for p in _IDLE)):
+                               *_WAITS):
         yield from rows(testbed.run().records, testbed.variant("async", job.ASYNC_SETTINGS))
     if testbed.options.selects("async-queue-s"):
         yield queue_row()
@@ -91,8 +94,10 @@ class Counted:
 def rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
     """From the records of both runs. Pure."""
     ours, alone = Counted.of(fully_async, job.ASYNC_STALENESS), Counted.of(sync, job.ASYNC_STALENESS)
-    idle = [step.get("idle_s") or {} for step, _ in ours.steps]
-    ages = [step["algorithm"] for step, _ in ours.steps if "staleness_mean" in (step.get("algorithm") or {})]
+    said = [step.get("algorithm") or {} for step, _ in ours.steps]
+    waits = ([(step.get("idle_s") or {}).get("groups", 0.0) for step, _ in ours.steps],
+             *([one.get(name, 0.0) for one in said] for name in ("producer_wait_s", "producer_no_room_s")))
+    ages = [one for one in said if "staleness_mean" in one]
     tokens = "response tokens trained a second, over the synchronous schedule's"
     return [
         *_faster("async-vs-sync", "steps a second of the fully asynchronous schedule over the synchronous one's",
@@ -100,11 +105,10 @@ def rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
         Row(id="async-tokens", name=tokens, value=ours.tokens_per_s / alone.tokens_per_s, unit="×", op=">=",
             samples=len(ours.steps)) if ours.steps and alone.steps and alone.tokens_per_s
         else Row.unmeasured("async-tokens", tokens, _TOO_SHORT, unit="×", op=">="),
-        *(Row.of(_idle_id(part), f"in a step of it {what}", [i.get(part, 0.0) for i in idle], "s")
-          for part, what in _IDLE.items()),
-        Row.of("async-staleness", "versions by which a group of it is older than the policy, mean of a step",
-               [age["staleness_mean"] for age in ages], "versions",
-               alternatives={"the most": max(age["staleness_max"] for age in ages)} if ages else {})]
+        *(_mean(row_id, name, seconds, "s") for (row_id, name), seconds in zip(_WAITS.items(), waits, strict=True)),
+        _mean("async-staleness", "versions by which a group of it is older than the policy that it trains",
+              [age["staleness_mean"] for age in ages], "versions",
+              alternatives={"the most": max(age["staleness_max"] for age in ages)} if ages else {})]
 
 
 def own_core_rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list[Row]:
@@ -144,8 +148,10 @@ def _faster(row_id: str, name: str, seconds_id: str, seconds_name: str, ours: Co
                 low=low, high=high, alternatives={than: others.mean_s})]
 
 
-def _idle_id(part: str) -> str:
-    return f"async-idle-s-{part.replace('_', '-')}"
+def _mean(row_id: str, name: str, values: Sequence[float], unit: str, **fields: Any) -> Row:
+    """A row of the mean of steps: one of several bears the wait for all that were generated together."""
+    row = Row.of(row_id, name, values, unit, **fields)
+    return row.model_copy(update={"value": sum(values) / len(values)}) if values else row
 
 
 def queue_row() -> Row:

@@ -75,6 +75,8 @@ const GROUPS = [
       lines: several({ max: "staleness_max", mean: "staleness_mean", min: "staleness_min" }) }),
     update("groups_queued", "Groups in flight", { unit: "groups", low: 0, digits: 0,
       lines: several({ queued: "groups_queued", generating: "groups_leased" }) }),
+    update("producer_wait_s", "Generation waits", { unit: "s", low: 0, digits: 2,
+      lines: several({ waiting: "producer_wait_s", idle: "producer_no_room_s" }) }),
     update("groups_stale", "Generated again", { unit: "groups", low: 0, digits: 0,
       lines: several({ "too stale": "groups_stale", lost: "groups_lost" }) }),
   ] },

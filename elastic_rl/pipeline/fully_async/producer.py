@@ -14,6 +14,7 @@ from elastic_rl.errors import Fenced
 from elastic_rl.pipeline.fully_async.shared_flow import SharedFlow
 from elastic_rl.pipeline.group_flow import Grant
 from elastic_rl.pipeline.pool_sync import PoolSync, VersionWait
+from elastic_rl.pipeline.rollout_pool import serves
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
 from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.waits import WaitRelay, Waits
@@ -53,7 +54,7 @@ class Producer:
         self._grant: Grant | None = None
         self._sync: VersionWait | None = None
         self._synced = 0
-        """The newest version that every engine was found to serve: they do not go back."""
+        """The newest version that every engine with requests was found to serve: they do not go back."""
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
 
     def start(self) -> None:
@@ -112,11 +113,12 @@ class Producer:
         return parts.prompts.training(grant.ordinals), grant.min_version
 
     def _in_sync(self, pool: PoolSync, version: int) -> bool:
-        """Whether every engine serves the version or a newer one: else samples would be made in vain."""
+        """Whether every engine that takes requests serves the version or a newer one: else samples would be made in
+        vain."""
         if version <= self._synced:
             return True
         if self._sync is None:
-            self._sync = pool.begin(version)
+            self._sync = pool.begin(version, serves)
         if self._sync.poll():
             self._synced = version
             self._end_sync()

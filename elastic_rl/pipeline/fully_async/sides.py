@@ -81,10 +81,11 @@ class FullyAsync:
         return [] if self._pool is None else self._pool.engines
 
     def take_idle_s(self) -> dict[str, float]:
-        """Seconds since the last call in which the producer waited for a part of the system (``producer``), and in
-        which it had nothing to do since the staleness allowed no more groups (``producer_no_room``)."""
-        return {"producer": sum(self._producer.waits.take_idle_s().values()),
-                "producer_no_room": self.flow.take_no_room_s()}
+        """Seconds since the last call in which the producer waited for a part of the system, and in which it had
+        nothing to do since the staleness allowed no more groups, by the names of ``training_metrics``. It has no part
+        in a step's own time."""
+        return {"producer_wait_s": sum(self._producer.waits.take_idle_s().values()),
+                "producer_no_room_s": self.flow.take_no_room_s()}
 
     def close(self) -> None:
         self._ending.set()

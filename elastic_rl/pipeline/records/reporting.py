@@ -93,7 +93,9 @@ def step_metrics(step: int, groups: Sequence[Group], *, policy_version: int, dro
 def with_measured(metrics: StepMetrics, answer: Mapping[str, Any], seconds: Mapping[str, float]) -> StepMetrics:
     """The metrics with what is known of the step once it was trained. ``answer``: the trainer's; ``seconds``: by
     phase."""
-    made, generate_s = metrics.samples * metrics.response_tokens.get("mean", 0.0), seconds.get("generate", 0.0)
+    # Beside the steps it goes on all the time, so the step as a whole is its time.
+    generate_s = seconds.get("total" if "groups" in seconds else "generate", 0.0)
+    made = metrics.samples * metrics.response_tokens.get("mean", 0.0)
     rate = {"generate_tokens_per_s": made / generate_s} if generate_s > 0 else {}
     return metrics.replace(seconds=dict(seconds), update=training_metrics.of_update(answer),
                            throughput=training_metrics.of_throughput({**answer, **rate}))

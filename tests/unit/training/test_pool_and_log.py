@@ -11,7 +11,7 @@ from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.republish import Republish
-from elastic_rl.pipeline.rollout_pool import describe, in_sync
+from elastic_rl.pipeline.rollout_pool import describe, in_sync, serves
 from elastic_rl.pipeline.schedule import reached
 from elastic_rl.report.build import read_records
 
@@ -44,6 +44,12 @@ def test_engine_that_takes_new_weights_keeps_the_pool_out_of_sync_until_it_serve
 @given(st.integers(0, 9))
 def test_engine_that_is_applying_a_version_is_not_in_sync(version):
     assert not in_sync([engine(version=9, applying=10)], version)
+
+
+def test_engines_that_update_one_after_the_other_serve_what_all_have_had():
+    rolling = [engine(version=10), engine(version=9, applying=10), engine(EngineState.SYNCING, version=8)]
+    assert serves(rolling, 9) and not serves(rolling, 10) and not in_sync(rolling, 9)
+    assert not serves([engine(EngineState.SYNCING, version=9)], 9) and not serves([], 1)
 
 
 def test_phases_of_a_step_add_up_to_its_total():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +40,20 @@ def test_look_that_succeeds_does_not_end_the_wait_in_which_it_is_made() -> None:
     assert reports == [("sync", "")] + 3 * [("sync", "engines")]
     waits.works()
     assert reports[-1] == ("sync", "") and waits.take_idle_s().keys() == {"sync"}
+
+
+def test_wait_in_progress_counts_for_the_time_in_which_it_is_asked_for() -> None:
+    """Else a wait of minutes would be of the step in which it ends, which takes a second."""
+    waits = Waits(lambda *_: None, threading.Event())
+    waits.stage("generate")
+    began = time.monotonic()
+    waits.waits("engines", "engines")
+    time.sleep(0.02)
+    first, took_s = waits.take_idle_s()["generate"], time.monotonic() - began
+    assert 0.02 <= first <= took_s
+    waits.works()
+    rest = waits.take_idle_s()
+    assert first + rest["generate"] <= time.monotonic() - began and waits.take_idle_s() == {}
 
 
 def test_call_that_succeeds_ends_the_waits_for_its_own_attempts() -> None:
