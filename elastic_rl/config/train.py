@@ -72,7 +72,7 @@ class TrainConfig(Section):
     alone. Gradients are those of the whole step, up to rounding."""
     queue: Literal["embedded", "transfer_queue"] = "embedded"
     """With ``schedule: fully_async``, where finished groups wait for their step. ``embedded``: in the memory of the
-    actor. ``transfer_queue``: in Ray actors of the package TransferQueue, on other hosts; install
+    actor. ``transfer_queue``: in Ray actors of the package TransferQueue; install
     ``elastic-rl[transfer-queue]``, and let nobody else use the cluster's hosts and network, since its sockets take
     pickles without a password.
     Groups that a queue loses are generated again."""

@@ -4,6 +4,7 @@ in it, how stale its groups are, and what a group costs in each queue."""
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -187,11 +188,14 @@ def _through(queue: GroupQueue) -> list[float]:
             return False
         return True
 
-    segment = Segment(tuple(range(_TOKENS)), (-0.123456789,) * _TOKENS, version=1)
+    draw = random.Random(0)
+    samples = tuple(Sample((Segment(tuple(draw.randrange(150_000) for _ in range(_TOKENS)),
+                                    tuple(-draw.expovariate(1.0) for _ in range(_TOKENS)), version=1),))
+                    for _ in range(_SAMPLES))
     seconds = []
     try:
         for ordinal in range(_GROUPS + 1):
-            group = Group(ordinal, Prompt(tuple(range(100))), (Sample((segment,)),) * _SAMPLES)
+            group = Group(ordinal, Prompt(tuple(range(100))), samples)
             if not ordinal:
                 wait_until(took_first, timeout_s=_START_S, what="the queue")
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The group queue on TransferQueue (PyPI): groups are held by Ray actors on other hosts, and not by the actor.
+"""The group queue on TransferQueue (PyPI): groups are held by Ray actors, and not by the actor.
 
 Its controller knows which group is where, and its storage units hold the bytes. Neither is replicated or restarted:
 what an actor held is gone with it, and a client that asks a dead one waits for minutes. So every call has a time limit
