@@ -25,7 +25,7 @@ from elastic_rl.models.arch import RESERVED_TOKENS, ModelArch, longest_sequence
 from elastic_rl.pipeline.sampling.samples import decoder
 from elastic_rl.pipeline.untrained.sampled_modes import rejection_groups
 from elastic_rl.plugin_process import CallLost
-from elastic_rl.plugins import describe, plain, text_of
+from elastic_rl.plugins import MAX_NAME, describe, is_name, plain, text_of
 from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, plain_rewards
 from elastic_rl.rewards.own import close_filter, named_filter
 from elastic_rl.rewards.registry import close_reward, make_reward
@@ -37,8 +37,6 @@ _LARGE = 512
 """Hidden size from which on a model is not one that was made to be tried out."""
 _NEW_JOBS_ONLY = ("checkpoints", "evaluation sets")
 """Parts that are required of a new job only."""
-_MAX_SET_NAME = 64
-"""Characters in the name of an evaluation set, which is shown everywhere."""
 _SHOWN = 200
 """Characters of a prompt that are shown."""
 
@@ -264,10 +262,10 @@ def _require_same_tokens(setting: str, folder: Path, cfg: Config) -> int:
 
 
 def _of_eval_set_names(source: CheckedSource) -> Iterator[Finding]:
-    wrong = [name for name in source.evals if not 0 < len(name) <= _MAX_SET_NAME or not name.isprintable()]
+    wrong = [name for name in source.evals if not is_name(name)]
     if wrong:
         yield Finding("evaluation sets", fault=f"the name {plain(wrong[0], 100)!r} of an evaluation set",
-                      hint=f"names of sets have 1 to {_MAX_SET_NAME} printable characters")
+                      hint=f"names of sets have 1 to {MAX_NAME} printable characters")
 
 
 def _capacity(cfg: Config, arch: ModelArch) -> str:

@@ -22,6 +22,8 @@ _PLACE = 300
 """Longest ``file:line`` that is shown, in characters."""
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in {
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)})
+MAX_NAME = 64
+"""Characters of a name that a user's code gives to a number, a set or a part of what it makes."""
 _INSTALLED = {"site-packages", "dist-packages"}
 """Folders whose code is not a user's own, and names of such folders elsewhere."""
 
@@ -30,6 +32,12 @@ def plain(text: str, limit: int = _TEXT) -> str:
     """A text of a user's code as any record takes it: encodable as UTF-8, and cut to ``limit`` characters."""
     cut = str.encode(text, "utf-8", "replace").decode("utf-8")
     return cut if len(cut) <= limit else cut[:limit - 1] + "…"
+
+
+def is_name(given: object, limit: int = MAX_NAME) -> bool:
+    """Whether a user's code may call something so: text of 1 to ``limit`` printable characters. Names are shown within
+    lines, which one with a line break could forge."""
+    return isinstance(given, str) and 0 < len(given) <= limit and str.isprintable(given)
 
 
 def text_of(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from elastic_rl.config import AlgorithmConfig, Config
 from elastic_rl.config.algorithm import Aggregate
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import ConfigError
-from elastic_rl.plugins import resolve
+from elastic_rl.plugins import MAX_NAME, is_name, resolve
 from elastic_rl.telemetry.training_metrics import PUBLISH
 
 TokenLoss = Callable[[Tensor, LossBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
@@ -82,7 +82,6 @@ _TEACHER, _VALUES = "teacher_logprobs", "values"
 _INPUTS = (_TEACHER, _VALUES)
 """Tensors that a step of RL has for advantages of tokens."""
 _TOP = ("teacher_top_ids", "teacher_top_logprobs")
-_STAT_NAME = 64
 _CLIP_STATS = ("ratio_mean", "clip_fraction", "kl")
 _SAPO_STATS = ("ratio_mean", "gate_mean", "kl")
 
@@ -201,8 +200,8 @@ def _faults(spec: AlgorithmSpec) -> Iterator[str]:
         if name not in _INPUTS:
             yield f"has the input {name!r}, and a batch has {', '.join(_INPUTS)}"
     for name in spec.stats:
-        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _STAT_NAME:
-            yield f"has a stat whose name is not text of 1 to {_STAT_NAME} printable characters: {name!r:.100}"
+        if not is_name(name):
+            yield f"has a stat whose name is not text of 1 to {MAX_NAME} printable characters: {name!r:.100}"
 
 
 def aggregate_of(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> Aggregate:

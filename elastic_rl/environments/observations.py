@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_rl.environments.base import Message, Observation
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins import encodable, plain
+from elastic_rl.plugins import encodable, is_name, plain
 
 MAX_PARTS = 63
 """Of a reward, besides the number of turns; and characters of a part's name, at most."""
@@ -33,9 +33,9 @@ def require_observation(given: object) -> Observation:
     if not messages and not given.done:
         raise _fault("gave no message though the episode is not over: the policy would have nothing to answer")
     if not isinstance(given.parts, Mapping) or len(given.parts) > MAX_PARTS or not all(
-            isinstance(name, str) and len(name) <= MAX_PARTS and plain(name) == name and name != _TURNS
-            for name in given.parts):
-        raise _fault(f"gave parts that are not at most {MAX_PARTS} numbers by name; {_TURNS!r} is no name for one")
+            is_name(name, MAX_PARTS) and name != _TURNS for name in given.parts):
+        raise _fault(f"gave parts that are not at most {MAX_PARTS} numbers by name; a name is text of 1 to {MAX_PARTS} "
+                     f"printable characters, and not {_TURNS!r}")
     return replace(given, messages=tuple(replace(m, role=encodable(m.role), content=encodable(m.content),
                                                  name=encodable(m.name), tool_call_id=encodable(m.tool_call_id))
                                          for m in messages), reward=_number(given.reward, "reward"),

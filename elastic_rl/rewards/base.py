@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from elastic_rl.config import PoolSettings
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ElasticRLError, PluginFailed
-from elastic_rl.plugins import plain
+from elastic_rl.plugins import MAX_NAME, is_name, plain
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 
 _MAX_REWARD = 1e30
-_PARTS = 64
-"""Parts that a reward may have, and characters of a part's name."""
+MAX_PARTS = 64
+"""Parts that a reward may have."""
 
 _TURNS = 10_000
 """Turns that a reward may be split over."""
@@ -123,10 +123,10 @@ def _plain_turns(given: object) -> tuple[float, ...]:
 
 
 def _plain_parts(given: Mapping[str, float]) -> dict[str, float]:
-    parts = list(islice(given.items(), _PARTS + 1))
-    if len(parts) > _PARTS or not all(isinstance(n, str) and len(n) <= _PARTS and plain(n) == n for n, _ in parts):
-        raise PluginFailed(f"it must give a reward at most {_PARTS} parts, with names of at most {_PARTS} characters "
-                           "that UTF-8 can encode, which it did not")
+    parts = list(islice(given.items(), MAX_PARTS + 1))
+    if len(parts) > MAX_PARTS or not all(is_name(name) for name, _ in parts):
+        raise PluginFailed(f"it must give a reward at most {MAX_PARTS} parts, with names of 1 to {MAX_NAME} printable "
+                           "characters, which it did not")
     return {plain(name): _plain_number(value) for name, value in parts}
 
 

@@ -11,10 +11,8 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.rewards.base import Reward, RewardAway, RewardContext, RewardFn
-
-_MAX_NAME = 64
-"""Characters of a part's name that the records of a step take."""
+from elastic_rl.plugins import MAX_NAME, is_name
+from elastic_rl.rewards.base import MAX_PARTS, Reward, RewardAway, RewardContext, RewardFn
 
 
 class MixPart(Options):
@@ -41,6 +39,9 @@ class Mix:
         """Raises ConfigError."""
         chosen = read_options(MixOptions, options, of="the reward 'mix'", setting=context.setting)
         names = [part.name or part.reward.rpartition(":")[2][:32] for part in chosen.parts]
+        if wrong := [name for name in names if not is_name(name)]:
+            raise ConfigError(f"{context.setting}.parts have the name {wrong[0]!r}",
+                              hint="names of parts are of printable characters")
         if len(set(names)) < len(names):
             raise ConfigError(f"{context.setting}.parts have the same name twice: {', '.join(names)}",
                               hint="give each part a name of its own")
@@ -76,7 +77,7 @@ class Mix:
                 turns[i] += weight * turn
         for (name, _, _), reward in zip(self._parts, rewards, strict=True):
             for inner, number in reward.parts.items():
-                if len(parts) < _MAX_NAME and len(f"{name}/{inner}") <= _MAX_NAME:
+                if len(parts) < MAX_PARTS and len(f"{name}/{inner}") <= MAX_NAME:
                     parts.setdefault(f"{name}/{inner}", number)
         return Reward(value, parts, tuple(turns))
 

@@ -200,6 +200,7 @@ def test_turn_that_was_cut_off_gets_no_answer(tokenizer: ModelTokenizer) -> None
     (Observation(reward=None, done=True), "reward"), (Observation(parts={"a": None}, done=True), "part 'a'"),
     (Observation(parts={"turns": 1.0}, done=True), "63 numbers"),
     (Observation(parts={str(i): 1.0 for i in range(64)}, done=True), "63 numbers"), (Observation(), "no message"),
+    (Observation(parts={"won\nstep 9": 1.0}, done=True), "printable"),
     (Observation(parts=None, done=True), "63 numbers"), (Observation("hi"), "no tuple"),
     (Observation((Message("tool", None),)), "no text"), (Observation(done=1), "done")])  # type: ignore[arg-type]
 def test_what_is_no_observation_is_refused(given: Any, named: str) -> None:

@@ -146,6 +146,7 @@ def test_mix_adds_the_weighted_rewards_of_turns() -> None:
     ({}, "rollout.reward_options.parts"), ({"parts": []}, "at least 1"),
     ({"parts": [{"reward": "f2"}]}, "rollout.reward_options.parts.0.reward='f2' is not one of"),
     ({"parts": [{"reward": "f1"}, {"reward": "f1"}]}, "same name twice"),
+    ({"parts": [{"reward": "f1", "name": "a\nb"}]}, "have the name 'a"),
     ({"parts": [{"reward": "f1", "options": {"x": 1}}]}, "rollout.reward_options.parts.0.options.x"),
     ({"parts": [{"reward": "f1", "weight": float("inf")}]}, "finite")])
 def test_wrong_part_is_named(options: dict[str, Any], named: str) -> None:

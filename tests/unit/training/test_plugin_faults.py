@@ -278,6 +278,7 @@ class Endless(dict[str, float]):
 @pytest.mark.parametrize("given", [
     [], None, [1.0], [Reward(float("nan"))], [Reward(10**400)], [Reward("1")],  # type: ignore[arg-type]
     [Reward(0.0, {f"p{i}": 0.0 for i in range(65)})], [Reward(0.0, {"p" * 65: 0.0})], [Reward(0.0, {"\udc80": 0.0})],
+    [Reward(0.0, {"p\nstep 9": 0.0})], [Reward(0.0, {"\x1b[2J": 0.0})], [Reward(0.0, {"": 0.0})],
     [Reward(0.0, Endless())], [Reward(0.0, {"p": float("inf")})], [Reward(0.0, {1: 0.0})]])  # type: ignore[dict-item]
 def test_unsound_rewards_are_a_fault_of_the_plugin(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
     async def reward(prompt: Prompt, samples: Sequence[Sample]) -> Any:
