@@ -6,6 +6,7 @@ import ipaddress
 import re
 from urllib.parse import urlsplit
 
+from elastic_rl.config.secrets import HIDDEN
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.etcd.client import EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import decode_all
@@ -28,8 +29,11 @@ def normalized_url(url: str) -> str:
         host, port, parts = "", 0, urlsplit("")
     plain = parts.path in ("", "/") and not (parts.query or parts.fragment or "@" in parts.netloc)
     if parts.scheme != "http" or not host or not port or not plain or not url.isascii() or not url.isprintable():
+        # What is before an @ may be a password, also in a URL that urlsplit finds no user in.
+        shown = f"{HIDDEN}@{url.rpartition('@')[2]}" if "@" in url else url
         raise Problem(422, "invalid", "The request is not valid",
-                      f"url must be http://HOST:PORT with a host name or an IP address in its usual form, not {url!r}",
+                      "url must be http://HOST:PORT with a host name or an IP address in its usual form, "
+                      f"not {shown!r}",
                       errors=[{"pointer": "/url", "detail": "http://HOST:PORT"}])
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -57,6 +57,14 @@ def test_invalid_server_url_is_refused(url: str) -> None:
     assert (refused.value.status, refused.value.kind) == (422, "invalid")
 
 
+@pytest.mark.parametrize("url", ["http://me:secret@host:1", "me:secret@host:1", "http://me:se@cret@host:1",
+                                 "http:/me:secret@host:1", "http://me:secret@[::1:1"])
+def test_password_in_a_refused_url_is_not_shown(url: str) -> None:
+    with pytest.raises(Problem, match="…@") as refused:
+        normalized_url(url)
+    assert "cret" not in str(refused.value.body("/")) and "me" not in refused.value.detail.partition("not ")[2]
+
+
 def test_incompatibility_names_what_a_server_lacks() -> None:
     assert incompatibility(MODEL, SERVER, QWEN, updates=True) == ""
     assert "not a" in incompatibility({"architectures": ["LlamaForCausalLM"]}, SERVER, QWEN, updates=True)
