@@ -154,8 +154,8 @@ class OperationService:
                 claim: IdempotencyClaim | None = None,
                 also: Callable[[Operation], WriteSet] | None = None) -> Operation:
         """Restarts ``engines/ID``, ``roles/NAME``, a trainer group by its name, or ``job`` (the whole compute plane).
-        ``also``: what else the operation's transaction holds. Raises problems: 404 for an engine or role that is not
-        there; 422 for another target."""
+        ``also``: what else the operation's transaction holds. Raises problems: 404 for an engine, role or group that is
+        not there; 422 for another target."""
 
         def draft() -> Draft:
             writes = WriteSet()
@@ -199,6 +199,9 @@ class OperationService:
             return ({"before": [i for group in groups for i in self._incarnations(group)], "ended": epoch},
                     max((t.start_timeout_s for t in groups.values()), default=0.0) + _TRAINER_GRACE_S + max(
                         self._engine_config(pool).start_timeout_s for pool in (ROLLOUT_POOL, *self._cfg.pools)))
+        if target in TRAINER_GROUPS:
+            raise Problem(404, "not-found", "Not found",
+                          f"this job has no group {target}; it has {', '.join(groups) or 'none'}")
         raise Problem(422, "invalid", "The request is not valid", f"target must be {_TARGETS}, not {target!r}",
                       errors=[{"pointer": "/target", "detail": _TARGETS}])
 

@@ -277,6 +277,9 @@ def test_restart_can_be_cancelled_until_it_was_carried_out(lead: Any, etcd: Etcd
         leader.operations.restart("everything", by="ann")
     with pytest.raises(Problem, match="no role"):
         leader.operations.restart("roles/genrm", by="ann")
+    with pytest.raises(Problem, match="this job has no group critic; it has trainer") as refused:
+        leader.operations.restart("critic", by="ann")
+    assert refused.value.status == 404
 
 
 def test_global_restart_ends_the_epoch_and_waits_for_a_later_one(lead: Any, plane: Plane, etcd: EtcdClient, keys: Keys
