@@ -1,7 +1,8 @@
 """The program that an engine runs: ``python -m elastic_rl.engine.sglang.launch <arguments of sglang.launch_server>``.
 
 SGLang spawns its scheduler and detokenizer, and a spawned child imports the parent's main module again under another
-name. So the CPU stand-ins are installed at import, and only the start of the server is behind the ``__main__`` guard.
+name. So what is changed in torch and SGLang is changed at import, and only the start of the server is behind the
+``__main__`` guard.
 
 On a CPU the children are forked instead: importing SGLang takes 8 s of a core in each of the three processes, and a
 forked child has it done and shares its pages. CUDA does not survive a fork, so there the children are spawned.
@@ -18,12 +19,14 @@ from typing import Any
 
 import torch
 
+from elastic_rl import torch_store
 from elastic_rl.engine.sglang import seeds
 from elastic_rl.host.leftovers import TAG_ENV
 from elastic_rl.runtime import die_with_parent
 
 ON_CPU = not torch.cuda.is_available()
 
+torch_store.install()  # of a scheduler, whether it is forked or spawned
 if __name__ == "__mp_main__":
     die_with_parent()  # a scheduler must not outlive a server that was killed: it would keep the memory
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from elastic_rl import torch_store
 from elastic_rl.config import Config, TrainerConfig
 from elastic_rl.errors import ConfigError
 
@@ -118,6 +119,7 @@ def init(cfg: Config) -> ParallelDims:
         megatron_cpu.install()
     backend = cfg.device.dist_backend if cfg.device.dist_backend != "auto" else ("nccl" if cuda else "gloo")
     timeout = timedelta(seconds=trainer.collective_timeout_s)
+    torch_store.install()
     dist.init_process_group(backend, timeout=timeout)
     world = dist.get_world_size()
     if world != trainer.ranks:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from support.engine_testbed import EngineTestbed, await_gone, sglang_files
@@ -158,6 +159,13 @@ def test_engine_rejects_a_version_with_a_missing_tensor_retries_with_backoff_and
     assert testbed.wait_ready(engine_id).pid == engine.pid
     testbed.assert_serves()
     assert testbed.events(engine_id)[-1].kind == "engine.fetch_recovered"
+
+
+def test_processes_of_an_engine_listen_on_its_host_only(testbed: EngineTestbed) -> None:
+    """Neither its API nor the store of its schedulers has a password."""
+    pids = testbed.server_pids(testbed.serving_engine())
+    found = {c.laddr.ip for pid in pids for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"}
+    assert found == {testbed.ctx.host}
 
 
 def test_drained_engine_finishes_its_requests_and_leaves_nothing(testbed: EngineTestbed) -> None:
