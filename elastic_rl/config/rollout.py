@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     generate_timeout_s: Seconds = 300.0
     """Seconds that your own ``generate`` function may take for one prompt group, with all its calls of engines and
     tools. With ``generate: environment``: seconds that the environment may take in one episode, without those of the
-    engines."""
+    engines, and those in which a call of a tool, or a move, waits for a thread that others use."""
     reward: str = "exact_match"
     """What a sample is worth: ``exact_match`` (1 if the response equals the prompt's answer, else 0), ``f1`` (words in
     common with the answer), ``math_verify`` and ``deepscaler`` (the right mathematical result), ``code`` (the program

@@ -16,6 +16,7 @@ from elastic_rl.data.samples import EPISODE, Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.environments.base import Environment, NewEpisode
+from elastic_rl.environments.episode_time import EpisodeTime
 from elastic_rl.environments.observations import EpisodeRewards, require_observation
 from elastic_rl.environments.turns import TurnWriter
 from elastic_rl.errors import PluginFailed
@@ -38,7 +39,7 @@ class EpisodeLimits:
     turn_tokens: int
     """Of one of them."""
     seconds: float
-    """That the environment may take altogether."""
+    """That the environment may take altogether. What it waits for a thread (``OwnThreads``) has a limit of its own."""
 
 
 class Episodes:
@@ -84,27 +85,24 @@ class Episodes:
                                    "step or close", hint="Environment in elastic_rl/environments/base.py")
             return found
 
-        return await bounded(begin(), self._limits.seconds)
+        return await bounded(begin(), EpisodeTime(self._limits.seconds))
 
     async def _closed(self, environment: Environment) -> None:
         with contextlib.suppress(Exception):
-            await bounded(environment.close(), _CLOSE_S)
+            await bounded(environment.close(), EpisodeTime(_CLOSE_S))
 
     async def _turns(self, request: PromptRequest, engines: GenerateClient, route: str, environment: Environment,
                      turn: Sample, index: int) -> Sample:
         segments: list[Segment] = []
         rewards = EpisodeRewards()
         ids = list(request.prompt.token_ids)
-        left_s = self._limits.seconds
-        loop = asyncio.get_running_loop()
+        left = EpisodeTime(self._limits.seconds)
         while True:
             segments += turn.segments
             ids += turn.response_ids
             if turn.finish_reason != "stop":  # it was cut off: there is nothing to answer
                 return self._sample(segments, rewards, turn, turn.finish_reason)
-            began = loop.time()
-            said = require_observation(await bounded(environment.step(self._writer.text_of(turn.response_ids)), left_s))
-            left_s -= loop.time() - began
+            said = require_observation(await bounded(environment.step(self._writer.text_of(turn.response_ids)), left))
             rewards.add(said)
             if said.done:
                 return self._sample(segments, rewards, turn, "stop")
@@ -133,23 +131,22 @@ def digest(request: PromptRequest, index: int) -> bytes:
                            digest_size=8).digest()
 
 
-async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
+async def bounded(work: Coroutine[Any, Any, T], left: EpisodeTime) -> T:
     """What a step of an environment returns or raises; its SystemExit, which would end the process, as PluginFailed.
-    Raises PluginFailed after ``limit_s``. Ends the process when the step does not end soon after it was cancelled:
-    nobody knows what it holds."""
+    Raises PluginFailed, or PluginAway, when no time is left. Ends the process when the step does not end soon after it
+    was cancelled: nobody knows what it holds."""
     async def guarded() -> T:
         try:
             return await work
         except (SystemExit, KeyboardInterrupt) as e:
             raise PluginFailed(describe(e)) from e
 
-    task = asyncio.ensure_future(guarded())
+    task = left.begin(guarded())
     try:
-        await asyncio.wait({task}, timeout=max(0.0, limit_s))
+        await left.until(task)
         if task.cancelled():
             raise PluginFailed("rollout.environment cancelled its own step")
-        if task.done():
-            return task.result()
+        return task.result()
     finally:
         if not task.done():
             task.cancel()
@@ -157,5 +154,3 @@ async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
             if not task.done():
                 log.error("a step of rollout.environment did not end when it was cancelled: its process ends")
                 os._exit(1)
-    raise PluginFailed("rollout.environment took longer than rollout.generate_timeout_s in the steps of one episode",
-                       hint="raise rollout.generate_timeout_s, or make the environment faster")

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from elastic_rl.config import ENVIRONMENT, ROLLOUT_POOL, Config
 from elastic_rl.engine.generation import Generated, PromptRequest
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
+from elastic_rl.environments.episode_time import WAITS
 from elastic_rl.errors import (
     ConfigError,
     ElasticRLError,
@@ -42,13 +43,14 @@ def call_timeout_s(cfg: Config) -> float:
     """Limit of one call, in seconds: more than the rollout role takes to give a prompt group up.
 
     An episode asks the engines once a turn, and ``rollout.generate_timeout_s`` bounds the environment twice, once while
-    the episode begins and once in its steps. It is played again, up to ``rollout.max_attempts`` times, where engines
-    served an older version than the one asked for. That may be hours; a role that has died is found much sooner (Ray),
-    as is a process of the environment that does not answer (``OwnGenerate.within``).
+    the episode begins and once in its steps; it may wait ``WAITS`` times as long. It is played again, up to
+    ``rollout.max_attempts`` times, where engines served an older version than the one asked for. That may be hours; a
+    role that has died is found much sooner (Ray), as is a process of the environment that does not answer
+    (``OwnGenerate.within``).
     """
     rollout, engines = cfg.rollout, _pool_timeout_s(cfg, ROLLOUT_POOL)
     if rollout.generate == ENVIRONMENT:
-        return rollout.max_attempts * (rollout.max_turns * engines + 2 * rollout.generate_timeout_s) + _OWN_S
+        return rollout.max_attempts * (rollout.max_turns * engines + (2 + WAITS) * rollout.generate_timeout_s) + _OWN_S
     return max(engines, rollout.generate_timeout_s + _OWN_S) if rollout.generates_apart else engines
 
 

@@ -156,25 +156,6 @@ def test_tool_whose_calls_hang_is_away_and_holds_up_no_other() -> None:
     asyncio.run(play())
 
 
-def test_call_of_an_episode_that_was_given_up_still_holds_its_thread() -> None:
-    RELEASED.clear()
-
-    async def play() -> None:
-        tools = make(timeout_s=30.0, threads=1)
-        given_up = asyncio.create_task(tools(Prompt(()), 0).step(call("hangs")))
-        await asyncio.sleep(0)
-        while not tools.threads["hangs"]._turns.locked():
-            await asyncio.sleep(0.01)
-        given_up.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
-        with pytest.raises(PluginAway):
-            await tools(Prompt(()), 0).step(call("hangs"))
-        RELEASED.set()
-
-    asyncio.run(play())
-
-
 def test_time_of_a_call_begins_with_the_call() -> None:
     found = step(call("add", a=1) * 8, threads=1, timeout_s=5.0)
     assert [m.content for m in found.messages] == ["2"] * 8

@@ -9,6 +9,7 @@ import pytest
 from elastic_rl import config
 from elastic_rl.config import limits
 from elastic_rl.config.limits import LIMITS, Ordered
+from elastic_rl.environments.episode_time import WAITS
 from elastic_rl.errors import ConfigError
 from elastic_rl.roles.role_clients import call_timeout_s
 
@@ -85,7 +86,8 @@ def test_call_of_the_rollout_role_outlasts_an_episode_of_which_each_part_takes_i
     attempts = cfg.rollout.max_attempts
     turns = cfg.rollout.max_turns * attempts * (50 + 2)  # with the pauses between attempts
     environment = 2 * (cfg.rollout.generate_timeout_s + 5)  # which it may take to end when it is cancelled
-    assert call_timeout_s(cfg) > attempts * (turns + environment)
+    waits = WAITS * cfg.rollout.generate_timeout_s
+    assert call_timeout_s(cfg) > attempts * (turns + environment + waits)
 
 
 def test_other_calls_of_the_rollout_role_have_shorter_limits() -> None:
