@@ -3,6 +3,8 @@ HTTP; only the tensors behind them are left out. Engines are a function."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from elastic_rl.data.batch import Batch
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import audit
 from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.data.tokenizer import EOS_ID, VOCABULARY
 from elastic_rl.dcs.security import Security
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
@@ -175,7 +178,8 @@ class TrainerWithoutTensors:
 
 @dataclass
 class Roles:
-    """Engines that answer every prompt right with its first sample and wrong with the others, unless they are away."""
+    """Engines that answer every prompt right with its first sample and wrong with the others, unless they are away.
+    All else that they sample follows from what they are asked with, and from the version that answers."""
 
     trainer: TrainerWithoutTensors
     etcd: EtcdClient
@@ -199,10 +203,14 @@ class Roles:
         self.hanging.wait(WAIT_S)
         version = self.trainer.version
         self.asked += [p.ordinal for p in prompts]
-        return [[Sample((Segment(p.prompt.answer_ids or () if i == 0 else (9,), (-0.5,) * (
-            len(p.prompt.answer_ids or ()) if i == 0 else 1), version=version),), self.finish_reason)
-            for i in range(p.samples)]
-            for p in prompts]
+        return [[self._sample(p, i, version) for i in range(p.samples)] for p in prompts]
+
+    def _sample(self, request: PromptRequest, index: int, version: int) -> Sample:
+        right, asked = request.prompt.answer_ids or (), request.sampling
+        drawn_by = (request.prompt.token_ids, index, asked.seed, asked.temperature, asked.max_new_tokens, version)
+        draw = random.Random(hashlib.sha256(repr(drawn_by).encode()).digest())
+        ids = right if index == 0 else (draw.choice([t for t in VOCABULARY.values() if t > EOS_ID and t not in right]),)
+        return Sample((Segment(ids, tuple(-draw.random() for _ in ids), version=version),), self.finish_reason)
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
         if self.broken.is_set():
