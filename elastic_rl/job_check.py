@@ -307,7 +307,7 @@ def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:
         for name, prompts in (("train", source.train), *source.evals.items()):
             count = min(_READ, len(prompts))
             read = read_prompts(prompts, [i * len(prompts) // count for i in range(count)], named=cfg.data.source,
-                                answers=cfg.imitates_answers and name == "train")
+                                answers=cfg.imitates_answers and name == "train", vocabulary=source.vocabulary)
             if longer := next((p for p in read if len(p.token_ids) > source.max_prompt_tokens), None):
                 raise ConfigError(f"a prompt of {name} has {len(longer.token_ids)} tokens, but the source allows "
                                   f"{source.max_prompt_tokens}", hint="correct max_prompt_tokens")
@@ -334,7 +334,8 @@ def _as_text(source: CheckedSource, prompt: Prompt) -> str:
 def _first_prompts(cfg: Config, source: CheckedSource) -> Sequence[Prompt]:
     """Those that a reward or an environment is tried with. Raises SourceFailed."""
     given = source.train or source.eval
-    return read_prompts(given, range(min(_REWARDED, len(given))), named=cfg.data.source, answers=False)
+    return read_prompts(given, range(min(_REWARDED, len(given))), named=cfg.data.source, answers=False,
+                        vocabulary=source.vocabulary)
 
 
 def _of_environment(cfg: Config, source: CheckedSource) -> Finding:

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from elastic_rl.config import Config
@@ -18,8 +19,9 @@ from elastic_rl.data.mixing import Concatenated
 from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.order import Order, PromptOrder, sft_order
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt
-from elastic_rl.data.tokenizer import CharacterTokenizer, Tokenizer
+from elastic_rl.data.tokenizer import VOCAB_SIZE, CharacterTokenizer, Tokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
+from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.plugins import describe, plain, resolve, text_of
 
 
@@ -97,6 +99,8 @@ class CheckedSource:
     """None for a source of the user's without one."""
     order: Callable[[int], Order]
     """From the seed to the order of ``train``."""
+    vocabulary: int
+    """Number of the model's tokens; ids of prompts are below it."""
 
 
 def make_source(cfg: Config) -> CheckedSource:
@@ -105,10 +109,13 @@ def make_source(cfg: Config) -> CheckedSource:
     named = cfg.data.source
     tokenizer = ModelTokenizer(cfg.model.path) if cfg.model.path else CharacterTokenizer()
     try:
-        source = _check(_made(named, cfg.data.options, cfg.seed, cfg, tokenizer), train=cfg.uses_training_prompts)
+        source = _check(_made(named, cfg.data.options, cfg.seed, cfg, tokenizer), train=cfg.uses_training_prompts,
+                        vocabulary=(vocabulary_of(Path(cfg.model.path).expanduser()) or MAX_TOKEN_IDS)
+                        if cfg.model.path else VOCAB_SIZE)
         first = [(part, prompts[0]) for part, prompts in (("train", source.train), ("eval", source.eval)) if prompts]
         fault = _fault_of_limits(source) or next(
-            (f"gives {part}[0] {reason}" for part, prompt in first if (reason := prompt_fault(prompt))), "")
+            (f"gives {part}[0] {reason}" for part, prompt in first
+             if (reason := prompt_fault(prompt, source.vocabulary))), "")
         if source.train:
             for order in (source.order(cfg.seed), *([sft_order(source, cfg.seed)] if cfg.imitates_answers else ())):
                 read_order(order, [0], len(source.train), named=named)
@@ -165,8 +172,9 @@ def _taken(named: str, factory: Callable[..., Any]) -> list[str]:
     return [p.name for p in by_name if p.name != options and p.name in OFFERED]
 
 
-def _check(made: Any, *, train: bool) -> CheckedSource:
-    """``train``: whether the prompts to train on are used. Raises whatever the attributes of a user's source raise."""
+def _check(made: Any, *, train: bool, vocabulary: int) -> CheckedSource:
+    """``train``: whether the prompts to train on are used. ``vocabulary``: number of the model's tokens. Raises
+    whatever the attributes of a user's source raise."""
     main = made.eval
     held_out, sets = _Counted(main), {str(k): v for k, v in dict(getattr(made, "evals", None) or {}).items()}
     eval_name = next((name for name, prompts in sets.items() if prompts is main), "eval")
@@ -178,7 +186,7 @@ def _check(made: Any, *, train: bool) -> CheckedSource:
     return CheckedSource(trained, held_out, tuple(made.stop_token_ids), made.max_prompt_tokens,
                          made.max_response_tokens, evals, eval_name, tuple(parts) if all(parts) else (),
                          getattr(made, "tokenizer", None),
-                         own if own is not None else lambda seed: PromptOrder(len(trained), seed))
+                         own if own is not None else lambda seed: PromptOrder(len(trained), seed), vocabulary)
 
 
 def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str) -> list[tuple[int, int]]:
@@ -197,15 +205,16 @@ def read_order(order: Order, ordinals: Sequence[int], count: int, *, named: str)
     return read
 
 
-def read_prompts(prompts: Sequence[Prompt], indices: Sequence[int], *, named: str, answers: bool) -> list[Prompt]:
-    """These prompts of the source ``named``. ``answers``: each must have one. Raises SourceFailed, with the index, for
-    whatever the source raises and for what is no prompt. Call it in no main thread: there KeyboardInterrupt is not the
-    source's."""
+def read_prompts(prompts: Sequence[Prompt], indices: Sequence[int], *, named: str, answers: bool,
+                 vocabulary: int = MAX_TOKEN_IDS) -> list[Prompt]:
+    """These prompts of the source ``named``. ``answers``: each must have one. ``vocabulary``: number of the model's
+    tokens. Raises SourceFailed, with the index, for whatever the source raises and for what is no prompt of that model.
+    Call it in no main thread: there KeyboardInterrupt is not the source's."""
     read = []
     for i in indices:
         try:
             prompt = prompts[i]
-            fault = prompt_fault(prompt, answers=answers)
+            fault = prompt_fault(prompt, vocabulary, answers=answers)
         except BaseException as e:  # whatever a user's source raises: also SystemExit
             raise SourceFailed(f"data.source={named} failed for prompt {i}: {describe(e)}") from e
         if fault:
@@ -214,18 +223,23 @@ def read_prompts(prompts: Sequence[Prompt], indices: Sequence[int], *, named: st
     return read
 
 
-def prompt_fault(prompt: object, *, answers: bool = False) -> str:
-    """What is wrong with a source's prompt; "" for nothing. ``answers``: it must have an answer."""
+def prompt_fault(prompt: object, vocabulary: int = MAX_TOKEN_IDS, *, answers: bool = False) -> str:
+    """What is wrong with a source's prompt; "" for nothing. ``vocabulary``: number of the model's tokens: an id beyond
+    them ends the engine that is given it. ``answers``: it must have an answer."""
     if not isinstance(prompt, Prompt):
         return f"as {plain(type(prompt).__name__, 100)}, not as Prompt"
     if not _are_token_ids(prompt.token_ids) or not prompt.token_ids:
         return "without token_ids, a tuple of one int >= 0 or more"
     if not isinstance(prompt.text, str) or not isinstance(prompt.metadata, Mapping):
         return "with a text that is no str, or metadata that are no mapping"
-    if prompt.answer_ids is None:
-        return "without answer_ids, which supervised steps imitate" if answers else ""
-    if not _are_token_ids(prompt.answer_ids) or not prompt.answer_ids:
+    if prompt.answer_ids is None and answers:
+        return "without answer_ids, which supervised steps imitate"
+    if prompt.answer_ids is not None and (not _are_token_ids(prompt.answer_ids) or not prompt.answer_ids):
         return "with answer_ids that are no tuple of one int >= 0 or more"
+    for name, ids in (("token_ids", prompt.token_ids), ("answer_ids", prompt.answer_ids or (0,))):
+        if (largest := max(ids)) >= vocabulary:
+            return (f"with the id {largest} in its {name}, and the model has {vocabulary} tokens: it must be tokenized "
+                    "with the model's own tokenizer")
     return ""
 
 

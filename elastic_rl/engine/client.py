@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import httpx
 
 from elastic_rl import http_client
-from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
-from elastic_rl.errors import EngineFailed, RequestRefused
+from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
+from elastic_rl.plugins import plain
 from elastic_rl.retry import backoff_s
 
 
@@ -82,14 +83,18 @@ class GenerateClient:
     """Client of one router. Use it from one event loop.
 
     ``timeout_s``: of one attempt; ``retries``: attempts, each of which may reach another engine (besides the router's
-    own retries). ``batch``: sequences per request, fewer of long responses (``sequences_of_request``).
+    own retries). ``batch``: sequences per request, fewer of long responses (``sequences_of_request``). ``vocabulary``:
+    number of the model's tokens. An id beyond them is never sent: it ends the engine that gets it, and then each one
+    that the request is sent to again.
     """
 
-    def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = BATCH) -> None:
+    def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = BATCH,
+                 vocabulary: int = MAX_TOKEN_IDS) -> None:
         self._url = router_url.rstrip("/") + "/generate"
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch = batch
+        self._vocabulary = vocabulary
         self._pending: dict[tuple[Sampling, str], list[_Pending]] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._http: httpx.AsyncClient | None = None
@@ -99,8 +104,13 @@ class GenerateClient:
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, n: int, route: str = "") -> list[Sample]:
         """``n`` samples of one prompt. ``route``: those of one conversation have the same, so that they reach the
-        engine that has computed what came before. Raises EngineFailed when every attempt failed, and RequestRefused,
-        which is one, for a prompt or a sampling that engines do not take."""
+        engine that has computed what came before. Raises EngineFailed when every attempt failed, RequestRefused, which
+        is one, for a prompt or a sampling that engines do not take, and PluginFailed for ids that are none of the
+        model's."""
+        if not self._has(token_ids):
+            wrong = next(t for t in token_ids if not self._has([t]))
+            raise PluginFailed(f"a prompt for the engines has the token id {plain(repr(wrong), 40)}, and their model "
+                               f"has {self._vocabulary} tokens", hint="tokenize with the model's own tokenizer")
         loop = asyncio.get_running_loop()
         result: asyncio.Future[list[Sample]] = loop.create_future()
         if not self._pending:
@@ -110,11 +120,16 @@ class GenerateClient:
 
     async def score(self, sequences: Sequence[ScoreRequest], top: int = 0) -> list[TokenScores | None]:
         """What the model makes of the tokens of some sequences, in one request, with the ``top`` most probable ones
-        beside each; None for a sequence with tokens that it does not have. Raises as ``generate``."""
-        answers = await self._attempts(request_body(sequences, top))
+        beside each; None for a sequence with tokens that it does not have. Raises EngineFailed and RequestRefused as
+        ``generate``."""
+        asked = [one for one in sequences if self._has(one.token_ids)]
+        if not asked:
+            return [None] * len(sequences)
+        answers = await self._attempts(request_body(asked, top))
         try:
-            return await asyncio.to_thread(lambda: [
-                parse_scores(answer, one, top) for answer, one in zip(answers, sequences, strict=True)])
+            found = iter(await asyncio.to_thread(lambda: [
+                parse_scores(answer, one, top) for answer, one in zip(answers, asked, strict=True)]))
+            return [next(found) if self._has(one.token_ids) else None for one in sequences]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
             raise EngineFailed(f"an engine's answer cannot be read: {type(e).__name__}: {e}") from e
 
@@ -125,6 +140,10 @@ class GenerateClient:
         if self._http is not None:
             await self._http.aclose()
             self._http = None
+
+    def _has(self, token_ids: Sequence[int]) -> bool:
+        """Whether all are ids of the model."""
+        return all(type(t) is int and 0 <= t < self._vocabulary for t in token_ids)
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, {}

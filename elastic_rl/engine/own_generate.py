@@ -133,7 +133,7 @@ def serve(name: str, router_url: str, timeout_s: float, retries: int, vocabulary
 def answering(generate: GenerateFn, router_url: str, timeout_s: float, retries: int, vocabulary: int
               ) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
     """A way to generate, with a client of its own, as a function whose result is JSON."""
-    client = GenerateClient(router_url, timeout_s=timeout_s, retries=retries)
+    client = GenerateClient(router_url, timeout_s=timeout_s, retries=retries, vocabulary=vocabulary)
 
     async def call(asked: Asked) -> dict[str, Any]:
         if not isinstance(asked, PromptRequest):

@@ -6,7 +6,7 @@ What it refuses would otherwise end the trainer or an engine minutes after the s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from elastic_rl.config import Config
 from elastic_rl.config.groups import CRITIC, GroupSpec
 from elastic_rl.errors import ConfigError
-from elastic_rl.models.arch import VALUE_HEAD, ModelArch, read_json
+from elastic_rl.models.arch import VALUE_HEAD, ModelArch, read_json, vocabulary_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 _INDEX = "model.safetensors.index.json"
@@ -122,12 +122,16 @@ def faults(cfg: Config, longest_sequence: int = 0) -> list[Fault]:
 
 def require_servable(folder: Path) -> str:
     """The ``model_type`` of a model that engines serve as it is, of whatever family. Raises ConfigError for a folder
-    without one."""
+    without one, and for a tokenizer whose ids the model does not have: the first of them would end an engine."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", hint="name a folder: download the model first")
     raw = read_json(folder / "config.json")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ConfigError(f"{folder} has no weights", hint="download the model again")
+    path, vocab = folder / "tokenizer.json", vocabulary_of(folder)
+    ids = _token_ids(read_json(path, _MAX_JSON_BYTES)) if vocab and path.exists() else {}
+    if vocab and (found := list(_beyond(ids, vocab))):
+        raise ConfigError(f"{folder}: {found[0].message}", hint=found[0].fix)
     return str(raw.get("model_type") or "unknown")
 
 
@@ -321,9 +325,7 @@ def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
     if not ids:
         yield Fault(f"{path} has no vocabulary", "download the model again, with its tokenizer.json")
         return
-    if (largest := max(ids.values())) >= vocab:
-        yield Fault(f"the tokenizer has token id {largest}, and the model's vocab_size is {vocab}",
-                    "use the tokenizer that belongs to the model")
+    yield from _beyond(ids, vocab)
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if not isinstance(eos, str) or not eos or eos not in ids:
         yield Fault(f"{settings} names no eos_token that {path.name} has ({eos!r})",
@@ -332,6 +334,12 @@ def _tokenizer(folder: Path, facts: Facts) -> Iterator[Fault]:
         yield Fault(f"the tokenizer's eos_token {eos!r} (id {ids[eos]}) is not the model's eos_token_id "
                     f"({', '.join(map(str, sorted(facts.eos_ids))) or 'none'}), so engines would not stop at it",
                     "correct eos_token_id in generation_config.json")
+
+
+def _beyond(ids: Mapping[str, int], vocab: int) -> Iterator[Fault]:
+    if (largest := max(ids.values(), default=0)) >= vocab:
+        yield Fault(f"the tokenizer has token id {largest}, and the model's vocab_size is {vocab}",
+                    "use the tokenizer that belongs to the model")
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:

@@ -165,6 +165,17 @@ def whole_model_name(megatron_name: str, first_layer: int, first_expert: int) ->
     return f"decoder.layers.{int(layer[1]) + first_layer}.{rest}"
 
 
+def vocabulary_of(model_dir: Path | str) -> int | None:
+    """Number of tokens of a folder's model, of whatever family; None where its config.json does not say."""
+    try:
+        raw = read_json(Path(model_dir) / "config.json")
+    except ConfigError:
+        return None
+    text = raw.get("text_config")  # of a model that reads more than text
+    size = raw.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if type(size) is int and size > 0 else None
+
+
 def read_json(path: Path, max_bytes: int = 1 << 20) -> dict[str, Any]:
     """The JSON object in a file of at most ``max_bytes``. Raises ConfigError."""
     try:

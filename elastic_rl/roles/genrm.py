@@ -8,9 +8,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from elastic_rl.config import Config
+from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.errors import ElasticRLError, PluginFailed, RequestRefused
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.plugins import describe
 from elastic_rl.rewards.judge_prompts import JudgePrompts
 from elastic_rl.rewards.judging import Judgement, JudgeRequest, judgements
@@ -104,7 +106,8 @@ class _Pool:
         self.prompts = JudgePrompts(settings)
         self.tokenizer = self.prompts.tokenizer
         self.client = GenerateClient(ctx.router_urls[name], timeout_s=settings.engine.request_timeout_s,
-                                     retries=ctx.config.rollout.max_attempts)
+                                     retries=ctx.config.rollout.max_attempts,
+                                     vocabulary=vocabulary_of(settings.model_dir) or MAX_TOKEN_IDS)
 
 
 class _Answers:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
@@ -22,6 +20,7 @@ from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
 from elastic_rl.errors import EngineFailed, PluginAway, PluginFailed
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.plugin_process import CallLost, ProcessLost
 from elastic_rl.plugins import describe, text_of
 from elastic_rl.retry import backoff_s
@@ -50,10 +49,10 @@ class RolloutRole(EngineRole):
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
         cfg = ctx.config
-        self._vocabulary = _vocabulary(ctx.model_dir)
+        self._vocabulary = vocabulary_of(ctx.model_dir) or MAX_TOKEN_IDS
         self.generate_fn = make_generate(cfg, ctx.router_urls[ROLLOUT_POOL], self._vocabulary, ctx.model_dir)
         self.client = GenerateClient(ctx.router_urls[ROLLOUT_POOL], timeout_s=cfg.engine.request_timeout_s,
-                                     retries=cfg.rollout.max_attempts)
+                                     retries=cfg.rollout.max_attempts, vocabulary=self._vocabulary)
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
 
     async def generate(self, request: GenerationRequest) -> list[Generated]:
@@ -73,7 +72,10 @@ class RolloutRole(EngineRole):
     async def _bounded(self, prompt: PromptRequest, min_version: int) -> Generated:
         """One group: a function of the user's own has a limit for all that it does, and a fault of it is no error."""
         if not isinstance(self.generate_fn, OwnGenerate):
-            return await self._group(prompt, min_version)
+            try:
+                return await self._group(prompt, min_version)
+            except PluginFailed as e:
+                return GenerateFault(str(e))
         setting, limit_s = self.ctx.config.rollout.generate, self.ctx.config.rollout.generate_timeout_s
         try:
             for _ in range(self.ctx.config.rollout.max_attempts):
@@ -140,12 +142,3 @@ def of_each(found: Sequence[Generated | BaseException]) -> list[Generated]:
         raise (others or errors)[0]
     return [GenerateFault(f"the engines to generate: {f}", away="engines") if isinstance(f, BaseException) else f
             for f in found]
-
-
-def _vocabulary(model_dir: str) -> int:
-    """Number of tokens of the model; that of any model where its folder does not say it."""
-    try:
-        size = json.loads((Path(model_dir) / "config.json").read_bytes())["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return MAX_TOKEN_IDS
-    return size if type(size) is int and size > 0 else MAX_TOKEN_IDS

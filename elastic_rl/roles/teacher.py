@@ -8,10 +8,12 @@ import logging
 from collections.abc import Sequence
 
 from elastic_rl.config import Config
+from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.errors import RequestRefused
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.roles.base import EngineRole
 
 log = logging.getLogger(__name__)
@@ -26,10 +28,12 @@ class TeacherRole(EngineRole):
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
-        pool = ctx.config.algorithm.teacher
-        assert pool is not None
-        self._client = GenerateClient(ctx.router_urls[pool], timeout_s=ctx.pool(pool).engine.request_timeout_s,
-                                      retries=ctx.config.rollout.max_attempts)
+        name = ctx.config.algorithm.teacher
+        assert name is not None
+        pool = ctx.pool(name)
+        self._client = GenerateClient(ctx.router_urls[name], timeout_s=pool.engine.request_timeout_s,
+                                      retries=ctx.config.rollout.max_attempts,
+                                      vocabulary=vocabulary_of(pool.model_dir) or MAX_TOKEN_IDS)
 
     async def score(self, requests: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:
         """What the teacher makes of each sequence; None of one that its engines refuse, or that has other tokens than

@@ -41,7 +41,8 @@ class PromptReader:
         too."""
         return self._waits.retry("source", lambda: self._reads.read(
             f"give {len(indices)} prompts",
-            lambda: read_prompts(prompts, indices, named=self._cfg.data.source, answers=answers)))
+            lambda: read_prompts(prompts, indices, named=self._cfg.data.source, answers=answers,
+                                 vocabulary=self._source.vocabulary)))
 
     def training(self, ordinals: Sequence[int]) -> list[tuple[int, Prompt]]:
         """The training prompts of ordinals, each with its ordinal."""

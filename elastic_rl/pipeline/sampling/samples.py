@@ -13,7 +13,7 @@ from typing import TypeVar
 from elastic_rl.config import Config
 from elastic_rl.data.order import order_of
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment, demonstration
-from elastic_rl.data.sources import DataSource, read_order, read_prompts
+from elastic_rl.data.sources import CheckedSource, DataSource, read_order, read_prompts
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import SourceFailed
@@ -49,7 +49,7 @@ many seconds; None when there will be none."""
 class Sampler:
     """Generates and rewards groups. Used by one thread."""
 
-    def __init__(self, cfg: Config, source: DataSource, generate: Generate, waits: Waits,
+    def __init__(self, cfg: Config, source: CheckedSource, generate: Generate, waits: Waits,
                  no_engine: Callable[[], str] = lambda: "",
                  on_failed: OnFailed = lambda part, ordinals, why: None, judge: Judge | None = None,
                  reads: SourceReads | None = None) -> None:
@@ -128,7 +128,8 @@ class Sampler:
         """One of the held-out prompts. Raises SourceFailed."""
         prompts = self._source.eval
         [prompt] = reads.read("give another prompt", lambda: read_prompts(
-            prompts, [number % len(prompts)], named=self._cfg.data.source, answers=False))
+            prompts, [number % len(prompts)], named=self._cfg.data.source, answers=False,
+            vocabulary=self._source.vocabulary))
         return prompt
 
     def _other(self, number: int) -> tuple[Prompt, Sample]:

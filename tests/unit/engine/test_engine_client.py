@@ -12,7 +12,7 @@ import pytest
 from elastic_rl.engine.client import BATCH, GenerateClient, Sampling, parse_sample, sequences_of_request, share_requests
 from elastic_rl.engine.scoring import ScoreRequest
 from elastic_rl.engine.sglang.seeds import derived_seeds
-from elastic_rl.errors import EngineFailed, RequestRefused
+from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
 
 
 def answer(tokens, versions=("3",), finish="stop"):
@@ -50,6 +50,18 @@ def test_concurrent_groups_share_requests_and_each_gets_its_own_samples():
     assert sorted(len(b["input_ids"]) for b in bodies) == [4, 8, 8]
     assert bodies[0]["sampling_params"]["sampling_seed"] == 5
     assert bodies[0]["sampling_params"]["top_p"] == 1.0 and bodies[0]["sampling_params"]["top_k"] == -1
+
+
+@pytest.mark.parametrize("wrong", [16, -1, 300000, 1.0])
+def test_id_that_the_model_does_not_have_reaches_no_engine(wrong):
+    bodies = []
+    client = client_over(echo(bodies), vocabulary=16)
+    with pytest.raises(PluginFailed, match=f"token id {wrong}, and their model has 16 tokens"):
+        ask(client, [[1, wrong]])
+    with pytest.raises(PluginFailed):
+        ask(client_over(echo(bodies)), [[2**31]])
+    assert not bodies
+    assert len(ask(client_over(echo(bodies), vocabulary=16), [[1, 15]])[0]) == 2
 
 
 def test_long_responses_are_shared_out_in_smaller_requests():

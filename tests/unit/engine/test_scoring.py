@@ -76,3 +76,21 @@ def test_client_asks_for_scores_and_generates_nothing() -> None:
     assert [one.logprobs.tolist() for one in asyncio.run(ask())] == [[-0.5, -1.0]] * 2
     assert bodies[1] == request_body([SEQUENCE, SEQUENCE], 2)
     assert bodies[1]["logprob_start_len"] == 1 and bodies[1]["sampling_params"]["max_new_tokens"] == 0
+
+
+def test_sequence_with_tokens_that_the_model_does_not_have_reaches_no_engine() -> None:
+    bodies = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200, json=[answer()])
+
+    async def ask(*sequences: ScoreRequest) -> list[TokenScores | None]:
+        client = GenerateClient("http://router", timeout_s=5, retries=1, vocabulary=9)
+        client._http = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+        return await client.score(sequences, 2)
+
+    foreign = ScoreRequest((5, 9, 7), 1)
+    assert asyncio.run(ask(foreign)) == [None] and not bodies
+    first, second = asyncio.run(ask(foreign, SEQUENCE))
+    assert first is None and second is not None and bodies == [request_body([SEQUENCE], 2)]

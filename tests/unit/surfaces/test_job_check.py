@@ -80,6 +80,19 @@ def test_prompts_that_the_queue_cannot_hold_are_refused() -> None:
     assert not job_check._of_prompts(config.load(), replace(source, train=bad)).fault
 
 
+def test_token_ids_that_the_model_does_not_have_are_refused(tmp_path: Path, model: Path) -> None:
+    """An engine that is given one ends, and so does each one that it is sent to again."""
+    source = make_source(config.load())
+    bad = [replace(prompt, token_ids=(1, 300000)) for prompt in source.train[:2]]
+    fault = job_check._of_prompts(config.load(), replace(source, train=bad)).fault
+    assert "prompt 0 with the id 300000 in its token_ids, and the model has 16 tokens" in fault
+    job = text_job(tmp_path, model, ROWS)
+    assert make_source(job).vocabulary == json.loads((model / "config.json").read_text())["vocab_size"]
+    small = altered(tmp_path / "judge", model, "config.json", lambda raw: raw.update(vocab_size=32))
+    found = by_part(text_job(tmp_path, model, ROWS, f"--pools.spare.model={small}"))["pool spare"]
+    assert "the tokenizer has token id" in found.fault and "vocab_size is 32" in found.fault
+
+
 def test_job_on_a_file_is_sound(tmp_path: Path, model: Path) -> None:
     found = by_part(text_job(tmp_path, model, ROWS, "--rollout.reward=math_verify"))
     assert not any(f.fault for f in found.values()), found

@@ -70,7 +70,7 @@ def test_wrong_source_or_option_is_named(settings: str, named: str) -> None:
 
 
 def test_source_without_answers_cannot_be_imitated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Addition, "_prompt", lambda self, a, b: Prompt((1, a, b)))
+    monkeypatch.setattr(Addition, "_prompt", lambda self, a, b: Prompt((1, a % 10, b % 10)))
     with pytest.raises(ConfigError, match="sft.max_steps"):
         make_source(Config())
     assert make_source(config.load(overrides=["--sft.max_steps=0"])).train

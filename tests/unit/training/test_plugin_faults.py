@@ -25,6 +25,7 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest, fault_of
 from elastic_rl.errors import ConfigError, EngineFailed, EtcdRefused, Fenced, PluginFailed, SourceFailed
 from elastic_rl.etcd.records import JobStatus
+from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.pipeline.records.reporting import step_metrics
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
 from elastic_rl.pipeline.sampling import rewarding
@@ -468,6 +469,10 @@ def test_prompt_of_wrong_types_is_a_fault_of_the_source_with_its_index() -> None
             read_prompts(prompts, [0, 1], named="mine", answers=answers)  # type: ignore[arg-type]
     with pytest.raises(SourceFailed, match="prompt 0: SystemExit"):
         read_prompts(Exits(), [0], named="mine", answers=False)
+    foreign = [PROMPT, Prompt((1, 16)), Prompt((1,), answer_ids=(17,))]
+    for i in (1, 2):
+        with pytest.raises(SourceFailed, match=f"prompt {i} with the id {15 + i} in .*has 16 tokens"):
+            read_prompts(foreign, [0, i], named="mine", answers=False, vocabulary=16)
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------
@@ -489,8 +494,7 @@ def test_wrong_advantages_are_a_fault_of_the_plugin(monkeypatch: pytest.MonkeyPa
 
 
 def test_vocabulary_is_that_of_the_model_where_its_folder_says_it(tmp_path: Path) -> None:
-    from elastic_rl.roles.rollout import _vocabulary
-
-    assert _vocabulary(str(tmp_path)) == 2**31
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 17}))
-    assert _vocabulary(str(tmp_path)) == 17
+    for said, size in ({}, None), ({"vocab_size": 17}, 17), ({"text_config": {"vocab_size": 18}}, 18):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert vocabulary_of(tmp_path) == size
+    assert vocabulary_of(tmp_path / "nowhere") is None
