@@ -21,6 +21,7 @@ from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host import processes
+from elastic_rl.host.leftovers import file_tag, remove_files
 from elastic_rl.host.processes import StoppedProcesses
 
 log = logging.getLogger(__name__)
@@ -130,8 +131,7 @@ class TrainerGroup:
     def _on_end(self, placed: PlacedActor) -> None:
         """The agent has ended, and nobody asked it to."""
         code, crash = placed.outcome()
-        placed.remove()
-        self._placed = None
+        self._remove(placed)
         self._budget = self._budget.after_failure(time.monotonic(), jitter=random.random())
         self._unreported = crash or f"exit code {code}"
         log.warning("the agent of the group %s ended: %s", self.name, self._unreported)
@@ -152,8 +152,14 @@ class TrainerGroup:
         self._deregister()
         acknowledge(self.etcd, self.ctx.keys, request, fencing.epoch_guard(self.ctx.keys, self.ctx.epoch))
         if self._placed is not None:
-            self._placed.remove()
-        self._placed, self._request, self._budget = None, None, StartBudget()
+            self._remove(self._placed)
+        self._request, self._budget = None, StartBudget()
+
+    def _remove(self, placed: PlacedActor) -> None:
+        """Removes the actor, if it has not been, and the files that a killed agent leaves."""
+        placed.remove()
+        self._placed = None
+        remove_files(file_tag(self.ctx.config.cluster_dir, self.name))
 
     def _start(self) -> None:
         cfg = self.ctx.config
@@ -185,6 +191,6 @@ class TrainerGroup:
         if self._placed is None:
             return
         stop_all([self._placed], timeout_s=_STOP_TIMEOUT_S)
-        self._placed = None
+        self._remove(self._placed)
         with contextlib.suppress(EtcdUnavailable):
             self._deregister()

@@ -1,8 +1,8 @@
 """What a compute plane may leave on this machine when it is killed: processes, and files outside the cluster's folder.
 
 Processes have the mark of their cluster in their environment (``processes.RUN_MARK``). Files in /dev/shm and in the
-temp folder have the tag of their owner in their name. The process that ends or replaces an owner removes the files of
-its tag; a sweep removes those of the whole cluster.
+temp folder have the tag of their owner in their name, folders too. The process that ends or replaces an owner removes
+the files of its tag; a sweep removes those of the whole cluster.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -34,32 +35,39 @@ def file_tag(cluster_dir: Path, part: str = "", start: str = "") -> str:
 
 
 def tagged_files(tag: str) -> list[Path]:
-    """Shared-memory segments, temporary files and sockets whose names carry ``tag``."""
+    """Shared-memory segments, temporary files and folders, and sockets whose names carry ``tag``."""
     return [path for folder in (SHM, Path(tempfile.gettempdir())) for path in folder.glob(f"*{tag}*")]
 
 
 def remove_files(tag: str) -> list[Path]:
-    """Unlinks this user's files of a tag and returns them. Call it when their owner has ended: files in use are
-    unlinked too. Other users may create entries with such names in these folders, so all others are left alone."""
+    """Removes this user's files of a tag, and its folders with all that is in them, and returns them. Call it when
+    their owner has ended: what is in use is removed too. Other users may create entries with such names in these
+    folders, so all others are left alone."""
     removed = []
     for path in tagged_files(tag):
         try:
-            if _ours(path):
+            mode = _own_mode(path)
+            if stat.S_ISDIR(mode):
+                shutil.rmtree(path, ignore_errors=True)  # others may be removing the same
+                if path.exists():
+                    path.rmdir()  # which says what is wrong
+            elif any(is_kind(mode) for is_kind in (stat.S_ISREG, stat.S_ISSOCK, stat.S_ISLNK)):
                 path.unlink(missing_ok=True)
-                removed.append(path)
+            else:
+                continue
+            removed.append(path)
         except OSError as e:
             log.warning("%s cannot be removed: %s", path, e.strerror)
     return removed
 
 
-def _ours(path: Path) -> bool:
-    """Whether this is a regular file, a socket or a symbolic link of this user."""
+def _own_mode(path: Path) -> int:
+    """``st_mode`` of an entry of this user, not of what it links to; 0 for one of another user and for none."""
     try:
         found = path.lstat()
     except FileNotFoundError:
-        return False
-    kinds = (stat.S_ISREG, stat.S_ISSOCK, stat.S_ISLNK)
-    return found.st_uid == os.getuid() and any(is_kind(found.st_mode) for is_kind in kinds)
+        return 0
+    return found.st_mode if found.st_uid == os.getuid() else 0
 
 
 def sweep(cluster_dir: Path) -> list[int]:

@@ -21,6 +21,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.leftovers import file_tag, remove_files
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import wait_until
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
@@ -93,3 +94,4 @@ def elastic_group(endpoints: list[str], folder: Path, settings: dict[str, Any]) 
             if group is not None:
                 stop(group.agent.pid)
             stop(node.pid)
+            remove_files(file_tag(cfg.cluster_dir))

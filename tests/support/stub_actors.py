@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import tempfile
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from elastic_rl.etcd.fencing import write
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.leftovers import file_tag
 
 FAIL = "starts-fail"
 """A file of this name in the job's folder makes every start of an engine fail."""
@@ -75,6 +78,21 @@ class HungTrainer(StubTrainer):
 
     def stop(self) -> None:
         pass
+
+
+class KilledTrainer(StubTrainer):
+    """One whose process is killed, and that leaves a folder, which it notes instead."""
+
+    def __init__(self, context_file: str, log_file: str) -> None:
+        super().__init__(context_file, log_file)
+        ctx = RunContext.load(context_file)
+        self._tag = file_tag(ctx.config.cluster_dir, ctx.group.name)
+
+    def run(self) -> int:
+        with self._notes.open("a") as notes:
+            notes.write(f"{tempfile.mkdtemp(prefix=self._tag)}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
 
 
 class StubRole:

@@ -27,6 +27,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.leftovers import file_tag, remove_files
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from elastic_rl.runtime import wait_until
@@ -121,6 +122,7 @@ def running_groups(etcd_servers: EtcdServers, etcd: EtcdClient, folder: Path, se
     with ExitStack() as closing:
         node = spawn_node(etcd_servers.endpoints, keys, "node-0", folder, arena_bytes=cfg.dcs.arena_bytes)
         closing.callback(stop, node.pid)
+        closing.callback(remove_files, file_tag(cfg.cluster_dir))
         await_node(etcd, keys, node)
         for group in cfg.trainer_groups:
             context = ctx.of_group(group).save(folder / f"context-{group.name}.json")

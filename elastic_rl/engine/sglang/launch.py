@@ -10,11 +10,10 @@ forked child has it done and shares its pages. CUDA does not survive a fork, so 
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import secrets
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import torch
@@ -30,6 +29,10 @@ torch_store.install()  # of a scheduler, whether it is forked or spawned
 if __name__ == "__mp_main__":
     die_with_parent()  # a scheduler must not outlive a server that was killed: it would keep the memory
 
+_tag = os.environ.get(TAG_ENV, "") if __name__ in ("__main__", "__mp_main__") else ""
+# Of sockets, and of folders that packages make when they are imported. Not TMPDIR: compilers keep their caches there.
+tempfile.template = f"{_tag}{tempfile.template}"
+
 if ON_CPU:
     from elastic_rl.engine.sglang import cpu_attention, sglang_cpu
 
@@ -39,7 +42,7 @@ if ON_CPU:
 
 
 def tag_files(tag: str) -> None:
-    """Puts ``tag`` into the names of what SGLang makes in /dev/shm and the temp folder (see ``host.leftovers``).
+    """Puts ``tag`` into the names of what SGLang makes in /dev/shm (see ``host.leftovers``).
 
     Call it before the schedulers are imported: they bind ``make_shm_name`` at import.
     """
@@ -54,19 +57,13 @@ def tag_files(tag: str) -> None:
     def tagged_ports(*args: Any, **kwargs: Any) -> PortArgs:
         ports = init_new(*args, **kwargs)
         ports.instance_id = f"{tag}{ports.instance_id}"  # names the segment of the load snapshots
-        for field in dataclasses.fields(ports):
-            address = getattr(ports, field.name)
-            if isinstance(address, str) and address.startswith("ipc://"):
-                reserved = Path(address.removeprefix("ipc://"))
-                reserved.unlink(missing_ok=True)  # an empty file so far; ZeroMQ makes the socket
-                setattr(ports, field.name, f"ipc://{reserved.with_name(tag + reserved.name)}")
         return ports
 
     stale_shm_cleanup.make_shm_name = make_shm_name
     PortArgs.init_new = staticmethod(tagged_ports)
 
 
-if __name__ in ("__main__", "__mp_main__") and (_tag := os.environ.get(TAG_ENV)):
+if _tag:
     tag_files(_tag)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 from support.etcd_server import EtcdServers
-from support.stub_actors import HungTrainer, StubTrainer
+from support.stub_actors import HungTrainer, KilledTrainer, StubTrainer
 
 from elastic_rl import config
 from elastic_rl.config.groups import ACTOR
@@ -219,6 +219,12 @@ def test_end_of_the_agent_is_reported_and_it_is_started_again_without_end(group:
     until(group, lambda: len(reports(etcd, keys)) == 3, "three ends of the agent")
     assert all("exit code 2" in message for message in reports(etcd, keys))
     assert "after 3 that failed" in group.waiting
+
+
+def test_temporary_files_of_a_killed_agent_are_removed(make_group: MakeGroup) -> None:
+    group = make_group(KilledTrainer)
+    until(group, lambda: len(starts(group)) == 2, "the next group")
+    assert not Path(starts(group)[0]).exists()
 
 
 def test_end_of_the_agent_after_a_global_restart_is_not_reported(group: TrainerGroup, etcd: EtcdClient, keys: Keys

@@ -172,7 +172,9 @@ def test_drained_engine_finishes_its_requests_and_leaves_nothing(testbed: Engine
     engine_id = testbed.serving_engine()
     engine, pids = testbed.record(engine_id), testbed.server_pids(engine_id)
     files, tag = sglang_files(pids), file_tag(testbed.ctx.config.cluster_dir, engine_id)
-    assert files and files <= set(tagged_files(tag)), "SGLang made files that no sweep would find"
+    tagged = tagged_files(tag)
+    assert files and files <= set(tagged), "SGLang made files that no sweep would find"
+    assert any(f.is_dir() for f in tagged), "wandb makes folders when it is imported"
     thread, answers = asking(testbed, engine_id)
     testbed.runners[engine_id].drain()
     thread.join(60)

@@ -35,6 +35,7 @@ from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, Severity
+from elastic_rl.host.leftovers import file_tag, remove_files, tagged_files
 from elastic_rl.host.processes import stop
 from elastic_rl.runtime import runs, wait_until
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
@@ -315,10 +316,12 @@ def test_ranks_have_the_configured_number_of_threads(group: Group) -> None:
 def test_ranks_die_with_a_killed_agent_and_a_new_agent_resumes(group: Group) -> None:
     before = group.client.wait_ready()
     ranks = group.ranks()
-    assert len(ranks) == 2
+    [folder] = tagged_files(tag := file_tag(group.ctx.config.cluster_dir, "trainer"))
+    assert len(ranks) == 2 and list(folder.glob("torchelastic_*"))
     os.kill(group.agent.pid, signal.SIGKILL)
     group.agent.wait(timeout=60)
     await_end(ranks)
+    assert remove_files(tag) == [folder] and not folder.exists()
     group.start_agent()
     after = group.ready(after=before.group)
     saved = before.step // STATE_EVERY * STATE_EVERY

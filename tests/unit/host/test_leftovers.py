@@ -61,13 +61,30 @@ def test_entries_that_others_made_do_not_stop_the_removal(tmp_path: Path, monkey
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     tag = leftovers.file_tag(tmp_path / "cluster")
-    folder, pipe, ours, link = (tmp_path / f"{tag}{name}" for name in ("a", "b", "y", "z"))
-    folder.mkdir()
+    pipe, ours, link = (tmp_path / f"{name}{tag}" for name in ("b", "y", "z"))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "kept").touch()
     os.mkfifo(pipe)
-    link.symlink_to(folder)
+    link.symlink_to(foreign)
     ours.touch()
     assert sorted(leftovers.remove_files(tag)) == [ours, link]
-    assert sorted(tmp_path.iterdir()) == [folder, pipe]
+    assert sorted(tmp_path.rglob("*")) == [pipe, foreign, foreign / "kept"]
+
+
+def test_folder_is_removed_with_all_that_is_in_it_and_not_through_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                       ) -> None:
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tag, other = (leftovers.file_tag(tmp_path / "cluster", name) for name in ("engine", "other"))
+    folder, kept, of_other = (tmp_path / name for name in (f"{tag}tmpx-media", "kept", f"{other}tmpx"))
+    for made in (folder, folder / "logs", kept, of_other):
+        made.mkdir()
+    (folder / "logs" / "0").touch()
+    (kept / "file").touch()
+    (folder / "link").symlink_to(kept)
+    assert leftovers.remove_files(tag) == [folder]
+    assert sorted(tmp_path.rglob("*")) == sorted([kept, kept / "file", of_other])
 
 
 def test_file_that_cannot_be_unlinked_does_not_stop_the_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,8 +111,9 @@ def test_files_of_another_user_are_left_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     tag = leftovers.file_tag(tmp_path / "cluster")
-    theirs = tmp_path / f"{tag}a"
+    theirs, folder = tmp_path / f"{tag}a", tmp_path / f"{tag}b"
     theirs.touch()
+    folder.mkdir()
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    assert leftovers.remove_files(tag) == [] and theirs.exists()
+    assert leftovers.remove_files(tag) == [] and theirs.exists() and folder.exists()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from elastic_rl import config
 from elastic_rl.etcd.run_context import RunContext
@@ -37,3 +40,12 @@ def test_unsupported_model_is_named_and_no_rank_is_started(
 def test_missing_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert agent.main(["--context", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+def test_temporary_files_of_the_agent_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with agent.own_temp_folder("tag."):
+        made = Path(DefaultLogsSpecs().root_log_dir)
+        assert made.is_dir() and made.parents[1] == tmp_path and made.parent.name.startswith("tag.")
+        assert "TMPDIR" not in os.environ or os.environ["TMPDIR"] != str(made.parent), "ranks would compile anew"
+    assert list(tmp_path.iterdir()) == [] and tempfile.gettempdir() == str(tmp_path)
