@@ -1,4 +1,5 @@
-"""The same job twice, the second time with faults and other engines: the same samples and weights, bit for bit."""
+"""The same job again, with faults and other engines, and with groups that are generated beside the steps: the same
+samples and weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,6 +31,10 @@ SETTINGS = {"deterministic": "true", "train.steps": STEPS, "train.state_every_st
 # In the other run each request, and each batch of an engine, has other samples in it.
 QUIET = {"rollout.engines": 1, "rollout.groups_per_request": 3}
 DISTURBED = {"rollout.engines": 2, "rollout.groups_per_request": 1}
+ONE_BY_ONE = {"rollout.engines": 1, "rollout.groups_per_request": 1, "train.schedule": "fully_async",
+              "train.max_staleness": 0, "train.max_groups_in_flight": 1}
+OF_FLOW = {"staleness_min", "staleness_mean", "staleness_max", "groups_queued", "groups_leased", "groups_stale",
+           "groups_lost"}
 OF_TIME = {"at", "seconds", "train_s", "idle_s", "throughput", "engines"}
 """What the log says of a step that depends on time,"""
 OF_NUMBERS = {"policy_version", "sample_versions"}
@@ -40,21 +45,41 @@ def a_rank_and_an_engine_killed(context: FaultContext, _steps: int) -> list[tupl
     return [(2, [TrainerRankKilled(context), EngineKilled(context)])]
 
 
-def test_same_job_makes_the_same_samples_and_weights_whatever_fails(tmp_path: Path) -> None:
-    with whole_job(tmp_path / "quiet", SETTINGS | QUIET) as job:
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of the job that nothing disturbs."""
+    with whole_job(tmp_path_factory.mktemp("quiet"), SETTINGS | QUIET) as job:
         report = job.run()
         assert report["faults"] == []
-        quiet = outcome(job)
+        found = outcome(job)
+    assert any(step["grad_norm"] > 0 for step in found["steps"][:3]), "weights that never change are always the same"
+    assert len(found["steps"]) == STEPS and len(found["samples"]) == 4 * STEPS and found["weights"]
+    return found
+
+
+def assert_same(found: dict[str, Any], quiet: dict[str, Any]) -> None:
+    for what in quiet:
+        assert quiet[what] == found[what], what
+
+
+def test_same_job_makes_the_same_samples_and_weights_whatever_fails(quiet: dict[str, Any], tmp_path: Path) -> None:
     with whole_job(tmp_path / "disturbed", SETTINGS | DISTURBED) as job:
         report = job.run(a_rank_and_an_engine_killed)
         assert "SIGKILL" in fault_of(report, "trainer_rank_killed")["witness"] and report["steps_redone"] > 0
         # The run may be over before the engine that replaces the other one serves.
         assert "SIGKILL" in {f["name"]: f["witness"] for f in report["faults"]}["engine_killed"]
-        disturbed = outcome(job)
-    assert any(step["grad_norm"] > 0 for step in quiet["steps"][:3]), "weights that never change are always the same"
-    assert len(quiet["steps"]) == STEPS and len(quiet["samples"]) == 4 * STEPS and quiet["weights"]
-    for what in quiet:
-        assert quiet[what] == disturbed[what], what
+        assert_same(outcome(job), quiet)
+
+
+def test_asynchronous_job_at_staleness_0_makes_the_same_samples_and_weights(quiet: dict[str, Any], tmp_path: Path
+                                                                           ) -> None:
+    with whole_job(tmp_path / "one", SETTINGS | ONE_BY_ONE) as job:
+        job.run()
+        found = outcome(job)
+    for step in found["steps"]:  # what only this schedule says of a step
+        flow = {name: step["algorithm"].pop(name) for name in OF_FLOW}
+        assert (flow["staleness_max"], flow["groups_stale"], flow["groups_lost"]) == (0, 0, 0)
+    assert_same(found, quiet)
 
 
 def outcome(job: Job) -> dict[str, Any]:
