@@ -4,17 +4,16 @@ the middle of them."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scripted_engine import Engine
 from support.text_model import make_tokenizer_folder
 
 from elastic_rl.data.model_tokenizer import ModelTokenizer
@@ -62,53 +61,11 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\
 LONG = "so it is, " * 400 + "and the answer is 42"
 
 
-class Engine:
-    """Answers as SGLang does: the turns of a sample that ``says`` gives, by how many the prompt has."""
-
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
-        self.tokenizer, self.asked, self.status = tokenizer, list[tuple[list[int], str]](), 200
-        self.says: Callable[[int], str] = lambda turn: ""
-        self.before_turn: Callable[[int], None] = lambda turn: None
-        engine = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                status, answers = engine.answered(body, self.headers.get("X-SMG-Routing-Key", ""))
-                raw = json.dumps(answers).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(raw)))
-                self.end_headers()
-                self.wfile.write(raw)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def answered(self, body: dict[str, Any], route: str) -> tuple[int, Any]:
-        answers = []
-        for ids in body["input_ids"]:
-            turn = self.tokenizer.decode(ids, skip_special_tokens=False).count("<|tool|>")
-            self.before_turn(turn)
-            if turn and self.status != 200:
-                return self.status, {}
-            self.asked.append((ids, route))
-            [said] = self.tokenizer.encode_batch([self.says(turn)], special_tokens=False)
-            said = [*said, self.tokenizer.eos_ids[0]]
-            answers.append({"output_ids": said, "meta_info": {
-                "finish_reason": {"type": "stop"}, "weight_version": "3",
-                "output_token_logprobs": [[-0.25, t, None] for t in said]}})
-        return 200, answers
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     made = Engine(ModelTokenizer(make_tokenizer_folder(tmp_path / "model")))
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    made.close()
 
 
 @pytest.fixture
@@ -147,7 +104,7 @@ def test_policy_calls_tools_and_its_whole_last_turn_is_its_answer(engine: Engine
     """Also when the process is killed in the middle, and the samples are made again; and engines that fail then are no
     fault of the tools."""
     own = played("tools", tools=["calculator"])
-    engine.says = lambda turn: LONG if turn else CALL
+    engine.says = lambda turn, _: LONG if turn else CALL
     asked = request(engine)
     samples = asyncio.run(own(asked, None))  # type: ignore[arg-type]
     for sample in samples:
@@ -164,7 +121,7 @@ def test_policy_calls_tools_and_its_whole_last_turn_is_its_answer(engine: Engine
 
     in_turn, killed = threading.Event(), threading.Event()
 
-    def hold(turn: int) -> None:
+    def hold(turn: int, _: str) -> None:
         if turn:
             in_turn.set()
             killed.wait(60)
@@ -180,7 +137,7 @@ def test_policy_calls_tools_and_its_whole_last_turn_is_its_answer(engine: Engine
     engine.before_turn = hold
     asyncio.run(kill())
     killed.set()
-    engine.before_turn = lambda turn: None
+    engine.before_turn = lambda turn, _: None
     own.start()
     assert asyncio.run(outcome(own, asked)) == samples
     engine.status = 500
@@ -225,7 +182,7 @@ def test_environment_that_ends_its_process_names_nobody(engine: Engine, played: 
 def test_time_of_the_engines_is_none_of_the_environment(engine: Engine, played: Callable[..., OwnGenerate]) -> None:
     own = played("own_environment:make", seconds=0.4)
     pause = threading.Event()
-    engine.before_turn = lambda turn: bool(pause.wait(0.5)) and None
+    engine.before_turn = lambda turn, _: bool(pause.wait(0.5)) and None
     found = asyncio.run(outcome(own, request(engine), 0.4))
     assert isinstance(found, list) and found[0].metadata[EPISODE]["turns"] == 3
 

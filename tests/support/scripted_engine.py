@@ -1,0 +1,60 @@
+"""An engine over HTTP that says in each turn of an episode what a test wants."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from elastic_rl.data.model_tokenizer import ModelTokenizer
+
+
+class Engine:
+    """Answers as SGLang does: the turns of a sample that ``says`` gives, by how many the prompt has, and by the number
+    of the sample in its request."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.tokenizer, self.asked, self.status = tokenizer, list[tuple[list[int], str]](), 200
+        self.says: Callable[[int, int], str] = lambda turn, index: ""
+        self.version: Callable[[], int] = lambda: 3
+        self.before_turn: Callable[[int, str], None] = lambda turn, prompt: None
+        """``prompt``: its text, with the turns before."""
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                status, answers = engine.answered(body, self.headers.get("X-SMG-Routing-Key", ""))
+                raw = json.dumps(answers).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answered(self, body: dict[str, Any], route: str) -> tuple[int, Any]:
+        answers = []
+        for index, ids in enumerate(body["input_ids"]):
+            prompt = self.tokenizer.decode(ids, skip_special_tokens=False)
+            turn = prompt.count("<|tool|>")
+            self.before_turn(turn, prompt)
+            if turn and self.status != 200:
+                return self.status, {}
+            self.asked.append((ids, route))
+            [said] = self.tokenizer.encode_batch([self.says(turn, index)], special_tokens=False)
+            said = [*said, self.tokenizer.eos_ids[0]]
+            answers.append({"output_ids": said, "meta_info": {
+                "finish_reason": {"type": "stop"}, "weight_version": str(self.version()),
+                "output_token_logprobs": [[-0.25, t, None] for t in said]}})
+        return 200, answers
