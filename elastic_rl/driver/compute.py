@@ -37,6 +37,7 @@ from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.files import private_folder
 from elastic_rl.host import processes
+from elastic_rl.plugins import plain
 from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
 
@@ -47,6 +48,8 @@ _LOGICAL_CPUS = 256
 _OBJECT_STORE_BYTES = 80 << 20
 _POLL_S = 0.2
 _RAY_CHECK_S = 5.0
+_FOREIGN_S = 30.0
+"""Foreign workers of a router are an event at most so often."""
 _RAY_LOST_S = 30.0
 """Time without any node after which Ray counts as lost. Ray itself takes a while to see that one is gone."""
 
@@ -72,6 +75,8 @@ class ComputePlane:
         self._roles: Mapping[str, RoleSpec] = {}
         self._parts = PartRunner(self._report_part)
         self._router_restarts: dict[str, list[str]] = {name: [] for name in self.routers}
+        self._foreign_at: dict[str, float] = {}
+        """When it was last reported of a pool's router that it had a foreign worker, in monotonic seconds."""
         self._ray_checked_at = self._ray_seen_at = 0.0
 
     @property
@@ -234,6 +239,12 @@ class ComputePlane:
             self._emit("router.restarted", router_target(name), f"the router of pool {name} is restarted: {reasons[-1]}"
                        f"{times}", severity=Severity.WARNING)
             reasons.clear()
+        urls, now = self.routers[name].foreign(), time.monotonic()
+        if urls and now - self._foreign_at.get(name, float("-inf")) >= _FOREIGN_S:
+            self._emit("router.foreign_worker", router_target(name), f"the router of pool {name} listed "
+                       f"{', '.join(plain(url, 100) for url in urls[-4:])}, which is no engine of the job and may have "
+                       "answered requests; it was taken out", severity=Severity.WARNING)
+            self._foreign_at[name] = now
 
     def _emit(self, kind: str, subject: str, message: str, *, severity: Severity) -> None:
         fencing.emit(self.etcd, self.ctx.keys, self.ctx.epoch, kind, subject, message, severity=severity)

@@ -28,6 +28,8 @@ _START_TIMEOUT_S = 60.0
 _FROZEN_S = 20.0
 """Without an answer for so long, a router that has answered before is killed and started again."""
 _JOIN_TIMEOUT_S = 5.0
+_FOREIGN = 16
+"""URLs of foreign workers that are kept for a report."""
 
 
 class _State(Enum):
@@ -60,6 +62,9 @@ class RouterSupervisor:
         self._routes, self._observed = Routes(), 0  # under the lock, as all of the following
         self._ended: set[str] = set()
         self._restarts: list[str] = []
+        self._engines: set[str] = set()
+        """URLs of all engines that there have been."""
+        self._foreign: list[str] = []
         self._fault = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="router-supervisor", daemon=True)
@@ -85,6 +90,7 @@ class RouterSupervisor:
         with self._lock:
             self._routes, self._observed = routes, self._observed + 1
             self._ended -= routes.owned  # another engine serves at that address
+            self._engines |= routes.named
 
     def unroute(self, url: str) -> None:
         """Has a worker removed without a second look: its engine has certainly ended."""
@@ -96,6 +102,14 @@ class RouterSupervisor:
         """Why the router was restarted, once for each restart since the last call."""
         with self._lock:
             found, self._restarts = self._restarts, []
+            return found
+
+    def foreign(self) -> list[str]:
+        """URLs that were taken out of the router and have never been those of an engine of the pool, since the last
+        call. Who reaches the router can list any server in it, which then answers for the pool until it is taken out.
+        """
+        with self._lock:
+            found, self._foreign = self._foreign, []
             return found
 
     @property
@@ -172,6 +186,7 @@ class RouterSupervisor:
             self._client.request_remove(listed[url])
         with self._lock:
             self._ended -= ended - listed.keys()
+            self._foreign = [*self._foreign, *sorted(changes.remove - self._engines)][-_FOREIGN:]
 
     def _set_fault(self, fault: str) -> None:
         with self._lock:

@@ -23,13 +23,16 @@ class Routes:
     """URLs of engines that are READY: they take requests."""
     owned: frozenset[str] = frozenset()
     """URLs of engines that add or remove themselves."""
+    named: frozenset[str] = frozenset()
+    """URLs of all engines that have a record, also of those that are gone."""
 
     @classmethod
     def from_engines(cls, engines: Iterable[Engine], epoch: int) -> Routes:
         """Of the engines of an epoch; those of an older one are gone, whatever their records say."""
-        mine = [e for e in engines if e.epoch == epoch and e.url]
+        known = [e for e in engines if e.url]
+        mine = [e for e in known if e.epoch == epoch]
         return cls(frozenset(e.url for e in mine if e.state is EngineState.READY),
-                   frozenset(e.url for e in mine if e.state in _OWN))
+                   frozenset(e.url for e in mine if e.state in _OWN), frozenset(e.url for e in known))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The rollout role: generates samples of prompt groups on the engine pool, through the router.
 
 Every sample carries the policy versions that generated it. A group with a sample of an older version than the caller
-accepts is generated again, a limited number of times: an engine may just have joined, or not have seen the new head.
+accepts is generated again, a limited number of times: an engine may just have joined, or not have seen the new head. So
+is one with a sample of a version that was never published: no engine of the job made it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_rl.config import ROLLOUT_POOL, Config
+from elastic_rl.config import ENVIRONMENT, ROLLOUT_POOL, Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
 from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
-from elastic_rl.errors import EngineFailed, PluginAway, PluginFailed
+from elastic_rl.errors import EngineFailed, EtcdUnavailable, PluginAway, PluginFailed
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.plugin_process import CallLost, ProcessLost
@@ -26,6 +27,7 @@ from elastic_rl.plugins import describe, text_of
 from elastic_rl.retry import backoff_s
 from elastic_rl.roles.base import EngineRole
 from elastic_rl.roles.first_sample_trace import FirstSampleTrace
+from elastic_rl.roles.published import PublishedVersions
 
 _RETRY_S = (0.05, 1.0)
 """First and longest pause before a group is generated again whose samples cannot be used."""
@@ -54,6 +56,7 @@ class RolloutRole(EngineRole):
         self.client = GenerateClient(ctx.router_urls[ROLLOUT_POOL], timeout_s=cfg.engine.request_timeout_s,
                                      retries=cfg.rollout.max_attempts, vocabulary=self._vocabulary)
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
+        self._published = PublishedVersions(self.etcd, ctx.keys, ctx.epoch)
 
     async def generate(self, request: GenerationRequest) -> list[Generated]:
         """The samples of each prompt, in the prompts' order, or why there are none: the user's function failed, or no
@@ -99,6 +102,9 @@ class RolloutRole(EngineRole):
         for attempt in range(1, self.ctx.config.rollout.max_attempts + 1):
             requested_at = time.time()
             samples = await self._generate(prompt)
+            if await self._are_foreign(samples, last=attempt == self.ctx.config.rollout.max_attempts):
+                await asyncio.sleep(backoff_s(attempt, *_RETRY_S))  # the driver takes a foreign worker out again
+                continue
             if version := self._first_sample.first_of(samples):
                 await asyncio.to_thread(self._first_sample.record, version, requested_at, time.time())
             if all(s.oldest_version >= min_version for s in samples) and not self._is_mixed(samples):
@@ -106,6 +112,23 @@ class RolloutRole(EngineRole):
             await asyncio.sleep(backoff_s(attempt, *_RETRY_S))  # the engine is about to be updated or removed
         raise EngineFailed(f"no engine generated samples of policy version {min_version} or newer",
                            hint="`elastic-rl engines` shows which version each engine serves")
+
+    async def _are_foreign(self, samples: Sequence[Sample], *, last: bool) -> bool:
+        """Whether a sample is of a version that was never published. ``last``: raises EngineFailed then, or
+        PluginFailed where a function of the user's own says the version. Raises EngineFailed if it cannot be known."""
+        try:
+            version = await self._published.beyond(samples)
+        except EtcdUnavailable as e:
+            raise EngineFailed(f"it is not known which policy versions are published: {e}") from e
+        if version and last:
+            generate = self.ctx.config.rollout.generate
+            if isinstance(self.generate_fn, OwnGenerate) and generate != ENVIRONMENT:
+                raise PluginFailed(f"rollout.generate={generate} gave a sample of policy version {version}, and none "
+                                   "so new was published", hint="each segment has the version of the call that made it")
+            raise EngineFailed(f"samples are of policy version {version}, and none so new was published",
+                               hint="the router of the pool reached a server that is no engine of this job; see "
+                               "`elastic-rl events`")
+        return version > 0
 
     def _is_mixed(self, samples: Sequence[Sample]) -> bool:
         """Whether a deterministic job cannot use the samples: where the weights changed within one, which may be under

@@ -21,7 +21,7 @@ SETTLE_S = 3.0
 _ENGINE = ("engine.dead", "engine.replaced", "engine.quarantined")
 _GROUP_ENDS = ("failed", "agent_ended", "dead")
 """Of a trainer group, after its name."""
-_WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "staleness.")
+_WARNINGS = ("dcs.", "engine.cannot_fetch", "logprob.", "publish.", "router.foreign_worker", "samples.", "staleness.")
 _ONE_TIME = ("restart.requested", "router.restarted", "queue.replaced", "etcd.restarted", "dcs.restarted",
              "coordinator.restarted", leader_gap.KIND)
 _ENDED_BY = {**{f"{group}.recovered": f"{group}.dead/{group}" for group in TRAINER_GROUPS},

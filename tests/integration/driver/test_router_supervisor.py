@@ -129,3 +129,15 @@ def test_list_of_workers_follows_the_records(router: Supervised, urls: list[str]
     router.until(lambda: True, "a reading")
     router.supervisor.unroute(lost)
     wait_until(lambda: router.listed() == {kept}, timeout_s=60, what="the removal")
+
+
+def test_worker_that_is_no_engine_of_the_pool_is_taken_out_and_reported(router: Supervised, urls: list[str]) -> None:
+    own, foreign = urls
+    router.states = {own: EngineState.READY}
+    router.until_listed(own)
+    router.client.add(foreign, timeout_s=30)
+    router.until_listed(own)
+    assert router.supervisor.foreign() == [foreign] and not router.supervisor.foreign()
+    router.states = {own: EngineState.DEAD}  # what was an engine is none
+    router.until_listed()
+    assert not router.supervisor.foreign()

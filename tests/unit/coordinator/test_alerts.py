@@ -71,6 +71,7 @@ def test_reports_of_one_engine_by_runner_driver_and_leader_have_one_key() -> Non
 
 @pytest.mark.parametrize(("kind", "severity", "opens"), [
     ("publish.failed", Severity.INFO, True), ("logprob.mismatch", Severity.WARNING, True),
+    ("samples.unpublished", Severity.WARNING, True), ("router.foreign_worker", Severity.WARNING, True),
     ("staleness.exceeded", Severity.WARNING, True), ("anything.bad", Severity.ERROR, True),
     ("router.restarted", Severity.WARNING, True), ("queue.replaced", Severity.WARNING, True),
     ("engine.drain_timeout", Severity.WARNING, False),

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -100,6 +101,7 @@ def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRole]:
     made.generate_fn, made._vocabulary = own, 50
     made.client = None  # type: ignore[assignment]
     made._first_sample = SimpleNamespace(first_of=lambda samples: 0)  # type: ignore[assignment]
+    made._published = SimpleNamespace(beyond=AsyncMock(return_value=0))  # type: ignore[assignment]
     yield made
     own.close()
 
