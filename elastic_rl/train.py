@@ -50,7 +50,9 @@ from elastic_rl.telemetry.log_files import ray_environment
 # Ray reads these when it is imported. Its GCS binds every interface, so it must require a token, of this job alone. Its
 # workers have a lower priority by default, and so would the trainer ranks below them, whose collectives wait for the
 # slowest rank.
-_RAY_ENV = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+_RAY_ENV = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
+            # Of another cluster of the user's: Ray would take its token in place of the job's own, or that cluster.
+            "RAY_AUTH_TOKEN": None, "RAY_ADDRESS": None}
 
 
 log = logging.getLogger(__name__)
@@ -201,11 +203,14 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
 def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None]) -> int:
     context_file = ctx.save(ctx.config.cluster_dir / "run.json")
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
-    token_file = ctx.config.ray_token_file
-    replace_file(token_file, secrets.token_hex(32), private=True)
-    env = {processes.RUN_MARK: str(ctx.config.cluster_dir), **_RAY_ENV, "RAY_AUTH_TOKEN_PATH": str(token_file),
-           **ray_environment(ctx.config.telemetry), **ctx.config.device.environment()}
-    return DriverSupervisor(ctx, etcd, command, env=env, on_tick=on_tick).run()
+    replace_file(ctx.config.ray_token_file, secrets.token_hex(32), private=True)
+    return DriverSupervisor(ctx, etcd, command, env=_driver_environment(ctx.config), on_tick=on_tick).run()
+
+
+def _driver_environment(cfg: Config) -> dict[str, str | None]:
+    """What the driver's environment has besides this process's own; None: a variable that it does not have."""
+    return {processes.RUN_MARK: str(cfg.cluster_dir), **_RAY_ENV, "RAY_AUTH_TOKEN_PATH": str(cfg.ray_token_file),
+            **ray_environment(cfg.telemetry), **cfg.device.environment()}
 
 
 def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:

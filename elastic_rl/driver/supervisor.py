@@ -46,7 +46,8 @@ class DriverSupervisor:
     called four times a second.
     """
 
-    def __init__(self, ctx: RunContext, etcd: EtcdClient, command: Sequence[str], *, env: Mapping[str, str],
+    def __init__(self, ctx: RunContext, etcd: EtcdClient, command: Sequence[str], *,
+                 env: Mapping[str, str | None],
                  on_tick: Callable[[], None] = lambda: None) -> None:
         self._ctx, self._etcd, self._keys = ctx, etcd, ctx.keys
         self._policy = ctx.config.failure_policy

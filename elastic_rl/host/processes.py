@@ -33,14 +33,15 @@ def python(module: str, *args: str) -> list[str]:
     return [sys.executable, "-m", module, *args]
 
 
-def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, service: bool = False,
+def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None = None, service: bool = False,
           cwd: Path | None = None) -> subprocess.Popen[bytes]:
     """Starts ``cmd`` in a session of its own with stdout and stderr appended to ``log``. A child ends with this
-    process, a ``service`` does not. ``env`` is added to this process's environment. Raises PreflightFailed when the
-    program cannot be started."""
+    process, a ``service`` does not. ``env`` is added to this process's environment; a variable that is None there is
+    left out of it. Raises PreflightFailed when the program cannot be started."""
     with open_log(log) as out:
         popen: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT,
-                                 "env": {**os.environ, **(env or {})}, "cwd": cwd}
+                                 "env": {name: value for name, value in {**os.environ, **(env or {})}.items()
+                                         if value is not None}, "cwd": cwd}
         try:
             if service:
                 return subprocess.Popen(list(cmd), start_new_session=True, **popen)
