@@ -61,8 +61,9 @@ def train(ctx: typer.Context, file: File = None,
           ) -> None:
     """Train on a cluster that is up, or on one for this run only. Services of it that end are started again."""
     from elastic_rl import job_check
-    from elastic_rl.host import cluster_settings, inherited_model
+    from elastic_rl.host import cluster_settings, inherited_model, preflight
     cluster = named_cluster(ctx, file, say=_say)
+    preflight.require_temporary(cluster.cfg)
     code, existed = int(Exit.FAILED), cluster.known
     if with_cluster and not existed and not from_job and not inherited_model.folder(cluster.cfg).exists():
         job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs

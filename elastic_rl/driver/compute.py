@@ -29,7 +29,7 @@ from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterProcess
-from elastic_rl.errors import ComputePlaneLost, ConfigError, EtcdUnavailable
+from elastic_rl.errors import ComputePlaneLost, ConfigError, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.membership import deregister, members
@@ -147,7 +147,8 @@ class ComputePlane:
             except Exception as e:  # Ray raises this very class for the timeout
                 ray.shutdown()
                 budget = budget.after_failure(time.monotonic(), jitter=random.random())
-                self._parts.note("ray", f"it does not start: {type(e).__name__}: {e}")
+                why = str(e) if isinstance(e, ElasticRLError) else f"{type(e).__name__}: {e}"  # with what to do
+                self._parts.note("ray", f"it does not start: {why}")
             while not budget.open(time.monotonic()):
                 self._report_phase("starting Ray again")
                 if self._pause(_POLL_S):

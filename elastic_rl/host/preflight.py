@@ -28,6 +28,10 @@ _MANY_REVISIONS = 100_000
 """An etcd with so many revisions and no compaction is not being compacted."""
 _MEMORY_GIB = 8.0
 """Ray, two engines, two ranks and the durable plane take about 7 GiB on a CPU."""
+_SOCKET_PATH = 107
+"""Bytes in the path of a Unix socket, at most."""
+_LONGEST_SOCKET = "r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""Of Ray's below ``ray_dir``, with the largest process id that Linux has."""
 _PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "ray": "2.60.0",
              "sglang-router": "0.3.2", "transformers": "5.19.0"}
 
@@ -56,7 +60,7 @@ class Finding:
 def examine(cfg: Config) -> list[Finding]:
     """Runs every check, in the order in which their findings are best fixed."""
     checks: tuple[Callable[[Config], Iterable[Finding]], ...] = (
-        _python, _packages, _devices, _memory, _shared_memory, _model, _etcd, _ports, _admin_api, _files)
+        _python, _packages, _devices, _memory, _shared_memory, _temporary, _model, _etcd, _ports, _admin_api, _files)
     return [finding for check in checks for finding in check(cfg)]
 
 
@@ -110,6 +114,23 @@ def _shared_memory(cfg: Config) -> Iterable[Finding]:
                       "`mount -o remount,size=2G /dev/shm`, or `docker run --shm-size=2g`")
     else:
         yield Finding("/dev/shm", Verdict.OK, found)
+
+
+def require_temporary(cfg: Config) -> None:
+    """Raises PreflightFailed when the folder for temporary files has too long a path for Ray, which would never start.
+    """
+    for finding in _temporary(cfg):
+        if finding.verdict is Verdict.FAILED:
+            raise PreflightFailed(finding.found, hint=finding.fix)
+
+
+def _temporary(cfg: Config) -> Iterable[Finding]:
+    folder = str(cfg.ray_dir.parent)
+    size, most = len(os.fsencode(folder)), _SOCKET_PATH - len(f"/{cfg.ray_dir.name}/{_LONGEST_SOCKET}")
+    found = f"temporary files are put into {folder}"
+    yield Finding("TMPDIR", Verdict.OK, found) if size <= most else Finding(
+        "TMPDIR", Verdict.FAILED, f"{found}, a path of {size} bytes, and Ray's sockets below it leave room for {most}",
+        "set TMPDIR to a shorter path of a folder on this machine, such as /tmp, for `elastic-rl train`")
 
 
 def _model(cfg: Config) -> Iterable[Finding]:

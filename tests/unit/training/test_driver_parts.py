@@ -1,7 +1,13 @@
 """The parts of a reconcile pass: the fault of one does not keep the driver from the others."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from elastic_rl import config
+from elastic_rl.driver import compute
+from elastic_rl.driver.compute import ComputePlane
+from elastic_rl.driver.etcd_patience import Stopped
 from elastic_rl.driver.parts import PartRunner
 from elastic_rl.errors import EtcdFull, EtcdUnavailable, Fenced, PreflightFailed
 
@@ -81,3 +87,21 @@ def test_part_that_runs_elsewhere_is_reported_alike():
     for fault in ("it ended", "it ended", "", ""):
         passes.parts.note("router", fault)
     assert passes.reports == [("router", True), ("router", False)]
+
+
+def test_fault_of_the_folder_of_ray_says_what_to_do(monkeypatch):
+    """It is tried again without end, and only a person can remove what is there."""
+    said = []
+    plane = ComputePlane.__new__(ComputePlane)
+    plane.ctx = SimpleNamespace(config=config.parse({}))
+    plane._parts = PartRunner(lambda part, message, failed: said.append(message))
+    plane._report_phase, plane._pause = lambda phase: None, lambda seconds: True
+
+    def refuse(path):
+        raise PreflightFailed(f"{path} is not a folder of this user", hint="have it removed")
+
+    monkeypatch.setattr(compute, "private_folder", refuse)
+    monkeypatch.setattr(compute, "shutil", SimpleNamespace(rmtree=lambda path, ignore_errors: None))
+    with pytest.raises(Stopped):
+        plane._start_ray()
+    assert said == [f"it does not start: {plane.ctx.config.ray_dir} is not a folder of this user (have it removed)"]
