@@ -35,7 +35,7 @@ class ActorRole(Role):
         cfg = ctx.config
         self._stopping = threading.Event()
         clients = RoleClients({role.name: serve.get_app_handle(role.name) for role in _CALLED if role.is_wanted(cfg)},
-                              cfg, lambda role: bool(members(self.etcd, ctx.keys, role)))
+                              cfg, lambda role: bool(members(self.etcd, ctx.keys, role)), lambda: self.pipeline.term)
         self.pipeline = Pipeline(ctx, self.etcd, self.member, clients, self._stopping)
         self._ended = ""
         self._thread = threading.Thread(target=self._run, name="training-loop", daemon=True)

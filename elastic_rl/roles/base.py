@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from elastic_rl.config import Config
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.actor_requests import ActorRequests
 from elastic_rl.telemetry import logs, traces
 
 
@@ -63,11 +65,17 @@ class Role:
 
 
 class EngineRole(Role):
-    """Base of roles that have engines do the work: what these take is no fault of the role."""
+    """Base of roles that have engines do the work: what these take is no fault of the role. Each request says in which
+    term of the actor it was sent, and ends with that (``requests``)."""
 
     def __init__(self, ctx: RunContext) -> None:
         super().__init__(ctx)
         self._done = self._in_flight = 0
+        self.requests = ActorRequests(lambda: fencing.current_term(self.etcd, ctx.keys))
+
+    def close(self) -> None:
+        self.requests.close()
+        super().close()
 
     @contextlib.contextmanager
     def working(self, count: int = 1) -> Iterator[None]:

@@ -34,9 +34,12 @@ class GenRmRole(EngineRole):
         self._pools: dict[str, _Pool] = {}
         self._answers = _Answers(_CACHED_CHARACTERS)
 
-    async def judge(self, request: JudgeRequest) -> list[Judgement]:
-        """What each response is worth. Raises EngineFailed while no engine answers, and PluginFailed for a judge that
-        cannot be asked."""
+    async def judge(self, request: JudgeRequest, term: int) -> list[Judgement]:
+        """What each response is worth. ``term``: of the actor. Raises EngineFailed while no engine answers, Fenced when
+        the term is over, and PluginFailed for a judge that cannot be asked."""
+        return await self.requests.run(term, self._judged(request))
+
+    async def _judged(self, request: JudgeRequest) -> list[Judgement]:
         try:
             with self.working():
                 pool = self._pool(request.options.pool)

@@ -22,6 +22,7 @@ from elastic_rl.errors import (
     ElasticRLError,
     EngineFailed,
     EtcdUnavailable,
+    Fenced,
     PluginFailed,
     RoleUnavailable,
 )
@@ -62,18 +63,18 @@ def _pool_timeout_s(cfg: Config, pool: str) -> float:
 class RoleClients:
     """Handles of the stateless roles. Thread-safe. Each call is idempotent: whoever gets an error may call again."""
 
-    def __init__(self, handles: Mapping[str, DeploymentHandle], cfg: Config, has_replica: Callable[[str], bool]
-                 ) -> None:
+    def __init__(self, handles: Mapping[str, DeploymentHandle], cfg: Config, has_replica: Callable[[str], bool],
+                 term: Callable[[], int]) -> None:
         """``handles``: of the roles that the job has. ``has_replica``: whether a replica of a role is registered;
-        raises EtcdUnavailable."""
-        self._handles, self._has_replica = handles, has_replica
+        raises EtcdUnavailable. ``term``: of the actor that calls."""
+        self._handles, self._has_replica, self._term = handles, has_replica, term
         self._cfg, self._timeout_s = cfg, call_timeout_s(cfg)
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[Generated]:
-        """Samples of every prompt, or why the user's function failed for it. Raises EngineFailed, RoleUnavailable, and
-        PluginFailed for prompts that cannot be sent."""
+        """Samples of every prompt, or why the user's function failed for it. Raises EngineFailed, RoleUnavailable,
+        PluginFailed for prompts that cannot be sent, and Fenced when a later term of the actor has begun."""
         request = GenerationRequest(tuple(prompts), min_version)
-        return self._call("rollout", lambda handle: handle.generate.remote(request))
+        return self._call("rollout", lambda handle: handle.generate.remote(request, self._term()))
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
         """Advantages of rewards [groups, samples]. Raises as ``generate``."""
@@ -85,12 +86,12 @@ class RoleClients:
 
     def score(self, sequences: Sequence[ScoreRequest], top: int) -> list[TokenScores]:
         """What the teacher makes of each sequence. Raises as ``generate``."""
-        return self._call("teacher", lambda handle: handle.score.remote(list(sequences), top),
+        return self._call("teacher", lambda handle: handle.score.remote(list(sequences), top, self._term()),
                           _pool_timeout_s(self._cfg, self._cfg.algorithm.teacher or ""))
 
     def judge(self, request: JudgeRequest) -> list[Judgement]:
         """What the judge model makes of each response. Raises as ``generate``."""
-        return self._call("genrm", lambda handle: handle.judge.remote(request),
+        return self._call("genrm", lambda handle: handle.judge.remote(request, self._term()),
                           _pool_timeout_s(self._cfg, request.options.pool))
 
     def _call(self, role: str, send: Callable[[DeploymentHandle], DeploymentResponse],
@@ -112,6 +113,8 @@ class RoleClients:
         except RayTaskError as e:
             if isinstance(e.cause, PluginFailed | ConfigError):  # a setting of the user's names what does not fit
                 raise PluginFailed(e.cause.message, hint=e.cause.hint) from e
+            if isinstance(e.cause, Fenced):
+                raise Fenced(e.cause.message, hint=e.cause.hint) from e
             if isinstance(e.cause, ElasticRLError):
                 raise EngineFailed(f"role {role}: {e.cause.message}", hint=e.cause.hint) from e
             raise EngineFailed(f"role {role} failed: {_last_line(e)}") from e

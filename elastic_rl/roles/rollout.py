@@ -58,9 +58,13 @@ class RolloutRole(EngineRole):
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
         self._published = PublishedVersions(self.etcd, ctx.keys, ctx.epoch)
 
-    async def generate(self, request: GenerationRequest) -> list[Generated]:
+    async def generate(self, request: GenerationRequest, term: int) -> list[Generated]:
         """The samples of each prompt, in the prompts' order, or why there are none: the user's function failed, or no
-        engine answered. Raises EngineFailed when none did for any of them."""
+        engine answered. ``term``: of the actor. Raises EngineFailed when none did for any of them, and Fenced when the
+        term is over."""
+        return await self.requests.run(term, self._generated(request))
+
+    async def _generated(self, request: GenerationRequest) -> list[Generated]:
         with self.working(len(request.prompts)):
             # Each to its end: what still ran would go on, beside the repeated request, and call tools.
             found = await asyncio.gather(*(self._bounded(p, request.min_version) for p in request.prompts),

@@ -35,9 +35,13 @@ class TeacherRole(EngineRole):
                                       retries=ctx.config.rollout.max_attempts,
                                       vocabulary=vocabulary_of(pool.model_dir) or MAX_TOKEN_IDS)
 
-    async def score(self, requests: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:
+    async def score(self, requests: Sequence[ScoreRequest], top: int, term: int) -> list[TokenScores | None]:
         """What the teacher makes of each sequence; None of one that its engines refuse, or that has other tokens than
-        the teacher's. Raises EngineFailed while no engine answers."""
+        the teacher's. ``term``: of the actor. Raises EngineFailed while no engine answers, and Fenced when the term is
+        over."""
+        return await self.requests.run(term, self._scored(requests, top))
+
+    async def _scored(self, requests: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:
         with self.working(len(requests)):
             try:
                 return await self._client.score(requests, top)

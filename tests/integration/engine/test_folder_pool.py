@@ -127,8 +127,8 @@ async def judged_twice(role: GenRmRole, request: JudgeRequest) -> tuple[list[Jud
     """The judgements, the first without answers that were cut off. Those of the second time come from the role's
     memory, and the judge is asked for one token, so that it is known whether it works."""
     whole = request.options.model_copy(update={"read_cut_answers": False})
-    strict = await role.judge(replace(request, options=whole))
-    found = await role.judge(request)
+    strict = await role.judge(replace(request, options=whole), 0)
+    found = await role.judge(request, 0)
     client, asked = role._pool(POOL).client, []
     generate = client.generate
 
@@ -137,17 +137,17 @@ async def judged_twice(role: GenRmRole, request: JudgeRequest) -> tuple[list[Jud
         return await generate(prompt, sampling, n)
 
     client.generate = counted  # type: ignore[method-assign]
-    assert await role.judge(request) == found and asked == [1]
-    assert await role.judge(JudgeRequest(request.options, "", "", ())) == [] and asked == [1, 1]
+    assert await role.judge(request, 0) == found and asked == [1]
+    assert await role.judge(JudgeRequest(request.options, "", "", ()), 0) == [] and asked == [1, 1]
     await client.close()
     client._url = "http://127.0.0.1:9/generate"  # nothing answers there
     for again in (request, JudgeRequest(request.options, "", "", ())):
         with pytest.raises(EngineFailed):
-            await role.judge(again)
+            await role.judge(again, 0)
     with pytest.raises(EngineFailed):
-        await role.judge(JudgeRequest(request.options, "2+2=", "", ("4",)))
+        await role.judge(JudgeRequest(request.options, "2+2=", "", ("4",)), 0)
     with pytest.raises(PluginFailed, match="no pool 'other'"):
-        await role.judge(JudgeRequest(request.options.model_copy(update={"pool": "other"}), "", "", ("4",)))
+        await role.judge(JudgeRequest(request.options.model_copy(update={"pool": "other"}), "", "", ("4",)), 0)
     return strict, found
 
 
@@ -159,7 +159,7 @@ def test_role_gives_the_log_probs_of_a_teacher(testbed: EngineTestbed, judges: J
     role = TeacherRole(judges.ctx.model_copy(update={"config": judges.ctx.config.model_copy(
         update={"algorithm": algorithm})}))
     try:
-        found = asyncio.run(role.score(sequences, 3))
+        found = asyncio.run(role.score(sequences, 3, 0))
     finally:
         role.close()
     model = AutoModelForCausalLM.from_pretrained(judges.model_dir, dtype=torch.float32).eval()

@@ -37,7 +37,7 @@ def ask(ctx: RunContext) -> None:
         version = reads.head(role.etcd, ctx.keys, "policy").number
         request = GenerationRequest(tuple(PromptRequest(i, Prompt((5, 6, 3, 4, 7)), Sampling(4), 2)
                                           for i in range(4)), version)
-        groups = asyncio.run(role.generate(request))
+        groups = asyncio.run(role.generate(request, 0))
         assert all(sample.versions == (version,) for group in groups for sample in group)
     finally:
         role.close()

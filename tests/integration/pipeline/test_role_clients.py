@@ -46,7 +46,7 @@ def test_role_without_a_replica_is_away_long_before_a_call_is_over_its_limit() -
     handle = _deployed("without-room", nowhere=1.0)
     cfg = config.parse({"engine": {"request_timeout_s": 3600.0, "drain_timeout_s": 3600.0}})
     with pytest.raises(RoleUnavailable, match="role advantages has no replica"):
-        RoleClients({"advantages": handle}, cfg, lambda role: False).advantages(REWARDS)
+        RoleClients({"advantages": handle}, cfg, lambda role: False, int).advantages(REWARDS)
 
 
 def test_call_waits_for_a_replica_that_is_registered_or_of_which_nobody_can_say() -> None:
@@ -62,10 +62,10 @@ def test_call_waits_for_a_replica_that_is_registered_or_of_which_nobody_can_say(
         return True
 
     with pytest.raises(RoleUnavailable, match="did not answer within 5 s"):
-        RoleClients({"advantages": handle}, cfg, has_replica).advantages(REWARDS)
+        RoleClients({"advantages": handle}, cfg, has_replica, int).advantages(REWARDS)
     assert looks
 
 
 def test_call_is_answered_by_a_replica() -> None:
-    clients = RoleClients({"advantages": _deployed("working")}, config.parse({}), lambda role: True)
+    clients = RoleClients({"advantages": _deployed("working")}, config.parse({}), lambda role: True, int)
     assert clients.advantages(REWARDS) == REWARDS

@@ -459,7 +459,7 @@ def test_request_ends_when_all_of_its_groups_have(role: RolloutRole) -> None:
         return [SAMPLE] * prompt.samples
 
     role._bounded = bounded  # type: ignore[method-assign]
-    found = asyncio.run(role.generate(GenerationRequest((_request(0), _request(1), _request(2)), 1)))
+    found = asyncio.run(role._generated(GenerationRequest((_request(0), _request(1), _request(2)), 1)))
     assert ended == [1, 2] and isinstance(found[0], GenerateFault) and found[0].away == "engines"
 
 

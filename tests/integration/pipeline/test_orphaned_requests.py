@@ -1,0 +1,140 @@
+"""Requests of an actor that was killed, on a real Ray Serve: they end, and its successor's take their places."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from support.etcd_server import EtcdServers
+from support.ray_cluster import start_ray
+
+from elastic_rl import config
+from elastic_rl.data.samples import Prompt
+from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.errors import Fenced
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.roles.role_clients import RoleClients
+from elastic_rl.roles.rollout import RolloutRole
+from elastic_rl.runtime import wait_until
+
+_AT_ONCE = 2
+"""Requests that the role takes."""
+_ENDLESS, _SHORT = 5, 6
+"""Prompts."""
+
+
+class Router(ThreadingHTTPServer):
+    """Answers short prompts, and others never."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.open = 0
+        """Endless prompts that are being answered."""
+        self._lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def change(self, by: int) -> None:
+        with self._lock:
+            self.open += by
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Router
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["input_ids"][0] == [_ENDLESS]:
+            self.server.change(len(body["input_ids"]))
+            self.rfile.read(1)  # returns when the other side closes
+            self.server.change(-len(body["input_ids"]))
+            return
+        answer = json.dumps([{"output_ids": [7], "meta_info": {
+            "finish_reason": {"type": "stop"}, "weight_version": "1",
+            "output_token_logprobs": [[-0.5, 7, None]]}} for _ in body["input_ids"]]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    with Router() as made:
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture
+def ctx(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, router: Router, tmp_path: Path
+        ) -> Iterator[RunContext]:
+    """Of a run whose rollout role is deployed as the driver does, but for the number of requests."""
+    with pytest.MonkeyPatch.context() as patch:  # for the workers, which import the tests' modules
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        start_ray(4)
+    cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "engine": {
+        "request_timeout_s": 3600.0, "drain_timeout_s": 3600.0}, "etcd": {"call_timeout_s": 2.0}})
+    made = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir=str(tmp_path),
+                      epoch=fencing.raise_epoch(etcd, keys, "test").number, router_urls={"rollout": router.url})
+    serve.start(proxy_location="Disabled")
+    serve.run(serve.deployment(RolloutRole).options(
+        name="rollout", max_ongoing_requests=_AT_ONCE, ray_actor_options={"num_cpus": 0.25}).bind(made), name="rollout",
+        route_prefix=None)
+    yield made
+    serve.shutdown()
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=0)
+class Actor:
+    """Sends requests in a term of its own, as the actor does."""
+
+    def __init__(self, term: int) -> None:
+        self._clients = clients(term)
+
+    def ask(self) -> None:
+        for _ in range(_AT_ONCE):
+            threading.Thread(target=generate, args=(self._clients, [_ENDLESS]), daemon=True).start()
+
+
+def clients(term: int) -> RoleClients:
+    short = config.parse({"engine": {"request_timeout_s": 30.0}})  # 150 s for a call; the role has others
+    return RoleClients({"rollout": serve.get_app_handle("rollout")}, short, lambda role: True, lambda: term)
+
+
+def generate(roles: RoleClients, prompt: Sequence[int]) -> Any:
+    return roles.generate([PromptRequest(0, Prompt(tuple(prompt)), Sampling(4), 1)], 1)
+
+
+def test_requests_of_a_killed_actor_end_and_let_those_of_its_successor_in(
+        ctx: RunContext, etcd: EtcdClient, keys: Keys, router: Router) -> None:
+    first = Actor.remote(fencing.begin_term(etcd, keys, ctx.epoch, "first"))
+    ray.get(first.ask.remote())
+    wait_until(lambda: router.open == _AT_ONCE, timeout_s=60, what="the requests of the first actor")
+    ray.kill(first)
+    term = fencing.begin_term(etcd, keys, ctx.epoch, "second")
+    [[sample]] = generate(clients(term), [_SHORT])  # all places were taken
+    assert sample.response_ids == (7,)
+    wait_until(lambda: router.open == 0, timeout_s=60, what="the end of the requests at the engines")
+    with pytest.raises(Fenced, match="term 1 of the actor is over"):
+        generate(clients(term - 1), [_SHORT])
