@@ -34,6 +34,15 @@ def file_tag(cluster_dir: Path, part: str = "", start: str = "") -> str:
     return "".join(f"{re.sub('[^A-Za-z0-9_-]', '_', name)}." for name in (f"erl-{digest}", part, start) if name)
 
 
+def tag_temporary_files() -> str:
+    """Puts the tag that the environment names into the names of the temporary files and folders that this process
+    makes, and those that are forked from it; returns it, empty for none. Call it before packages are imported that make
+    folders then, as wandb does. The temp folder stays what it is: compilers keep their caches there."""
+    tag = os.environ.get(TAG_ENV, "")
+    tempfile.template = f"{tag}tmp"
+    return tag
+
+
 def tagged_files(tag: str) -> list[Path]:
     """Shared-memory segments, temporary files and folders, and sockets whose names carry ``tag``."""
     return [path for folder in (SHM, Path(tempfile.gettempdir())) for path in folder.glob(f"*{tag}*")]

@@ -19,6 +19,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime import die_with_parent, freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.trainer.broadcast import gather_text
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 def serve(context_file: str) -> None:
     """Runs this rank. Exits with ``parallel.FENCED_EXIT`` when its epoch is over."""
     die_with_parent()
+    tag_temporary_files()
     ctx = RunContext.load(Path(context_file))
     rank = int(os.environ["RANK"])
     logs.setup(f"{ctx.group.name}-rank-{rank}", ctx.config.telemetry.log_level)

@@ -13,14 +13,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
-import tempfile
 from typing import Any
 
 import torch
 
 from elastic_rl import torch_store
 from elastic_rl.engine.sglang import seeds
-from elastic_rl.host.leftovers import TAG_ENV
+from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime import die_with_parent
 
 ON_CPU = not torch.cuda.is_available()
@@ -29,9 +28,7 @@ torch_store.install()  # of a scheduler, whether it is forked or spawned
 if __name__ == "__mp_main__":
     die_with_parent()  # a scheduler must not outlive a server that was killed: it would keep the memory
 
-_tag = os.environ.get(TAG_ENV, "") if __name__ in ("__main__", "__mp_main__") else ""
-# Of sockets, and of folders that packages make when they are imported. Not TMPDIR: compilers keep their caches there.
-tempfile.template = f"{_tag}{tempfile.template}"
+_tag = tag_temporary_files() if __name__ in ("__main__", "__mp_main__") else ""  # SGLang's sockets are among them
 
 if ON_CPU:
     from elastic_rl.engine.sglang import cpu_attention, sglang_cpu

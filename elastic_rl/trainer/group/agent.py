@@ -24,7 +24,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host.leftovers import file_tag
+from elastic_rl.host.leftovers import TAG_ENV, file_tag
 from elastic_rl.runtime import die_with_parent
 from elastic_rl.telemetry import logs
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if ctx.config.deterministic:
         os.environ.update(DETERMINISTIC_CUDA)
-    with own_temp_folder(file_tag(ctx.config.cluster_dir, ctx.group.name)), ctx.connect() as etcd:
+    os.environ[TAG_ENV] = tag = file_tag(ctx.config.cluster_dir, ctx.group.name)  # of what the ranks leave
+    with own_temp_folder(tag), ctx.connect() as etcd:
         _watch_epoch(ctx, etcd)
         return _run(ctx, etcd, args.context)
 
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def own_temp_folder(tag: str) -> Iterator[None]:
     """Has the temporary files of this process, not those of its children, in a folder of this tag: torch elastic and
-    multiprocessing make folders that nobody removes. Those of an agent that is killed are removed by its tag."""
+    multiprocessing make folders that nobody removes. That of an agent that is killed is removed by its tag."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix=tag, ignore_cleanup_errors=True) as tempfile.tempdir:
         try:
