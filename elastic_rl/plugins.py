@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sysconfig
 import traceback
@@ -66,6 +67,23 @@ def _place_of(error: BaseException) -> str:
         if os.path.isabs(file) and not file.startswith(_LIBRARIES) and not _INSTALLED.intersection(file.split(os.sep)):
             found = f"{file}:{line}"
     return plain(found, _PLACE)
+
+
+def call_fault(found: object, arguments: int, *, asynchronous: bool) -> str:
+    """What a user's object is instead of a function of so many positional arguments; "" where it is one, or does not
+    say. ``asynchronous``: one that is awaited; else one that is not."""
+    if inspect.isclass(found) or not callable(found):
+        return f"a {'class' if inspect.isclass(found) else plain(type(found).__name__, 100)}"
+    call = inspect.unwrap(found if inspect.isroutine(found) else type(found).__call__)
+    if (inspect.isfunction(call) or inspect.ismethod(call)) and inspect.iscoroutinefunction(call) is not asynchronous:
+        return "no async function" if asynchronous else "an async function"
+    try:
+        inspect.signature(found).bind(*[None] * arguments)
+    except TypeError:
+        return f"a function that does not take {arguments} argument{'' if arguments == 1 else 's'}"
+    except ValueError:  # it has no signature: it is not written in Python
+        pass
+    return ""
 
 
 def encodable(text: str) -> str:

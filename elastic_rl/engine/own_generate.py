@@ -14,7 +14,7 @@ from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
 from elastic_rl.plugin_process import PluginProcess
-from elastic_rl.plugins import encodable, plain, resolve, text_of
+from elastic_rl.plugins import call_fault, encodable, plain, resolve, text_of
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ def serve(name: str, router_url: str, timeout_s: float, retries: int, vocabulary
           ) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
     """In the process: the function that it runs. Raises ConfigError."""
     generate: GenerateFn = resolve(name, {}, setting="rollout.generate")
-    if not callable(generate) or isinstance(generate, type):
-        raise ConfigError(f"rollout.generate={name!r} is no async function (request, engines) -> samples",
-                          hint="GenerateFn in elastic_rl/engine/generation.py says what it is")
+    if fault := call_fault(generate, 2, asynchronous=True):
+        raise ConfigError(f"rollout.generate={name!r} is {fault}, and must be an async function (request, engines) -> "
+                          "samples", hint="GenerateFn in elastic_rl/engine/generation.py says what it is")
     return answering(generate, router_url, timeout_s, retries, vocabulary)
 
 

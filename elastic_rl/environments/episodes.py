@@ -21,7 +21,7 @@ from elastic_rl.environments.observations import EpisodeRewards, require_observa
 from elastic_rl.environments.turns import TurnWriter
 from elastic_rl.errors import PluginFailed
 from elastic_rl.plugin_process import CANCEL_S
-from elastic_rl.plugins import describe
+from elastic_rl.plugins import call_fault, describe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,6 +83,10 @@ class Episodes:
             if not callable(getattr(found, "step", None)) or not callable(getattr(found, "close", None)):
                 raise PluginFailed(f"rollout.environment began an episode that is a {type(found).__name__}, without "
                                    "step or close", hint="Environment in elastic_rl/environments/base.py")
+            if fault := call_fault(found.step, 1, asynchronous=True):
+                raise PluginFailed(f"rollout.environment began an episode whose step is {fault}, and must be an async "
+                                   "function (text) -> Observation", hint="Environment in "
+                                   "elastic_rl/environments/base.py")
             return found
 
         return await bounded(begin(), EpisodeTime(self._limits.seconds))

@@ -9,7 +9,7 @@ from typing import Any
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.plugin_process import PluginProcess
-from elastic_rl.plugins import describe, plain, resolve
+from elastic_rl.plugins import call_fault, describe, plain, resolve
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.filters import Filter, make_filter
 from elastic_rl.rewards.forms import FromOptions, PerSample, require_reward_fn
@@ -78,7 +78,11 @@ def close_filter(drop_reason: Filter) -> None:
 
 def serve_filter(entry: str | Mapping[str, Any]) -> Callable[[Group], str]:
     """In the process: the filter. Raises ConfigError."""
-    _, drop_reason = make_filter(entry)
+    name, drop_reason = make_filter(entry)
+    if fault := call_fault(drop_reason, 1, asynchronous=False):
+        raise ConfigError(f"the filter {plain(name, 200)} of rollout.filters is {fault}, and must be a function "
+                          "(group) -> text", hint="one that is made from options is named with them, {name: "
+                          "package.module:name, option: value}, and what makes it returns the function")
 
     def call(group: Group) -> str:
         return require_reason(drop_reason(group))

@@ -329,6 +329,49 @@ def test_pool_that_nothing_asks_is_pointed_out(tmp_path: Path, model: Path) -> N
     assert wrong.fault.startswith("pools.spare.engine.extra_args")
 
 
+# -- functions of the user's own ---------------------------------------------------------------------------------------
+CALLED = """
+import functools
+
+def plain(request, engines): ...
+async def no_arguments(): ...
+async def good(request, engines): ...
+@functools.wraps(good)
+def wrapped(*args): return good(*args)
+class Object:
+    async def __call__(self, request, engines): ...
+an_object = Object()
+
+def keeps(group): return ""
+def keeps_none(): return ""
+async def keeps_later(group): return ""
+class Keeps:
+    def __init__(self, *, above=0): self.above = above
+    def __call__(self, group): return ""
+"""
+
+
+@pytest.mark.parametrize(("setting", "fault"), [
+    ("rollout.generate=own_calls:plain", "is no async function"),
+    ("rollout.generate=own_calls:no_arguments", "is a function that does not take 2 arguments"),
+    ("rollout.generate=own_calls:Object", "is a class"),
+    ("rollout.generate=own_calls:good", ""), ("rollout.generate=own_calls:wrapped", ""),
+    ("rollout.generate=own_calls:an_object", ""),
+    ("rollout.filters=['own_calls:keeps_none']", "is a function that does not take 1 argument"),
+    ("rollout.filters=['own_calls:keeps_later']", "is an async function"),
+    ("rollout.filters=['own_calls:Keeps']", "is a class"),
+    ("rollout.filters=['own_calls:keeps']", ""),
+    ("rollout.filters=[{name: 'own_calls:Keeps', above: 1}]", "")])
+def test_function_that_cannot_be_called_is_refused_before_anything_runs(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, fault: str) -> None:
+    """In a run it would fail for every group, which is waited for without end."""
+    (tmp_path / "own_calls.py").write_text(CALLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg = config.load(overrides=[f"--{setting}"])
+    found = next(f for f in job_check._plug_ins(cfg) if f.part == setting.partition("=")[0].partition(".")[2])
+    assert fault in found.fault and bool(found.fault) is bool(fault)
+
+
 # -- environments ------------------------------------------------------------------------------------------------------
 OWN = """
 class Episode:
@@ -336,6 +379,14 @@ class Episode:
     async def step(self, text): ...
     async def close(self): ...
 
+class Plain(Episode):
+    def step(self, text): ...
+
+class NoText(Episode):
+    async def step(self): ...
+
+def plain(options, context): return lambda prompt, seed: Plain(prompt)
+def no_text(options, context): return lambda prompt, seed: NoText(prompt)
 def good(options, context): return lambda prompt, seed: Episode(prompt)
 def seeded(options, context): return lambda prompt, seed: Episode(prompt.metadata["seed"])
 def no_step(options, context): return lambda prompt, seed: 5
@@ -347,6 +398,8 @@ PLAYED = ["--rollout.generate=environment", "--rollout.reward=environment"]
 @pytest.mark.parametrize(("name", "part", "named"), [
     ("good", "", ""), ("seeded", "environment", "begins no episode with a prompt of the data: KeyError: 'seed'"),
     ("no_step", "environment", "an episode that is a int, without step or close"),
+    ("plain", "environment", "an episode whose step is no async function"),
+    ("no_text", "environment", "an episode whose step is a function that does not take 1 argument"),
     ("one_parameter", "generate", "of other parameters")])
 def test_environment_is_tried_with_the_data(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, name: str,
                                             part: str, named: str) -> None:
