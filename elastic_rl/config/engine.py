@@ -8,6 +8,14 @@ from pydantic import Field, model_validator
 
 from elastic_rl.config.section import Positive, Seconds, Section
 
+OWN_OPTIONS = {
+    "--model-path": "", "--host": "", "--port": "", "--weight-version": "", "--custom-weight-loader": "",
+    "--skip-tokenizer-init": "", "--skip-server-warmup": "", "--dtype": "device.dtype", "--device": "device.type",
+    "--random-seed": "seed", "--max-total-tokens": "engine.max_total_tokens",
+    "--max-running-requests": "engine.max_running_requests"}
+"""Options of ``sglang.launch_server`` that decide what the rest of the job goes by, and the setting of each; "" for
+none."""
+
 
 class EngineConfig(Section):
     start_timeout_s: Seconds = 600.0
@@ -62,10 +70,19 @@ class EngineConfig(Section):
     the same run samples the same, whichever engine answers (SGLang's ``--enable-deterministic-inference``). On GPUs it
     needs kernels that do not depend on the batch, which are slower. ``auto``: on a CPU only."""
     extra_args: list[str] = []
-    """Further arguments of ``sglang.launch_server``, passed on unchanged."""
+    """Further arguments of ``sglang.launch_server``, passed on unchanged. Options that the engine's own arguments set
+    are refused: the last one of an option counts."""
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
+        for word in self.extra_args:
+            name = word.partition("=")[0]
+            # argparse takes any unambiguous beginning of an option.
+            if own := next((o for o in OWN_OPTIONS if name.startswith("--") and len(name) > 2 and o.startswith(name)),
+                           None):
+                instead = OWN_OPTIONS[own]
+                raise ValueError(f"extra_args: {own} is set by the engine itself; " + (
+                    f"set {instead}" if instead else "leave it out"))
         if not 2 * self.probe_interval_s <= self.frozen_after_s <= self.busy_limit_s:
             raise ValueError(f"frozen_after_s={self.frozen_after_s:g} must be at least twice probe_interval_s="
                              f"{self.probe_interval_s:g}, and at most busy_limit_s={self.busy_limit_s:g}")

@@ -76,8 +76,8 @@ class TrainConfig(Section):
     ``elastic-rl[transfer-queue]``, and let nobody else use the cluster's hosts and network, since its sockets take
     pickles without a password.
     Groups that a queue loses are generated again."""
-    queue_units: Positive = 2
-    """Storage actors, with ``queue: transfer_queue``. One that dies takes the groups of all with it."""
+    queue_units: Annotated[int, Field(ge=1, le=256)] = 2
+    """Storage actors, with ``queue: transfer_queue``; 256 at most. One that dies takes the groups of all with it."""
     queue_call_timeout_s: Seconds = 30.0
     """Seconds that one group may take into the queue or out of it, with ``queue: transfer_queue``, four of them at
     once, before the queue's actors are replaced."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from elastic_rl import config
 from elastic_rl.config import DeviceConfig, EngineConfig
+from elastic_rl.config.engine import OWN_OPTIONS
 from elastic_rl.engine.server.device_memory import CUDA_GRAPH, KV_CACHE, WEIGHTS, DeviceMemory
 from elastic_rl.engine.server.sglang_server import SGLangServer
-from elastic_rl.errors import EngineFailed
+from elastic_rl.errors import ConfigError, EngineFailed
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -67,3 +69,30 @@ def test_each_tag_is_released_and_resumed_in_turns_also_when_a_turn_ends_before_
     memory.resume_weights()
     memory.resume_cache()
     assert len(scheduler.calls) == calls, "there is nothing to ask for"
+
+
+_OPEN = {"--log-level", "--sleep-on-idle", "--attention-backend", "--disable-overlap-schedule", "--disable-cuda-graph",
+         "--disable-radix-cache", "--enable-memory-saver", "--enable-deterministic-inference"}
+"""Options of the engine's own that a user may replace: nothing else goes by them."""
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_options_that_the_engine_sets_are_known_to_the_check_of_extra_args(tmp_path: Path, cuda: bool) -> None:
+    server = SGLangServer("model", cfg=EngineConfig(), device=DeviceConfig(), log=tmp_path / "log", seed=1, tag="args",
+                          shares_devices=True, folder_version=3)
+    found = {word for word in server.arguments(cuda=cuda) if word.startswith("--")}
+    assert found - _OPEN <= OWN_OPTIONS.keys() and "--weight-version" in found
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--host=0.0.0.0"], "--host is set by the engine itself; leave it out"), (["--por", "1"], "--port is set"),
+    (["--model", "/x"], "--model-path is set"), (["--weight-version=9"], "--weight-version is set"),
+    (["--max-total-tokens", "9"], "set engine.max_total_tokens"), (["--dtype=float16"], "set device.dtype")])
+def test_extra_arguments_that_replace_the_engines_own_are_refused(words: list[str], text: str) -> None:
+    for values in ({"engine": {"extra_args": words}},
+                   {"pools": {"judge": {"model": "/judge", "engine": {"extra_args": words}}}}):
+        with pytest.raises(ConfigError) as refused:
+            config.parse(values)
+        assert text in refused.value.message
+    config.parse({"engine": {"extra_args": ["--tp", "2", "--mem-fraction-static=0.8", "--attention-backend", "fa3"]}})
+

@@ -279,3 +279,9 @@ def test_more_engines_than_a_pool_may_be_scaled_to_are_refused() -> None:
         config.parse({"rollout": {"engines": 65}})
     with pytest.raises(ConfigError, match=r"pools\.judge\.engines=3 is more than coordinator\.max_engines=2"):
         config.parse({"pools": {"judge": {"model": "m", "engines": 3}}, "coordinator": {"max_engines": 2}})
+
+
+def test_more_storage_actors_than_a_queue_can_use_are_refused() -> None:
+    assert config.parse({"train": {"queue_units": 256}}).train.queue_units == 256
+    with pytest.raises(ConfigError, match="queue_units"):
+        config.parse({"train": {"queue_units": 257}})
