@@ -145,7 +145,8 @@ class _Process:
                 self._child = start_child(
                     [sys.executable, "-P", "-m", plugin_host.__name__, str(other.fileno())], pass_fds=(other.fileno(),),
                     stdin=subprocess.DEVNULL, stdout=2, env={  # what it prints goes to this process's log
-                        **os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+                        **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0",
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
             except OSError as e:
                 self._connection.close()
                 raise PluginFailed(f"no process can be started for {what}: {e}") from e

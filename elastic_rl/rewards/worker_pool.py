@@ -188,8 +188,9 @@ class _Worker:
             try:
                 self._process = sandbox.start([*arguments, "sandboxed"], other.fileno()) if sandbox else start_child(
                     [sys.executable, *arguments], pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={
-                        **os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+                    stdout=2, env={  # what it prints goes to the log of this process
+                        **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0",
+                        "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
             except OSError as e:
                 self._connection.close()
                 raise PluginFailed(f"no process can be started for {named}: {e}") from e

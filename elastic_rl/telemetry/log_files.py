@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,19 @@ def open_log(path: Path) -> BinaryIO:
         if os.fstat(file.fileno()).st_nlink:
             return file
         file.close()  # deleted between the two calls
+
+
+def redirect_output(path: Path) -> None:
+    """Has this process, and what it starts from now on, write stdout and stderr to a log. For workers of Ray, whose own
+    files are in a folder that ends with the job. A log that cannot be opened is no reason not to work."""
+    try:
+        with open_log(path) as file:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    except OSError as e:
+        log.warning("cannot write to %s: %s", path, e)
 
 
 def _private(path: str, flags: int) -> int:

@@ -61,6 +61,7 @@ def work(job):
             if fd < 3: continue
             try: os.write(fd, b"\\0\\0\\0\\x0c" + b'{"value": 7}')
             except OSError: pass
+    if what == "say": print("to stdout"); print("to stderr", file=sys.stderr)
     if what == "memory": return len(bytearray(value))
     if what == "nan": return float("nan")
     if what == "child": return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid
@@ -131,6 +132,13 @@ def pool() -> Iterator[WorkerPool]:
 
 def _call(pool: WorkerPool, what: str, value: Any = 0, timeout_s: float = 20.0) -> Any:
     return asyncio.run(pool.call([what, value], timeout_s))
+
+
+def test_what_a_function_prints_is_in_the_log_of_the_process_that_called_it(
+        pool: WorkerPool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    assert _call(pool, "say", 3) == 3
+    assert sorted(capfd.readouterr().err.splitlines()) == ["to stderr", "to stdout"]
 
 
 def _rewards(reward: RewardFn, prompt: Prompt, *texts: str) -> list[Reward]:

@@ -152,3 +152,14 @@ def test_setup_writes_json_lines_to_a_file(tmp_path: Path) -> None:
     finally:
         root.handlers[:], _ = handlers, root.setLevel(level)
         logging.captureWarnings(False)
+
+
+def test_redirected_output_of_a_process_and_of_its_children_is_in_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "actor.log"
+    program = (
+        "import subprocess, sys\nfrom pathlib import Path\nfrom elastic_rl.telemetry.log_files import redirect_output\n"
+        f"print('before')\nredirect_output(Path({str(path)!r}))\nprint('printed', flush=True)\n"
+        "sys.stderr.write('an error\\n')\nsubprocess.run(['sh', '-c', 'echo child; echo its error >&2'], stdout=2)\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "before\n"
+    assert path.read_text().splitlines() == ["printed", "an error", "child", "its error"]

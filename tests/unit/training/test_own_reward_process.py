@@ -44,6 +44,7 @@ async def poison(prompt, samples):
         while True:
             try: await asyncio.sleep(60)
             except asyncio.CancelledError: pass
+    if what == "say": print("to stdout")
     if what == "exit": sys.exit(3)
     if what == "_exit": os._exit(3)
     if what == "segv": os.kill(os.getpid(), signal.SIGSEGV)
@@ -353,3 +354,16 @@ def test_filter_that_fails_for_the_first_group_is_waited_for() -> None:
         rewarder.dropped_because(Group(0, Prompt((1,), "raise"), (SAMPLE,)))
     rewarder.close()
     assert "the filter poison_reward:drops failed for group 0: ValueError: not this one" in texts[0]
+
+
+def test_what_a_reward_prints_is_in_the_log_of_the_process_that_called_it(capfd: pytest.CaptureFixture[str],
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: its process may be killed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    reward = make_reward("poison_reward:poison", {})
+    try:
+        start_reward(reward)
+        asyncio.run(reward(Prompt((1,), "say"), [Sample((Segment((1,), (-0.5,), version=1),))]))
+        assert "to stdout" in capfd.readouterr().err.splitlines()
+    finally:
+        close_reward(reward)
