@@ -52,8 +52,8 @@ class FaultContext:
         """Ids of the engines that are ready."""
         return {e.id for e in self.engines(pool) if e.state is EngineState.READY}
 
-    def pool(self) -> PoolStatus | None:
-        found = self.etcd.get(self.keys.pool_status(ROLLOUT_POOL))
+    def pool(self, name: str = ROLLOUT_POOL) -> PoolStatus | None:
+        found = self.etcd.get(self.keys.pool_status(name))
         return PoolStatus.decode(found.value) if found else None
 
     def step(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from itertools import pairwise
 
 import psutil
 
@@ -96,6 +97,39 @@ class RoleKilled(_Killed):
         return any(m.id != self.victim.id for m in self.context.members(self.role))
 
 
+class PoolRouterKilled(_Killed):
+    """Of the router of a pool. ``outages.RouterKilled`` is that of a run in which no groups wait for their step."""
+
+    def __init__(self, context: FaultContext, pool: str = ROLLOUT_POOL) -> None:
+        super().__init__(context)
+        self.pool, self.victim = pool, 0
+        self.name = "router_killed" if pool == ROLLOUT_POOL else f"{pool}_router_killed"
+
+    def inject(self) -> tuple[str, str]:
+        self.victim = wait_until(self._pid, timeout_s=INJECT_TIMEOUT_S, what=f"the router of the pool {self.pool}")
+        self.at = time.time()
+        return f"router of {self.pool}", kill(self.victim)
+
+    def _pid(self) -> int:
+        """0: there is none now. Routers are children of the driver, and keep their ports."""
+        if (pool := self.context.pool(self.pool)) is None or not pool.router_url:
+            return 0
+        wanted = ["--port", pool.router_url.rpartition(":")[2]]
+        for driver in self.context.members("driver"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(driver.pid).children(recursive=True):
+                    words = _command(process).split()
+                    if any("launch_router" in word for word in words) and wanted in map(list, pairwise(words)):
+                        return process.pid
+        return 0
+
+    def detected(self) -> bool:
+        return self.context.has_event("router.restarted", self.at, f"routers/{self.pool}")
+
+    def is_back(self) -> bool:
+        return self._pid() not in (0, self.victim)
+
+
 class QueueActorKilled(_Killed):
     """Of an actor of TransferQueue."""
 
@@ -144,6 +178,8 @@ class TrainerRankKilled(_Killed):
         does not matter."""
         super().__init__(context)
         self.group, self.turn = group.name, turn
+        # One that does not train has nothing to go back to: the run need not miss it before it is back.
+        self._lost_as, self._back_as = ("failed", "recovered") if group.trains else ("restarted", "restarted")
         self.name = f"{group.name}_rank_killed" + (f"_in_turn_of_{turn}" if turn else "")
 
     def inject(self) -> tuple[str, str]:
@@ -175,10 +211,10 @@ class TrainerRankKilled(_Killed):
         return SeenTurn.of(etcd.get(keys.device_turn()), fencing.current_epoch(etcd, keys)).side
 
     def detected(self) -> bool:
-        return self.context.has_event(f"{self.group}.failed", self.at)
+        return self.context.has_event(f"{self.group}.{self._lost_as}", self.at)
 
     def is_back(self) -> bool:
-        return self.context.has_event(f"{self.group}.recovered", self.at)
+        return self.context.has_event(f"{self.group}.{self._back_as}", self.at)
 
 
 class TrainerRankStopped:

@@ -1,4 +1,4 @@
-"""A whole asynchronous run of PPO with a judge, of which each part is killed."""
+"""A whole asynchronous run of PPO with a judge, a teacher and a reference policy, of which each part is killed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import pytest
 from support.whole_run import assert_recovered, assert_sound, whole_job
 
 from elastic_rl import config
-from elastic_rl.config.groups import ACTOR, CRITIC
+from elastic_rl.config.groups import ACTOR, ACTOR_FWD, CRITIC, REFERENCE
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.faults.context import Fault, FaultContext
-from elastic_rl.faults.kinds import EngineKilled, QueueActorKilled, RoleKilled, TrainerRankKilled
+from elastic_rl.faults.kinds import EngineKilled, PoolRouterKilled, QueueActorKilled, RoleKilled, TrainerRankKilled
 
 pytest.importorskip("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 STEPS, JUDGE = 50, "genrm"
 SETTINGS = {
     "train.schedule": "fully_async", "train.max_staleness": 2, "train.queue": "transfer_queue", "train.steps": STEPS,
     "train.state_every_steps": 4, "train.prompts_per_step": 8, "train.group_size": 4, "sft.max_steps": 10,
     "data.options.operand_below": 30, "algorithm.name": "ppo", "critic.trainer": {"data_parallel": 1},
+    "reference": {"enabled": True, "trainer": {"data_parallel": 1}}, "algorithm.kl_coef": 0.001,
+    "actor_fwd": {"enabled": True, "trainer": {"data_parallel": 1}}, "algorithm.tis_cap": 2.0,
+    # The judge's engines are the teacher's too, and it knows nothing: what it says of tokens weighs little.
+    "algorithm.teacher": JUDGE, "algorithm.teacher_top_k": 2, "algorithm.teacher_coef": 0.001,
     "rollout.engines": 1, "rollout.groups_per_request": 2, "rollout.reward": "mix",
     # The judge knows nothing: its verdicts are noise beside the reward that says what is right.
     "rollout.reward_options": {"parts": [
@@ -34,23 +38,25 @@ SETTINGS = {
 def every_part_killed(context: FaultContext, _steps: int) -> list[tuple[int, Sequence[Fault]]]:
     return [(2, [QueueActorKilled(context, "SimpleStorageUnit")]),
             (3, [EngineKilled(context), EngineKilled(context, JUDGE)]),
-            (4, [RoleKilled(context, "rollout"), RoleKilled(context, "genrm"), RoleKilled(context, "advantages")]),
-            (5, [TrainerRankKilled(context, CRITIC)]),
+            (4, [RoleKilled(context, role) for role in ("rollout", "genrm", "teacher", "advantages")]),
+            (5, [TrainerRankKilled(context, group) for group in (CRITIC, REFERENCE, ACTOR_FWD)]),
             (6, [TrainerRankKilled(context, ACTOR), TrainerRankKilled(context, CRITIC)]),
-            (7, [RoleKilled(context, "actor")]),
+            (7, [RoleKilled(context, "actor"), PoolRouterKilled(context), PoolRouterKilled(context, JUDGE)]),
             (8, [QueueActorKilled(context, "TransferQueueController")])]
 
 
 def test_no_group_is_lost_or_too_stale_whatever_part_of_an_asynchronous_run_is_killed(tmp_path: Path) -> None:
+    policy = make_model_dir(tmp_path / "policy", config.parse({}))
     judge = make_model_dir(tmp_path / "judge", config.parse({"seed": 7, "model": {"family": "llama"}}))
     pools = {JUDGE: {"model": str(judge), "engine": {"max_total_tokens": 2048}}}
-    with whole_job(tmp_path / "run", SETTINGS | {"pools": pools}) as job:
+    with whole_job(tmp_path / "run", SETTINGS | {"model.path": str(policy), "pools": pools}) as job:
         report = job.run(every_part_killed)
         names = [fault["name"] for fault in report["faults"]]
         assert sorted(names) == sorted([
             "queue_storage_killed", "engine_killed", "genrm_engine_killed", "rollout_killed", "genrm_killed",
-            "advantages_killed", "critic_rank_killed", "trainer_rank_killed", "critic_rank_killed", "actor_killed",
-            "queue_controller_killed"])
+            "teacher_killed", "advantages_killed", "critic_rank_killed", "reference_rank_killed",
+            "actor_fwd_rank_killed", "trainer_rank_killed", "critic_rank_killed", "actor_killed", "router_killed",
+            "genrm_router_killed", "queue_controller_killed"])
         assert_recovered(report["faults"], "SIGKILL")
         assert_sound(job, report, STEPS)
         steps, kinds = job.step_records(), [e.kind for e in job.events()]
