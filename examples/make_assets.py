@@ -26,6 +26,15 @@ TOOL = "<|tool|>"
 WORDS = ("What", " is", " plus", " times", "?", " ", *"0123456789")
 CALL = ('<tool_call>\n{"name": "calculator", "arguments": {"expression": "', "*", '"}}\n</tool_call>')
 """What is around and between the factors of a call, a token each."""
+GAME_NUMBERS = range(1, 8)
+GAME_TURNS = 3
+GAME = "Guess a number between 1 and 7."
+HIGHER, LOWER = (f"The target number is {word}." for word in ("higher", "lower"))
+REFUSED = tuple(f"You attempted an invalid move. Reason: {why} Please resubmit a valid move and remember to follow the "
+                "game rules to avoid penalties." for why in (
+                    "Invalid move. Player 0 has already guessed the number.",
+                    "Invalid move format. Player 0 did not respond with valid '[number]'."))
+"""What the game says to a guess."""
 CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 OPERATIONS = {"add": "+", "subtract": "-", "multiply by": "*"}
@@ -37,6 +46,7 @@ MODELS = {"llama-tools": ("tool-tokenizer", SHAPE | {"family": "llama", "tied_em
           "llama": ("tokenizer", SHAPE | {"family": "llama", "tied_embeddings": True}),
           "llama-large": ("tokenizer", SHAPE | {"family": "llama", "tied_embeddings": True, "hidden_size": 128,
                                                 "head_dim": 32, "intermediate_size": 384, "num_layers": 3}),
+          "llama-game": ("game-tokenizer", SHAPE | {"family": "llama", "tied_embeddings": True}),
           "qwen3-moe": ("tokenizer", SHAPE | {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2,
                                               "expert_intermediate_size": 144}),
           "qwen3-text": ("text-tokenizer", SHAPE | {"family": "qwen3", "tied_embeddings": True, "max_positions": 96})}
@@ -53,6 +63,14 @@ def make_tool_tokenizer(folder: Path) -> None:
     core = _word_tokenizer((*SPECIAL, TOOL, *WORDS))
     core.add_tokens([AddedToken(text, normalized=False) for text in CALL])
     _save(core, folder, (*SPECIAL[3:], TOOL), unk_token=UNKNOWN)
+
+
+def make_game_tokenizer(folder: Path) -> None:
+    """A token for each guess, and for each sentence of the game; and a chat template."""
+    core = _word_tokenizer(SPECIAL)
+    core.add_tokens([AddedToken(text, normalized=False)
+                     for text in (GAME, HIGHER, LOWER, *REFUSED, *map(_guess, GAME_NUMBERS))])
+    _save(core, folder, unk_token=UNKNOWN)
 
 
 def _word_tokenizer(tokens: Sequence[str]) -> Tokenizer:
@@ -141,6 +159,33 @@ def _pairs(numbers: range, *, held_out: bool) -> list[tuple[int, int]]:
     return [(a, b) for a in numbers for b in numbers if ((a * 7 + b * 3) % 10 < 4) is held_out]
 
 
+def games(seeds: range = range(1000)) -> list[dict[str, Any]]:
+    """Games of guessing a number: textarena draws it by the seed."""
+    return [{"prompt": GAME, "seed": seed} for seed in seeds]
+
+
+def moves(games: int = 1000) -> list[dict[str, Any]]:
+    """Of games whose player takes any number that is still possible the conversation up to each guess; what is imitated
+    is the guess."""
+    chance, found = random.Random(3), []
+    for _ in range(games):
+        target, possible = chance.choice(GAME_NUMBERS), list(GAME_NUMBERS)
+        messages = [{"role": "user", "content": GAME}]
+        for _ in range(GAME_TURNS):
+            guess = chance.choice(possible)
+            found.append({"messages": messages, "answer": _guess(guess)})
+            if guess == target:
+                break
+            messages = [*messages, {"role": "assistant", "content": _guess(guess)},
+                        {"role": "user", "content": HIGHER if guess < target else LOWER}]
+            possible = [n for n in possible if (n > guess) == (target > guess) and n != guess]
+    return _shuffled(found)
+
+
+def _guess(number: int) -> str:
+    return f"[{number}]"
+
+
 def functions() -> list[dict[str, Any]]:
     """One-line Python functions of two operations each, with a test that runs them."""
     steps = [(words, sign, n) for words, sign in OPERATIONS.items() for n in range(2, 20)]
@@ -169,11 +214,12 @@ def write(path: Path, problems: list[dict[str, Any]]) -> None:
 
 
 TOKENIZERS: dict[str, Callable[[Path], None]] = {
-    "tokenizer": make_word_tokenizer, "text-tokenizer": make_text_tokenizer, "tool-tokenizer": make_tool_tokenizer}
+    "tokenizer": make_word_tokenizer, "text-tokenizer": make_text_tokenizer, "tool-tokenizer": make_tool_tokenizer,
+    "game-tokenizer": make_game_tokenizer}
 PROBLEMS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "sums.jsonl": sums, "larger_sums.jsonl": lambda: sums(range(60, 90)), "functions.jsonl": functions,
     "claims.jsonl": claims, "calls.jsonl": calls, "products.jsonl": lambda: products()[:400],
-    "further_products.jsonl": lambda: products()[400:]}
+    "further_products.jsonl": lambda: products()[400:], "games.jsonl": games, "moves.jsonl": moves}
 
 
 def main() -> None:

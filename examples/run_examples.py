@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).resolve().parent
 POLICY_OF = {"eval": "sft", "rejection_sampling": "sft"}
 """Examples whose engines serve the policy that another example has made."""
 MODEL_OF = {"genrm": ("judge", "pools.genrm.model"), "on_policy_distillation": ("teacher", "pools.teacher.model"),
-            "tool_use": ("tool_calls", "model.path")}
+            "tool_use": ("tool_calls", "model.path"), "game": ("game_moves", "model.path")}
 """Examples for which another one makes a model → that one, and the setting that names its folder."""
 _STOP_S = 180.0
 """For a run that is interrupted: it takes its cluster down."""

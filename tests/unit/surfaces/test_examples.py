@@ -66,6 +66,24 @@ def test_text_tokenizer_writes_any_text_and_words_of_the_problems_as_tokens(asse
     assert len(tokenizer.encode("State the final answer to 12")) == 8
 
 
+def test_game_tokenizer_has_what_is_said_in_the_game(assets: Path) -> None:
+    pytest.importorskip("textarena")
+    from transformers import AutoTokenizer
+
+    from elastic_rl.environments.textarena_games import Game, TextArenaOptions
+    tokenizer = AutoTokenizer.from_pretrained(assets / "runs/examples/game-tokenizer")
+    cfg = config.load(EXAMPLES / "game.yaml")
+    options = TextArenaOptions(**cfg.rollout.environment_options)
+    number = next(n for n in make_assets.GAME_NUMBERS if Game(options, 3).step(f"[{n}]").reward == 1)
+    said = set()
+    for moves in ([number - 1, number - 1], [number + 1], [""]):
+        game = Game(options, 3)
+        said |= {game.step(f"[{move}]").messages[0].content for move in moves}
+    assert said == {make_assets.HIGHER, make_assets.LOWER, *make_assets.REFUSED}
+    tokens = [tokenizer.encode(text) for text in (*said, *(f"[{n}]" for n in make_assets.GAME_NUMBERS))]
+    assert all(len(ids) == 1 and tokenizer.unk_token_id not in ids for ids in tokens)
+
+
 def test_assets_are_kept(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(assets)
     before = {path: path.stat().st_mtime_ns for path in assets.rglob("*") if path.is_file()}
@@ -101,6 +119,8 @@ def test_what_rejection_sampling_keeps_is_read_by_supervised_fine_tuning_as_the_
 # -- running them -----------------------------------------------------------------------------------------------------
 NEED_ONLY_END = {
     "colocated": "makes a few steps only",
+    "game": "one seed has been run",
+    "game_moves": "makes a model for game",
     "genrm": "its seeds begin and end too far apart for one threshold",
     "teacher": "makes a model for on_policy_distillation, which has one",
     "tool_calls": "makes a model for tool_use, which has one",
