@@ -34,7 +34,7 @@ DISTURBED = {"rollout.engines": 2, "rollout.groups_per_request": 1}
 ONE_BY_ONE = {"rollout.engines": 1, "rollout.groups_per_request": 1, "train.schedule": "fully_async",
               "train.max_staleness": 0, "train.max_groups_in_flight": 1}
 OF_FLOW = {"staleness_min", "staleness_mean", "staleness_max", "groups_queued", "groups_leased", "groups_stale",
-           "groups_lost"}
+           "groups_lost", "producer_wait_s", "producer_no_room_s"}
 OF_TIME = {"at", "seconds", "train_s", "idle_s", "throughput", "engines"}
 """What the log says of a step that depends on time,"""
 OF_NUMBERS = {"policy_version", "sample_versions"}
