@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -17,7 +16,8 @@ from elastic_rl.data.sources import CheckedSource, DataSource, read_order, read_
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import SourceFailed
-from elastic_rl.pipeline.sampling.generating import Answer, Generate, GroupRequests
+from elastic_rl.pipeline.sampling.generating import Generate, GroupRequests
+from elastic_rl.pipeline.sampling.reward_stream import Judged, RewardStream
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.sampling.side_calls import SideCalls
 from elastic_rl.pipeline.sampling.source_reads import SourceReads
@@ -29,8 +29,6 @@ _POLL_S, _FEED_S = 0.5, 0.05
 may be further prompts."""
 
 T = TypeVar("T")
-Judged = tuple[Group, str]
-"""A group, and the reason of the first filter that drops it; or nothing."""
 OnFailed = Callable[[str, Sequence[int], str], None]
 """Called with what failed (``reward``, ``generate``), the groups that are dropped for it, and why. Raises nothing but
 Fenced."""
@@ -85,7 +83,7 @@ class Sampler:
         """A group for each (ordinal, prompt), and the reason of the first filter that drops it, or "". One whose reward
         failed says so itself, and no filter sees it."""
         groups = self._groups(self._prompt_requests(prompts), min_version)
-        return self._side.call(lambda: self._filtered(groups))
+        return self._side.call(lambda: [(group, self._dropped_because(group)) for group in groups])
 
     def training_stream(self, more: More[tuple[int, Prompt]]) -> Iterator[tuple[Group, str]]:
         """As ``training_groups``, of the prompts that ``more`` gives again and again, each group as it finishes. Ends
@@ -94,11 +92,11 @@ class Sampler:
             given = more(wait_s)
             return None if given is None else (self._prompt_requests(given[0]), given[1])
 
-        return self._stream(requests, self._filtered)
+        return self._stream(requests, self._dropped_because)
 
-    def _filtered(self, groups: Sequence[Group]) -> list[tuple[Group, str]]:
+    def _dropped_because(self, group: Group) -> str:
         """In the thread of the rewards."""
-        return [(group, "" if group.failed else self._rewarder.dropped_because(group)) for group in groups]
+        return "" if group.failed else self._rewarder.dropped_because(group)
 
     def _prompt_requests(self, prompts: Sequence[tuple[int, Prompt]]) -> list[PromptRequest]:
         if not prompts:
@@ -156,50 +154,34 @@ class Sampler:
         """Every group, in order."""
         given = iter([(requests, min_version)])
         done = {group.ordinal: group for group, _ in self._stream(
-            lambda wait_s: next(given, None), lambda groups: [(group, "") for group in groups])}
+            lambda wait_s: next(given, None), lambda group: "")}
         return [done[request.ordinal] for request in requests]
 
-    def _stream(self, more: More[PromptRequest], judged: Callable[[Sequence[Group]], list[Judged]]) -> Iterator[Judged]:
-        """The groups that ``more`` gives, as they finish, with those that are rewarded at once with them. Each
-        comes with what ``judged`` says of it in the thread of the rewards. One that could not be generated or rewarded
-        says so itself."""
+    def _stream(self, more: More[PromptRequest], judged: Callable[[Group], str]) -> Iterator[Judged]:
+        """The groups that ``more`` gives, each as it is rewarded, with what ``judged`` says of it in the thread of the
+        rewards. One that could not be generated or rewarded says so itself."""
         requests = self._requests
         requests.begin()
-        answered: list[Answer] = []
-        rewarding: Future[list[Judged]] | None = None
+        rewards = RewardStream(self._side, self._rewarder, judged)
         ended = False
         while True:
             self._waits.pause(0.0)
             if not ended and requests.takes_more:
-                given = more(0.0 if requests.pending or rewarding is not None else _POLL_S)
+                given = more(0.0 if requests.pending or rewards.pending else _POLL_S)
                 ended = given is None
                 if given is not None:
                     requests.add(*given)
-            if ended and not requests.pending and rewarding is None:
+            if ended and not requests.pending and not rewards.pending:
                 return
             began, only_rewards = time.perf_counter(), not requests.pending
-            found, failed = requests.poll(_POLL_S if ended else _FEED_S, rewarding, quiet=self._side.show())
+            found, failed = requests.poll(_POLL_S if ended else _FEED_S, rewards.news, quiet=self._side.show())
             self.reward_s += time.perf_counter() - began if only_rewards else 0.0
             yield from ((group, "") for group in failed)
-            answered += found
-            if rewarding is not None and rewarding.done():
-                done, rewarding = self._taken(rewarding), None
-                yield from done
-            if answered and rewarding is None:
-                # All that have ended: one after the other, slow rewards of small requests would take turns.
-                rewarding = self._side.submit(partial(self._rewarded, answered, judged))
-                answered = []
-
-    def _rewarded(self, answered: Sequence[Answer], judged: Callable[[Sequence[Group]], list[Judged]]) -> list[Judged]:
-        """In the thread of the rewards."""
-        return judged(self._rewarder.groups([request for request, _ in answered], [samples for _, samples in answered]))
-
-    def _taken(self, rewarding: Future[list[Judged]]) -> list[Judged]:
-        """What the thread of the rewards returned; says which rewards failed. Raises what that raised."""
-        found = rewarding.result()
-        if failed := {group.ordinal: group.failed for group, _ in found if group.failed}:
-            self._on_failed("reward", sorted(failed), next(iter(failed.values())))
-        return found
+            rewards.add(found)
+            done = rewards.take()
+            if faults := {group.ordinal: group.failed for group, _ in done if group.failed}:
+                self._on_failed("reward", sorted(faults), next(iter(faults.values())))
+            yield from done
 
 
 def decoder(source: DataSource) -> Decode | None:

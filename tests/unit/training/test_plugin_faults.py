@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import threading
@@ -19,6 +20,7 @@ import torch
 from elastic_rl import config
 from elastic_rl.algorithms.registry import ALGOS
 from elastic_rl.config import Config
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source, prompt_fault, read_prompts
 from elastic_rl.engine.client import Sampling
@@ -28,7 +30,7 @@ from elastic_rl.etcd.records import JobStatus
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.pipeline.records.reporting import step_metrics
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
-from elastic_rl.pipeline.sampling import rewarding
+from elastic_rl.pipeline.sampling import bounded_calls, rewarding
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import ProcessLost
@@ -121,11 +123,16 @@ def _rewarder(monkeypatch: pytest.MonkeyPatch, attempts: Attempts, reward: Any =
               timeout_s: float = 60.0, grace_s: float = 0.0) -> Rewarder:
     monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
     monkeypatch.setitem(filters.FILTERS, "mine", drop)
-    monkeypatch.setattr(rewarding, "_SLICE_S", 0.01)
+    monkeypatch.setattr(bounded_calls, "_SLICE_S", 0.01)
     cfg = config.load(overrides=["--rollout.reward=mine", "--rollout.filters=[mine]"])
     rollout = cfg.rollout.model_copy(update={"reward_timeout_s": timeout_s})
     monkeypatch.setattr(rewarding, "_GRACE_S", grace_s)
     return Rewarder(cfg.model_copy(update={"rollout": rollout}), attempts.waits, other=_nothing)
+
+
+def _attempt(rewarder: Rewarder, request: PromptRequest) -> None:
+    """Tries the group once."""
+    rewarder._attempt({0: (request, [SAMPLE])}, itertools.count(1), None, lambda number, found: None)
 
 
 def _nothing(number: int) -> tuple[Prompt, Sample]:
@@ -176,7 +183,7 @@ def test_reward_that_does_not_end_is_given_up_and_said(monkeypatch: pytest.Monke
     attempts = Attempts(failures=1 << 20)
     rewarder = _rewarder(monkeypatch, attempts, plugin(released), timeout_s=0.1)
     with pytest.raises(PluginFailed, match="rollout.reward=mine took longer than 0.1 s"):
-        rewarder._attempt([_request(0)], [[SAMPLE]], {})
+        _attempt(rewarder, _request(0))
 
 
 def test_blocked_reward_does_not_keep_the_loop_from_ending(monkeypatch: pytest.MonkeyPatch, released: threading.Event
@@ -197,10 +204,10 @@ def test_task_that_ignores_its_end_costs_no_reward(monkeypatch: pytest.MonkeyPat
         return [Reward(1.0) for _ in samples]
 
     rewarder = _rewarder(monkeypatch, attempts, reward)
-    for _ in range(rewarding._MAX_LEFT):
+    for _ in range(bounded_calls._MAX_LEFT):
         assert _values(rewarder.groups([_request(0)], [[SAMPLE]])) == [[1.0]]
     with pytest.raises(PluginFailed, match="waits until one of 16 earlier calls ends"):
-        rewarder._attempt([_request(0)], [[SAMPLE]], {})
+        _attempt(rewarder, _request(0))
     released.set()
     assert _values(rewarder.groups([_request(0)], [[SAMPLE]])) == [[1.0]] or attempts.texts
 
@@ -266,7 +273,7 @@ def test_whatever_a_reward_or_filter_raises_is_a_fault_of_the_plugin(monkeypatch
 
     rewarder = _rewarder(monkeypatch, Attempts(), reward, drop)
     with pytest.raises(PluginFailed, match=type(raised).__name__):
-        rewarder._attempt([_request(0)], [[SAMPLE]], {})
+        _attempt(rewarder, _request(0))
     with pytest.raises(PluginFailed, match=type(raised).__name__):
         rewarder._dropped_because(Group(0, Prompt((1,)), (SAMPLE,)))
 
@@ -286,7 +293,7 @@ def test_unsound_rewards_are_a_fault_of_the_plugin(monkeypatch: pytest.MonkeyPat
         return given
 
     with pytest.raises(PluginFailed, match="rollout.reward=mine"):
-        _rewarder(monkeypatch, Attempts(), reward)._attempt([_request(0)], [[SAMPLE]], {})
+        _attempt(_rewarder(monkeypatch, Attempts(), reward), _request(0))
 
 
 def test_rewards_become_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +306,7 @@ def test_rewards_become_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_of_a_step_are_bounded_over_all_samples() -> None:
     samples = tuple(SAMPLE.rewarded(1.0, {f"part {i}": 1.0}) for i in range(1000))
-    metrics = step_metrics(1, [Group(0, Prompt((1,)), samples)], policy_version=3, dropped={})
+    metrics = step_metrics(1, StepGroups.from_groups([Group(0, Prompt((1,)), samples)]), policy_version=3, dropped={})
     assert len(metrics.reward_parts) == 64
 
 

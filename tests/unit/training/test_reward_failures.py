@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import seeds
 from support.pipeline_simulation import PLAN
 
 from elastic_rl import config
@@ -20,11 +22,13 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
+from elastic_rl.pipeline.sampling import bounded_calls, rewarding
+from elastic_rl.pipeline.sampling.generating import Answer
 from elastic_rl.pipeline.sampling.reward_failures import ReportLimit, RewardFailures
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.rewards import registry
-from elastic_rl.rewards.base import Reward
+from elastic_rl.rewards.base import Reward, RewardAway
 
 SAMPLE = Sample((Segment((1, 2), (-0.5, -0.5), version=3),))
 
@@ -105,17 +109,19 @@ class Loop:
                     stopping.set()
 
         monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
-        monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding._SLICE_S", 0.01)
+        monkeypatch.setattr(bounded_calls, "_SLICE_S", 0.01)
         monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
         cfg = config.load(overrides=["--rollout.reward=mine", *settings])
         self.metadata: dict[int, dict[str, Any]] = {}
         self.rewarder = Rewarder(cfg, Waits(report, stopping), other=lambda number: (Prompt((1,), str(number)), SAMPLE),
                                  decode=lambda ids: " ".join(map(str, ids)))
 
+    def request(self, ordinal: int) -> PromptRequest:
+        return PromptRequest(ordinal, Prompt((1,), str(ordinal), metadata=self.metadata.get(ordinal, {})),
+                             Sampling(4), 1)
+
     def groups(self, *ordinals: int) -> list[Group]:
-        return self.rewarder.groups([PromptRequest(i, Prompt((1,), str(i), metadata=self.metadata.get(i, {})),
-                                                   Sampling(4), 1) for i in ordinals],
-                                    [[SAMPLE] for _ in ordinals])
+        return self.rewarder.groups([self.request(i) for i in ordinals], [[SAMPLE] for _ in ordinals])
 
 
 async def _fails_for_odd_groups(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
@@ -204,6 +210,7 @@ def test_group_that_blocks_the_thread_costs_itself_only(monkeypatch: pytest.Monk
             released.wait(30)
         return [Reward(1.0) for _ in samples]
 
+    monkeypatch.setattr(rewarding, "_GRACE_S", 2.0)
     loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", "--rollout.reward_timeout_s=0.1",
                 "--rollout.reward_concurrency=2", waits=1 << 20)
     found = loop.groups(0, 1, 2, 3)
@@ -222,10 +229,105 @@ def test_groups_beside_one_that_blocks_the_thread_are_not_to_blame(monkeypatch: 
         await asyncio.sleep(0.001)
         return [Reward(1.0) for _ in samples]
 
+    monkeypatch.setattr(rewarding, "_GRACE_S", 2.0)
     loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", "--rollout.reward_timeout_s=0.5", waits=1 << 20)
     found = loop.groups(*range(8))
     released.set()
     assert [g.ordinal for g in found if g.failed] == [5]
+
+
+class Arrivals:
+    """Groups that are generated one after the other while others are rewarded."""
+
+    def __init__(self, loop: Loop, *waves: Sequence[int]) -> None:
+        self._loop, self._waves, self.given = loop, list(waves), list[Group]()
+
+    def more(self) -> list[Answer]:
+        return [(self._loop.request(i), [SAMPLE]) for i in (self._waves.pop(0) if self._waves else ())]
+
+    def run(self) -> list[int]:
+        """Ordinals in the order in which their groups were given."""
+        while self._waves:  # a stream ends when there is none for a moment
+            self._loop.rewarder.stream(self.more(), self.more, self.given.append)
+        return [group.ordinal for group in self.given]
+
+
+def test_slow_reward_holds_up_no_group_beside_it_nor_one_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals: Arrivals
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        while prompt.text == "0" and len(arrivals.given) < 4:
+            await asyncio.sleep(0.001)
+        return [Reward(1.0) for _ in samples]
+
+    loop = Loop(monkeypatch, reward, "--rollout.reward_timeout_s=60")
+    arrivals = Arrivals(loop, [0, 1], [2], [], [3, 4])
+    order = arrivals.run()
+    assert sorted(order) == [0, 1, 2, 3, 4] and order[-1] == 0
+
+
+def test_groups_that_come_while_others_fail_are_each_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, _fails_for_odd_groups, "--rollout.max_failed_rewards=1.0", waits=1 << 20)
+    arrivals = Arrivals(loop, [0, 1], [2], [3, 4, 5], [], [6])
+    assert sorted(arrivals.run()) == list(range(7))
+    assert sorted(group.ordinal for group in arrivals.given if group.failed) == [1, 3, 5]
+
+
+def test_group_that_comes_while_the_thread_is_blocked_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that was given up may go on, and takes no group from the attempt after it."""
+    released, tries, waiting = threading.Event(), [0], [1]
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        if prompt.text == "0":
+            tries[0] += 1
+            if tries[0] == 1:
+                released.wait(30)
+            else:
+                released.set()
+                await asyncio.sleep(0.3)  # in which the first thread would take group 1
+        return [Reward(1.0) for _ in samples]
+
+    loop = Loop(monkeypatch, reward, "--rollout.reward_timeout_s=1", waits=1 << 20)
+    monkeypatch.setattr(rewarding, "_GRACE_S", 0.0)
+    done = list[Group]()
+
+    def more() -> list[Answer]:
+        return [(loop.request(waiting.pop()), [SAMPLE])] if released.is_set() and waiting else []
+
+    loop.rewarder.stream([(loop.request(0), [SAMPLE])], more, done.append)
+    assert tries[0] >= 2 and sorted((group.ordinal, group.failed) for group in done) == [(0, ""), (1, "")]
+
+
+@settings(max_examples=seeds(40), deadline=None)
+@given(st.lists(st.lists(st.sampled_from(["ok", "slow", "flaky", "away", "broken"]), max_size=4), min_size=1,
+                max_size=5))
+def test_every_group_is_given_once_whatever_its_reward_does(waves: list[list[str]]) -> None:
+    kinds = [kind for wave in waves for kind in wave]
+    first, tried = 1000, [0] * len(kinds)
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        number = int(prompt.text) - first
+        if number < 0:  # another prompt, which shows that the reward works
+            return [Reward(1.0) for _ in samples]
+        kind = kinds[number]
+        tried[number] += 1
+        if kind == "slow":
+            await asyncio.sleep(0.02)
+        if kind == "away" and tried[number] < 3:
+            raise RewardAway("the judge is away")
+        if kind == "broken" or (kind == "flaky" and tried[number] < 2):
+            raise ValueError(kind)
+        return [Reward(1.0) for _ in samples]
+
+    with pytest.MonkeyPatch.context() as patch:
+        loop = Loop(patch, reward, "--rollout.max_failed_rewards=1.0", "--rollout.groups_per_request=32",
+                    waits=1 << 20)
+        numbers = itertools.count(first)
+        arrivals = Arrivals(loop, *([next(numbers) for _ in wave] for wave in waves))
+        order = arrivals.run()
+    assert sorted(order) == list(range(first, first + len(kinds)))
+    assert {g.ordinal for g in arrivals.given if g.failed} == {
+        n for n, kind in enumerate(kinds, first) if kind == "broken"}
 
 
 def test_samples_are_decoded_for_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +360,7 @@ def test_failed_group_is_never_trained_on_and_replaced() -> None:
             break
         effect = steps.send(outcome)
     failed = PLAN.max_dropped_groups + 2
-    assert [g.ordinal for g in trained.groups] == list(range(failed, failed + PLAN.groups_per_step))
+    assert [g.ordinal for g in trained.groups.groups] == list(range(failed, failed + PLAN.groups_per_step))
     assert {r: len(g) for r, g in trained.consumption.dropped.items()} == {schedule.REWARD_FAILED: failed}
 
 
