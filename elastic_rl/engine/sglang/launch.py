@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+import sys
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ if ON_CPU:
 
     # Read when sglang is imported, and inherited by the children.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # SGLang imports all of its some 270 models, unless it is given others: then it imports its own when a model is none
+    # of these. That is 2 s of 8 in which an engine starts, and Megatron, for an option to dump tensors, is another one.
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "elastic_rl.engine.sglang.models")
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # importing it says that it is not there
     sglang_cpu.install()
 
 
