@@ -8,10 +8,13 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Most integration tests wait for other processes more than they compute, so there are more workers than cores.
+# Most integration tests wait for other processes more than they compute, so there are more workers than cores. Files that
+# take minutes come first: one that begins last would run alone at the end.
 WORKERS=${ELASTIC_RL_TEST_WORKERS:-3}
 # Whole runs come alone: they start some twenty processes, and what else runs would starve their heartbeats.
-SIDE_BY_SIDE=(-n "$WORKERS" --dist loadfile tests/unit tests/gpu tests/integration chaos_tests)
+SIDE_BY_SIDE=(-n "$WORKERS" --dist loadfile --no-loadscope-reorder
+              tests/integration/{driver,engine,pipeline,trainer} chaos_tests tests/integration tests/unit/surfaces
+              tests/unit tests/gpu)
 WHOLE_RUNS=(tests/e2e)
 
 bash ops/setup.sh --dev || exit 1
