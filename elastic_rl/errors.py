@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ElasticRLError(Exception):
     """Root of every error this project raises on purpose.
@@ -155,6 +157,14 @@ class QueueUnavailable(ElasticRLError):
     """The queue between generation and training does not take or give groups now."""
 
     retryable = True
+
+
+class GroupsLost(Conflict):
+    """The queue has groups no more that were chosen for a step: they are generated again."""
+
+    def __init__(self, message: str, ordinals: Sequence[int] = (), *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.ordinals = tuple(ordinals)
 
 
 class SourceFailed(ElasticRLError):

@@ -17,7 +17,7 @@ def teacher_advantages(batch: Batch, cfg: AlgorithmConfig) -> Tensor:
 
     With ``teacher_top_k`` the divergence itself is a term of the loss, and only the latter is left here.
     """
-    found = cfg.reward_coef * batch["advantages"][:, None].expand(batch["tokens"].shape)
+    found = cfg.reward_coef * batch["advantages"][:, None].expand(batch.samples, batch.width)
     if not cfg.teacher_top_k:
         found = found + cfg.teacher_coef * (batch["teacher_logprobs"] - batch["old_logprobs"])
     return torch.where(batch["loss_mask"], found, 0.0)

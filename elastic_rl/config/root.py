@@ -321,6 +321,11 @@ class Config(Section):
         return self.placement == "colocated"
 
     @property
+    def uses_transfer_queue(self) -> bool:
+        """Whether finished groups wait in actors of the package TransferQueue."""
+        return self.mode == "rl" and self.train.schedule == "fully_async" and self.train.queue == "transfer_queue"
+
+    @property
     def uses_trainer(self) -> bool:
         """Whether the job trains. If not, what it makes is its output."""
         return self.mode in ("rl", "sft")

@@ -72,15 +72,15 @@ class TrainConfig(Section):
     alone. Gradients are those of the whole step, up to rounding."""
     queue: Literal["embedded", "transfer_queue"] = "embedded"
     """With ``schedule: fully_async``, where finished groups wait for their step. ``embedded``: in the memory of the
-    actor. ``transfer_queue``: in Ray actors of the package TransferQueue; install
-    ``elastic-rl[transfer-queue]``, and let nobody else use the cluster's hosts and network, since its sockets take
-    pickles without a password.
-    Groups that a queue loses are generated again."""
+    actor, which sends the ranks of the trainer what they train on. ``transfer_queue``: in Ray actors of the package
+    TransferQueue, where the ranks read it themselves; install ``elastic-rl[transfer-queue]``, and let nobody else use
+    the cluster's hosts and network, since its sockets take pickles without a password. Groups that a queue loses are
+    generated again."""
     queue_units: Annotated[int, Field(ge=1, le=256)] = 2
     """Storage actors, with ``queue: transfer_queue``; 256 at most. One that dies takes the groups of all with it."""
     queue_call_timeout_s: Seconds = 30.0
-    """Seconds that one group may take into the queue or out of it, with ``queue: transfer_queue``, four of them at
-    once, before the queue's actors are replaced."""
+    """Seconds that one group may take into the queue, or a million tokens or one sample out of it, with
+    ``queue: transfer_queue``, before the queue's actors are replaced."""
     logprob_tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference between an engine's and the trainer's log-probability of the same token; a larger one raises
     ``logprob.mismatch``, in steps all of whose samples are of the newest weights. null: 1e-4, and 0.5 with

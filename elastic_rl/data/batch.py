@@ -47,6 +47,8 @@ SCHEMA: dict[str, TensorSpec] = {
     "versions": TensorSpec(torch.int64, ("N",)),            # oldest policy version that generated the sample
 }
 _REQUIRED = ("tokens", "lengths", "loss_mask")
+_FINITE = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "teacher_top_logprobs", "advantages",
+           "token_advantages", "turn_rewards", "values", "returns")
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,10 @@ class Batch:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an unknown or missing tensor and for inconsistent shapes, dtypes or lengths."""
-        sizes: dict[str, int] = {}
-        if "loss_mask" in self.tensors:
-            sizes["L"] = int(self.tensors["loss_mask"].sum())
-        for name in _REQUIRED:
-            if name not in self.tensors:
-                raise ConfigError(f"a batch needs the tensor {name!r}; it has {sorted(self.tensors)}")
+        self._require_valid()
+
+    def _require_schema(self, sizes: dict[str, int]) -> None:
+        """``sizes``: of dimensions, as far as they are known."""
         for name, tensor in self.tensors.items():
             spec = SCHEMA.get(name)
             if spec is None:
@@ -73,6 +73,16 @@ class Batch:
             for dim, size in zip(spec.dims, tensor.shape, strict=True):
                 if sizes.setdefault(dim, size) != size:
                     raise ConfigError(f"{name} is {list(tensor.shape)}, but {dim} is {sizes[dim]} in other tensors")
+        for name in _FINITE:
+            if name in self.tensors and not bool(torch.isfinite(self.tensors[name]).all()):
+                raise ConfigError(f"{name} has a value that is not finite")
+
+    def _require_valid(self) -> None:
+        for name in _REQUIRED:
+            if name not in self.tensors:
+                raise ConfigError(f"a batch needs the tensor {name!r}; it has {sorted(self.tensors)}")
+        sizes = {"L": int(self.tensors["loss_mask"].sum())}
+        self._require_schema(sizes)
         lengths, mask = self["lengths"], self["loss_mask"]
         if not self.samples:
             return
@@ -80,10 +90,6 @@ class Batch:
             raise ConfigError(f"lengths must be 1 to {sizes['T']}, not {int(lengths.min())} to {int(lengths.max())}")
         if bool((mask & (torch.arange(sizes["T"])[None] >= lengths[:, None])).any()):
             raise ConfigError("the loss mask includes padding")
-        for name in ("old_logprobs", "ref_logprobs", "teacher_logprobs", "teacher_top_logprobs", "advantages",
-                     "token_advantages", "turn_rewards", "values", "returns"):
-            if name in self.tensors and not bool(torch.isfinite(self[name]).all()):
-                raise ConfigError(f"{name} has a value that is not finite")
         if bool(mask[:, 0].any()):
             raise ConfigError("the loss mask includes a first token, which nothing predicts")
 
@@ -128,21 +134,29 @@ class Batch:
     @property
     def loss_tokens(self) -> int:
         """Number of tokens that are trained on."""
-        return int(self["loss_mask"].sum())
+        return int(self.loss_counts.sum())
+
+    @property
+    def loss_counts(self) -> torch.Tensor:
+        """[N] int64: those of each sample."""
+        return self["loss_mask"].sum(dim=1)
 
     def rows(self, part: slice | torch.Tensor, width: int | None = None) -> Batch:
         """The samples of a slice, or with these numbers; of rows of ``width`` positions, which none of them exceeds."""
+        return Batch(self._rows(part, width))
+
+    def _rows(self, part: slice | torch.Tensor, width: int | None) -> dict[str, torch.Tensor]:
         def of(name: str, tensor: torch.Tensor) -> torch.Tensor:
             dims = SCHEMA[name].dims
             if dims[0] == "L":
                 return tensor[self._loss_rows(part)]
             return (tensor[:, :width] if dims == ("N", "T") else tensor)[part]
 
-        return Batch({name: of(name, tensor) for name, tensor in self.tensors.items()})
+        return {name: of(name, tensor) for name, tensor in self.tensors.items()}
 
     def _loss_rows(self, part: slice | torch.Tensor) -> torch.Tensor:
         """Numbers [l] of the loss tokens of some samples, in the samples' order, in tensors [L, …]."""
-        counts = self["loss_mask"].sum(dim=1)
+        counts = self.loss_counts
         first = (counts.cumsum(0) - counts)[part]
         of_sample = torch.repeat_interleave(torch.arange(len(first)), counts[part])
         ends = counts[part].cumsum(0)
@@ -167,7 +181,7 @@ class Batch:
 
         Raises ConfigError for values that are not those of the shares.
         """
-        out = values[0].new_zeros(self["tokens"].shape)
+        out = values[0].new_zeros((self.samples, self.width))
         for of_share, own in zip(rows, values, strict=True):
             expected = [len(of_share), self._longest(of_share)]
             if list(own.shape) != expected:
@@ -178,6 +192,18 @@ class Batch:
     def _longest(self, rows: torch.Tensor) -> int:
         """Tokens of the longest of these samples; 0 without any."""
         return max(self["lengths"][rows].tolist(), default=0)
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """Bytes of the tensors that it has and does not hold."""
+        return 0
+
+    def require_stored(self) -> None:
+        """Raises GroupsLost for samples that are elsewhere, and known to be gone."""
+
+    def loaded(self) -> Batch:
+        """With all tensors in the memory of this process."""
+        return self
 
     def to_bytes(self) -> bytes:
         """As safetensors."""
@@ -227,13 +253,3 @@ def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] |
     if advantages is not None:
         tensors["advantages"] = torch.tensor(list(advantages), dtype=torch.float32)
     return Batch(tensors)
-
-
-def turn_rewards(rows: Sequence[tuple[Prompt, Sample]], batch: Batch) -> torch.Tensor:
-    """[N, T] fp32: what of each sample's reward is of a turn, at the turn's last token, if that is trained on; 0
-    elsewhere. ``rows``: those of the batch."""
-    found = np.zeros((batch.samples, batch.width), np.float32)
-    for row, (prompt, sample) in enumerate(rows):
-        ends = [len(prompt.token_ids) + end for end in sample.turn_ends[:len(sample.turn_rewards)]]
-        found[row, ends] = sample.turn_rewards
-    return torch.where(batch["loss_mask"], torch.from_numpy(found), 0.0)

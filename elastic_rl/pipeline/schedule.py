@@ -20,6 +20,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption, GroupLedger
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group
 from elastic_rl.pipeline.group_flow import ChosenStep, FlowLimits
 from elastic_rl.trainer.progress import Phase
@@ -163,7 +164,7 @@ class Train:
     """→ the number of the policy version that the step makes, once it is being published."""
 
     step: int
-    groups: Sequence[Group]
+    groups: StepGroups
     consumption: Consumption
     cursor: Mapping[str, Any]
     policy_version: int
@@ -320,14 +321,15 @@ def _step(plan: Plan, state: State, ledger: GroupLedger) -> Generator[Effect, An
                 kept.append(group)
     kept.sort(key=lambda group: group.ordinal)
     consumption = ledger.consumption([group.ordinal for group in kept])
-    version: int = yield Train(state.step + 1, kept, consumption, state.cursor, state.policy_version)
+    version: int = yield Train(state.step + 1, StepGroups.from_groups(kept), consumption, state.cursor,
+                               state.policy_version)
     ledger.consumed(consumption)
     return version
 
 
 def _taken_step(state: State, flow: Flow) -> Generator[Effect, Any, int]:
     """One RL step on groups that were generated beside the steps before it; returns the version that it makes."""
-    taken: tuple[Sequence[Group], ChosenStep] = yield Take(state.step + 1)
+    taken: tuple[StepGroups, ChosenStep] = yield Take(state.step + 1)
     groups, chosen = taken
     version: int = yield Train(state.step + 1, groups, chosen.consumption, state.cursor, state.policy_version)
     flow.trained(chosen.consumption, version)

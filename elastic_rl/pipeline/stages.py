@@ -20,11 +20,12 @@ from typing import Any, Protocol
 from elastic_rl.data.batch import Batch, collate
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.samples import Group, Prompt, demonstration
+from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.samples import Prompt, demonstration
 from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.generation import Generated, PromptRequest
-from elastic_rl.errors import Conflict, EtcdUnavailable, TrainerFailed
+from elastic_rl.errors import Conflict, EtcdUnavailable, GroupsLost, TrainerFailed
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.fencing import FencedWriter
@@ -180,6 +181,8 @@ class Pipeline:
                 outcome = self.waits.retry("trainer", lambda e=effect: self._carry_out(e),  # type: ignore[misc]
                                            end_on=(TrainerFailed, Conflict))
             except (TrainerFailed, Conflict) as e:
+                if isinstance(e, GroupsLost) and self.background is not None:
+                    self.background.lost(e)
                 self._lost = e.group if isinstance(e, TrainerFailed) else ""
                 effect = steps.throw(Lost(str(e)))
                 self.waits.pause(lost.left_s(time.monotonic()))
@@ -350,7 +353,7 @@ class Pipeline:
         return groups
 
     @execute.register
-    def _take(self, effect: schedule.Take) -> tuple[Sequence[Group], ChosenStep]:
+    def _take(self, effect: schedule.Take) -> tuple[StepGroups, ChosenStep]:
         assert self.background is not None
         self._timer = StepTimer()
         self.waits.stage("generate")
@@ -362,13 +365,14 @@ class Pipeline:
 
     @execute.register
     def _train(self, effect: schedule.Train) -> int:
+        groups = effect.groups
         with traces.span("train_step", step=effect.step):
             metrics = step_metrics(
-                effect.step, effect.groups, policy_version=effect.policy_version,
+                effect.step, groups, policy_version=effect.policy_version,
                 dropped={reason: len(groups) for reason, groups in effect.consumption.dropped.items()})
             known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.trained.to_json()}
             cursor = {**effect.cursor, _LAST_STEP: known}
-            made, advantages = self.maker.make(effect.groups, effect.step, self._timer, effect.consumption, cursor)
+            made, advantages = self.maker.make(groups, effect.step, self._timer, effect.consumption, cursor)
         trained = self._taken | made
         if self.background is not None:
             trained |= self.background.take_idle_s()
@@ -378,12 +382,12 @@ class Pipeline:
         self.waits.works()
         metrics = with_measured(metrics, trained, self._timer.seconds()).replace(
             policy_version=version, idle_s=self._idle_s())
-        log_step(self.run_log, metrics, [g.ordinal for g in effect.groups],
-                 sorted({v for g in effect.groups for s in g.samples for v in s.versions}),
+        log_step(self.run_log, metrics, [g.ordinal for g in groups.groups],
+                 sorted({v for s in groups.samples for v in s.versions}),
                  self.pool.engines if self.background is None else self.background.engines, trained)
         self._write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=version,
                     staleness=metrics.staleness)
-        self.samples.write(effect.step, effect.groups, advantages)
+        self.samples.write(effect.step, groups, advantages)
         self.events.responses(metrics, self.source)
         self.events.logprob_difference(metrics, trained["logprob_diff_max"], self.cfg.logprob_tolerance)
         return version
@@ -424,8 +428,9 @@ class Pipeline:
         mode, output = self.mode, self.output
         self.waits.stage("write")
         with traces.span("write", step=effect.step), self._timer.phase("write"):
+            groups = StepGroups.from_groups(effect.groups)
             metrics = step_metrics(
-                effect.step, effect.groups, policy_version=output.policy_version,
+                effect.step, groups, policy_version=output.policy_version,
                 dropped={reason: len(groups) for reason, groups in effect.consumption.dropped.items()})
             metrics = metrics.replace(policy_version=output.policy_version)
             known = {"metrics": metrics.model_dump(mode="json"), "groups": effect.consumption.groups.to_json()}
@@ -438,7 +443,7 @@ class Pipeline:
         metrics = metrics.replace(seconds=self._timer.seconds(), idle_s=self.waits.take_idle_s())
         log_sampled(self.run_log, metrics, list(effect.consumption.groups), self.pool.engines, lines=len(lines))
         self._write(metrics=metrics, step=effect.step, reward=metrics.reward, policy_version=metrics.policy_version)
-        self.samples.write(effect.step, effect.groups, None)
+        self.samples.write(effect.step, groups, None)
 
     @execute.register
     def _complete(self, effect: schedule.Complete) -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from elastic_rl.algorithms.registry import algorithm_of, required_tensors
 from elastic_rl.config.groups import ACTOR
-from elastic_rl.data.batch import Batch
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ElasticRLError, Fenced
 from elastic_rl.etcd import fencing
@@ -30,6 +29,7 @@ from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.megatron.policy import ModelArch
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.server import TrainerService
+from elastic_rl.trainer.service.shares import Shares
 from elastic_rl.trainer.worker import TrainerWorker
 
 log = logging.getLogger(__name__)
@@ -58,22 +58,14 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
     needs = [] if ctx.group is not ACTOR else [  # what a critic learns from is looked at when it is to learn
         name for name in required_tensors(algorithm_of(ctx.config), ctx.config.algorithm)
         if name != "ref_logprobs" or ctx.config.uses_reference_group]  # else the ranks add these
-    vocab = ModelArch.read(ctx.model_dir).vocab
-
-    def check_share(raw: bytes) -> None:
-        batch = Batch.from_bytes(raw)
-        batch.require_tokens_below(vocab)
-        if "old_logprobs" in batch or "advantages" in batch:  # for RL; demonstrations have neither
-            for name in needs:
-                batch[name]
-
     board = Board(ctx.config.trainer.max_share_bytes)
     # The ranks of a stage and of one replica are consecutive, so the first ranks are those of the first stage.
     trainer = ctx.config.trainer
     stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel
     service = TrainerService(
         board, ctx.host, Security.from_config(ctx.config.dcs, ctx.config.cluster_dir / TOKEN_FILE),
-        check_share).start() if rank < stage and rank % replica == 0 else None
+        Shares(ctx.config, needs=needs, vocab=ModelArch.read(ctx.model_dir).vocab).take,
+    ).start() if rank < stage and rank % replica == 0 else None
     member = Membership(etcd, ctx.keys, ctx.group.name, f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,
                         url=service.url if service is not None else "", epoch=ctx.epoch,
                         info={"restarts": restarts()}).start()

@@ -12,11 +12,12 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.group_flow import FlowCounts, GroupFlow
-from elastic_rl.pipeline.schedule import Plan
+from elastic_rl.pipeline.schedule import Lost, Plan
 from support.pipeline_simulation import PLAN, Actor, Violation, World
 
 ASYNC_PLAN = replace(PLAN, max_staleness=2)
@@ -58,6 +59,8 @@ class AsyncWorld(World):
         self.most_open = 0
         self.parts = 0
         """That were computed with."""
+        self.lost_at_ranks = 0
+        """Steps whose groups were gone when the trainer's ranks read them."""
 
     def start_actor(self) -> None:
         if not self.etcd_up:
@@ -134,6 +137,12 @@ class AsyncWorld(World):
             return (yield from self.take(actor))
         if isinstance(effect, schedule.Lease | schedule.Generate):
             raise Violation("a step generated its groups itself")
+        if isinstance(effect, schedule.Train) and self.plan.groups_per_part is None:
+            yield
+            if missing := [g.ordinal for g in effect.groups.groups if g.ordinal not in actor.queue]:
+                self.lost_at_ranks += 1  # which read their samples themselves
+                actor.flow.not_loaded(missing)
+                raise Lost("groups are gone from the queue")
         return (yield from super().perform(actor, effect))
 
     def take(self, actor: AsyncActor) -> Generator[None, None, Any]:
@@ -154,4 +163,4 @@ class AsyncWorld(World):
             groups |= {o: actor.queue[o] for o in part.ordinals}
             self.parts += 1
             if part.step is not None:
-                return [groups[o] for o in part.step.ordinals], part.step
+                return StepGroups.from_groups([groups[o] for o in part.step.ordinals]), part.step

@@ -273,14 +273,14 @@ class World:
             case schedule.Generate(ordinals=ordinals, min_version=min_version):
                 return (yield from self.generate(actor, ordinals, min_version))
             case schedule.Train():
-                oldest = min(g.oldest_version for g in effect.groups)
+                oldest = min(s.oldest_version for s in effect.groups.samples)
                 if self.asks_reference:
                     yield from self.command(actor, CommandKind.FORWARD_LOGPROBS, phase="rl", step=effect.step,
                                             weights="reference")
                 result = yield from self.command(
                     actor, CommandKind.UPDATE, phase="rl", step=effect.step, consumption=effect.consumption,
                     cursor={**effect.cursor, "oldest": oldest,
-                            "versions": sorted({v for g in effect.groups for v in g.versions})})
+                            "versions": sorted({v for s in effect.groups.samples for v in s.versions})})
                 return result["policy_version"]
             case schedule.Save(phase=phase, step=step, cursor=cursor, publish=publish):
                 # The trainer goes on publishing until it is committed; the world does not model that wait.

@@ -37,6 +37,7 @@ from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate, after_begin_rl, after_update
 from elastic_rl.trainer.service.server import TrainerService
+from elastic_rl.trainer.service.shares import Shares
 from support.actor_runs import WAIT_S, ThreadedJob
 
 STEPS = 6
@@ -45,8 +46,8 @@ STEPS = 6
 class TrainerWithoutTensors:
     """The trainer group of one rank. ``lose`` ends it; ``form`` forms the next one from the last saved state."""
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int) -> None:
-        self._etcd, self._keys, self._epoch = etcd, keys, epoch
+    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, shares: Shares) -> None:
+        self._etcd, self._keys, self._epoch, self._shares = etcd, keys, epoch, shares
         self.saved = [Progress()]
         self.version = self.saved_version = 0
         self.trained: list[tuple[int, Batch]] = []
@@ -73,7 +74,7 @@ class TrainerWithoutTensors:
     def form(self) -> None:
         self.board, self.progress, self.branch = Board(1 << 20), self.saved[-1], Branch(self.saved_version)
         self.parts = []
-        self.service = TrainerService(self.board, "127.0.0.1", Security(), Batch.from_bytes).start()
+        self.service = TrainerService(self.board, "127.0.0.1", Security(), self._shares.take).start()
         self.member = Membership(self._etcd, self._keys, "trainer", "rank-0", ttl_s=10, url=self.service.url,
                                  epoch=self._epoch).start()
         self.gate = WriterGate(self._epoch, self.member.incarnation)
@@ -244,7 +245,7 @@ class SimulatedJob(ThreadedJob):
                  "rollout.groups_per_request": "3", "train.stop_eval_accuracy": "null"} | settings
         self.cfg = config.load(overrides=[f"--{key}={value}" for key, value in given.items()])
         ctx = RunContext(config=self.cfg, etcd_endpoints=endpoints, job=keys.job, epoch=epoch, model_dir="")
-        self.trainer = TrainerWithoutTensors(etcd, keys, epoch)
+        self.trainer = TrainerWithoutTensors(etcd, keys, epoch, Shares(self.cfg, needs=[], vocab=1 << 31))
         super().__init__(etcd, ctx, Roles(self.trainer, etcd, keys))
 
     def wait_for(self, step: int, *, phase: str = "rl") -> None:

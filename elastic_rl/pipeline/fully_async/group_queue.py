@@ -11,7 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_rl.data.samples import Group
+from elastic_rl.data.queue.queued_batch import SampleRef
+from elastic_rl.data.queue.step_groups import HeldSamples, StepReader
+from elastic_rl.data.queue.summary import GroupSummary
+from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import IllegalTransition
 
 
@@ -25,20 +28,16 @@ class QueueLoss:
     """For people."""
 
 
-class GroupQueue(Protocol):
+class GroupQueue(StepReader, Protocol):
     """Finished groups by ordinal. Used by two threads, one of which puts. Every call is bounded in time."""
-
-    @property
-    def at_once(self) -> int:
-        """Groups that one ``get`` may ask for."""
 
     def put(self, group: Group) -> None:
         """Raises ElasticRLError when it cannot be held now: to be tried again. No more groups are put than the capacity
         that the queue was made with."""
 
-    def get(self, ordinals: Sequence[int]) -> Mapping[int, Group]:
-        """Those of the groups that it still has. They stay in it until they are dropped. Raises ElasticRLError when it
-        cannot say which now: to be tried again."""
+    def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
+        """Those of the groups that it still has, as far as it knows without looking. They stay in it until they are
+        dropped."""
 
     def drop(self, ordinals: Collection[int]) -> None:
         """Their data is not needed any more. Raises nothing: what is not dropped now is dropped later."""
@@ -52,26 +51,38 @@ class GroupQueue(Protocol):
 class EmbeddedQueue:
     """In the memory of the actor, with which it ends."""
 
+    is_local = True
+    address = None
+
     def __init__(self, capacity: int) -> None:
         """``capacity``: in groups."""
-        self._capacity = self.at_once = capacity
+        self._capacity = capacity
         self._groups: dict[int, Group] = {}
+        self._summaries: dict[int, GroupSummary] = {}
 
     def put(self, group: Group) -> None:
         """Raises IllegalTransition beyond the capacity, which the flow never uses up."""
         if len(self._groups) >= self._capacity and group.ordinal not in self._groups:
             raise IllegalTransition(f"the queue is full: it holds {self._capacity} groups")
-        self._groups[group.ordinal] = group
+        self._groups[group.ordinal], self._summaries[group.ordinal] = group, GroupSummary.from_group(group)
 
-    def get(self, ordinals: Sequence[int]) -> Mapping[int, Group]:
-        return {ordinal: found for ordinal in ordinals if (found := self._groups.get(ordinal)) is not None}
+    def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
+        return {ordinal: self._summaries[ordinal] for ordinal in ordinals if ordinal in self._summaries}
+
+    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
+        return HeldSamples(self._groups).read(refs)
+
+    def require(self, refs: Sequence[SampleRef]) -> None:
+        """They are here."""
 
     def drop(self, ordinals: Collection[int]) -> None:
         for ordinal in ordinals:
             self._groups.pop(ordinal, None)
+            self._summaries.pop(ordinal, None)
 
     def take_loss(self) -> None:
         return None
 
     def close(self) -> None:
         self._groups.clear()
+        self._summaries.clear()

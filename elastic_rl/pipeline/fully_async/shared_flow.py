@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
+from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group
 from elastic_rl.pipeline.fully_async.group_queue import GroupQueue, QueueLoss
 from elastic_rl.pipeline.group_flow import ChosenPart, ChosenStep, FlowCounts, FlowLimits, Grant, GroupFlow
@@ -25,7 +26,7 @@ _POLL_S = 0.1
 class Taken:
     """The groups of a step, and what is known of how they came."""
 
-    groups: Sequence[Group]
+    groups: StepGroups
     chosen: ChosenStep
     metrics: dict[str, float]
     """By the names of ``training_metrics``."""
@@ -98,37 +99,35 @@ class SharedFlow:
 
     # -- the trainer ------------------------------------------------------------------------------------------------
     def take(self, waits: Waits, look: Callable[[], None], on_loss: Callable[[QueueLoss], None],
-             on_part: Callable[[Sequence[Group], bool], None]) -> Taken:
+             on_part: Callable[[StepGroups, bool], None]) -> Taken:
         """The groups of the next step, as soon as there are enough. ``look`` is called again and again meanwhile, and
         says what is waited for; ``on_loss`` with what the queue has lost, once that is to be generated again;
         ``on_part`` with the groups of each part as soon as they are there, and whether it is the step's first, after
         which those of earlier calls are of no step. Raises Fenced and what these raise."""
         with self._changed:
             self._flow.choose_anew()  # this call may follow one that failed
-        groups: Mapping[int, Group] = {}
+        groups: Mapping[int, GroupSummary] = {}
         while True:
             self._take_loss(on_loss)
             if (part := self._next_part()) is None:
                 waits.pause(0.0)
                 look()
                 continue
-            found = self._loaded(part.ordinals, waits)
+            found = self._queue.get(part.ordinals)
             if missing := [ordinal for ordinal in part.ordinals if ordinal not in found]:
-                with self._changed:
-                    self._flow.not_loaded(missing)
-                    self._changed.notify_all()
+                self.lost(missing)
                 continue
-            groups = found if part.first else {**groups, **found}
-            on_part([found[ordinal] for ordinal in part.ordinals], part.first)
+            groups = {**({} if part.first else groups), **found}
+            on_part(self._step_groups(found, part.ordinals), part.first)
             if (chosen := part.step) is not None:
-                return Taken([groups[ordinal] for ordinal in chosen.ordinals], chosen, self._metrics(chosen))
+                return Taken(self._step_groups(groups, chosen.ordinals), chosen, self._metrics(chosen))
 
-    def _loaded(self, ordinals: Sequence[int], waits: Waits) -> dict[int, Group]:
-        """Those that the queue still has, some at a time, since a call has its limit whatever the size of a step."""
-        found: dict[int, Group] = {}
-        for at in range(0, len(ordinals), self._queue.at_once):
-            found |= waits.retry("queue", partial(self._queue.get, ordinals[at:at + self._queue.at_once]))
-        return found
+    def _step_groups(self, groups: Mapping[int, GroupSummary], ordinals: Sequence[int]) -> StepGroups:
+        return StepGroups(tuple(groups[ordinal] for ordinal in ordinals), self._queue)
+
+    def lost(self, chosen: Collection[int]) -> None:
+        """The queue has no data any more of some of the groups that were chosen: the step is chosen anew."""
+        self._give_up(lambda: self._flow.not_loaded(chosen))
 
     def _next_part(self) -> ChosenPart | None:
         """None after a short wait for one."""

@@ -7,13 +7,14 @@ generates, rewards and filters. Between the two are the flow, which decides, and
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from elastic_rl.config import Config
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.samples import Group
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.sources import CheckedSource
+from elastic_rl.errors import GroupsLost
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
@@ -57,7 +58,7 @@ class FullyAsync:
         self._producer = Producer(self.flow, self._make, lease, self._ending)
         self._producer.start()
 
-    def take(self, waits: Waits, on_part: Callable[[Sequence[Group], bool], None]) -> Taken:
+    def take(self, waits: Waits, on_part: Callable[[StepGroups, bool], None]) -> Taken:
         """The groups of the next step; ``on_part``: see ``SharedFlow.take``. Raises Fenced, what ``on_part`` raises,
         and RuntimeError once the producer has ended."""
         def look() -> None:
@@ -74,6 +75,10 @@ class FullyAsync:
         taken = self.flow.take(waits, look, self._queue_lost, on_part)
         self._producer.require_alive()
         return taken
+
+    def lost(self, error: GroupsLost) -> None:
+        """Groups that ``take`` gave are gone from the queue: they are generated again."""
+        self.flow.lost(error.ordinals)
 
     @property
     def engines(self) -> list[Engine]:

@@ -8,8 +8,7 @@ cluster and keeps one queue in each process.
 
 Trust: its sockets take pickles from whoever connects, without a password. Where the run is on one host they are bound
 to its loopback address; else to that by which Ray knows each host, which must be in a network that only the cluster
-reaches. What this module writes and reads is one tensor of bytes for each group, numbers and JSON inside
-(``group_codec``).
+reaches. What is written and read is bytes of numbers and JSON for each sample (``data.queue.transfer_queue``).
 """
 
 from __future__ import annotations
@@ -20,22 +19,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-import torch
-
-from elastic_rl.data.group_codec import decode_group, encode_group
-from elastic_rl.data.samples import Group
-from elastic_rl.errors import ConfigError, IllegalTransition, QueueUnavailable
+from elastic_rl.data.queue.queued_batch import SampleRef
+from elastic_rl.data.queue.summary import GroupSummary
+from elastic_rl.data.queue.transfer_queue import RowClient, encode_rows, import_package, require_found, within
+from elastic_rl.data.samples import Group, Prompt, Sample
+from elastic_rl.errors import ConfigError, GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PARTITION, _FIELD = "groups", "group"
 _START_S = 120.0
 """Of the actors; Ray may have to start workers for them."""
 _GIVE_UP_START_S = 2 * _START_S
@@ -47,15 +44,13 @@ _SHOWN_AFTER_S = 1.0
 """Whoever puts a group is told then that the actors start, so that it can say what it waits for."""
 _PING_S = 10.0
 _LOOK_EVERY_S = 2.0
-"""Whether all actors live is asked this often while nothing fails, and while a call is not answered."""
-_AT_ONCE = 4
-"""Calls at once, each in a thread of its own: all have the time of one, whatever the size of a step."""
+"""Whether all actors live is asked this often while nothing fails."""
 
 
 class TransferQueueQueue:
     """A queue with actors of its own, which end with it or with the process that made it. Thread-safe."""
 
-    at_once = _AT_ONCE
+    is_local = False
 
     def __init__(self, capacity: int, *, units: int, call_s: float, host: str = "") -> None:
         """``capacity``: in groups. ``units``: storage actors. ``call_s``: limit of one call. ``host``: the address that
@@ -73,10 +68,11 @@ class TransferQueueQueue:
         self._left: list[Future[None]] = []
         """Starts that were given up."""
         self._generation = 0
-        self._held: set[int] = set()
+        self._held: dict[int, GroupSummary] = {}
         self._loss: QueueLoss | None = None
-        self._undropped: set[int] = set()
-        """Groups that are not needed, and whose data the storage units may still have: dropped with the next ones."""
+        self._undropped: dict[int, int] = {}
+        """Groups that are not needed → the number of their samples, which the storage units may still have: dropped
+        with the next ones."""
         self._dropping: set[int] = set()
         """Groups of a call in progress."""
         self._closed = False
@@ -84,56 +80,85 @@ class TransferQueueQueue:
 
     def put(self, group: Group) -> None:
         """Raises QueueUnavailable; IllegalTransition beyond the capacity; PluginFailed for metadata that is no JSON."""
-        raw = encode_group(group)  # here, since what is wrong with a group is no fault of the actors
+        rows = encode_rows(group)  # here, since what is wrong with a group is no fault of the actors
         with self._lock:
             if len(self._held) >= self._capacity and group.ordinal not in self._held:
                 raise IllegalTransition(f"the queue is full: it holds {self._capacity} groups")
             if group.ordinal in self._dropping:  # it would go with what it replaces
                 raise QueueUnavailable(f"the queue drops earlier samples of group {group.ordinal} now")
-            self._undropped.discard(group.ordinal)
+            self._undropped.pop(group.ordinal, None)
         generation, actors = self._started()
-        self._call(generation, actors, lambda: actors.put(group.ordinal, raw))
+        self._call(generation, actors, lambda: actors.rows.put(rows))
         with self._lock:
             if generation != self._generation:
                 raise QueueUnavailable("the queue was replaced while a group was put into it")
-            self._held.add(group.ordinal)
+            self._held[group.ordinal] = GroupSummary.from_group(group)
 
-    def get(self, ordinals: Sequence[int]) -> Mapping[int, Group]:
-        """Raises QueueUnavailable."""
+    def get(self, ordinals: Sequence[int]) -> Mapping[int, GroupSummary]:
         with self._lock:
-            wanted = [ordinal for ordinal in ordinals if ordinal in self._held]
+            return {ordinal: self._held[ordinal] for ordinal in ordinals if ordinal in self._held}
+
+    @property
+    def address(self) -> Mapping[str, Any] | None:
+        with self._lock:
+            return None if self._actors is None else self._actors.rows.address
+
+    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
+        """Raises QueueUnavailable and GroupsLost."""
+        with self._lock:
             generation, actors = self._generation, self._actors
-        if actors is None or not wanted:
-            return {}
-        found = self._call(generation, actors, *(partial(actors.get, ordinal) for ordinal in wanted))
-        groups = {ordinal: group for ordinal, group in zip(wanted, found, strict=True) if group is not None}
-        if missing := [ordinal for ordinal in wanted if ordinal not in groups]:
-            log.warning("TransferQueue has lost the groups %s, though its actors live", missing)
+        self._require_held(refs)
+        if actors is None:
+            raise QueueUnavailable("the actors of TransferQueue start")
+        [found] = self._call(generation, actors, lambda: actors.rows.get(refs))
+        try:
+            require_found(refs, found.__contains__)
+        except GroupsLost as e:
+            log.warning("although the actors of TransferQueue live, %s", e)
             with self._lock:
-                self._held.difference_update(missing)
-        return groups
+                for ordinal in e.ordinals if generation == self._generation else ():
+                    self._held.pop(ordinal, None)
+            raise
+        return [found[ref] for ref in refs]
+
+    def require(self, refs: Sequence[SampleRef]) -> None:
+        self._look_for_dead()
+        self._require_held(refs)
+
+    def _require_held(self, refs: Sequence[SampleRef]) -> None:
+        with self._lock:
+            require_found(refs, lambda ref: ref[0] in self._held)
 
     def drop(self, ordinals: Collection[int]) -> None:
         with self._lock:
-            self._undropped.update(ordinal for ordinal in ordinals if ordinal in self._held)
-            self._held.difference_update(ordinals)
-            gone = sorted(self._undropped - self._dropping)
-            self._undropped.difference_update(gone)
+            self._undropped |= {ordinal: len(self._held.pop(ordinal).samples)
+                                for ordinal in ordinals if ordinal in self._held}
+            gone = {ordinal: n for ordinal, n in sorted(self._undropped.items()) if ordinal not in self._dropping}
+            for ordinal in gone:
+                del self._undropped[ordinal]
             self._dropping.update(gone)
             generation, actors = self._generation, self._actors
         dropped = actors is None or not gone
         try:
             if actors is not None and gone:
+                refs = [(ordinal, index) for ordinal, n in gone.items() for index in range(n)]
                 with contextlib.suppress(QueueUnavailable):
-                    self._call(generation, actors, lambda: actors.drop(gone))
+                    self._call(generation, actors, lambda: actors.rows.drop(refs))
                     dropped = True
         finally:
             with self._lock:
                 self._dropping.difference_update(gone)
                 if not dropped and generation == self._generation:  # else it has gone with its actors
-                    self._undropped.update(gone)
+                    self._undropped |= gone
 
     def take_loss(self) -> QueueLoss | None:
+        self._look_for_dead()
+        with self._lock:
+            loss, self._loss = self._loss, None
+            return loss
+
+    def _look_for_dead(self) -> None:
+        """Now and then: replaces the actors when one is dead."""
         with self._lock:
             generation, actors = self._generation, self._actors
             look = actors is not None and time.monotonic() - self._looked_at >= _LOOK_EVERY_S
@@ -141,13 +166,10 @@ class TransferQueueQueue:
                 self._looked_at = time.monotonic()
         if look and actors is not None and (dead := actors.dead()):
             self._replace(generation, dead)
-        with self._lock:
-            loss, self._loss = self._loss, None
-            return loss
 
     def close(self) -> None:
         with self._lock:
-            actors, self._actors, self._held = self._actors, None, set()
+            actors, self._actors, self._held = self._actors, None, {}
             self._closed = True
             self._undropped.clear()
             self._generation += 1
@@ -165,8 +187,8 @@ class TransferQueueQueue:
                 starting = Future()
                 self._left = [late for late in self._left if not late.done()]
                 if len(self._left) >= _MAX_LEFT:
-                    raise QueueUnavailable(f"{len(self._left)} starts of TransferQueue hang",
-                                           hint="look at Ray (`ray status`), then `elastic-rl restart roles/actor`")
+                    # No outage that this process can wait for: it ends, and another replica of the actor begins.
+                    raise RuntimeError(f"{len(self._left)} starts of TransferQueue hang in this process")
                 try:
                     threading.Thread(target=self._start, args=(self._generation, starting),
                                      name="transfer-queue-start", daemon=True).start()
@@ -226,7 +248,7 @@ class TransferQueueQueue:
             if generation != self._generation or self._actors is None:
                 return
             actors, lost = self._actors, sorted(self._held)
-            self._actors, self._held = None, set()
+            self._actors, self._held = None, {}
             self._undropped.clear()
             self._generation += 1
             self._loss = QueueLoss((*(self._loss.groups if self._loss else ()), *lost), why)
@@ -255,16 +277,13 @@ class _Actors:
     """One controller, its storage units, and a client of them. Raises whatever Ray and the package raise."""
 
     def __init__(self, units: int, call_s: float, host: str) -> None:
-        # Read when the package is imported; its own limit of an answer is over three minutes.
-        os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", str(max(1, int(call_s))))
-        os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")  # it warns in each call
+        import_package(call_s)
         import ray
-        from transfer_queue import TransferQueueClient
         from transfer_queue.controller import TransferQueueController
         from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
         self._ray, self._call_s = ray, call_s
-        self._client: Any = None
+        self._made: RowClient | None = None
         config: dict[str, Any] = {"num_data_storage_units": units, "total_storage_size": None}
         # They are idle but for a copy now and then; a CPU each would be taken from the roles.
         controllers, units_of = _bound(TransferQueueController, host), _bound(SimpleStorageUnit, host)
@@ -273,9 +292,8 @@ class _Actors:
                          for _ in range(units)]
         try:
             controller, *storage = ray.get([a.get_zmq_server_info.remote() for a in self._all()], timeout=_START_S)
-            self._client = TransferQueueClient(f"elastic-rl-{os.getpid()}-{id(self)}", controller)
-            self._client.initialize_storage_manager(
-                "SimpleStorage", {**config, "zmq_info": {str(i): info for i, info in enumerate(storage)}})
+            self._made = self.rows = RowClient(f"elastic-rl-{os.getpid()}-{id(self)}", controller,
+                                               {str(i): info for i, info in enumerate(storage)})
         except BaseException:
             self.close()
             raise
@@ -284,31 +302,12 @@ class _Actors:
         return [self._controller, *self._storage]
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """What the calls return, which run at once. Raises TimeoutError once they have taken as long as a call may, and
-        QueueUnavailable as soon as an actor is dead meanwhile. It leaves the threads to their fate then: they are
-        daemons, since a call of a dead actor may never end, and would hold up the end of this process."""
-        futures, end = [Future[T]() for _ in calls], time.monotonic() + self._call_s
+        """See ``within``. Raises QueueUnavailable as soon as an actor is dead meanwhile."""
+        return within(self._call_s, calls, self._require_alive)
 
-        def work(future: Future[T], call: Callable[[], T]) -> None:
-            try:
-                future.set_result(call())
-            except BaseException as e:
-                future.set_exception(e)
-
-        for future, call in zip(futures, calls, strict=True):
-            threading.Thread(target=work, args=(future, call), name="transfer-queue", daemon=True).start()
-        while True:
-            left_s = end - time.monotonic()
-            done, running = wait(futures, max(0.0, min(left_s, _LOOK_EVERY_S)), return_when=FIRST_EXCEPTION)
-            if error := next((error for future in done if (error := future.exception())), None):
-                raise error
-            if not running:
-                return [future.result() for future in futures]
-            if left_s <= _LOOK_EVERY_S:
-                raise TimeoutError(f"no answer within train.queue_call_timeout_s={self._call_s:g} s; if its actors are "
-                                   "well, the groups are too large for it: raise it")
-            if dead := self.dead():
-                raise QueueUnavailable(dead)
+    def _require_alive(self) -> None:
+        if dead := self.dead():
+            raise QueueUnavailable(dead)
 
     def dead(self) -> str:
         """Which actors are dead or do not answer, for people; "" for none."""
@@ -329,35 +328,9 @@ class _Actors:
                 found.append(f"its {asked[one]} is gone ({type(e).__name__})")
         return ", ".join(found)
 
-    # -- in a thread ------------------------------------------------------------------------------------------------
-    def put(self, ordinal: int, raw: bytes) -> None:
-        from tensordict import TensorDict
-
-        row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        self._client.put(TensorDict({_FIELD: row.unsqueeze(0)}, batch_size=[1]), self._meta([ordinal], True))
-
-    def get(self, ordinal: int) -> Group | None:
-        """None for one that it does not have, or that is not as it was written."""
-        found = self._client.get_data(self._meta([ordinal]))
-        if _FIELD not in found.keys():  # noqa: SIM118  # a TensorDict has no `in` of its own
-            return None
-        try:
-            group = decode_group(bytes(found[_FIELD][0].numpy()))
-        except ValueError as e:
-            log.warning("group %d in TransferQueue cannot be read: %s", ordinal, e)
-            return None
-        return group if group.ordinal == ordinal else None
-
-    def drop(self, ordinals: Iterable[int]) -> None:
-        self._client.clear_samples(self._meta(ordinals))
-
-    def _meta(self, ordinals: Iterable[int], create: bool = False) -> Any:
-        return self._client.kv_retrieve_meta([str(ordinal) for ordinal in ordinals], _PARTITION, create)
-
     def close(self) -> None:
         for actor in self._all():
             with contextlib.suppress(Exception):  # Ray itself may be away; they end with this process then
                 self._ray.kill(actor)
-        if self._client is not None:
-            # It waits for calls that no actor answers any more.
-            threading.Thread(target=self._client.close, name="transfer-queue-close", daemon=True).start()
+        if self._made is not None:
+            self._made.close()

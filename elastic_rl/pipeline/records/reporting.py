@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_rl.data.samples import Group, Sample
+from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.data.sources import DataSource
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.records import Engine, SampleRecord, StepMetrics
@@ -33,26 +34,27 @@ class SampleWriter:
         self._ring, self._file = ring, Path(model_dir) / "tokenizer.json"
         self._tokenizer: Any = None
 
-    def write(self, step: int, groups: Sequence[Group], advantages: Sequence[float] | None) -> None:
+    def write(self, step: int, groups: StepGroups, advantages: Sequence[float] | None) -> None:
         """``advantages``: of all samples, one group after the other; None where nothing is trained. Raises Fenced."""
-        flat = [(group, i, sample) for group in groups for i, sample in enumerate(group.samples)]
-        chosen = pick([sample.reward for _, _, sample in flat])
+        refs, chosen = groups.refs, pick([sample.reward for sample in groups.samples])
         try:
-            self._ring.write(step, [self._record(step, *flat[n], None if advantages is None else advantages[n])
-                                    for n in chosen])
+            shown = groups.reader.read([refs[n] for n in chosen])
+            self._ring.write(step, [
+                self._record(step, *refs[n], *found, None if advantages is None else advantages[n])
+                for n, found in zip(chosen, shown, strict=True)])
         except Fenced:
             raise
         except Exception as e:  # they are for people only, and what a plug-in put into them may not fit
             log.warning("the samples of step %d are not shown: %s: %s", step, type(e).__name__, e)
 
-    def _record(self, step: int, group: Group, index: int, sample: Sample, advantage: float | None
+    def _record(self, step: int, ordinal: int, index: int, prompt: Prompt, sample: Sample, advantage: float | None
                 ) -> SampleRecord:
-        prompt, response = group.prompt.token_ids, sample.response_ids
+        response = sample.response_ids
         return SampleRecord(
-            step=step, group=group.ordinal, index=index, prompt=group.prompt.text or self._text(prompt),
+            step=step, group=ordinal, index=index, prompt=prompt.text or self._text(prompt.token_ids),
             response=self._text(response), reward=sample.reward, reward_parts=dict(sample.reward_parts),
             advantage=advantage, finish_reason=sample.finish_reason, versions=list(sample.versions),
-            prompt_tokens=len(prompt), response_tokens=len(response))
+            prompt_tokens=len(prompt.token_ids), response_tokens=len(response))
 
     def _text(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -68,22 +70,21 @@ class SampleWriter:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
-def step_metrics(step: int, groups: Sequence[Group], *, policy_version: int, dropped: dict[str, int]) -> StepMetrics:
+def step_metrics(step: int, groups: StepGroups, *, policy_version: int, dropped: dict[str, int]) -> StepMetrics:
     """Metrics of a step as they are known before it is trained. ``policy_version``: the newest one before the step. A
     step that trains nothing may have no groups: rewards of 0 then."""
-    samples = [s for g in groups for s in g.samples]
-    lengths = [len(s.response_ids) for s in samples]
+    samples = groups.samples
+    lengths = [s.response_tokens for s in samples]
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.reward_parts.items():
             if name in parts or len(parts) < _PARTS:
                 parts.setdefault(name, []).append(value)
     # A repeated publish has a newer number than the step began with: its samples are not stale.
-    staleness = max(0, policy_version - min((g.oldest_version for g in groups), default=policy_version))
+    staleness = max(0, policy_version - min((g.oldest_version for g in groups.groups), default=policy_version))
     return StepMetrics(
         step=step, at=time.time(), reward=sum(s.reward for s in samples) / max(1, len(samples)), staleness=staleness,
-        samples=len(samples),
-        tokens=sum(len(g.prompt.token_ids) * len(g.samples) for g in groups) + sum(lengths),
+        samples=len(samples), tokens=sum(s.length for s in samples),
         reward_parts={name: sum(v) / len(v) for name, v in parts.items()},
         response_tokens={"mean": sum(lengths) / len(lengths), "max": float(max(lengths))} if lengths else {},
         truncated=sum(s.finish_reason == "length" for s in samples) / max(1, len(samples)),

@@ -11,7 +11,7 @@ from elastic_rl.data.batch import Batch
 
 def without_scores(batch: Batch) -> Batch:
     """What a forward pass needs of a batch."""
-    return Batch({name: batch[name] for name in ("tokens", "lengths", "loss_mask")})
+    return batch.only("tokens", "lengths", "loss_mask")
 
 
 def sample_divergences(batch: Batch, reference: torch.Tensor, cfg: AlgorithmConfig) -> torch.Tensor:

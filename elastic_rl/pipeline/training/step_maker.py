@@ -3,12 +3,12 @@ are still generated (``train.prompts_per_part``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.ledger import Consumption
-from elastic_rl.data.samples import Group
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.errors import Conflict, TrainerFailed
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.training.training_batch import MadeBatch
@@ -31,7 +31,7 @@ class Stepping(Protocol):
 class Batches(Protocol):
     """See ``TrainingBatches``."""
 
-    def make(self, groups: Sequence[Group], step: int, timer: StepTimer) -> MadeBatch: ...
+    def make(self, groups: StepGroups, step: int, timer: StepTimer) -> MadeBatch: ...
 
     def forget(self) -> None: ...
 
@@ -47,7 +47,7 @@ class StepMaker:
         """Of the samples of each group that was added."""
         self._metrics: dict[str, float] = {}
 
-    def add(self, groups: Sequence[Group], step: int, timer: StepTimer, *, first: bool) -> None:
+    def add(self, groups: StepGroups, step: int, timer: StepTimer, *, first: bool) -> None:
         """Has the gradients of a part computed, if steps are made of parts. ``first``: what was added before is of no
         step. Raises TrainerFailed, Conflict and Fenced."""
         if not self._in_parts:
@@ -65,15 +65,15 @@ class StepMaker:
         self._note(groups, made)
         self._waits.stage("generate")
 
-    def _note(self, groups: Sequence[Group], made: MadeBatch) -> None:
+    def _note(self, groups: StepGroups, made: MadeBatch) -> None:
         of_samples, tokens = iter(made.advantages), made.batch.loss_tokens
-        self._advantages |= {group.ordinal: [next(of_samples) for _ in group.samples] for group in groups}
+        self._advantages |= {group.ordinal: [next(of_samples) for _ in group.samples] for group in groups.groups}
         self._tokens += tokens
         for name, mean in made.metrics.items():  # over tokens
             before = self._metrics.get(name, 0.0)
             self._metrics[name] = before + (mean - before) * tokens / max(self._tokens, 1)
 
-    def make(self, groups: Sequence[Group], step: int, timer: StepTimer, consumption: Consumption,
+    def make(self, groups: StepGroups, step: int, timer: StepTimer, consumption: Consumption,
              cursor: Mapping[str, Any]) -> tuple[dict[str, Any], list[float]]:
         """Makes the step of these groups, which are all that were added where steps are made of parts. Its metrics, and
         the advantages of the groups' samples. Raises as ``add``."""
@@ -82,7 +82,7 @@ class StepMaker:
         with timer.phase("train"):
             if made is None:
                 trained = self._trainer.apply(step, self._parts, consumption=consumption, cursor=cursor)
-                return self._metrics | trained, [a for group in groups for a in self._advantages[group.ordinal]]
+                return self._metrics | trained, [a for group in groups.groups for a in self._advantages[group.ordinal]]
             trained = self._trainer.update("rl", step, made.batch, consumption=consumption, cursor=cursor)
         self._batches.forget()
         return made.metrics | trained, made.advantages

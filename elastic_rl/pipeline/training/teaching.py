@@ -87,7 +87,7 @@ def with_scores(batch: Batch, scores: Mapping[int, TokenScores | None], top: int
     ``teacher_top_ids`` and ``teacher_top_logprobs`` have ``top`` columns and one more, for the token itself where it is
     not among these (else its id is -1): a policy must not be able to hide what it does in the teacher's rest.
     """
-    mask, logprobs = batch["loss_mask"].clone(), torch.zeros(batch["tokens"].shape)
+    mask, logprobs = batch["loss_mask"].clone(), torch.zeros((batch.samples, batch.width))
     ids, tops = [np.zeros((0, top + 1), np.int32)], [np.zeros((0, top + 1), np.float32)]
     for row in range(batch.samples):
         own, trained = scores.get(row), mask[row].nonzero()[:, 0]

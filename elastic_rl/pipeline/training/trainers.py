@@ -31,7 +31,7 @@ from elastic_rl.data.ledger import Consumption
 from elastic_rl.dcs.catalog import pairs, reads
 from elastic_rl.dcs.catalog.references import oldest_of_step
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, Conflict, TrainerFailed
+from elastic_rl.errors import ConfigError, Conflict, GroupsLost, TrainerFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
@@ -202,6 +202,8 @@ class Trainers:
             try:
                 return critic.update("rl", step, given.pop() if given else critic.upload(batch),
                                      consumption=consumption, step_id=step_id)
+            except GroupsLost as e:  # those of a step that was made: nobody generates them again for this one
+                raise TrainerFailed(f"the critic cannot make step {step}, which the policy has made: {e}") from e
             except ConfigError as e:
                 raise ConfigError(f"the critic refuses step {step}, which the policy has made: {e.message}",
                                   hint=e.hint) from e
@@ -252,7 +254,7 @@ class Trainers:
                 raise Conflict(f"it answered for version {used['version']} of step {used['step']}")
             return outputs["logprobs"]
 
-        found = self._waits.retry(group.name, attempt, end_on=(TrainerFailed, ConfigError))
+        found = self._waits.retry(group.name, attempt, end_on=(TrainerFailed, ConfigError, GroupsLost))
         if lost:
             self._on_recovered(group.name)
         return found

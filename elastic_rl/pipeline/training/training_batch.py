@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +14,12 @@ from elastic_rl.algorithms.registry import AlgorithmSpec, algorithm_of, required
 from elastic_rl.algorithms.reward_shaping import shaped_rewards
 from elastic_rl.config import Config
 from elastic_rl.config.algorithm import reference_step
-from elastic_rl.data.batch import Batch, collate, turn_rewards
-from elastic_rl.data.samples import Group
+from elastic_rl.data.batch import Batch
+from elastic_rl.data.queue.queued_batch import SampleRef
+from elastic_rl.data.queue.step_groups import StepGroups, StepReader
+from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
+from elastic_rl.errors import GroupsLost
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.training import divergence
 from elastic_rl.pipeline.training.teaching import Teaching
@@ -63,6 +66,24 @@ class MadeBatch:
     """What was measured on the way, by the names of ``training_metrics``."""
 
 
+class _Patient:
+    """Reads samples of a step for as long as the queue is away. A ``StepReader``."""
+
+    def __init__(self, reader: StepReader, waits: Waits) -> None:
+        self._reader, self._waits = reader, waits
+        self.is_local = reader.is_local
+
+    @property
+    def address(self) -> Mapping[str, Any] | None:
+        return self._reader.address
+
+    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
+        return self._waits.retry("queue", lambda: self._reader.read(refs), end_on=(GroupsLost,))
+
+    def require(self, refs: Sequence[SampleRef]) -> None:
+        self._reader.require(refs)
+
+
 class TrainingBatches:
     """Makes the batch of each step. Used by one thread; what fails is tried again without end."""
 
@@ -72,14 +93,14 @@ class TrainingBatches:
         self._passes, self._algorithm = passes, algorithm_of(cfg)
         self._teaching = None if cfg.algorithm.teacher is None else Teaching(
             roles.score, cfg.algorithm.teacher_top_k, waits)
-        self._scored: tuple[Sequence[Group], dict[str, torch.Tensor]] | None = None
-        self._made: tuple[Sequence[Group], int, MadeBatch] | None = None
+        self._scored: tuple[StepGroups, dict[str, torch.Tensor]] | None = None
+        self._made: tuple[StepGroups, int, MadeBatch] | None = None
 
     def close(self) -> None:
         if self._teaching is not None:
             self._teaching.close()
 
-    def make(self, groups: Sequence[Group], step: int, timer: StepTimer) -> MadeBatch:
+    def make(self, groups: StepGroups, step: int, timer: StepTimer) -> MadeBatch:
         """A step that is tried again, since the trainer refused it, gets the batch that was made for it: the weights
         that made its values are the same. Raises TrainerFailed, Conflict and Fenced."""
         if self._made is None or self._made[0] is not groups or self._made[1] != step:
@@ -90,18 +111,18 @@ class TrainingBatches:
         """The step was made: its batch is not needed again."""
         self._made = self._scored = None
 
-    def _make(self, groups: Sequence[Group], step: int, timer: StepTimer) -> MadeBatch:
+    def _make(self, given: StepGroups, step: int, timer: StepTimer) -> MadeBatch:
+        groups = replace(given, reader=_Patient(given.reader, self._waits))
         rewards, reference, metrics = self._rewards(groups, step, timer)
         self._waits.stage("advantage")
         with timer.phase("advantage"):
             advantages = [a for row in self._waits.retry("advantages", lambda: self._roles.advantages(rewards))
                           for a in row]
-        rows = [(g.prompt, s) for g in groups for s in g.samples]
-        batch = collate(rows, advantages)
-        if self._algorithm.token_advantages is not None and any(s.turn_rewards for _, s in rows):
-            batch = batch.with_tensors(turn_rewards=turn_rewards(rows, batch))
+        batch = groups.batch(advantages)
+        if self._algorithm.token_advantages is not None and any(s.turn_rewards for s in groups.samples):
+            batch = batch.with_tensors(turn_rewards=groups.turn_rewards(batch))
         if self._teaching is not None:
-            batch, taught = self._taught(self._teaching, groups, batch, timer)
+            batch, taught = self._taught(self._teaching, given, batch, timer)
             metrics |= taught
         if uses_values(self._algorithm):
             batch = batch.with_tensors(values=self._values(batch, step, timer), **reference)
@@ -117,18 +138,18 @@ class TrainingBatches:
             advantages = (torch.where(mask, batch["token_advantages"], 0.0).sum(1) / mask.sum(1).clamp(min=1)).tolist()
         return MadeBatch(batch, advantages, metrics)
 
-    def _rewards(self, groups: Sequence[Group], step: int, timer: StepTimer
+    def _rewards(self, groups: StepGroups, step: int, timer: StepTimer
                  ) -> tuple[list[list[float]], dict[str, torch.Tensor], dict[str, float]]:
         """Rewards [groups, samples] with what the settings add to them; the tensor ``ref_logprobs`` where the
         divergence is for each token to bear, by an algorithm with a critic; and metrics of that."""
         cfg = self._cfg.algorithm
-        rewards = [shaped_rewards(g.rewards, [len(s.response_ids) for s in g.samples], self._longest_response, cfg)
-                   for g in groups]
+        rewards = [shaped_rewards(g.rewards, [s.response_tokens for s in g.samples], self._longest_response, cfg)
+                   for g in groups.groups]
         if not cfg.measures_kl or cfg.kl_in != "reward":
             return rewards, {}, {}
         self._waits.stage("reference")
         with timer.phase("train"):
-            batch = collate((g.prompt, s) for g in groups for s in g.samples)
+            batch = groups.batch()
             reference = self._passes.reference_logprobs(divergence.without_scores(batch), step)
         found = divergence.sample_divergences(batch, reference, cfg)
         metrics = {"kl_reference": float(found.sum()) / max(batch.loss_tokens, 1)}
@@ -164,7 +185,7 @@ class TrainingBatches:
                        "return_mean": float(returns[mask].double().sum()) / tokens,
                        "explained_variance": ppo.explained_variance(values, returns, mask)}
 
-    def _scores_of(self, teaching: Teaching, groups: Sequence[Group], batch: Batch) -> dict[str, torch.Tensor]:
+    def _scores_of(self, teaching: Teaching, groups: StepGroups, batch: Batch) -> dict[str, torch.Tensor]:
         """Tensors by the teacher. Those of a step that is tried again, since the trainer refused it, are kept."""
         if self._scored is None or self._scored[0] is not groups:
             taught = teaching.taught(batch)
@@ -172,7 +193,7 @@ class TrainingBatches:
                 "loss_mask", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs") if name in taught}
         return self._scored[1]
 
-    def _taught(self, teaching: Teaching, groups: Sequence[Group], batch: Batch, timer: StepTimer
+    def _taught(self, teaching: Teaching, groups: StepGroups, batch: Batch, timer: StepTimer
                 ) -> tuple[Batch, dict[str, float]]:
         """With the teacher's log-probs, and the estimate of the divergence from it by the sampled tokens."""
         self._waits.stage("teacher")
@@ -188,7 +209,7 @@ class TrainingBatches:
         if ":" not in self._cfg.algorithm.name and spec.token_advantages is not None:
             return spec.token_advantages(batch, self._cfg.algorithm)
         raw = batch.only("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", *spec.inputs,
-                         *(name for name in ("ref_logprobs", "turn_rewards") if name in batch)).to_bytes()
+                         *(name for name in ("ref_logprobs", "turn_rewards") if name in batch)).loaded().to_bytes()
         found = self._waits.retry("advantages", lambda: self._roles.token_advantages(raw))
         return torch.from_numpy(np.array(found))
 

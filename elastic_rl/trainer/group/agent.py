@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from elastic_rl.data.queue.transfer_queue import set_package_options
 from elastic_rl.errors import ConfigError, EtcdUnavailable, Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -146,7 +147,11 @@ def _make_agent(ctx: RunContext, run_id: str, context_file: str) -> Any:
     if method == "forkserver":
         import multiprocessing
 
-        multiprocessing.set_forkserver_preload(["elastic_rl.trainer.group.preload"])
+        preload = ["elastic_rl.trainer.group.preload"]
+        if ctx.config.uses_transfer_queue:
+            set_package_options(ctx.config.train.queue_call_timeout_s)
+            preload.append("transfer_queue")
+        multiprocessing.set_forkserver_preload(preload)
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, _raise_signal)
     return Agent(WorkerSpec(

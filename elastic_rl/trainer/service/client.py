@@ -23,7 +23,15 @@ from elastic_rl.data.batch import Batch
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, Conflict, EtcdUnavailable, Fenced, PluginFailed, TrainerFailed
+from elastic_rl.errors import (
+    ConfigError,
+    Conflict,
+    EtcdUnavailable,
+    Fenced,
+    GroupsLost,
+    PluginFailed,
+    TrainerFailed,
+)
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
@@ -40,6 +48,8 @@ _POLL_S = 0.1
 _REQUEST_S = 10.0
 """Of one request; for a share, plus a second for each ``_SLOW_BYTES_PER_S``."""
 _SLOW_BYTES_PER_S = 4 << 20
+_QUEUE_S = 60.0
+"""More for a share that the rank reads from the queue, whose own limits end it earlier."""
 _WAIT_S = 2.0
 """How long one request waits for a result on the other side. Short, so that a stopped trainer is noticed."""
 _SHARE_THREADS = 8
@@ -185,6 +195,7 @@ class TrainerClient(TrainerCalls):
             try:
                 self._send_shares(uploaded.batch, batch, unsent)
             except (httpx.HTTPError, _Unanswered) as e:
+                batch.require_stored()  # a rank cannot say more than that it cannot read them
                 self._await_answer(e, began)
         return uploaded
 
@@ -224,9 +235,10 @@ class TrainerClient(TrainerCalls):
         only the rest. Raises what the first one met that failed; those that have not begun by then wait for the next
         attempt, so that a group that is away is noticed at once."""
         def put(url: str, rows: torch.Tensor) -> None:
-            body = batch.share(rows).to_bytes()  # made here: as many at a time as there are threads
-            answer = self._http.put(f"{url}/v1/batches/{batch_id}/share", content=body,
-                                    timeout=_REQUEST_S + len(body) / _SLOW_BYTES_PER_S)
+            share = batch.share(rows)
+            body = share.to_bytes()  # made here: as many at a time as there are threads
+            answer = self._http.put(f"{url}/v1/batches/{batch_id}/share", content=body, timeout=_REQUEST_S + (
+                len(body) + share.elsewhere_bytes) / _SLOW_BYTES_PER_S + (_QUEUE_S if share.elsewhere_bytes else 0.0))
             if answer.status_code != httpx.codes.CREATED:
                 raise _refusal(answer)
             del unsent[url]
@@ -308,12 +320,19 @@ def _refusal(answer: httpx.Response) -> Exception:
         body = answer.json()
         message, hint = str(body["error"]), str(body.get("hint", ""))
     except (ValueError, KeyError, TypeError, AttributeError):
-        message, hint = f"HTTP {answer.status_code}: {answer.text[:200]}", ""
+        body, message, hint = {}, f"HTTP {answer.status_code}: {answer.text[:200]}", ""
+    if answer.status_code == httpx.codes.GONE:
+        return GroupsLost(message, _groups_of(body))
     if answer.status_code == httpx.codes.BAD_REQUEST:
         return ConfigError(f"the trainer refused the request: {message}", hint=hint)
     if answer.status_code == httpx.codes.CONFLICT:
         return Conflict(message, hint=hint)
     return TrainerFailed(f"the trainer refused the request: {message}", hint=hint)
+
+
+def _groups_of(body: Mapping[str, Any]) -> list[int]:
+    groups = body.get("groups")
+    return [ordinal for ordinal in groups if isinstance(ordinal, int)] if isinstance(groups, list) else []
 
 
 def _error_of(outcome: Mapping[str, Any]) -> Exception:

@@ -14,10 +14,11 @@ has. Who holds what of a batch:
 
 - a replica: its own share and nothing of the others', except with ``Split.ALL``, which is for small inputs;
 - rank 0: the share of its replica, like any other; commands carry no tensors;
-- the controller: the whole batch, once. It makes it: a baseline or a whitened advantage is of all groups of a step, and
-  the order of samples is decided here. Beside it there are only the shares that are being sent, up to eight at a time
-  (as tensors and as bytes): with no more replicas than these, that is the whole batch once more. Outputs are two
-  tensors [N, T] at most.
+- the controller: what it decides by. A baseline or a whitened advantage is of all groups of a step, and so is the order
+  of samples; for most algorithms these are a few numbers for each sample. Where samples are in a queue that ranks can
+  read (``QueuedBatch``), that is all it has, and each replica reads its own share. Where they are in the controller's
+  memory, as in a synchronous run, it has the whole batch as tensors too, with the shares that are being sent, up to
+  eight at a time (as tensors and as bytes). Outputs are two tensors [N, T] at most.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ takes that replica's share of a batch, so that no rank receives more than its ow
 
     GET  /v1/status                     rank 0: progress, group, URLs of the ranks that take shares
     POST /v1/claim                      an actor has taken over: {"epoch", "term"}
-    PUT  /v1/batches/{id}/share         a share, as safetensors
+    PUT  /v1/batches/{id}/share         a share, as safetensors; or what says where it is, which this rank then reads:
+                                        503 while it cannot, 410 with the ``groups`` that are gone
     POST /v1/commands                   rank 0: a command (``Command.to_json``); 202
     GET  /v1/commands/{id}?wait_s=      rank 0: 200 with its outcome, 404 if it is not known; 202 while it is not done,
                                         with what the trainer waits for (``waits_for``)
@@ -30,7 +31,7 @@ from starlette.concurrency import run_in_threadpool
 from elastic_rl.coordinator.api.connections import Limits
 from elastic_rl.coordinator.api.server import Server
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, PreflightFailed
+from elastic_rl.errors import ConfigError, Conflict, DeadlineExceeded, GroupsLost, PreflightFailed, QueueUnavailable
 from elastic_rl.runtime import wait_until
 from elastic_rl.trainer.service.board import Board
 from elastic_rl.trainer.service.commands import Command
@@ -43,13 +44,16 @@ _BACKLOG = 64
 MAX_WAIT_S = 20.0
 """Longest time that one request waits for a result."""
 _MAX_COMMAND_BYTES = 8 << 20
-_SMALLER_SHARES = ("start the job again with a larger trainer.max_share_bytes, if the ranks' hosts have the memory, or "
+SMALLER_SHARES = ("start the job again with a larger trainer.max_share_bytes, if the ranks' hosts have the memory, or "
                    "with shorter responses or a larger trainer.data_parallel")
 _START_S = 30.0
 
+TakeShare = Callable[[bytes], bytes]
+"""From the body of a share to the share. Raises ConfigError for bytes that are not a batch, since a rank must not fail
+on them in a step; GroupsLost and QueueUnavailable for samples that cannot be read."""
 
-def make_app(board: Board, security: Security, check_share: Callable[[bytes], object]) -> FastAPI:
-    """``check_share`` raises ConfigError for bytes that are not a batch: a rank must not fail on them in a step."""
+
+def make_app(board: Board, security: Security, take_share: TakeShare) -> FastAPI:
     app = FastAPI(title="elastic-rl trainer", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.middleware("http")
@@ -68,6 +72,14 @@ def make_app(board: Board, security: Security, check_share: Callable[[bytes], ob
     @app.exception_handler(Conflict)
     async def conflict(_request: Request, error: Conflict) -> Response:
         return _error(409, error.message, error.hint)
+
+    @app.exception_handler(GroupsLost)
+    async def gone(_request: Request, error: GroupsLost) -> Response:
+        return JSONResponse({"error": error.message, "groups": error.ordinals}, 410)
+
+    @app.exception_handler(QueueUnavailable)
+    async def unavailable(_request: Request, error: QueueUnavailable) -> Response:
+        return _error(503, error.message, error.hint)
 
     @app.get("/v1/status")
     async def status() -> dict[str, Any]:
@@ -89,9 +101,8 @@ def make_app(board: Board, security: Security, check_share: Callable[[bytes], ob
     async def put_share(batch_id: str, request: Request) -> dict[str, Any]:
         if len(batch_id) > 200:
             raise ConfigError("a batch's name has at most 200 characters")
-        raw = await _body(request, board.max_share_bytes, "share of a batch", _SMALLER_SHARES)
-        await run_in_threadpool(check_share, raw)
-        board.put_share(batch_id, raw)
+        raw = await _body(request, board.max_share_bytes, "share of a batch", SMALLER_SHARES)
+        board.put_share(batch_id, await run_in_threadpool(take_share, raw))
         return {}
 
     @app.post("/v1/commands", status_code=202)
@@ -151,7 +162,7 @@ async def _body(request: Request, limit: int, what: str = "body", hint: str = ""
 class TrainerService:
     """Serves a board on ``host``, at a free port, in a thread until ``close``."""
 
-    def __init__(self, board: Board, host: str, security: Security, check_share: Callable[[bytes], object]) -> None:
+    def __init__(self, board: Board, host: str, security: Security, take_share: TakeShare) -> None:
         """Raises ConfigError when it would serve everybody who can reach the address."""
         security.require_for(host)
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
@@ -165,7 +176,7 @@ class TrainerService:
         context = security.server
         # Connections without a request of this job are closed soon, and cannot keep the actor's out.
         self._server = Server(uvicorn.Config(
-            make_app(board, security, check_share), log_config=None, access_log=False, lifespan="off", ws="none",
+            make_app(board, security, take_share), log_config=None, access_log=False, lifespan="off", ws="none",
             server_header=False, timeout_keep_alive=60,
             ssl_context_factory=None if context is None else lambda *_: context.for_server()),
             Limits(idle=_IDLE_CONNECTIONS, idle_per_address=_IDLE_CONNECTIONS), _HEADERS_S)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +19,10 @@ from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
 from support.simulated_job import SimulatedJob
 
+from elastic_rl.data.queue.summary import GroupSummary
+from elastic_rl.data.queue.transfer_queue import RemoteSamples
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.errors import IllegalTransition, QueueUnavailable
+from elastic_rl.errors import GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -61,7 +66,9 @@ def test_groups_of_any_length_come_back_as_they_were_until_they_are_dropped(queu
     groups = [_group(0), _group(1, tokens=5000), _group(2, tokens=1)]
     for group in groups:
         queue.put(group)
-    assert queue.get([2, 0, 1, 9]) == {group.ordinal: group for group in groups}
+    assert queue.get([2, 0, 1, 9]) == {group.ordinal: GroupSummary.from_group(group) for group in groups}
+    refs = [(2, 1), (0, 0), (1, 1), (0, 1)]
+    assert queue.read(refs) == [(groups[ordinal].prompt, groups[ordinal].samples[n]) for ordinal, n in refs]
     queue.drop([0, 2])
     assert list(queue.get([0, 1, 2])) == [1] and queue.take_loss() is None
     for ordinal in (3, 4, 5):
@@ -70,12 +77,39 @@ def test_groups_of_any_length_come_back_as_they_were_until_they_are_dropped(queu
         queue.put(_group(6))
 
 
-def test_group_that_is_gone_although_all_actors_live_is_not_given(queue: TransferQueueQueue) -> None:
+def test_group_that_is_gone_although_all_actors_live_is_lost_when_it_is_read(queue: TransferQueueQueue) -> None:
     queue.put(_group(0))
     queue.put(_group(1))
     assert queue._actors is not None
-    queue._actors.drop([0])
-    assert list(queue.get([0, 1])) == [1] and queue._held == {1}
+    queue._actors.rows.drop([(0, 1)])
+    assert queue.read([(0, 0)]) == [(_group(0).prompt, _group(0).samples[0])]
+    with pytest.raises(GroupsLost) as lost:
+        queue.read([(0, 0), (0, 1), (1, 0)])
+    assert lost.value.ordinals == (0,) and list(queue.get([0, 1])) == [1]
+
+
+def test_another_process_reads_samples_by_the_address_of_the_queue(queue: TransferQueueQueue) -> None:
+    """As a rank does, which is no process of Ray."""
+    queue.put(_group(0))
+    queue.put(_group(1))
+    program = ("import json, sys; from elastic_rl.data.queue.transfer_queue import RemoteSamples; import ray; "
+               "at, refs = json.loads(sys.argv[1]); found = RemoteSamples(20.0).at(at).read(list(map(tuple, refs))); "
+               "print(ray.is_initialized(), [(p.token_ids, s.response_ids, s.versions) for p, s in found])")
+    answer = subprocess.run([sys.executable, "-c", program, json.dumps([queue.address, [(1, 1), (0, 0)]])],
+                            capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert answer.stdout.splitlines()[-1] == f"False {[((1, 2), (0, 1, 2, 1, 2), (7,))] * 2}"
+
+
+def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue: TransferQueueQueue) -> None:
+    queue.put(_group(0))
+    samples = RemoteSamples(3.0).at(queue.address or {})
+    assert len(samples.read([(0, 0)])) == 1
+    with pytest.raises(GroupsLost):
+        samples.read([(0, 0), (7, 0)])
+    _kill(queue, 1)
+    _kill(queue, 2)
+    with pytest.raises(QueueUnavailable):
+        samples.read([(0, 0)])
 
 
 def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(queue: TransferQueueQueue) -> None:
@@ -100,8 +134,8 @@ def test_queue_whose_actor_died_says_what_it_lost_and_goes_on_with_new_ones(
     found: list[QueueLoss] = []
 
     def says_so() -> bool:
-        with contextlib.suppress(QueueUnavailable):
-            queue.get([0, 1, 2])
+        with contextlib.suppress(QueueUnavailable, GroupsLost):
+            queue.read([(0, 0), (1, 0), (2, 0)])
         found.extend(loss for loss in [queue.take_loss()] if loss is not None)
         return bool(found)
 

@@ -25,6 +25,11 @@ SHARE = Batch({"tokens": torch.ones(1, 3, dtype=torch.int64), "lengths": torch.t
                "loss_mask": torch.tensor([[False, True, True]])}).to_bytes()
 
 
+def take_share(raw: bytes) -> bytes:
+    Batch.from_bytes(raw)
+    return raw
+
+
 @pytest.fixture
 def board() -> Board:
     board = Board(max_share_bytes=1 << 16)
@@ -34,7 +39,7 @@ def board() -> Board:
 
 @pytest.fixture
 def url(board: Board) -> Iterator[str]:
-    service = TrainerService(board, "127.0.0.1", Security("secret"), Batch.from_bytes).start()
+    service = TrainerService(board, "127.0.0.1", Security("secret"), take_share).start()
     yield service.url
     service.close()
 
@@ -128,7 +133,7 @@ def test_request_without_the_token_or_of_a_web_page_is_refused(board: Board, url
 
 def test_service_without_a_token_is_not_bound_to_an_address_that_others_reach(board: Board) -> None:
     with pytest.raises(ConfigError, match="token"):
-        TrainerService(board, "192.0.2.7", Security(), Batch.from_bytes)
+        TrainerService(board, "192.0.2.7", Security(), take_share)
 
 
 def test_share_that_is_cut_off_is_not_kept(board: Board, url: str) -> None:

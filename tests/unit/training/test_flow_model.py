@@ -35,15 +35,16 @@ def _run(world: AsyncWorld, seed: int) -> AsyncWorld:
 @pytest.mark.parametrize(("staleness", "part"), [(0, None), (1, None), (3, None), (0, 1), (1, 2)])
 def test_every_group_is_trained_on_once_within_the_staleness_whatever_crashes(staleness: int, part: int | None
                                                                              ) -> None:
-    groups = actors = stale = lost = overlaps = parts = steps = 0
+    groups = actors = stale = lost = at_ranks = overlaps = parts = steps = 0
     for seed in range(SEEDS // 3):
         world = _run(AsyncWorld(seed, replace(ASYNC_PLAN, max_staleness=staleness, groups_per_part=part)), seed)
         parts, steps = parts + world.parts, steps + sum(e.phase == "rl" for e in world.executed)
         groups, actors = groups + world.groups - 1, actors + world.term - 1
         stale, lost = stale + sum(c.stale for c in world.counts), lost + sum(c.lost for c in world.counts)
-        overlaps += world.overlaps
+        overlaps, at_ranks = overlaps + world.overlaps, at_ranks + world.lost_at_ranks
     assert groups > SEEDS // 3 and actors > SEEDS // 6, "the runs were disturbed"
     assert lost > SEEDS // 30 and stale > 0, "groups were generated again"
+    assert bool(at_ranks) == (part is None), "some of them when the trainer read them"
     assert bool(overlaps) == bool(staleness or part), "generation goes on during a step where the settings allow it"
     assert parts > 1.5 * steps if part else parts >= steps
 

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl import config
-from elastic_rl.data.group_codec import decode_group, encode_group
+from elastic_rl.data.queue.group_codec import decode_group, encode_group
+from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import IllegalTransition, PluginFailed, QueueUnavailable
 from elastic_rl.pipeline.fully_async import transfer_queue
@@ -150,15 +151,16 @@ def test_metadata_that_is_no_json_is_the_fault_of_who_made_it_and_not_of_the_que
 def test_embedded_queue_keeps_groups_until_they_are_dropped_and_holds_no_more_than_its_capacity() -> None:
     queue = make_queue(config.parse({}), 2)
     assert isinstance(queue, EmbeddedQueue)
-    first, second = (Group(ordinal, Prompt((1,)), ()) for ordinal in (4, 7))
+    first, second = (Group(ordinal, Prompt((ordinal,)), _GROUP.samples) for ordinal in (4, 7))
     queue.put(first)
     queue.put(second)
     queue.put(second)
-    assert queue.get([7, 4, 5]) == {7: second, 4: first} and queue.get([4]) == {4: first}
+    assert set(queue.get([7, 4, 5])) == {7, 4} and queue.get([4])[4] == GroupSummary.from_group(first)
+    assert queue.read([(7, 0)]) == [(second.prompt, second.samples[0])]
     with pytest.raises(IllegalTransition, match="full"):
         queue.put(Group(8, Prompt((1,)), ()))
     queue.drop([4, 5])
-    assert queue.get([4, 7]) == {7: second}
+    assert set(queue.get([4, 7])) == {7}
 
 
 def test_start_of_actors_that_hangs_is_given_up_and_begun_again_but_not_without_end(
@@ -181,9 +183,8 @@ def test_start_of_actors_that_hangs_is_given_up_and_begun_again_but_not_without_
     for _ in range(transfer_queue._MAX_LEFT):
         with pytest.raises(QueueUnavailable, match="the actors of TransferQueue start"):
             queue.put(group)
-    with pytest.raises(QueueUnavailable, match="4 starts of TransferQueue hang") as found:
+    with pytest.raises(RuntimeError, match="4 starts of TransferQueue hang"):  # which no wait takes for an outage
         queue.put(group)
-    assert "restart roles/actor" in (found.value.hint or "")
     go_on.set()
     wait_until(lambda: len(closed) == transfer_queue._MAX_LEFT, timeout_s=30, what="the end of what came too late")
     queue.close()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 
 from elastic_rl.data.branch import Branch
-from elastic_rl.data.group_codec import decode_group
 from elastic_rl.data.intervals import IntervalSet
+from elastic_rl.data.queue import transfer_queue as rows
+from elastic_rl.data.queue.queued_batch import QueuedBatch, SampleRef
+from elastic_rl.data.queue.transfer_queue import decode_row
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.errors import QueueUnavailable
+from elastic_rl.errors import GroupsLost, QueueUnavailable
 from elastic_rl.pipeline.fully_async import transfer_queue
 from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue
 from elastic_rl.pipeline.fully_async.shared_flow import SharedFlow
@@ -22,7 +24,7 @@ from elastic_rl.pipeline.waits import Waits
 
 
 def group(ordinal: int, version: int = 1) -> Group:
-    return Group(ordinal, Prompt((1,)), (Sample((Segment((2,), (-0.1,), version=version),)),))
+    return Group(ordinal, Prompt((1,)), (Sample((Segment((2,), (-0.1,), version=version),)),) * 2)
 
 
 class SlowQueue(EmbeddedQueue):
@@ -69,34 +71,44 @@ def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives
     assert set(queue.get(grant.ordinals)) == set(grant.ordinals), "neither full, nor dropped"
 
 
+class Rows:
+    """The rows of TransferQueue's storage, whose next drops fail."""
+
+    address: ClassVar[dict[str, Any]] = {"units": {}}
+
+    def __init__(self) -> None:
+        self.data: dict[SampleRef, bytes] = {}
+        self.failing = 0
+
+    def put(self, rows: Mapping[SampleRef, bytes]) -> None:
+        self.data |= rows
+
+    def get(self, refs: Sequence[SampleRef]) -> dict[SampleRef, tuple[Prompt, Sample]]:
+        return {ref: (prompt, sample) for ref, prompt, sample in (
+            decode_row(self.data[ref]) for ref in refs if ref in self.data)}
+
+    def drop(self, refs: Collection[SampleRef]) -> None:
+        if self.failing:
+            self.failing -= 1
+            raise OSError("busy")
+        for ref in refs:
+            del self.data[ref]
+
+
 class Actors:
-    """The storage of TransferQueue, whose next drops fail."""
+    """Those of TransferQueue."""
 
     made = 0
 
     def __init__(self, units: int, call_s: float, host: str) -> None:
         type(self).made += 1
-        self.data: dict[int, bytes] = {}
-        self.failing = 0
+        self.rows = Rows()
 
     def run(self, calls: Collection[Callable[[], Any]]) -> list[Any]:
         return [call() for call in calls]
 
     def dead(self) -> str:
         return ""
-
-    def put(self, ordinal: int, raw: bytes) -> None:
-        self.data[ordinal] = raw
-
-    def get(self, ordinal: int) -> Group | None:
-        return decode_group(self.data[ordinal]) if ordinal in self.data else None
-
-    def drop(self, ordinals: Collection[int]) -> None:
-        if self.failing:
-            self.failing -= 1
-            raise OSError("busy")
-        for ordinal in ordinals:
-            del self.data[ordinal]
 
     def close(self) -> None:
         pass
@@ -115,28 +127,29 @@ def test_data_that_could_not_be_dropped_is_dropped_with_the_next_and_takes_no_ro
     for ordinal in range(3):
         queue.put(group(ordinal))
     actors: Any = queue._actors
-    actors.failing = 1
+    actors.rows.failing = 1
     queue.drop([0, 1])
-    assert set(actors.data) == {0, 1, 2} and set(queue.get([0, 1, 2])) == {2}
+    assert {ref[0] for ref in actors.rows.data} == {0, 1, 2} and set(queue.get([0, 1, 2])) == {2}
     queue.put(group(1, version=5))
     queue.drop([2])
-    assert set(actors.data) == {1} and queue.get([1])[1].oldest_version == 5, "the new samples stay"
+    assert set(actors.rows.data) == {(1, 0), (1, 1)}, "the new samples stay"
+    assert [sample.oldest_version for _, sample in queue.read([(1, 0), (1, 1)])] == [5, 5]
 
 
 def test_group_is_not_put_while_its_earlier_samples_are_dropped(queue: TransferQueueQueue) -> None:
     queue.put(group(0))
     actors: Any = queue._actors
     found: list[BaseException] = []
-    drop = actors.drop
+    drop = actors.rows.drop
 
-    def slow(ordinals: Collection[int]) -> None:
+    def slow(refs: Collection[SampleRef]) -> None:
         try:
             queue.put(group(0, version=5))
         except QueueUnavailable as e:
             found.append(e)
-        drop(ordinals)
+        drop(refs)
 
-    actors.drop = slow
+    actors.rows.drop = slow
     queue.drop([0])
     assert len(found) == 1
     queue.put(group(0, version=5))
@@ -205,33 +218,45 @@ def test_call_that_takes_too_long_names_the_setting() -> None:
     answer.set()
 
 
-def test_time_limit_is_that_of_a_call_however_large_the_step(monkeypatch: pytest.MonkeyPatch,
-                                                             queue: TransferQueueQueue) -> None:
-    """A queue that takes a while for each group would be replaced, with all that it holds, at every large step."""
-    asked: list[int] = []
-
-    def run(self: Actors, calls: Collection[Callable[[], Any]]) -> list[Any]:
-        asked.append(len(calls))
-        return [call() for call in calls]
-
-    size = 3 * queue.at_once + 1
-    queue._capacity = size
-    monkeypatch.setattr(Actors, "run", run)
-    flow = SharedFlow(FlowLimits(steps=9, groups_per_step=size, max_staleness=0, max_dropped_groups=0), queue)
+def test_step_is_chosen_by_what_is_known_of_its_groups_and_reads_none_of_them(monkeypatch: pytest.MonkeyPatch,
+                                                                             queue: TransferQueueQueue) -> None:
+    flow = SharedFlow(FlowLimits(steps=9, groups_per_step=3, max_staleness=0, max_dropped_groups=0), queue)
     waits = Waits(lambda *_: None, threading.Event())
     flow.resume(0, 1, IntervalSet(), Branch(0, 1))
     grant = flow.lease(0.0)
-    assert grant is not None and len(grant.ordinals) == size
+    assert grant is not None
     for ordinal in grant.ordinals:
         flow.finished(group(ordinal), "", waits)
-    asked.clear()
+    monkeypatch.setattr(Rows, "get", None)
     taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
-    assert [g.ordinal for g in taken.groups] == list(grant.ordinals)
-    assert asked == [queue.at_once] * 3 + [1]
+    assert [g.ordinal for g in taken.groups.groups] == list(grant.ordinals)
+    assert isinstance(taken.groups.batch([0.0] * 6), QueuedBatch)
+
+
+def test_group_that_is_gone_when_it_is_read_is_generated_again(queue: TransferQueueQueue) -> None:
+    flow = SharedFlow(FlowLimits(steps=9, groups_per_step=2, max_staleness=0, max_dropped_groups=0), queue)
+    waits = Waits(lambda *_: None, threading.Event())
+    flow.resume(0, 1, IntervalSet(), Branch(0, 1))
+    assert flow.lease(0.0) is not None
+    for ordinal in (0, 1):
+        flow.finished(group(ordinal), "", waits)
+    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+    actors: Any = queue._actors
+    del actors.rows.data[1, 1]
+    with pytest.raises(GroupsLost) as lost:
+        taken.groups.reader.read(taken.groups.refs)
+    assert lost.value.ordinals == (1,)
+    flow.lost(lost.value.ordinals)
+    grant = flow.lease(0.0)
+    assert grant is not None and grant.ordinals == (1,)
+    flow.finished(group(1, version=7), "", waits)
+    again = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+    assert [s.oldest_version for s in again.groups.samples] == [1, 1, 7, 7]
+    assert len(again.groups.reader.read(again.groups.refs)) == 4
 
 
 def test_call_of_a_dead_actor_is_given_up_long_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_queue, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(rows, "LOOK_EVERY_S", 0.01)
     actors, answer = transfer_queue._Actors.__new__(transfer_queue._Actors), threading.Event()
     actors._call_s = 3600.0
     lives = iter(["", ""])

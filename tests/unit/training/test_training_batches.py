@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from elastic_rl import config
 from elastic_rl.algorithms.ppo import estimated, whitened
-from elastic_rl.data.batch import Batch
+from elastic_rl.data.batch import SCHEMA, Batch
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.training.training_batch import MadeBatch, TrainingBatches
@@ -31,6 +31,9 @@ GROUPS = (Group(0, Prompt((1, 2, 3)), (sample(1.0, (4, 5), (6,)), sample(0.0, (4
           Group(1, Prompt((1,)), (sample(0.0, (2, 2, 2)), sample(3.0, (5, 4), (3, 2)))))
 
 
+HELD = StepGroups.from_groups(GROUPS)
+
+
 class Passes:
     """A critic and a reference policy that say something of each token; which steps they were asked for."""
 
@@ -38,9 +41,9 @@ class Passes:
         self.asked: list[tuple[str, int]] = []
 
     def _of(self, what: str, batch: Batch, step: int, scale: float) -> torch.Tensor:
-        assert set(batch.tensors) == {"tokens", "lengths", "loss_mask"}
+        assert {name for name in SCHEMA if name in batch} == {"tokens", "lengths", "loss_mask"}
         self.asked.append((what, step))
-        places = torch.arange(batch.width)[None].expand(batch["tokens"].shape)
+        places = torch.arange(batch.width)[None].expand(batch.samples, batch.width)
         return torch.where(batch["loss_mask"], scale * (batch["tokens"] + 0.1 * places), 0.0)
 
     def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
@@ -58,7 +61,7 @@ class Roles:
         return rewards
 
 
-def made(passes: Passes, groups: Sequence[Group] = GROUPS, **algorithm: object) -> MadeBatch:
+def made(passes: Passes, groups: StepGroups = HELD, **algorithm: object) -> MadeBatch:
     cfg = config.parse({"algorithm": {"name": "ppo", "gae_lambda": 0.7, "gamma": 0.9, **algorithm}})
     waits = Waits(lambda *_: None, threading.Event())
     batches = TrainingBatches(cfg, Roles(), waits, 16, passes)  # type: ignore[arg-type]
@@ -86,7 +89,7 @@ def test_critic_learns_returns_and_the_policy_whitened_advantages() -> None:
 def test_each_turn_is_credited_with_its_own_reward_and_the_end_with_the_rest() -> None:
     of_turns = [group if group.ordinal == 0 else Group(1, group.prompt, (
         group.samples[0].rewarded(0.0, {}, [2.0]), group.samples[1].rewarded(3.0, {}, [1.5, 0.5]))) for group in GROUPS]
-    found = made(Passes(), of_turns, whiten_advantages=False).batch
+    found = made(Passes(), StepGroups.from_groups(of_turns), whiten_advantages=False).batch
     mask = found["loss_mask"]
     rewards = torch.zeros(mask.shape)
     for row, places in enumerate(({7: 1.0}, {3: 0.0}, {3: 2.0 - 2.0}, {2: 1.5, 6: 0.5 + 1.0})):
@@ -124,13 +127,15 @@ def test_batch_of_a_step_that_is_tried_again_is_made_once() -> None:
     cfg = config.parse({"algorithm": {"name": "ppo"}})
     batches = TrainingBatches(cfg, Roles(), Waits(lambda *_: None, threading.Event()), 16,  # type: ignore[arg-type]
                               passes)
-    groups = list(GROUPS)
+    groups = HELD
     first = batches.make(groups, 5, StepTimer())
     assert batches.make(groups, 5, StepTimer()) is first and passes.asked == [("values", 5)]
-    assert batches.make(list(groups), 5, StepTimer()) is not first, "made for the trainer's state after a loss"
+    again = StepGroups.from_groups(GROUPS)
+    assert batches.make(again, 5, StepTimer()) is not first, "made for the trainer's state after a loss"
     batches.forget()
     batches.make(groups, 6, StepTimer())
     assert passes.asked == [("values", 5), ("values", 5), ("values", 6)]
+
 
 def test_what_groups_of_their_own_have_computed_is_in_the_batch() -> None:
     cfg = config.parse({"algorithm": {"name": "grpo", "tis_cap": 2.0, "kl_coef": 0.1, "reference_every_steps": 2},
@@ -138,7 +143,7 @@ def test_what_groups_of_their_own_have_computed_is_in_the_batch() -> None:
                         "reference": {"enabled": True}})
     passes, waits = Passes(), Waits(lambda *_: None, threading.Event())
     batches = TrainingBatches(cfg, Roles(), waits, 16, passes)  # type: ignore[arg-type]
-    found = batches.make(GROUPS, 5, StepTimer())
+    found = batches.make(HELD, 5, StepTimer())
     assert passes.asked == [("trainer", 5), ("reference", 5)] and found.metrics["reference_step"] == 4
     for name, scale in (("trainer_logprobs", -0.3), ("ref_logprobs", -0.2)):
         mask = found.batch["loss_mask"]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.algorithms.registry import ALGOS, RESERVED_STATS
+from elastic_rl.data.queue.step_groups import StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.pipeline.records.reporting import log_step, step_metrics, with_measured
@@ -59,8 +60,8 @@ def test_record_of_an_update_stays_small_whatever_an_algorithm_reports(own: dict
 
 
 def test_measured_step_has_the_rates_of_both_stages(tmp_path: Path) -> None:
-    samples = [Sample((Segment((1,) * n, (-0.5,) * n, version=3),), reward=1.0) for n in (10, 30)]
-    metrics = step_metrics(1, [Group(0, Prompt((1, 2)), samples)], policy_version=3, dropped={})
+    samples = tuple(Sample((Segment((1,) * n, (-0.5,) * n, version=3),), reward=1.0) for n in (10, 30))
+    metrics = step_metrics(1, StepGroups.from_groups([Group(0, Prompt((1, 2)), samples)]), policy_version=3, dropped={})
     measured = with_measured(metrics, ANSWER, {"generate": 0.5, "total": 2.0})
     assert measured.throughput == {"train_tokens_per_s": 1000.0, "generate_tokens_per_s": 80.0,
                                    "tflops_per_rank": 0.25, "peak_memory_bytes": 4e8}

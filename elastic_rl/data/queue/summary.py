@@ -1,0 +1,63 @@
+"""What the loop knows of a step's groups without their tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastic_rl.data.samples import Group, Prompt, Sample
+
+
+@dataclass(frozen=True)
+class SampleSummary:
+    """A sample without its tokens, log-probs and texts."""
+
+    prompt_tokens: int
+    response_tokens: int
+    """Of all segments."""
+    loss_tokens: int
+    """Of those that the policy is trained on."""
+    has_logprobs: bool
+    """Whether a policy sampled some of its tokens."""
+    versions: tuple[int, ...]
+    """See ``Sample``, as what follows."""
+    oldest_version: int
+    finish_reason: str = "stop"
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    turn_ends: tuple[int, ...] = ()
+    """With ``turn_rewards`` only."""
+    turn_rewards: tuple[float, ...] = ()
+
+    @classmethod
+    def from_sample(cls, prompt: Prompt, sample: Sample) -> SampleSummary:
+        segments = sample.segments
+        return cls(
+            len(prompt.token_ids), sum(len(s.token_ids) for s in segments),
+            sum(len(s.token_ids) for s in segments if s.loss), any(s.logprobs for s in segments), sample.versions,
+            sample.oldest_version, sample.finish_reason, sample.reward, sample.reward_parts,
+            sample.turn_ends if sample.turn_rewards else (), sample.turn_rewards)
+
+    @property
+    def length(self) -> int:
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """A group without the tokens, log-probs and texts of its samples."""
+
+    ordinal: int
+    samples: tuple[SampleSummary, ...]
+
+    @classmethod
+    def from_group(cls, group: Group) -> GroupSummary:
+        return cls(group.ordinal, tuple(SampleSummary.from_sample(group.prompt, s) for s in group.samples))
+
+    @property
+    def rewards(self) -> list[float]:
+        return [s.reward for s in self.samples]
+
+    @property
+    def oldest_version(self) -> int:
+        return min((s.oldest_version for s in self.samples), default=0)

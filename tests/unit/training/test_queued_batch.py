@@ -1,0 +1,240 @@
+"""A batch whose samples are in the queue is, for whoever reads it, the batch that has them itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import seeds
+
+from elastic_rl import config
+from elastic_rl.data.batch import SCHEMA, Batch
+from elastic_rl.data.queue import queued_batch
+from elastic_rl.data.queue.queued_batch import QueuedBatch, QueuedShare, SampleRef
+from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.engine.scoring import ScoreRequest, TokenScores
+from elastic_rl.errors import ConfigError, GroupsLost, QueueUnavailable
+from elastic_rl.pipeline.records.step_timer import StepTimer
+from elastic_rl.pipeline.training.training_batch import TrainingBatches
+from elastic_rl.pipeline.waits import Waits
+
+
+class Elsewhere:
+    """The samples of groups as those of another process. A ``StepReader``."""
+
+    is_local = False
+    address: dict[str, Any] = {"at": "test"}
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = {group.ordinal: group for group in groups}
+        self.reads: list[list[SampleRef]] = []
+        self.failures = 0
+
+    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
+        if self.failures:
+            self.failures -= 1
+            raise QueueUnavailable("away")
+        self.reads.append(list(refs))
+        if lost := [ordinal for ordinal, _ in refs if ordinal not in self.groups]:
+            raise GroupsLost("gone", lost)
+        return [(self.groups[ordinal].prompt, self.groups[ordinal].samples[index]) for ordinal, index in refs]
+
+    def require(self, refs: Sequence[SampleRef]) -> None:
+        pass
+
+
+def queued(groups: Sequence[Group]) -> tuple[StepGroups, Elsewhere]:
+    held, reader = StepGroups.from_groups(groups), Elsewhere(groups)
+    return StepGroups(held.groups, reader), reader
+
+
+def sample(reward: float, *turns: tuple[int, ...], rewards: Sequence[float] = ()) -> Sample:
+    segments: list[Segment] = []
+    for i, turn in enumerate(turns):
+        segments += [Segment((7, 8), loss=False)] if i else []
+        segments.append(Segment(turn, tuple(-0.5 - 0.1 * t for t in turn), version=1 + i))
+    return Sample(tuple(segments), "stop", reward, turn_rewards=tuple(rewards))
+
+
+GROUPS = (Group(4, Prompt((1, 2, 3)), (sample(1.0, (4, 5), (6,), rewards=(0.25, 0.5)), sample(0.0, (4,)))),
+          Group(2, Prompt((1,)), (sample(0.0, (2, 2, 2)), sample(3.0, (5, 4), (3, 2)))))
+tokens = st.lists(st.integers(0, 9), max_size=6).map(tuple)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    ids, loss = draw(tokens), draw(st.booleans())
+    return Segment(ids, tuple(-0.1 * (i + 1) for i in ids) if loss else (), loss, int(loss))
+
+
+groups = st.lists(st.lists(st.lists(segments(), max_size=4), min_size=1, max_size=4), min_size=1, max_size=4).map(
+    lambda found: [Group(n, Prompt((1,) * (1 + n)), tuple(Sample(tuple(s), reward=float(i))
+                                                          for i, s in enumerate(group)))
+                   for n, group in enumerate(found)])
+
+
+def same(found: Batch, wanted: Batch) -> None:
+    assert found.tensors.keys() == wanted.tensors.keys()
+    for name, tensor in wanted.tensors.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@settings(max_examples=seeds(60), deadline=None)
+@given(groups, st.integers(1, 5), st.integers(1, 40), st.booleans())
+def test_share_that_a_rank_reads_is_the_one_that_would_be_sent(groups: list[Group], replicas: int, piece: int,
+                                                                scored: bool) -> None:
+    held, (elsewhere, reader) = StepGroups.from_groups(groups), queued(groups)
+    advantages = [0.5 * n for n in range(len(held.samples))]
+    sent, referred = held.batch(advantages), elsewhere.batch(advantages)
+    assert isinstance(referred, QueuedBatch) and not reader.reads
+    if scored:
+        values = torch.where(sent["loss_mask"], torch.rand(sent.samples, sent.width), 0.0)
+        sent, referred = sent.with_tensors(values=values), referred.with_tensors(values=values)
+    assert (referred.samples, referred.width, referred.loss_tokens) == (sent.samples, sent.width, sent.loss_tokens)
+    for rows, own in zip(sent.share_rows(replicas), referred.share_rows(replicas), strict=True):
+        assert torch.equal(rows, own)
+        share = QueuedShare.from_bytes(referred.share(rows).to_bytes())
+        assert share is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(queued_batch, "_PIECE_TOKENS", piece)
+            same(share.read(reader), sent.share(rows))
+    values_of = [batch.share(rows)["lengths"][:, None].expand(-1, batch.share(rows).width) for batch, rows in (
+        (sent, rows) for rows in sent.share_rows(replicas))]
+    assert torch.equal(referred.joined(sent.share_rows(replicas), values_of),
+                       sent.joined(sent.share_rows(replicas), values_of))
+
+
+def test_share_has_the_tensors_that_the_batch_has_and_no_others() -> None:
+    held, (elsewhere, reader) = StepGroups.from_groups(GROUPS), queued(GROUPS)
+    for choose in (lambda b: b.only("tokens", "lengths", "loss_mask"), lambda b: b.without("old_logprobs", "versions"),
+                   lambda b: b.with_tensors(loss_mask=torch.zeros(b.samples, b.width, dtype=torch.bool))):
+        sent, referred = choose(held.batch([0.0] * 4)), choose(elsewhere.batch([0.0] * 4))
+        assert {name for name in SCHEMA if name in referred} == set(sent.tensors)
+        rows = torch.arange(4)
+        share = QueuedShare.from_bytes(referred.share(rows).to_bytes())
+        assert share is not None
+        same(share.read(reader), sent.share(rows))
+        same(referred.loaded(), sent)
+    with pytest.raises(ConfigError, match="no tensor 'values'"):
+        elsewhere.batch().only("values")
+    with pytest.raises(ConfigError, match="must be torch.float32"):
+        elsewhere.batch().with_tensors(values=torch.zeros(4, 9, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"but T is"):
+        elsewhere.batch().with_tensors(values=torch.zeros(4, 3))
+
+
+class Roles:
+    def advantages(self, rewards: list[list[float]]) -> list[list[float]]:
+        return rewards
+
+    def score(self, sequences: Sequence[ScoreRequest], top: int) -> list[TokenScores | None]:
+        import numpy as np
+
+        return [TokenScores(np.array([-0.1 * t for t in s.token_ids[s.first:]], np.float32),
+                            np.tile(np.arange(top, dtype=np.int32), (len(s.token_ids) - s.first, 1)),
+                            np.full((len(s.token_ids) - s.first, top), -1.5, np.float32)) for s in sequences]
+
+
+class Passes:
+    def _of(self, batch: Batch, scale: float) -> torch.Tensor:
+        read = batch.loaded()  # as the ranks do
+        return torch.where(read["loss_mask"], scale * read["tokens"], 0.0)
+
+    def forward_values(self, batch: Batch, step: int) -> torch.Tensor:
+        return self._of(batch, 0.1)
+
+    def trainer_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        return self._of(batch, -0.3)
+
+    def reference_logprobs(self, batch: Batch, step: int) -> torch.Tensor:
+        return self._of(batch, -0.2)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": {"name": "grpo"}},
+    "groups of their own": {"algorithm": {"name": "grpo", "tis_cap": 2.0, "kl_coef": 0.1},
+                            "train": {"updates_per_step": 2}, "actor_fwd": {"enabled": True},
+                            "reference": {"enabled": True}},
+    "divergence in rewards": {"algorithm": {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
+    "critic": {"algorithm": {"name": "ppo", "gae_lambda": 0.7, "kl_coef": 0.1, "kl_in": "reward",
+                             "kl_estimator": "k1"}},
+    "teacher": {"algorithm": {"name": "on_policy_distillation", "teacher": "teacher", "teacher_top_k": 3},
+                "pools": {"teacher": {"model": "/models/teacher"}}},
+}
+READS = {"grpo": 0}
+"""Of the controller."""
+
+
+def made(cfg: config.Config, groups: StepGroups) -> Any:
+    batches = TrainingBatches(cfg, Roles(), Waits(lambda *_: None, threading.Event()), 16,  # type: ignore[arg-type]
+                              Passes())
+    found = batches.make(groups, 5, StepTimer())
+    batches.close()
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_step_is_trained_on_the_same_wherever_its_samples_are(name: str) -> None:
+    cfg, (elsewhere, reader) = config.parse(SETTINGS[name]), queued(GROUPS)
+    reader.failures = 2  # it is waited for
+    held, referred = made(cfg, StepGroups.from_groups(GROUPS)), made(cfg, elsewhere)
+    assert referred.advantages == held.advantages and referred.metrics == held.metrics
+    assert len(reader.reads) == READS.get(name, len(reader.reads))
+    assert "tokens" in referred.batch.stored.names, "the ranks read these"
+    reader.failures = 0
+    same(referred.batch.loaded(), held.batch)
+
+
+def test_lost_groups_end_the_wait_for_the_queue() -> None:
+    elsewhere, reader = queued(GROUPS)
+    del reader.groups[2]
+    with pytest.raises(GroupsLost) as lost:
+        made(config.parse(SETTINGS["critic"]), elsewhere)
+    assert lost.value.ordinals == (2, 2)
+
+
+def test_tensors_are_read_in_pieces_of_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queued_batch, "_PIECE_TOKENS", 10)
+    elsewhere, reader = queued(GROUPS)
+    held = StepGroups.from_groups(GROUPS).batch()
+    batch = elsewhere.batch()
+    assert torch.equal(batch["old_logprobs"], held["old_logprobs"])
+    lengths = dict(zip(elsewhere.refs, held["lengths"].tolist(), strict=True))
+    assert [ref for read in reader.reads for ref in read] == elsewhere.refs and len(reader.reads) > 1
+    assert all(len(read) == 1 or sum(lengths[ref] for ref in read) <= 10 for read in reader.reads)
+    before = len(reader.reads)
+    assert torch.equal(batch.without("versions")["loss_mask"], held["loss_mask"]) and len(reader.reads) == before
+
+
+def test_other_samples_than_those_of_the_batch_are_refused() -> None:
+    elsewhere, reader = queued(GROUPS)
+    share = QueuedShare.from_bytes(elsewhere.batch().share(torch.arange(4)).to_bytes())
+    reader.groups[2] = Group(2, Prompt((1,)), (sample(0.0, (2,)), sample(3.0, (5,))))
+    assert share is not None
+    with pytest.raises(ConfigError, match="other samples"):
+        share.read(reader)
+
+
+@settings(max_examples=seeds(100), deadline=None)
+@given(st.integers(0, 1 << 16), st.binary(max_size=8))
+def test_share_that_is_none_is_refused_with_a_typed_error(at: int, other: bytes) -> None:
+    elsewhere, reader = queued(GROUPS)
+    raw = elsewhere.batch([0.0] * 4).share(torch.arange(4)).to_bytes()
+    at %= len(raw)
+    changed = raw[:at] + other + raw[at + len(other):]
+    try:
+        share = QueuedShare.from_bytes(changed)
+        if share is not None and share.read_bytes > 1 << 20:  # a rank refuses what is too large before it reads it
+            return
+        batch = Batch.from_bytes(changed) if share is None else share.read(reader)
+    except (ConfigError, GroupsLost):
+        return
+    except IndexError:  # of a sample that its group does not have: the real reader says that it is lost
+        return
+    assert batch.samples == 4
