@@ -11,19 +11,17 @@ import json
 import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from elastic_rl.data.batch import SCHEMA, Batch, collate
+from elastic_rl.data.queue.step_groups import SampleReader, SampleRef, StepGroups
 from elastic_rl.data.queue.summary import SampleSummary
-from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError
 
-SampleRef = tuple[int, int]
-"""Ordinal of a group, and the index of a sample in it."""
 _QUEUE, _REFS, _NAMES = "queue", "refs", "names"
 """Metadata of a share in safetensors that says where its samples are, which, and which of their tensors it has."""
 _PIECE_TOKENS = 1 << 20
@@ -32,21 +30,6 @@ QUEUED = frozenset(("tokens", "loss_mask", "old_logprobs"))
 """Tensors that samples in the queue make."""
 _READ_TOGETHER = frozenset(("loss_mask", "old_logprobs"))
 """Who reads one of them needs the other, mostly."""
-
-
-class SampleReader(Protocol):
-    """Where samples are. Any thread may use it."""
-
-    @property
-    def address(self) -> Mapping[str, Any] | None:
-        """JSON by which another process of the cluster reads them; None where it cannot."""
-
-    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
-        """The samples, in order, with their prompts. Raises GroupsLost for those that are gone, QueueUnavailable, and
-        Fenced."""
-
-    def require(self, refs: Sequence[SampleRef]) -> None:
-        """Raises GroupsLost for samples that are known to be gone."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +141,24 @@ class QueuedBatch(Batch):
         return save({name: tensor.contiguous() for name, tensor in self.tensors.items()}, {
             _QUEUE: json.dumps(address), _REFS: json.dumps(self.stored.refs),
             _NAMES: json.dumps(sorted(self.stored.names))})
+
+
+def batch_of(groups: StepGroups, advantages: Sequence[float] | None = None) -> Batch:
+    """All samples of a step as a batch, of which another process has them if they are not in the memory of this one.
+    ``advantages``: one per sample, or None for a batch without. Raises as ``collate`` and ``SampleReader.read``."""
+    if groups.reader.is_local:
+        return collate(groups.reader.read(groups.refs), advantages)
+    return QueuedBatch.of(groups.refs, groups.samples, groups.reader, advantages)
+
+
+def turn_rewards(groups: StepGroups, batch: Batch) -> torch.Tensor:
+    """[N, T] fp32: what of each sample's reward is of a turn, at the turn's last token, if that is trained on; 0
+    elsewhere. ``batch``: of all samples."""
+    found = torch.zeros((batch.samples, batch.width))
+    for row, sample in enumerate(groups.samples):
+        ends = [sample.prompt_tokens + end for end in sample.turn_ends[:len(sample.turn_rewards)]]
+        found[row, ends] = torch.tensor(sample.turn_rewards, dtype=torch.float32)
+    return torch.where(batch["loss_mask"], found, 0.0)
 
 
 def _tensors(refs: Sequence[SampleRef], lengths: torch.Tensor, names: Set[str], reader: SampleReader

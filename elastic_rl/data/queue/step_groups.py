@@ -1,17 +1,31 @@
-"""The groups of a step, or of a part of one: what is known of them, and where their samples are."""
+"""The groups of a step, or of a part of one: what is known of them, and where their samples are. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-
-from elastic_rl.data.batch import Batch, collate
-from elastic_rl.data.queue.queued_batch import QueuedBatch, SampleReader, SampleRef
 from elastic_rl.data.queue.summary import GroupSummary, SampleSummary
 from elastic_rl.data.samples import Group, Prompt, Sample
+
+SampleRef = tuple[int, int]
+"""Ordinal of a group, and the index of a sample in it."""
+
+
+class SampleReader(Protocol):
+    """Where samples are. Any thread may use it."""
+
+    @property
+    def address(self) -> Mapping[str, Any] | None:
+        """JSON by which another process of the cluster reads them; None where it cannot."""
+
+    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
+        """The samples, in order, with their prompts. Raises GroupsLost for those that are gone, QueueUnavailable, and
+        Fenced."""
+
+    def require(self, refs: Sequence[SampleRef]) -> None:
+        """Raises GroupsLost for samples that are known to be gone."""
 
 
 class StepReader(SampleReader, Protocol):
@@ -58,19 +72,3 @@ class StepGroups:
     def refs(self) -> list[SampleRef]:
         """Of ``samples``."""
         return [(group.ordinal, index) for group in self.groups for index in range(len(group.samples))]
-
-    def batch(self, advantages: Sequence[float] | None = None) -> Batch:
-        """All samples as a batch; ``advantages``: one per sample, or None for a batch without. Raises as ``collate``
-        and ``SampleReader.read``."""
-        if self.reader.is_local:
-            return collate(self.reader.read(self.refs), advantages)
-        return QueuedBatch.of(self.refs, self.samples, self.reader, advantages)
-
-    def turn_rewards(self, batch: Batch) -> torch.Tensor:
-        """[N, T] fp32: what of each sample's reward is of a turn, at the turn's last token, if that is trained on; 0
-        elsewhere. ``batch``: of all samples."""
-        found = torch.zeros((batch.samples, batch.width))
-        for row, sample in enumerate(self.samples):
-            ends = [sample.prompt_tokens + end for end in sample.turn_ends[:len(sample.turn_rewards)]]
-            found[row, ends] = torch.tensor(sample.turn_rewards, dtype=torch.float32)
-        return torch.where(batch["loss_mask"], found, 0.0)

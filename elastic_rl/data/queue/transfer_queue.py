@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from elastic_rl.data.queue.group_codec import decode_group, encode_group
-from elastic_rl.data.queue.queued_batch import SampleRef
+from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, QueueUnavailable
 

@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_rl.data.queue.queued_batch import SampleRef
-from elastic_rl.data.queue.step_groups import HeldSamples, StepReader
+from elastic_rl.data.queue.step_groups import HeldSamples, SampleRef, StepReader
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import IllegalTransition

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from elastic_rl.data.queue.queued_batch import SampleRef
+from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.summary import GroupSummary
 from elastic_rl.data.queue.transfer_queue import RowClient, encode_rows, import_package, require_found, within
 from elastic_rl.data.samples import Group, Prompt, Sample

@@ -15,8 +15,8 @@ from elastic_rl.algorithms.reward_shaping import shaped_rewards
 from elastic_rl.config import Config
 from elastic_rl.config.algorithm import reference_step
 from elastic_rl.data.batch import Batch
-from elastic_rl.data.queue.queued_batch import SampleRef
-from elastic_rl.data.queue.step_groups import StepGroups, StepReader
+from elastic_rl.data.queue.queued_batch import batch_of, turn_rewards
+from elastic_rl.data.queue.step_groups import SampleRef, StepGroups, StepReader
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.errors import GroupsLost
@@ -118,9 +118,9 @@ class TrainingBatches:
         with timer.phase("advantage"):
             advantages = [a for row in self._waits.retry("advantages", lambda: self._roles.advantages(rewards))
                           for a in row]
-        batch = groups.batch(advantages)
+        batch = batch_of(groups, advantages)
         if self._algorithm.token_advantages is not None and any(s.turn_rewards for s in groups.samples):
-            batch = batch.with_tensors(turn_rewards=groups.turn_rewards(batch))
+            batch = batch.with_tensors(turn_rewards=turn_rewards(groups, batch))
         if self._teaching is not None:
             batch, taught = self._taught(self._teaching, given, batch, timer)
             metrics |= taught
@@ -149,7 +149,7 @@ class TrainingBatches:
             return rewards, {}, {}
         self._waits.stage("reference")
         with timer.phase("train"):
-            batch = groups.batch()
+            batch = batch_of(groups)
             reference = self._passes.reference_logprobs(divergence.without_scores(batch), step)
         found = divergence.sample_divergences(batch, reference, cfg)
         metrics = {"kl_reference": float(found.sum()) / max(batch.loss_tokens, 1)}

@@ -25,6 +25,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, StepMetrics, Version, VersionState
 from elastic_rl.runtime import wait_until
 from elastic_rl.trainer.service.commands import MOVES, Command, CommandKind
+from elastic_rl.trainer.service.shares import Shares
 
 ENGINES = ("rollout-a", "rollout-b")
 
@@ -35,11 +36,11 @@ class TrainerInTurns(TrainerWithoutTensors):
     has_memory = False
     epoch_claims: DeviceClaims
 
-    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int) -> None:
+    def __init__(self, etcd: EtcdClient, keys: Keys, epoch: int, shares: Shares) -> None:
         self.epoch_claims = DeviceClaims(etcd, keys, ROLLOUT_POOL, epoch=epoch)
         self.without_memory: list[CommandKind] = []
         """Commands that it was given while it had none."""
-        super().__init__(etcd, keys, epoch)
+        super().__init__(etcd, keys, epoch, shares)
 
     def _report(self) -> None:
         if not self.has_memory and not self.board.status()["ready"]:
@@ -134,7 +135,7 @@ class ColocatedJob(SimulatedJob):
         super().__init__(etcd, endpoints, keys, folder, placement="colocated")
         etcd.delete(keys.engine("rollout-e"))
         self.trainer.lose()
-        self.trainer = TrainerInTurns(etcd, keys, self.ctx.epoch)
+        self.trainer = TrainerInTurns(etcd, keys, self.ctx.epoch, Shares(self.cfg, needs=[], vocab=1 << 31))
         self.roles = RolesInTurns(self.trainer, etcd, keys)
         self.engines = self.roles.engines
         self.engines += [EngineInTurns(etcd, keys, name, self.ctx.epoch) for name in ENGINES]

@@ -102,7 +102,7 @@ def test_unreachable_etcd_is_a_rendezvous_connection_error() -> None:
 
 def test_agent_that_has_joined_reads_what_it_knows_while_etcd_is_away(etcd_servers: EtcdServers, keys: Keys) -> None:
     """Torch elastic reads the state again and again while the ranks work, and ends its agent when that fails."""
-    with EtcdClient(etcd_servers.endpoints, call_timeout_s=0.3, retry_budget_s=0.5) as etcd:
+    with EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0, retry_budget_s=4.0) as etcd:
         backend = Etcd3Backend(etcd, keys.rendezvous_prefix() + "state")
         assert backend.get_state() is None
         written = backend.set_state(b"joined")

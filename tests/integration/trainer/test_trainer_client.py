@@ -60,11 +60,16 @@ def ranks_of(boards: list[Board]) -> Iterator[list[tuple[int, ...]]]:
         ranks.join()
 
 
+def take_share(raw: bytes) -> bytes:
+    Batch.from_bytes(raw)
+    return raw
+
+
 @contextlib.contextmanager
 def client_of(boards: list[Board], etcd: EtcdClient, keys: Keys) -> Iterator[TrainerClient]:
     """A client of the services of these boards, one a replica."""
     with contextlib.ExitStack() as stack:
-        services = [TrainerService(board, "127.0.0.1", Security("secret"), Batch.from_bytes).start()
+        services = [TrainerService(board, "127.0.0.1", Security("secret"), take_share).start()
                     for board in boards]
         for service in services:
             stack.callback(service.close)

@@ -15,8 +15,8 @@ from support.budget import seeds
 from elastic_rl import config
 from elastic_rl.data.batch import SCHEMA, Batch
 from elastic_rl.data.queue import queued_batch
-from elastic_rl.data.queue.queued_batch import QueuedBatch, QueuedShare, SampleRef
-from elastic_rl.data.queue.step_groups import StepGroups
+from elastic_rl.data.queue.queued_batch import QueuedBatch, QueuedShare, batch_of
+from elastic_rl.data.queue.step_groups import SampleRef, StepGroups
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
 from elastic_rl.errors import ConfigError, GroupsLost, QueueUnavailable
@@ -91,7 +91,7 @@ def test_share_that_a_rank_reads_is_the_one_that_would_be_sent(groups: list[Grou
                                                                 scored: bool) -> None:
     held, (elsewhere, reader) = StepGroups.from_groups(groups), queued(groups)
     advantages = [0.5 * n for n in range(len(held.samples))]
-    sent, referred = held.batch(advantages), elsewhere.batch(advantages)
+    sent, referred = batch_of(held, advantages), batch_of(elsewhere, advantages)
     assert isinstance(referred, QueuedBatch) and not reader.reads
     if scored:
         values = torch.where(sent["loss_mask"], torch.rand(sent.samples, sent.width), 0.0)
@@ -114,7 +114,7 @@ def test_share_has_the_tensors_that_the_batch_has_and_no_others() -> None:
     held, (elsewhere, reader) = StepGroups.from_groups(GROUPS), queued(GROUPS)
     for choose in (lambda b: b.only("tokens", "lengths", "loss_mask"), lambda b: b.without("old_logprobs", "versions"),
                    lambda b: b.with_tensors(loss_mask=torch.zeros(b.samples, b.width, dtype=torch.bool))):
-        sent, referred = choose(held.batch([0.0] * 4)), choose(elsewhere.batch([0.0] * 4))
+        sent, referred = choose(batch_of(held, [0.0] * 4)), choose(batch_of(elsewhere, [0.0] * 4))
         assert {name for name in SCHEMA if name in referred} == set(sent.tensors)
         rows = torch.arange(4)
         share = QueuedShare.from_bytes(referred.share(rows).to_bytes())
@@ -122,11 +122,11 @@ def test_share_has_the_tensors_that_the_batch_has_and_no_others() -> None:
         same(share.read(reader), sent.share(rows))
         same(referred.loaded(), sent)
     with pytest.raises(ConfigError, match="no tensor 'values'"):
-        elsewhere.batch().only("values")
+        batch_of(elsewhere).only("values")
     with pytest.raises(ConfigError, match="must be torch.float32"):
-        elsewhere.batch().with_tensors(values=torch.zeros(4, 9, dtype=torch.int64))
+        batch_of(elsewhere).with_tensors(values=torch.zeros(4, 9, dtype=torch.int64))
     with pytest.raises(ConfigError, match=r"but T is"):
-        elsewhere.batch().with_tensors(values=torch.zeros(4, 3))
+        batch_of(elsewhere).with_tensors(values=torch.zeros(4, 3))
 
 
 class Roles:
@@ -202,8 +202,8 @@ def test_lost_groups_end_the_wait_for_the_queue() -> None:
 def test_tensors_are_read_in_pieces_of_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queued_batch, "_PIECE_TOKENS", 10)
     elsewhere, reader = queued(GROUPS)
-    held = StepGroups.from_groups(GROUPS).batch()
-    batch = elsewhere.batch()
+    held = batch_of(StepGroups.from_groups(GROUPS))
+    batch = batch_of(elsewhere)
     assert torch.equal(batch["old_logprobs"], held["old_logprobs"])
     lengths = dict(zip(elsewhere.refs, held["lengths"].tolist(), strict=True))
     assert [ref for read in reader.reads for ref in read] == elsewhere.refs and len(reader.reads) > 1
@@ -214,7 +214,7 @@ def test_tensors_are_read_in_pieces_of_so_many_tokens(monkeypatch: pytest.Monkey
 
 def test_other_samples_than_those_of_the_batch_are_refused() -> None:
     elsewhere, reader = queued(GROUPS)
-    share = QueuedShare.from_bytes(elsewhere.batch().share(torch.arange(4)).to_bytes())
+    share = QueuedShare.from_bytes(batch_of(elsewhere).share(torch.arange(4)).to_bytes())
     reader.groups[2] = Group(2, Prompt((1,)), (sample(0.0, (2,)), sample(3.0, (5,))))
     assert share is not None
     with pytest.raises(ConfigError, match="other samples"):
@@ -225,7 +225,7 @@ def test_other_samples_than_those_of_the_batch_are_refused() -> None:
 @given(st.integers(0, 1 << 16), st.binary(max_size=8))
 def test_share_that_is_none_is_refused_with_a_typed_error(at: int, other: bytes) -> None:
     elsewhere, reader = queued(GROUPS)
-    raw = elsewhere.batch([0.0] * 4).share(torch.arange(4)).to_bytes()
+    raw = batch_of(elsewhere, [0.0] * 4).share(torch.arange(4)).to_bytes()
     at %= len(raw)
     changed = raw[:at] + other + raw[at + len(other):]
     try:

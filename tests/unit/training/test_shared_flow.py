@@ -11,7 +11,8 @@ import pytest
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.queue import transfer_queue as rows
-from elastic_rl.data.queue.queued_batch import QueuedBatch, SampleRef
+from elastic_rl.data.queue.queued_batch import QueuedBatch, batch_of
+from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.transfer_queue import decode_row
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import GroupsLost, QueueUnavailable
@@ -230,7 +231,7 @@ def test_step_is_chosen_by_what_is_known_of_its_groups_and_reads_none_of_them(mo
     monkeypatch.setattr(Rows, "get", None)
     taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
     assert [g.ordinal for g in taken.groups.groups] == list(grant.ordinals)
-    assert isinstance(taken.groups.batch([0.0] * 6), QueuedBatch)
+    assert isinstance(batch_of(taken.groups, [0.0] * 6), QueuedBatch)
 
 
 def test_group_that_is_gone_when_it_is_read_is_generated_again(queue: TransferQueueQueue) -> None:
