@@ -29,6 +29,7 @@ from elastic_rl.data.ledger import Audit, ConsumedGroups, Consumption, audit
 from elastic_rl.data.text_options import with_absolute_paths
 from elastic_rl.dcs.catalog.reads import list_versions
 from elastic_rl.driver.supervisor import DriverSupervisor
+from elastic_rl.engine_key import create_key
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -204,6 +205,7 @@ def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], N
     context_file = ctx.save(ctx.config.cluster_dir / "run.json")
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
     replace_file(ctx.config.ray_token_file, secrets.token_hex(32), private=True)
+    create_key(ctx.config.engine_key_file)  # of a cluster of an earlier release
     return DriverSupervisor(ctx, etcd, command, env=_driver_environment(ctx.config), on_tick=on_tick).run()
 
 

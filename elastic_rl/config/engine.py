@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from elastic_rl.config.section import Positive, Seconds, Section
 
 OWN_OPTIONS = {
-    "--model-path": "", "--host": "", "--port": "", "--weight-version": "", "--custom-weight-loader": "",
+    "--model-path": "", "--host": "", "--port": "", "--api-key": "", "--admin-api-key": "", "--weight-version": "",
+    "--custom-weight-loader": "",
     "--skip-tokenizer-init": "", "--skip-server-warmup": "", "--dtype": "device.dtype", "--device": "device.type",
     "--random-seed": "seed", "--max-total-tokens": "engine.max_total_tokens",
     "--max-running-requests": "engine.max_running_requests"}

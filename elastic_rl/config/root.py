@@ -417,6 +417,11 @@ class Config(Section):
         """The secret that whoever connects to the job's Ray must have."""
         return self.cluster_dir / "ray.token"
 
+    @property
+    def engine_key_file(self) -> Path:
+        """The key that the job's engines and routers ask for (``elastic_rl.engine_key``)."""
+        return self.cluster_dir / "engine.key"
+
 
 def load(path: Path | str | None = None, overrides: Iterable[str] = ()) -> Config:
     """Reads a YAML file and applies ``key.sub=value`` overrides (a leading ``--`` is allowed; values are YAML).

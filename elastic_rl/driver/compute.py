@@ -29,6 +29,7 @@ from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterProcess
+from elastic_rl.engine_key import read_key
 from elastic_rl.errors import ComputePlaneLost, ConfigError, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
@@ -63,9 +64,10 @@ class ComputePlane:
         """``report_phase``: called with the driver's phase before something that may take long, as progress.
         ``pause(seconds)``: waits, and returns whether the driver is to stop."""
         self.ctx, self.etcd, self._report_phase, self._pause = ctx, etcd, report_phase, pause
+        key = read_key(ctx.config.engine_key_file)
         self.routers = {name: RouterSupervisor(RouterProcess(
-            host=ctx.host, log=ctx.config.log_dir / f"router-{name}.log",
-            sticky=name == ROLLOUT_POOL and ctx.config.rollout.generate == ENVIRONMENT), epoch=ctx.epoch)
+            host=ctx.host, log=ctx.config.log_dir / f"router-{name}.log", key_file=ctx.config.engine_key_file,
+            sticky=name == ROLLOUT_POOL and ctx.config.rollout.generate == ENVIRONMENT), epoch=ctx.epoch, key=key)
             for name in ctx.config.pool_settings(ctx.model_dir)}
         self.pools: dict[str, EnginePool] = {}
         self.trainers: dict[str, TrainerGroup] = {}

@@ -45,10 +45,10 @@ class RouterSupervisor:
     started again on the same port, with backoff; requests wait for it meanwhile."""
 
     def __init__(self, process: RouterProcess, *, epoch: int, interval_s: float = _INTERVAL_S,
-                 start_timeout_s: float = _START_TIMEOUT_S, frozen_s: float = _FROZEN_S) -> None:
-        """``epoch``: of the engines that may be routed."""
+                 start_timeout_s: float = _START_TIMEOUT_S, frozen_s: float = _FROZEN_S, key: str = "") -> None:
+        """``epoch``: of the engines that may be routed. ``key``: of the router and its engines."""
         self._process, self._epoch = process, epoch
-        self._client = RouterClient(process.url, timeout_s=min(5.0, frozen_s))
+        self._client = RouterClient(process.url, key=key, timeout_s=min(5.0, frozen_s))
         self._interval_s, self._start_timeout_s, self._frozen_s = interval_s, start_timeout_s, frozen_s
         self._budget = StartBudget(base_s=0.5)
         self._state = _State.DOWN

@@ -22,6 +22,7 @@ import httpx
 from elastic_rl import http_client
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
+from elastic_rl.engine_key import key_headers
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
 from elastic_rl.plugins import plain
 from elastic_rl.retry import backoff_s
@@ -85,12 +86,12 @@ class GenerateClient:
     ``timeout_s``: of one attempt; ``retries``: attempts, each of which may reach another engine (besides the router's
     own retries). ``batch``: sequences per request, fewer of long responses (``sequences_of_request``). ``vocabulary``:
     number of the model's tokens. An id beyond them is never sent: it ends the engine that gets it, and then each one
-    that the request is sent to again.
+    that the request is sent to again. ``key``: of the router (``engine_key``).
     """
 
     def __init__(self, router_url: str, *, timeout_s: float, retries: int, batch: int = BATCH,
-                 vocabulary: int = MAX_TOKEN_IDS) -> None:
-        self._url = router_url.rstrip("/") + "/generate"
+                 vocabulary: int = MAX_TOKEN_IDS, key: str = "") -> None:
+        self._url, self._key = router_url.rstrip("/") + "/generate", key
         self._timeout_s = timeout_s
         self._retries = retries
         self._batch = batch
@@ -221,8 +222,9 @@ class GenerateClient:
                         ) -> list[dict[str, Any]]:
         """``unfinished``: answers are taken of samples that the engine has aborted."""
         if self._http is None:
-            self._http = http_client.async_client(timeout=self._timeout_s, limits=httpx.Limits(
-                max_connections=self._connections, max_keepalive_connections=self._connections))
+            self._http = http_client.async_client(
+                timeout=self._timeout_s, headers=key_headers(self._key), limits=httpx.Limits(
+                    max_connections=self._connections, max_keepalive_connections=self._connections))
         last = ""
         for attempt in range(self._retries):
             if attempt:

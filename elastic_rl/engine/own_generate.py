@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from elastic_rl.config import ENVIRONMENT, Config
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
+from elastic_rl.engine_key import read_key
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
 from elastic_rl.plugin_process import PluginProcess
 from elastic_rl.plugins import call_fault, encodable, plain, resolve, text_of
@@ -39,6 +41,24 @@ class EnvironmentJob:
                    cfg.data.options.get("chat_template_options") or {})
 
 
+@dataclass(frozen=True)
+class ClientOptions:
+    """What a client of the engines is made with, in another process than this."""
+
+    router_url: str
+    timeout_s: float
+    retries: int
+    vocabulary: int
+    """Number of the model's tokens."""
+    key_file: str = ""
+    """Of the router's key; "" where it has none. The key itself stays out of what is sent to the process."""
+
+    def make(self) -> GenerateClient:
+        """Raises ConfigError."""
+        return GenerateClient(self.router_url, timeout_s=self.timeout_s, retries=self.retries,
+                              vocabulary=self.vocabulary, key=read_key(Path(self.key_file)) if self.key_file else "")
+
+
 Asked = PromptRequest | Prompt | None
 """What the process is asked: the samples of a prompt; whether a prompt can be sampled; or whether its loop runs."""
 
@@ -47,15 +67,13 @@ class OwnGenerate:
     """The function that ``rollout.generate`` names as ``package.module:name``, or an environment, with a client of the
     engines of its own. The process of the role does not import it."""
 
-    def __init__(self, name: str | EnvironmentJob, router_url: str, *, timeout_s: float, retries: int, vocabulary: int
-                 ) -> None:
-        """``timeout_s``, ``retries``: of the client. ``vocabulary``: number of the model's tokens. Raises ConfigError.
-        """
+    def __init__(self, name: str | EnvironmentJob, client: ClientOptions) -> None:
+        """Raises ConfigError."""
         self._bounds_itself = isinstance(name, EnvironmentJob)
         what, maker = ((f"rollout.environment={plain(name.name, 200)}", "elastic_rl.environments.serving:serve")
                        if isinstance(name, EnvironmentJob) else
                        (f"rollout.generate={plain(name, 200)}", f"{__name__}:serve"))
-        self._process = PluginProcess(what, maker, name, router_url, timeout_s, retries, vocabulary)
+        self._process = PluginProcess(what, maker, name, client)
         self._process.start_first()
 
     def start(self) -> None:
@@ -111,29 +129,28 @@ class OwnGenerate:
 
 
 def make_generate(cfg: Config, router_url: str, vocabulary: int, model_dir: str) -> GenerateFn:
-    """The function that ``rollout.generate`` names. Raises ConfigError."""
+    """The function that ``rollout.generate`` names. ``router_url``: "" where no engine is to be asked. Raises
+    ConfigError."""
     rollout = cfg.rollout
     if not rollout.generates_apart:
         return resolve(rollout.generate, GENERATE_FNS, setting="rollout.generate")
     return OwnGenerate(EnvironmentJob.of(cfg, model_dir) if rollout.generate == ENVIRONMENT else rollout.generate,
-                       router_url, timeout_s=cfg.engine.request_timeout_s, retries=rollout.max_attempts,
-                       vocabulary=vocabulary)
+                       ClientOptions(router_url, cfg.engine.request_timeout_s, rollout.max_attempts, vocabulary,
+                                     str(cfg.engine_key_file) if router_url else ""))
 
 
-def serve(name: str, router_url: str, timeout_s: float, retries: int, vocabulary: int
-          ) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
+def serve(name: str, client: ClientOptions) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
     """In the process: the function that it runs. Raises ConfigError."""
     generate: GenerateFn = resolve(name, {}, setting="rollout.generate")
     if fault := call_fault(generate, 2, asynchronous=True):
         raise ConfigError(f"rollout.generate={name!r} is {fault}, and must be an async function (request, engines) -> "
                           "samples", hint="GenerateFn in elastic_rl/engine/generation.py says what it is")
-    return answering(generate, router_url, timeout_s, retries, vocabulary)
+    return answering(generate, client)
 
 
-def answering(generate: GenerateFn, router_url: str, timeout_s: float, retries: int, vocabulary: int
-              ) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
-    """A way to generate, with a client of its own, as a function whose result is JSON."""
-    client = GenerateClient(router_url, timeout_s=timeout_s, retries=retries, vocabulary=vocabulary)
+def answering(generate: GenerateFn, options: ClientOptions) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
+    """A way to generate, with a client of its own, as a function whose result is JSON. Raises ConfigError."""
+    client = options.make()
 
     async def call(asked: Asked) -> dict[str, Any]:
         if not isinstance(asked, PromptRequest):
@@ -146,7 +163,7 @@ def answering(generate: GenerateFn, router_url: str, timeout_s: float, retries: 
             return {"engines": text_of(e)}
         except PluginAway as e:
             return {"away": text_of(e), "replace": bool(e.replace)}
-        if fault := fault_of(samples, asked, vocabulary):
+        if fault := fault_of(samples, asked, options.vocabulary):
             raise PluginFailed(f"it {fault}")
         return {"samples": [_to_json(sample) for sample in samples]}
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from elastic_rl import http_client
+from elastic_rl.engine_key import KEY_FILE_ENV, key_headers
 from elastic_rl.errors import RouterUnavailable
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import free_port, wait_until
@@ -40,10 +41,11 @@ class RouterProcess:
     restarts."""
 
     def __init__(self, *, host: str, log: Path, start_timeout_s: float = 30.0, request_timeout_s: float = 600.0,
-                 sticky: bool = False) -> None:
-        """``sticky``: requests of one routing key go to one engine (``GenerateClient.generate``)."""
+                 sticky: bool = False, key_file: Path | None = None) -> None:
+        """``sticky``: requests of one routing key go to one engine (``GenerateClient.generate``). ``key_file``: of the
+        key that it asks for (``engine_key``)."""
         self._policy: dict[str, Any] = _STICKY if sticky else _EVEN
-        self._host, self._log = host, log
+        self._host, self._log, self._key_file = host, log, key_file
         self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
         self._port = free_port(host)
         self._metrics_port = free_port(host)
@@ -72,7 +74,7 @@ class RouterProcess:
                  "prometheus-port": self._metrics_port, "request-timeout-secs": int(self._request_timeout_s)}
         args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
         self._process = spawn(python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"),
-                              log=self._log)
+                              log=self._log, env={KEY_FILE_ENV: str(self._key_file)} if self._key_file else {})
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -95,16 +97,16 @@ class RouterClient:
     """Client of a router's worker list. Every call raises RouterUnavailable when the router refuses, or, tried a few
     times, does not answer. Every call may be repeated."""
 
-    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
-        """``timeout_s``: of one try."""
-        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+    def __init__(self, url: str, *, key: str = "", timeout_s: float = 5.0) -> None:
+        """``key``: of the router and its workers. ``timeout_s``: of one try."""
+        self._url, self._key, self._timeout_s = url.rstrip("/"), key, timeout_s
 
     def add(self, worker_url: str, timeout_s: float) -> None:
         """Returns once the router sends requests to the worker. Idempotent.
 
         Raises DeadlineExceeded when the worker is not healthy in time.
         """
-        self._call("POST", "/workers", json={"url": worker_url})  # answers 202: queued
+        self.request_add(worker_url)
         wait_until(lambda: self.workers().get(worker_url), timeout_s=timeout_s,
                    what=f"the router's worker {worker_url}", poll_s=0.05)
 
@@ -125,7 +127,8 @@ class RouterClient:
 
     def request_add(self, worker_url: str) -> None:
         """Asks for what ``add`` does and returns at once: the worker is listed, and then healthy, a little later."""
-        self._call("POST", "/workers", json={"url": worker_url})
+        # Answers 202: queued. The router asks the worker with the key of the worker's own.
+        self._call("POST", "/workers", json={"url": worker_url, **({"api_key": self._key} if self._key else {})})
 
     def request_remove(self, worker_ids: Iterable[str]) -> None:
         """Asks for the removal of these ids of ``worker_ids`` and returns at once. The router may forget it."""
@@ -162,7 +165,8 @@ class RouterClient:
     def _request(self, method: str, path: str, json: object) -> httpx.Response:
         for tries_left in reversed(range(_TRIES)):
             try:
-                return http_client.request(method, self._url + path, json=json, timeout=self._timeout_s)
+                return http_client.request(method, self._url + path, json=json, timeout=self._timeout_s,
+                                           headers=key_headers(self._key))
             except httpx.HTTPError as e:
                 if not tries_left:
                     raise RouterUnavailable(f"the router at {self._url} does not answer: {type(e).__name__}",

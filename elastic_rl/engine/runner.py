@@ -23,6 +23,7 @@ from elastic_rl.engine.server.external_server import ExternalServer
 from elastic_rl.engine.server.health import Health, HealthLimits
 from elastic_rl.engine.server.health_monitor import HealthMonitor
 from elastic_rl.engine.server.sglang_server import Server, SGLangServer, StagedUpdate
+from elastic_rl.engine_key import read_key
 from elastic_rl.errors import (
     Compacted,
     DeadlineExceeded,
@@ -91,13 +92,14 @@ class EngineRunner:
         self._joined = False
         """It has been READY."""
         self._external = bool(external_url)
+        self._key = read_key(ctx.config.engine_key_file)
         self._server: Server = ExternalServer(
-            external_url, self._pool.model_dir, cfg=self._cfg, updates=self._pool.stream is not None
+            external_url, self._pool.model_dir, cfg=self._cfg, updates=self._pool.stream is not None, key=self._key
         ) if external_url else SGLangServer(
             self._pool.model_dir, cfg=self._cfg, device=ctx.config.device, host=ctx.host,
             log=ctx.config.log_dir / f"engine-{engine_id}.log", deterministic=ctx.config.deterministic,
             folder_version=0 if self._pool.stream else FOLDER_VERSION, shares_devices=self._pool.colocated,
-            gpus=gpus,
+            gpus=gpus, key_file=ctx.config.engine_key_file,
             # The same engine of the same run samples the same; no two engines share a seed.
             seed=zlib.crc32(f"{ctx.config.seed}/{engine_id}".encode()) & 0x7FFFFFFF,
             tag=file_tag(ctx.config.cluster_dir, engine_id, secrets.token_hex(4)))
@@ -275,7 +277,7 @@ class EngineRunner:
             return False
         try:
             # Before the record: an engine that etcd calls ready takes requests.
-            RouterClient(self._router_url).add(self._server.url, timeout_s=_ROUTE_TRY_S)
+            RouterClient(self._router_url, key=self._key).add(self._server.url, timeout_s=_ROUTE_TRY_S)
         except (RouterUnavailable, DeadlineExceeded) as e:
             log.warning("engine %s waits for the router: %s", self._id, e)
             self._route_retry.failed(time.monotonic())
@@ -427,7 +429,7 @@ class EngineRunner:
         if not self._router_url or (self._external and self._record.superseded()):
             return
         try:
-            RouterClient(self._router_url).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
+            RouterClient(self._router_url, key=self._key).remove(self._server.url, timeout_s=_ROUTER_TIMEOUT_S)
         except (RouterUnavailable, DeadlineExceeded) as e:  # a router that is down routes nothing
             log.warning("engine %s could not be removed from the router: %s", self._id, e)
 

@@ -26,6 +26,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.dcs.security import TOKEN_FILE, new_token
 from elastic_rl.dcs.storage.arena import Leftovers
+from elastic_rl.engine_key import create_key
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
@@ -96,7 +97,7 @@ class Cluster:
         config = cluster_settings.save(self.cfg, self.dir)
         endpoints = self._etcd(running)
         tokens = self._tokens()
-        self._dcs_token()
+        self._secrets()
         coordinators = self._start_coordinators(running, endpoints, config)
         node_pid = self._start_dcs_node(running, endpoints, config)
         self._await_coordinators(coordinators)
@@ -314,11 +315,13 @@ class Cluster:
             auth.write_table(self.dir, {role.value: read_token(credentials, role) for role in auth.Role})
         return credentials
 
-    def _dcs_token(self) -> None:
-        """Creates the secret that clients of the DCS nodes must present, unless the configuration names one."""
+    def _secrets(self) -> None:
+        """Creates the secret that clients of the DCS nodes must present, unless the configuration names one, and the
+        key of the engines."""
         path = self.dir / TOKEN_FILE
         if not self.cfg.dcs.token_file and not path.exists():
             replace_file(path, new_token(), private=True)
+        create_key(self.cfg.engine_key_file)
 
     def _spawn(self, name: str, cmd: list[str], *, url: str = "", env: dict[str, str] | None = None) -> int:
         self._say(f"starting {name}")
@@ -408,7 +411,8 @@ class Cluster:
         if own_etcd:
             shutil.rmtree(self.dir / "etcd", ignore_errors=True)
             shutil.rmtree(self.dir / "disk", ignore_errors=True)  # no record refers to these chunks any more
-        self.cfg.ray_token_file.unlink(missing_ok=True)
+        for path in (self.cfg.ray_token_file, self.cfg.engine_key_file):
+            path.unlink(missing_ok=True)
         for name in ("cluster.json", auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN, TOKEN_FILE):
             (self.dir / name).unlink(missing_ok=True)
         return stopped

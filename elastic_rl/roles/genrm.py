@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from elastic_rl.config import Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient, Sampling
+from elastic_rl.engine_key import read_key
 from elastic_rl.errors import ElasticRLError, PluginFailed, RequestRefused
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.models.arch import vocabulary_of
@@ -110,7 +111,8 @@ class _Pool:
         self.tokenizer = self.prompts.tokenizer
         self.client = GenerateClient(ctx.router_urls[name], timeout_s=settings.engine.request_timeout_s,
                                      retries=ctx.config.rollout.max_attempts,
-                                     vocabulary=vocabulary_of(settings.model_dir) or MAX_TOKEN_IDS)
+                                     vocabulary=vocabulary_of(settings.model_dir) or MAX_TOKEN_IDS,
+                                     key=read_key(ctx.config.engine_key_file))
 
 
 class _Answers:

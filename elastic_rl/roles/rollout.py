@@ -19,6 +19,7 @@ from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
+from elastic_rl.engine_key import read_key
 from elastic_rl.errors import EngineFailed, EtcdUnavailable, PluginAway, PluginFailed
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.models.arch import vocabulary_of
@@ -54,7 +55,8 @@ class RolloutRole(EngineRole):
         self._vocabulary = vocabulary_of(ctx.model_dir) or MAX_TOKEN_IDS
         self.generate_fn = make_generate(cfg, ctx.router_urls[ROLLOUT_POOL], self._vocabulary, ctx.model_dir)
         self.client = GenerateClient(ctx.router_urls[ROLLOUT_POOL], timeout_s=cfg.engine.request_timeout_s,
-                                     retries=cfg.rollout.max_attempts, vocabulary=self._vocabulary)
+                                     retries=cfg.rollout.max_attempts, vocabulary=self._vocabulary,
+                                     key=read_key(cfg.engine_key_file))
         self._first_sample = FirstSampleTrace(self.etcd, ctx.keys)
         self._published = PublishedVersions(self.etcd, ctx.keys, ctx.epoch)
 

@@ -11,6 +11,7 @@ from elastic_rl.config import Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
+from elastic_rl.engine_key import read_key
 from elastic_rl.errors import RequestRefused
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.models.arch import vocabulary_of
@@ -33,7 +34,8 @@ class TeacherRole(EngineRole):
         pool = ctx.pool(name)
         self._client = GenerateClient(ctx.router_urls[name], timeout_s=pool.engine.request_timeout_s,
                                       retries=ctx.config.rollout.max_attempts,
-                                      vocabulary=vocabulary_of(pool.model_dir) or MAX_TOKEN_IDS)
+                                      vocabulary=vocabulary_of(pool.model_dir) or MAX_TOKEN_IDS,
+                                      key=read_key(ctx.config.engine_key_file))
 
     async def score(self, requests: Sequence[ScoreRequest], top: int, term: int) -> list[TokenScores | None]:
         """What the teacher makes of each sequence; None of one that its engines refuse, or that has other tokens than

@@ -28,6 +28,7 @@ from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.engine.sglang.loader import LOADER
+from elastic_rl.engine_key import create_key, read_key
 from elastic_rl.errors import Conflict
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -51,7 +52,9 @@ class EngineTestbed:
         config = parse({"job": f"t-{secrets.token_hex(6)}", "run_dir": str(tmp), "device": {"type": "cpu"},
                         "engine": {"start_timeout_s": 400}, "model": model or {}})
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
-        self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log")
+        create_key(config.engine_key_file)
+        self.key = read_key(config.engine_key_file)
+        self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log", key_file=config.engine_key_file)
         self.router.start()
         model_dir = make_model_dir(tmp / "model", config)
         self.ctx = RunContext(config=config, etcd_endpoints=etcd_servers.endpoints, job=config.job, epoch=0,
@@ -181,7 +184,7 @@ class EngineTestbed:
             seed: int | None = None, resume: bool = False) -> list[Sample]:
         """``n`` samples of ``PROMPT`` through the router."""
         async def run() -> list[Sample]:
-            client = GenerateClient(self.router.url, timeout_s=60, retries=4)
+            client = GenerateClient(self.router.url, timeout_s=60, retries=4, key=self.key)
             try:
                 return await client.generate(PROMPT, Sampling(tokens, temperature, seed=seed, resume=resume), n)
             finally:
@@ -213,7 +216,7 @@ class EngineTestbed:
 
     def workers(self) -> dict[str, bool]:
         """Whether each worker of the router is healthy, by URL."""
-        return RouterClient(self.router.url).workers()
+        return RouterClient(self.router.url, key=self.key).workers()
 
     def await_unrouted(self, url: str) -> None:
         wait_until(lambda: url not in self.workers(), timeout_s=20, what=f"the removal of {url} from the router")

@@ -37,10 +37,12 @@ class ExternalServer(Server):
     """Recognises a restart of the server by its version: a restarted server has the weights of its folder, and does not
     report the version that was applied to it."""
 
-    def __init__(self, url: str, model_dir: str, *, cfg: EngineConfig, updates: bool = True) -> None:
-        """``updates``: whether it is to get versions; if not, it serves the weights that it was started with."""
+    def __init__(self, url: str, model_dir: str, *, cfg: EngineConfig, updates: bool = True, key: str = "") -> None:
+        """``updates``: whether it is to get versions; if not, it serves the weights that it was started with. ``key``:
+        of the job; a server that asks for none takes it too."""
         # Its schedulers have no stagers, since they lack the secret: weights are loaded in the pause.
-        super().__init__(cfg, secret=stager.new_secret(), log_hint="see the log of the server, which someone else runs")
+        super().__init__(cfg, secret=stager.new_secret(), key=key,
+                         log_hint="see the log of the server, which someone else runs")
         self._url, self._model_dir = url.rstrip("/"), model_dir
         self._updates = updates
         self._ranks, self._dtype = 1, ""

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from elastic_rl import http_client
+from elastic_rl.engine_key import key_headers
 
 _LOAD_TIMEOUT_S = 2.0
 _MOVES = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "total_prefill_uncached_tokens", "decode_moments")
@@ -46,10 +47,11 @@ def parse_load(answer: dict[str, Any]) -> Load:
 class ServerProbe:
     """Probes one server. For one thread, but ``load`` may be read by others."""
 
-    def __init__(self, url: Callable[[], str], *, timeout_s: float) -> None:
-        """``timeout_s``: of the generation of one token."""
+    def __init__(self, url: Callable[[], str], *, timeout_s: float, key: str = "") -> None:
+        """``timeout_s``: of the generation of one token. ``key``: of the server."""
         self._url, self._timeout_s = url, timeout_s
-        self.http = http_client.client(timeout=timeout_s)  # its own: others wait for minutes on theirs
+        # Its own: others wait for minutes on theirs.
+        self.http = http_client.client(timeout=timeout_s, headers=key_headers(key))
         self.load: Load | None = None
         """As of the last probe; None when there was none, or it was not answered."""
 

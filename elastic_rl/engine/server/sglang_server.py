@@ -33,6 +33,7 @@ from elastic_rl.engine.server.health import Effort
 from elastic_rl.engine.server.probe import Load, ServerProbe, parse_load
 from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LIMIT_ENV, LOADER, REQUEST
+from elastic_rl.engine_key import KEY_FILE_ENV, key_headers, read_key
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.leftovers import TAG_ENV, remove_files
 from elastic_rl.host.process_activity import ActivityMeter, of_tree
@@ -43,6 +44,7 @@ _START_STEPS = {"cpu_s": 0.5, "starved_s": 0.5, "read_bytes": 1 << 16}
 """What counts as progress of a start: a tree of processes that all wait still wakes up now and then."""
 _START_LOOK_S = 1.0
 _ANSWER_TIMEOUT_S = 5.0
+_OTHER_KEY = "it asks for another key than that of the job: start it with --api-key and what is in cluster/engine.key"
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,12 @@ class StagingSession:
 class Server(ABC):
     """An SGLang server as its engine sees it: one that the engine starts, or an external one."""
 
-    def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str) -> None:
-        """``secret``: of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found."""
+    def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, key: str = "") -> None:
+        """``secret``: of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found; ``key``:
+        that it is asked with."""
         self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
-        self._http = http_client.client(timeout=cfg.apply_timeout_s)
-        self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg))
+        self._http = http_client.client(timeout=cfg.apply_timeout_s, headers=key_headers(key))
+        self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg), key=key)
         self._meter = ActivityMeter(())
         self._condemned = ""
         self.memory = DeviceMemory(self._call)
@@ -207,7 +210,8 @@ class Server(ABC):
             raise EngineFailed(f"engine {self.url} failed at {path}: {type(e).__name__}",
                                hint=self._log_hint) from e
         if not reply.is_success:
-            raise EngineFailed(f"engine {self.url} refused {path}: {reply.status_code} {reply.text[:300]}")
+            raise EngineFailed(f"engine {self.url} refused {path}: {reply.status_code} {reply.text[:300]}",
+                               hint=_OTHER_KEY if reply.status_code == httpx.codes.UNAUTHORIZED else "")
         try:
             answer = reply.json()
         except json.JSONDecodeError:
@@ -232,12 +236,15 @@ class SGLangServer(Server):
 
     def __init__(self, model_dir: str, *, cfg: EngineConfig, device: DeviceConfig, log: Path, seed: int, tag: str,
                  host: str = "127.0.0.1", deterministic: bool = False, folder_version: int = 0,
-                 shares_devices: bool = False, gpus: str = "") -> None:
+                 shares_devices: bool = False, gpus: str = "", key_file: Path | None = None) -> None:
         """``deterministic``: what a sample gets depends on nothing but the weights, its prompt and its seed.
         ``folder_version``: of the folder's weights; 0 where they belong to no version. ``shares_devices``: its device
         memory is to be released and resumed (``memory``). ``gpus``: the ones it uses, as ``CUDA_VISIBLE_DEVICES`` has
-        them; empty: those that this process sees."""
-        super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}")
+        them; empty: those that this process sees. ``key_file``: of the key that it asks for (``engine_key``). Raises
+        ConfigError for one that cannot be read."""
+        super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}",
+                         key=read_key(key_file) if key_file is not None else "")
+        self._key_file = key_file
         self._model_dir, self._device, self._log, self._seed = model_dir, device, log, seed
         self._host, self._tag, self._deterministic = host, tag, deterministic
         self._folder_version, self._shares_devices, self._gpus = folder_version, shares_devices, gpus
@@ -272,6 +279,8 @@ class SGLangServer(Server):
                     **_cores_of_ranks(self.tensor_parallel)}
         if self._gpus:
             env["CUDA_VISIBLE_DEVICES"] = self._gpus
+        if self._key_file is not None:
+            env[KEY_FILE_ENV] = str(self._key_file)
         env["SGLANG_HEALTH_CHECK_TIMEOUT"] = str(math.ceil(probe_timeout_s(self._cfg)))
         self._process = spawn(python("elastic_rl.engine.sglang.launch", *self.arguments(cuda)), log=self._log, env=env)
         limit = ProgressLimit(self._cfg.start_timeout_s, steps=_START_STEPS)

@@ -14,12 +14,14 @@ import multiprocessing
 import os
 import secrets
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from elastic_rl import torch_store
 from elastic_rl.engine.sglang import seeds
+from elastic_rl.engine_key import KEY_FILE_ENV, read_key
 from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.runtime import die_with_parent
 
@@ -106,6 +108,8 @@ def main() -> None:
         fork_children()
         allow_seeds_on_cpu()
     seeds.install()
+    if path := os.environ.get(KEY_FILE_ENV):
+        sys.argv += ["--api-key", read_key(Path(path))]  # here: every user of the host sees the command line
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
 
 

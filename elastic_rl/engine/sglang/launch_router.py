@@ -8,9 +8,13 @@ of SGLang and torch: 12 s of a core before the router listens.
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
+
+from elastic_rl.engine_key import KEY_FILE_ENV, read_key
 
 
 def main() -> None:
@@ -18,6 +22,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="elastic_rl.engine.sglang.launch_router")
     RouterArgs.add_cli_args(parser)
     args = RouterArgs.from_cli_args(parser.parse_args())
+    if path := os.environ.get(KEY_FILE_ENV):
+        args.api_key = read_key(Path(path))  # of requests; for each worker it is told the worker's own
     args._validate_router_args()
     Router.from_args(args).start()
 

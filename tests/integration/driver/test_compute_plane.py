@@ -21,6 +21,7 @@ from elastic_rl.driver import __main__ as driver
 from elastic_rl.driver import compute
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.trainer_group import TrainerGroup
+from elastic_rl.engine_key import create_key
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -43,6 +44,7 @@ class Plane:
         (model / "config.json").write_text("{}")
         cfg = config.parse({"job": keys.job, "run_dir": str(folder), "device": {"type": "cpu"},
                             "rollout": {"engines": 2}, "etcd": {"call_timeout_s": 0.5, "retry_budget_s": 1.0}})
+        create_key(cfg.engine_key_file)
         self.ctx = RunContext(config=cfg, etcd_endpoints=self.servers.endpoints, job=keys.job, epoch=0,
                               model_dir=str(model))
         self.stop, self.code = threading.Event(), []

@@ -15,6 +15,7 @@ import pytest
 
 from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.engine.router import RouterClient, RouterProcess
+from elastic_rl.engine_key import create_key, read_key
 from elastic_rl.errors import EngineFailed
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.runtime import wait_until
@@ -53,9 +54,11 @@ class Supervised:
     """The supervisor, and the engines that etcd would list. Each poll of ``until`` is another reading of etcd."""
 
     def __init__(self, folder: Path) -> None:
-        self.process = RouterProcess(host="127.0.0.1", log=folder / "router.log")
-        self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0)
-        self.client = RouterClient(self.supervisor.url)
+        create_key(folder / "engine.key")
+        key = read_key(folder / "engine.key")
+        self.process = RouterProcess(host="127.0.0.1", log=folder / "router.log", key_file=folder / "engine.key")
+        self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0, key=key)
+        self.client = RouterClient(self.supervisor.url, key=key)
         self.states: dict[str, EngineState] = {}
         self.supervisor.start()
 

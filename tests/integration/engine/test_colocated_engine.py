@@ -14,6 +14,7 @@ from support.engine_testbed import PROMPT, EngineTestbed, await_gone
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.engine.client import Sampling, finish_reason
+from elastic_rl.engine_key import key_headers
 from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.fencing import FencedWriter
@@ -52,8 +53,9 @@ def turns(testbed: EngineTestbed) -> Iterator[TurnsOfTest]:
         testbed.etcd.delete_prefix(testbed.keys.device_holder())
 
 
-def overwrite_weights(engine: Engine) -> None:
-    httpx.post(f"{engine.url}/weights_checker", json={"action": "reset_tensors"}, timeout=60).raise_for_status()
+def overwrite_weights(engine: Engine, key: str) -> None:
+    httpx.post(f"{engine.url}/weights_checker", json={"action": "reset_tensors"}, timeout=60,
+               headers=key_headers(key)).raise_for_status()
 
 
 def released(testbed: EngineTestbed, engine_id: str) -> Engine:
@@ -76,7 +78,7 @@ def test_engine_releases_its_memory_for_the_trainer_and_serves_the_same_tokens_i
     engine = released(testbed, "rollout-colocated")
     assert engine.url not in testbed.workers()
     assert turns.take() == "" and not turns.begin(Side.ENGINES), "the trainer has memory"
-    overwrite_weights(engine)
+    overwrite_weights(engine, testbed.key)
     turns.give_up()
     assert turns.begin(Side.ENGINES)
     again = testbed.wait_ready("rollout-colocated")
@@ -86,7 +88,7 @@ def test_engine_releases_its_memory_for_the_trainer_and_serves_the_same_tokens_i
 
     # A version that is published in the trainer's turn, as in each step.
     assert turns.begin(Side.TRAINER)
-    overwrite_weights(released(testbed, "rollout-colocated"))
+    overwrite_weights(released(testbed, "rollout-colocated"), testbed.key)
     newer = testbed.publish(seed=11)
     assert turns.begin(Side.ENGINES)
     assert testbed.wait_ready("rollout-colocated", newer).pid == first.pid
@@ -109,7 +111,8 @@ def test_request_that_nobody_waits_for_does_not_keep_the_memory_from_the_trainer
 
     def ask() -> None:
         body = {"input_ids": [PROMPT] * 64, "sampling_params": Sampling(50).params() | {"ignore_eos": True}}
-        reasons.extend(finish_reason(a) for a in httpx.post(f"{url}/generate", json=body, timeout=120).json())
+        reasons.extend(finish_reason(a) for a in httpx.post(
+            f"{url}/generate", json=body, timeout=120, headers=key_headers(testbed.key)).json())
 
     asking = threading.Thread(target=ask)
     asking.start()

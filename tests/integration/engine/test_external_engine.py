@@ -46,7 +46,7 @@ def drivers(testbed: EngineTestbed, foreign: ForeignServer) -> Iterator[Callable
 
     def unroute(url: str) -> None:
         """As the driver's supervisor of the router does it, in its own time."""
-        router = RouterClient(testbed.ctx.router_urls["rollout"])
+        router = RouterClient(testbed.ctx.router_urls["rollout"], key=testbed.key)
         router.request_remove(router.worker_ids().get(url, []))
 
     start_ray(4)

@@ -38,7 +38,8 @@ class Judges:
     def __init__(self, testbed: EngineTestbed, folder: Path) -> None:
         self.testbed = testbed
         self.model_dir = make_model_dir(folder / "judge", config.parse({"seed": 7, "model": {"family": "llama"}}))
-        self.router = RouterProcess(host="127.0.0.1", log=folder / "router-judge.log")
+        self.router = RouterProcess(host="127.0.0.1", log=folder / "router-judge.log",
+                                    key_file=testbed.ctx.config.engine_key_file)
         self.router.start()
         ctx, pools = testbed.ctx, {POOL: PoolConfig(model=str(self.model_dir), engine={"max_total_tokens": 2048})}
         self.ctx = ctx.model_copy(update={
@@ -59,7 +60,7 @@ class Judges:
     def ask(self) -> tuple[list[int], int]:
         """Tokens, by greedy decoding, and their version."""
         async def run() -> tuple[list[int], int]:
-            client = GenerateClient(self.router.url, timeout_s=60, retries=4)
+            client = GenerateClient(self.router.url, timeout_s=60, retries=4, key=self.testbed.key)
             try:
                 [sample] = await client.generate(PROMPT, Sampling(8, 0.0), 1)
             finally:

@@ -17,12 +17,14 @@ from support.scripted_engine import Engine
 from support.simulated_job import Roles, SimulatedJob
 from support.text_model import make_tokenizer_folder
 
-from elastic_rl.config import ROLLOUT_POOL
+from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.engine.generation import Generated, PromptRequest
+from elastic_rl.engine_key import create_key
+from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import StepMetrics
+from elastic_rl.etcd.records import StepMetrics, Version, VersionState
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
 from elastic_rl.runtime import wait_until
 
@@ -49,7 +51,8 @@ class EpisodeRoles(Roles):
     loop: asyncio.AbstractEventLoop
 
     def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[Generated]:  # type: ignore[override]
-        asked = self.rollout.generate(GenerationRequest(tuple(prompts), min_version))
+        asked = self.rollout.generate(GenerationRequest(tuple(prompts), min_version),
+                                      fencing.current_term(self.rollout.etcd, self.rollout.ctx.keys))
         return asyncio.run_coroutine_threadsafe(asked, self.loop).result(WAIT_S)
 
 
@@ -80,7 +83,15 @@ def job(engine: Engine, etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys,
             "paths": str(tmp_path / "questions.jsonl"), "eval_paths": str(tmp_path / "exam.jsonl"),
             "messages_key": "messages", "max_prompt_tokens": 60, "max_response_tokens": 100})})
     made.roles = roles = EpisodeRoles(made.trainer, etcd, keys)
-    engine.version = lambda: made.trainer.version
+
+    def serves() -> int:
+        version = Version(stream=Stream.POLICY, number=made.trainer.version, state=VersionState.COMMITTED,
+                          epoch=made.ctx.epoch)
+        etcd.put(keys.stream_head(Stream.POLICY), version.encode())  # as whoever has published it
+        return version.number
+
+    engine.version = serves
+    create_key(made.cfg.engine_key_file)
     roles.rollout = RolloutRole(made.ctx.model_copy(update={
         "router_urls": {ROLLOUT_POOL: engine.url}, "model_dir": str(tmp_path / "model")}))
     roles.loop = asyncio.new_event_loop()

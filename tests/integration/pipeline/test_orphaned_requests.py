@@ -18,13 +18,16 @@ from support.etcd_server import EtcdServers
 from support.ray_cluster import start_ray
 
 from elastic_rl import config
+from elastic_rl.config import Stream
 from elastic_rl.data.samples import Prompt
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
+from elastic_rl.engine_key import create_key
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.roles.role_clients import RoleClients
 from elastic_rl.roles.rollout import RolloutRole
@@ -94,6 +97,9 @@ def ctx(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, router: Router,
         start_ray(4)
     cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path), "engine": {
         "request_timeout_s": 3600.0, "drain_timeout_s": 3600.0}, "etcd": {"call_timeout_s": 2.0}})
+    create_key(cfg.engine_key_file)
+    etcd.put(keys.stream_head(Stream.POLICY), Version(
+        stream=Stream.POLICY, number=1, state=VersionState.COMMITTED, epoch=1).encode())
     made = RunContext(config=cfg, etcd_endpoints=etcd_servers.endpoints, job=keys.job, model_dir=str(tmp_path),
                       epoch=fencing.raise_epoch(etcd, keys, "test").number, router_urls={"rollout": router.url})
     serve.start(proxy_location="Disabled")

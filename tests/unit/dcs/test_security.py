@@ -58,14 +58,14 @@ def test_cluster_makes_one_token_that_only_its_owner_may_read(tmp_path: Path) ->
     cfg = parse({"job": "j", "run_dir": str(tmp_path)})
     path = cfg.cluster_dir / TOKEN_FILE
     path.parent.mkdir(parents=True)
-    Cluster(cfg)._dcs_token()
+    Cluster(cfg)._secrets()
     token = Security.from_config(cfg.dcs, path).token
     assert path.stat().st_mode & 0o777 == 0o600 and len(token) == 64
-    Cluster(cfg)._dcs_token()  # services that run already know the first one
+    Cluster(cfg)._secrets()  # services that run already know the first one
     assert Security.from_config(cfg.dcs, path).token == token
     named = parse({"job": "k", "run_dir": str(tmp_path), "dcs": {"token_file": "/etc/secret"}})
     named.cluster_dir.mkdir(parents=True)
-    Cluster(named)._dcs_token()
+    Cluster(named)._secrets()
     assert not (named.cluster_dir / TOKEN_FILE).exists()
 
 

@@ -20,7 +20,7 @@ from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.data.samples import EPISODE, Prompt, Sample
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.engine.own_generate import EnvironmentJob, OwnGenerate
+from elastic_rl.engine.own_generate import ClientOptions, EnvironmentJob, OwnGenerate
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
 from elastic_rl.plugin_process import CallLost
 
@@ -77,7 +77,7 @@ def played(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
     def make(name: str, seconds: float = 60.0, **options: Any) -> OwnGenerate:
         job = EnvironmentJob(name, options, str(tmp_path / "model"), 4, 10_000, seconds, {})
-        made.append(OwnGenerate(job, engine.url, timeout_s=30.0, retries=1, vocabulary=1000))
+        made.append(OwnGenerate(job, ClientOptions(engine.url, 30.0, 1, 1000)))
         return made[-1]
 
     yield make

@@ -28,7 +28,7 @@ from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.data.sources import make_source
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
-from elastic_rl.engine.own_generate import OwnGenerate
+from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate
 from elastic_rl.errors import ConfigError, EngineFailed, Fenced
 from elastic_rl.pipeline.sampling.generating import GroupRequests
 from elastic_rl.pipeline.sampling.samples import Sampler
@@ -96,7 +96,7 @@ def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRole]:
     monkeypatch.setattr("elastic_rl.plugin_process.CANCEL_S", 0.5)
     made = RolloutRole.__new__(RolloutRole)
     cfg = config.load(overrides=["--rollout.generate=my_generate:generate", "--rollout.generate_timeout_s=2"])
-    own = OwnGenerate("my_generate:generate", "http://127.0.0.1:9", timeout_s=5.0, retries=1, vocabulary=50)
+    own = OwnGenerate("my_generate:generate", ClientOptions("http://127.0.0.1:9", 5.0, 1, 50))
     made.ctx = SimpleNamespace(config=cfg, model_dir="")  # type: ignore[assignment]
     made.generate_fn, made._vocabulary = own, 50
     made.client = None  # type: ignore[assignment]
@@ -135,8 +135,8 @@ def test_process_takes_no_call_before_it_was_made(monkeypatch: pytest.MonkeyPatc
         f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
         f"while not os.path.exists({str(released)!r}): time.sleep(0.05)\nfrom my_generate import generate\n")
     monkeypatch.syspath_prepend(tmp_path)
-    process = PluginProcess("the test", "elastic_rl.engine.own_generate:serve", "slow_generate:generate", "", 1.0, 1,
-                            50)
+    process = PluginProcess("the test", "elastic_rl.engine.own_generate:serve", "slow_generate:generate",
+                            ClientOptions("", 1.0, 1, 50))
     started: list[None] = []
     threads = [threading.Thread(target=lambda: started.append(process.start())) for _ in range(3)]
 
@@ -183,7 +183,7 @@ def test_engines_that_fail_are_no_fault_of_the_function(role: RolloutRole) -> No
 def test_what_is_no_function_is_a_wrong_setting() -> None:
     for name in ("my_generate:not_async", "my_generate:missing", "no_such_module:f"):
         with pytest.raises(ConfigError, match="rollout.generate"):
-            OwnGenerate(name, "", timeout_s=1.0, retries=1, vocabulary=1)
+            OwnGenerate(name, ClientOptions("", 1.0, 1, 1))
 
 
 # -- the example -------------------------------------------------------------------------------------------------------
@@ -210,8 +210,7 @@ class Engine(BaseHTTPRequestHandler):
 def test_example_of_two_turns_is_trained_on_what_the_policy_wrote() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    own = OwnGenerate("two_turns:generate", f"http://127.0.0.1:{server.server_port}", timeout_s=60.0, retries=2,
-                      vocabulary=50)
+    own = OwnGenerate("two_turns:generate", ClientOptions(f"http://127.0.0.1:{server.server_port}", 60.0, 2, 50))
     try:
         request = _request(0)
         samples = asyncio.run(own(request, None))  # type: ignore[arg-type]
