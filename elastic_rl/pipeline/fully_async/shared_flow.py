@@ -115,7 +115,7 @@ class SharedFlow:
                 continue
             found = self._queue.get(part.ordinals)
             if missing := [ordinal for ordinal in part.ordinals if ordinal not in found]:
-                self.lost(missing)
+                self.lost(missing, on_loss)
                 continue
             groups = {**({} if part.first else groups), **found}
             on_part(self._step_groups(found, part.ordinals), part.first)
@@ -125,9 +125,14 @@ class SharedFlow:
     def _step_groups(self, groups: Mapping[int, GroupSummary], ordinals: Sequence[int]) -> StepGroups:
         return StepGroups(tuple(groups[ordinal] for ordinal in ordinals), self._queue)
 
-    def lost(self, chosen: Collection[int]) -> None:
-        """The queue has no data any more of some of the groups that were chosen: the step is chosen anew."""
-        self._give_up(lambda: self._flow.not_loaded(chosen))
+    def lost(self, chosen: Collection[int], on_loss: Callable[[QueueLoss], None]) -> None:
+        """The queue has no data any more of some of the groups that were chosen: the step is chosen anew. ``on_loss``:
+        see ``take``. What else the queue has lost with them is taken now: later it would seem to be what was generated
+        again since."""
+        loss = self._queue.take_loss()
+        self._give_up(lambda: [*self._flow.not_loaded(chosen), *(self._flow.lost(loss.groups) if loss else ())])
+        if loss is not None:
+            on_loss(loss)
 
     def _next_part(self) -> ChosenPart | None:
         """None after a short wait for one."""

@@ -78,7 +78,7 @@ class FullyAsync:
 
     def lost(self, error: GroupsLost) -> None:
         """Groups that ``take`` gave are gone from the queue: they are generated again."""
-        self.flow.lost(error.ordinals)
+        self.flow.lost(error.ordinals, self._queue_lost)
 
     @property
     def engines(self) -> list[Engine]:

@@ -105,7 +105,7 @@ def plane(tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def test_driver_outlives_an_outage_of_every_part(plane: Plane) -> None:
     # A role that cannot start, and an etcd that stops while the plane starts.
-    plane.ctx.config.cluster_dir.mkdir(parents=True)
+    plane.ctx.config.cluster_dir.mkdir(parents=True, exist_ok=True)
     broken = plane.ctx.config.cluster_dir / FAIL
     plane.thread.start()
     wait_until(lambda: plane.planes, timeout_s=60, what="the plane's start")

@@ -382,7 +382,7 @@ def test_reward_that_raises_is_shown_and_retried(
     monkeypatch.syspath_prepend(tmp_path)
     job = make_job(**{"rollout.reward": "my_reward:reward"})
     job.start_actor()
-    assert "the judge is away" in job.wait_waiting("plugin")
+    wait_until(lambda: "the judge is away" in job.wait_waiting("plugin"), timeout_s=WAIT_S, what="what it waits for")
     (tmp_path / "corrected").touch()
     job.finish()
     job.assert_exactly_once(best=1)

@@ -42,12 +42,21 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferQueueQueue]:
-    monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", WAIT_S)  # nobody here tries again
+@pytest.fixture(scope="module")
+def shared_queue(ray_cluster: None) -> Iterator[TransferQueueQueue]:
+    """Its actors start once: that takes longer than a test."""
     made = TransferQueueQueue(4, units=2, call_s=20.0, host="127.0.0.1")
     yield made
     made.close()
+
+
+@pytest.fixture
+def queue(shared_queue: TransferQueueQueue, monkeypatch: pytest.MonkeyPatch) -> TransferQueueQueue:
+    """Empty."""
+    monkeypatch.setattr(transfer_queue, "_SHOWN_AFTER_S", WAIT_S)  # nobody here tries again
+    shared_queue.drop(list(shared_queue._held))
+    shared_queue.take_loss()
+    return shared_queue
 
 
 def _group(ordinal: int, tokens: int = 3) -> Group:

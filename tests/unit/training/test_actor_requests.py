@@ -18,7 +18,7 @@ from elastic_rl import config
 from elastic_rl.data.samples import Prompt
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.engine.own_generate import OwnGenerate
+from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate
 from elastic_rl.errors import EtcdUnavailable, Fenced
 from elastic_rl.roles.actor_requests import ActorRequests
 from elastic_rl.roles.genrm import GenRmRole
@@ -210,7 +210,7 @@ def test_what_engines_do_for_a_predecessor_ends(cls: Any, ask: Callable[..., Any
 def own(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[OwnGenerate]:
     (tmp_path / "waits_forever.py").write_text(MODULE)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    generate = OwnGenerate("waits_forever:generate", "http://127.0.0.1:9", timeout_s=5.0, retries=1, vocabulary=50)
+    generate = OwnGenerate("waits_forever:generate", ClientOptions("http://127.0.0.1:9", 5.0, 1, 50))
     yield generate
     generate.close()
 

@@ -247,13 +247,35 @@ def test_group_that_is_gone_when_it_is_read_is_generated_again(queue: TransferQu
     with pytest.raises(GroupsLost) as lost:
         taken.groups.reader.read(taken.groups.refs)
     assert lost.value.ordinals == (1,)
-    flow.lost(lost.value.ordinals)
+    flow.lost(lost.value.ordinals, lambda loss: None)
     grant = flow.lease(0.0)
     assert grant is not None and grant.ordinals == (1,)
     flow.finished(group(1, version=7), "", waits)
     again = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
     assert [s.oldest_version for s in again.groups.samples] == [1, 1, 7, 7]
     assert len(again.groups.reader.read(again.groups.refs)) == 4
+
+
+def test_loss_that_is_told_late_is_none_of_what_was_generated_again(queue: TransferQueueQueue) -> None:
+    """A rank finds the chosen groups gone before anybody has looked for what the queue has lost."""
+    flow = SharedFlow(FlowLimits(steps=9, groups_per_step=1, max_staleness=1, max_dropped_groups=0), queue)
+    waits, told = Waits(lambda *_: None, threading.Event()), list[tuple[int, ...]]()
+    flow.resume(0, 1, IntervalSet(), Branch(0, 1))
+    for ordinal in (0, 1):
+        assert flow.lease(0.0) is not None
+        flow.finished(group(ordinal), "", waits)
+    taken = flow.take(waits, lambda: None, lambda loss: None, lambda groups, first: None)
+    queue._replace(queue._generation, "its controller is gone")
+    with pytest.raises(GroupsLost) as lost:
+        taken.groups.reader.read(taken.groups.refs)
+    flow.lost(lost.value.ordinals, lambda loss: told.append(loss.groups))
+    assert told == [(0, 1)]
+    for ordinal in (0, 1):
+        grant = flow.lease(0.0)
+        assert grant is not None and grant.ordinals == (ordinal,)
+        flow.finished(group(ordinal), "", waits)
+    again = flow.take(waits, lambda: None, lambda loss: told.append(loss.groups), lambda groups, first: None)
+    assert told == [(0, 1)] and again.metrics["groups_lost"] == 2
 
 
 def test_call_of_a_dead_actor_is_given_up_long_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
