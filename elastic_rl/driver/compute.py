@@ -67,8 +67,9 @@ class ComputePlane:
         key = read_key(ctx.config.engine_key_file)
         self.routers = {name: RouterSupervisor(RouterProcess(
             host=ctx.host, log=ctx.config.log_dir / f"router-{name}.log", key_file=ctx.config.engine_key_file,
+            request_timeout_s=pool.engine.request_timeout_s,
             sticky=name == ROLLOUT_POOL and ctx.config.rollout.generate == ENVIRONMENT), epoch=ctx.epoch, key=key)
-            for name in ctx.config.pool_settings(ctx.model_dir)}
+            for name, pool in ctx.config.pool_settings(ctx.model_dir).items()}
         self.pools: dict[str, EnginePool] = {}
         self.trainers: dict[str, TrainerGroup] = {}
         """The trainer groups, by name."""

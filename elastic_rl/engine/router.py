@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterable
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ _EVEN = {"policy": "round_robin"}
 # By the routing key of a conversation, whose turns are long prefixes of one another; cache_aware sends all to one
 # engine as long as few requests run. What has no key goes anywhere; a key that was not used for a while is forgotten.
 _STICKY = {"policy": "manual", "assignment-mode": "min_load", "max-idle-secs": 900}
+_LONGER_THAN_CLIENT_S = 30.0
+"""The router's limit of a request beyond its client's, which ends it and knows how often it may be repeated."""
 _REMOVE_AGAIN_S = 1.0
 _TRIES = 3
 """Of one call, when the router cannot be reached."""
@@ -40,10 +43,10 @@ class RouterProcess:
     """The router as a child of this process. Its ``url`` is there from the beginning and does not change over
     restarts."""
 
-    def __init__(self, *, host: str, log: Path, start_timeout_s: float = 30.0, request_timeout_s: float = 600.0,
+    def __init__(self, *, host: str, log: Path, request_timeout_s: float, start_timeout_s: float = 30.0,
                  sticky: bool = False, key_file: Path | None = None) -> None:
-        """``sticky``: requests of one routing key go to one engine (``GenerateClient.generate``). ``key_file``: of the
-        key that it asks for (``engine_key``)."""
+        """``request_timeout_s``: that of its clients. ``sticky``: requests of one routing key go to one engine
+        (``GenerateClient.generate``). ``key_file``: of the key that it asks for (``engine_key``)."""
         self._policy: dict[str, Any] = _STICKY if sticky else _EVEN
         self._host, self._log, self._key_file = host, log, key_file
         self._start_timeout_s, self._request_timeout_s = start_timeout_s, request_timeout_s
@@ -71,7 +74,8 @@ class RouterProcess:
         PreflightFailed."""
         self.stop()
         flags = {**_FLAGS, **self._policy, "host": self._host, "port": self._port, "prometheus-host": self._host,
-                 "prometheus-port": self._metrics_port, "request-timeout-secs": int(self._request_timeout_s)}
+                 "prometheus-port": self._metrics_port,
+                 "request-timeout-secs": ceil(self._request_timeout_s + _LONGER_THAN_CLIENT_S)}
         args = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
         self._process = spawn(python("elastic_rl.engine.sglang.launch_router", *args, "--disable-circuit-breaker"),
                               log=self._log, env={KEY_FILE_ENV: str(self._key_file)} if self._key_file else {})

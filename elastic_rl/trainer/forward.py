@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -63,11 +64,18 @@ class LossTokens:
         return tensor[self.rows] if tensor.ndim == 1 else tensor[self.rows, self.at + 1]
 
 
+IN_PASSES, AFTER_PASSES = "micro-batches", "reducing"
+"""Phases of a rank that executes a command: it goes from one micro-batch to the next; all of its own are done, and it
+waits for other ranks, and makes the update. Two, since what is usual for one of them would be a hang of the other."""
+
+
 class ForwardPass:
     """Of one rank. All ranks call the same method; each passes its replica's share of the batch."""
 
-    def __init__(self, policy: Policy, cfg: Config, par: ParallelDims) -> None:
-        self.policy, self.cfg, self.par = policy, cfg, par
+    def __init__(self, policy: Policy, cfg: Config, par: ParallelDims,
+                 report: Callable[[str], None] = lambda phase: None) -> None:
+        """``report``: called with IN_PASSES before each micro-batch, and with AFTER_PASSES after the last one."""
+        self.policy, self.cfg, self.par, self._report = policy, cfg, par, report
 
     def forward_logprobs(self, share: Batch, phase: str = "rl", *, greedy: bool = True) -> dict[str, torch.Tensor]:
         """Of this rank's share, at the sampler's temperature (in the SFT phase, which samples nothing, at 1):
@@ -111,4 +119,6 @@ class ForwardPass:
 
     def _run(self, micros: list[MicroBatch], finish: Callable[[int, torch.Tensor], torch.Tensor], *, train: bool
              ) -> None:
-        run(self.policy, [micro.input.to(self.par.device) for micro in micros], finish, train=train)
+        run(self.policy, [micro.input.to(self.par.device) for micro in micros], finish, train=train,
+            on_pass=partial(self._report, IN_PASSES))
+        self._report(AFTER_PASSES)

@@ -40,7 +40,7 @@ class ForwardWorker(GroupWorker):
                  board: Board, share_urls: list[str]) -> None:
         super().__init__(ctx, etcd, par, member, board, share_urls)
         self.policy = Policy(ModelArch.read(ctx.model_dir), self.cfg, par, trains=False)
-        self.passes = ForwardPass(self.policy, self.cfg, par)
+        self.passes = ForwardPass(self.policy, self.cfg, par, self._report_passes)
         self.version = PolicyVersion(ctx, etcd, par, self.policy, member.incarnation, self._on_load)
         self._pending: Command | None = None
         """On rank 0: a command whose version is being looked for or loaded."""

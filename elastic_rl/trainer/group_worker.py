@@ -8,6 +8,7 @@ import math
 import os
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -27,6 +28,9 @@ from elastic_rl.trainer.service.calls import DISPATCH
 from elastic_rl.trainer.service.commands import Command, CommandKind, WriterGate
 from elastic_rl.trainer.service.dispatch import Refused, Split
 
+_SAY_EVERY_S = 1.0
+"""Of micro-batches that take less."""
+
 
 class GroupWorker(ABC):
     """One rank."""
@@ -44,6 +48,7 @@ class GroupWorker(ABC):
         self._idle_s = max(0.5, self.cfg.trainer.collective_timeout_s / 10)
         """So often the ranks say that they are alive while there is no command."""
         self.gate = WriterGate(ctx.epoch, member.incarnation)
+        self._passes_phase, self._passes_said_at = "", 0.0
 
     @abstractmethod
     def run(self) -> None:
@@ -52,6 +57,14 @@ class GroupWorker(ABC):
     @abstractmethod
     def _report(self, phase: str = "", *, ready: bool = False) -> None:
         """Says where the group is."""
+
+    def _report_passes(self, phase: str) -> None:
+        """A sign of life in a command, which may take an hour: its micro-batches are progress. ``phase``: see
+        ``ForwardPass``."""
+        now = time.monotonic()
+        if phase != self._passes_phase or now - self._passes_said_at >= _SAY_EVERY_S:
+            self._passes_phase, self._passes_said_at = phase, now
+            self._report(phase)
 
     def _require_possible(self, command: Command, share: Batch | None = None) -> None:
         """Raises Refused for what this group cannot execute now or at all; the same on every rank."""

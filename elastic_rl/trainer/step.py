@@ -58,8 +58,9 @@ class Parts:
 class TrainStep(ForwardPass):
     """Runs steps on one rank. All ranks call the same method; each passes its replica's share of the batch."""
 
-    def __init__(self, policy: Policy, adam: Adam, cfg: Config, par: ParallelDims) -> None:
-        super().__init__(policy, cfg, par)
+    def __init__(self, policy: Policy, adam: Adam, cfg: Config, par: ParallelDims,
+                 report: Callable[[str], None] = lambda phase: None) -> None:
+        super().__init__(policy, cfg, par, report)
         self.adam = adam
         self.parts = Parts()
         """Of the step that is being accumulated."""

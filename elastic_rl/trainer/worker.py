@@ -79,7 +79,7 @@ class TrainerWorker(GroupWorker):
         arch = ModelArch.read(ctx.model_dir)
         self.policy = Policy(arch.as_critic() if ctx.group is CRITIC else arch, self.cfg, par)
         self.adam = Adam(self.policy, self.cfg)
-        self.train_step = TrainStep(self.policy, self.adam, self.cfg, par)
+        self.train_step = TrainStep(self.policy, self.adam, self.cfg, par, self._report_passes)
         dtype = next(self.policy.module.parameters()).dtype
         self.throughput = Throughput(self.policy.arch, self.cfg.device, par, dtype)
         algorithm = CRITIC_LOSS if ctx.group is CRITIC else algorithm_of(self.cfg)

@@ -54,7 +54,8 @@ class EngineTestbed:
         self.etcd = EtcdClient(etcd_servers.endpoints, call_timeout_s=2.0)
         create_key(config.engine_key_file)
         self.key = read_key(config.engine_key_file)
-        self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log", key_file=config.engine_key_file)
+        self.router = RouterProcess(host="127.0.0.1", log=tmp / "router.log", key_file=config.engine_key_file,
+                                    request_timeout_s=config.engine.request_timeout_s)
         self.router.start()
         model_dir = make_model_dir(tmp / "model", config)
         self.ctx = RunContext(config=config, etcd_endpoints=etcd_servers.endpoints, job=config.job, epoch=0,

@@ -15,14 +15,16 @@ from elastic_rl.trainer.megatron.parallel import max_over_data, sum_over_data
 from elastic_rl.trainer.megatron.policy import Policy
 from elastic_rl.trainer.micro_batches import ModelInput
 
+_Loss = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 Finish = Callable[[int, torch.Tensor], torch.Tensor]
 """From a micro-batch's number and this rank's columns of its logits [R, P, padded_vocab / TP] to its part of the loss.
 """
 
 
-def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: bool) -> None:
+def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: bool,
+        on_pass: Callable[[], None] = lambda: None) -> None:
     """Runs every micro-batch (their shapes may differ) once through the whole model, and accumulates gradients if
-    ``train``.
+    ``train``. ``on_pass``: called on each rank before each micro-batch.
 
     All ranks of a pipeline make the same call. ``finish`` is called on the ranks of the last stage, in order. With
     expert parallelism every replica makes the call, since their forward passes are collectives.
@@ -37,6 +39,7 @@ def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: 
         return
     if policy.par.pp == 1:
         for i, micro in enumerate(micros):
+            on_pass()
             loss = finish(i, policy.forward(micro))
             if train:
                 loss.backward()
@@ -45,7 +48,7 @@ def run(policy: Policy, micros: Sequence[ModelInput], finish: Finish, *, train: 
 
     with cuda_literals():
         get_forward_backward_func()(
-            forward_step_func=partial(_forward, policy, finish), data_iterator=iter(list(enumerate(micros))),
+            forward_step_func=partial(_forward, policy, finish, on_pass), data_iterator=iter(list(enumerate(micros))),
             model=policy.ddp, num_microbatches=len(micros), forward_only=not train,
             # Sent with each tensor, since they vary (``variable_seq_lengths``).
             seq_length=micros[0].tokens.shape[1], micro_batch_size=micros[0].tokens.shape[0])
@@ -65,11 +68,12 @@ def _as_many_as_others(policy: Policy, micros: Sequence[ModelInput], finish: Fin
     return [*micros, *[fill] * missing], finish_own
 
 
-def _forward(policy: Policy, finish: Finish, micros: Iterator[tuple[int, ModelInput]], _model: Any
-             ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]]:
+def _forward(policy: Policy, finish: Finish, on_pass: Callable[[], None], micros: Iterator[tuple[int, ModelInput]],
+             _model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], _Loss]]:
     number, micro = next(micros)
+    on_pass()
 
-    def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def loss(logits: torch.Tensor) -> _Loss:
         # The schedule does not divide by this count of tokens (``calculate_per_token_loss``): ``finish`` has done so.
         return finish(number, logits), torch.tensor(0, dtype=torch.int), {}
 

@@ -56,7 +56,8 @@ class Supervised:
     def __init__(self, folder: Path) -> None:
         create_key(folder / "engine.key")
         key = read_key(folder / "engine.key")
-        self.process = RouterProcess(host="127.0.0.1", log=folder / "router.log", key_file=folder / "engine.key")
+        self.process = RouterProcess(host="127.0.0.1", log=folder / "router.log", key_file=folder / "engine.key",
+                                     request_timeout_s=60.0)
         self.supervisor = RouterSupervisor(self.process, epoch=EPOCH, interval_s=0.1, frozen_s=3.0, key=key)
         self.client = RouterClient(self.supervisor.url, key=key)
         self.states: dict[str, EngineState] = {}

@@ -38,7 +38,7 @@ class Judges:
     def __init__(self, testbed: EngineTestbed, folder: Path) -> None:
         self.testbed = testbed
         self.model_dir = make_model_dir(folder / "judge", config.parse({"seed": 7, "model": {"family": "llama"}}))
-        self.router = RouterProcess(host="127.0.0.1", log=folder / "router-judge.log",
+        self.router = RouterProcess(host="127.0.0.1", log=folder / "router-judge.log", request_timeout_s=60.0,
                                     key_file=testbed.ctx.config.engine_key_file)
         self.router.start()
         ctx, pools = testbed.ctx, {POOL: PoolConfig(model=str(self.model_dir), engine={"max_total_tokens": 2048})}

@@ -24,12 +24,13 @@ from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.publish.part_writer import _view_of
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.trainer.checkpoint.snapshot import StateLoader, extras, owned_tensors, reference, weights
+from elastic_rl.trainer.forward import IN_PASSES
 from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.megatron.device_memory import DeviceMemory
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.pipeline import run
 from elastic_rl.trainer.megatron.policy import ModelArch, Policy
-from elastic_rl.trainer.micro_batches import ModelInput
+from elastic_rl.trainer.micro_batches import ModelInput, cut
 from elastic_rl.trainer.progress import Progress
 from elastic_rl.trainer.reference import Reference
 from elastic_rl.trainer.step import TrainStep
@@ -159,6 +160,8 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
         return gradients(loaded(model, packed, par), algorithm_of(cfg), synthetic(cfg, 64))
     if scenario == "cuts":
         return cuts(model, cfg, par)
+    if scenario == "signs of life":
+        return signs_of_life(policy, adam, cfg, par)
     if scenario == "recompute":
         return recompute(model, cfg, par)
     if scenario == "failing":
@@ -378,7 +381,7 @@ def cuts(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torc
     """Of each cut into micro-batches the gradients and metrics, and the log-probs of the replica's samples as
     "logprobs <row in the batch>"."""
     cfg, out = with_algorithm(cfg, **VARIANTS[ALL]), {}
-    for cut, settings in CUTS.items():
+    for name_of_cut, settings in CUTS.items():
         train_step = loaded(model, with_trainer(cfg, **settings), par)
         batch = with_reference(cfg, train_step.policy.arch.vocab)
         found = gradients(train_step, algorithm_of(cfg), batch)
@@ -386,8 +389,22 @@ def cuts(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torc
         if par.is_share_leader:
             rows = batch.share_rows(par.dp)[par.dp_rank].tolist()
             found |= {f"logprobs {row}": outputs["logprobs"][i, :batch["lengths"][row]] for i, row in enumerate(rows)}
-        out |= {f"{cut}/{name}": tensor for name, tensor in found.items()}
+        out |= {f"{name_of_cut}/{name}": tensor for name, tensor in found.items()}
     return out
+
+
+def signs_of_life(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """Of one forward pass and one step of this rank: as "micro-batches <rank>" how many there are in a pass, and as
+    "reports <rank>" what it reported, in order: 1 for a micro-batch, 0 for the time after them, -1 for the end."""
+    found: list[int] = []
+    small = with_trainer(cfg, micro_batch_tokens=40)
+    train_step = TrainStep(policy, adam, small, par, lambda phase: found.append(int(phase == IN_PASSES)))
+    share = share_of(synthetic(small, 64), train_step)
+    train_step.forward_logprobs(share)
+    found.append(-1)
+    train_step.train(share, "rl", 1)
+    return {f"reports {par.rank}": torch.tensor(found),
+            f"micro-batches {par.rank}": torch.tensor([len(cut(share, small.trainer))])}
 
 
 def recompute(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:

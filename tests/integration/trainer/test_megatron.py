@@ -83,6 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                          Scenario("failing", "failing", hf16), Scenario("corrected", "corrected", hf16),
                          Scenario("cuts", "cuts", hf16), Scenario("reference", "reference", hf16),
                          Scenario("temperature", "temperature", hf16),
+                         Scenario("signs of life", "signs of life", hf16),
                          *(Scenario(kind, kind, hf16) for kind in (FREE, HELD))]
             if sizes in RECOMPUTED:
                 scenarios.append(Scenario("recompute", "recompute", hf16))
@@ -188,6 +189,19 @@ def test_gradients_and_logprobs_do_not_depend_on_the_micro_batches_and_packing(r
     assert len([name for name in found[0] if name.startswith("logprobs ")]) == 64
     for name in found[0]:
         assert torch.equal(cuts[f"packed again/{name}"], cuts[f"packed/{name}"]), f"{name} is not reproducible"
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_each_rank_reports_every_micro_batch_and_their_end(runs: Runs, sizes: Sizes) -> None:
+    """On every stage: a step may take an hour, and a rank without progress counts as hung."""
+    tp, pp, dp = sizes
+    found = runs.results[sizes]["signs of life"]
+    for rank in range(tp * pp * dp):
+        count = int(found[f"micro-batches {rank}"])
+        assert count > 2
+        one_pass = [*[1] * count, 0]
+        updates = make_config(sizes).train.updates_per_step
+        assert found[f"reports {rank}"].tolist() == [*one_pass, -1, *one_pass * updates]
 
 
 @pytest.mark.parametrize("sizes", RECOMPUTED)
