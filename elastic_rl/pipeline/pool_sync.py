@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +13,10 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine
 from elastic_rl.pipeline.republish import Republish
-from elastic_rl.pipeline.rollout_pool import PoolWatch, behind, describe, in_sync, missing
+from elastic_rl.pipeline.rollout_pool import PoolWatch, behind, describe, in_sync, missing, serves
 from elastic_rl.pipeline.waits import Waits
+
+log = logging.getLogger(__name__)
 
 _LOOK_S, _PAUSE_S = 0.25, 0.01
 """Longest and shortest pause between two looks at the pool: while nothing changes there, and while much does."""
@@ -27,7 +30,8 @@ class PoolSync:
 
     def __init__(self, etcd: EtcdClient, keys: Keys, waits: Waits, publish_again: Callable[[int], None], *,
                  first_pull_s: float) -> None:
-        """``publish_again``: called with a version that engines cannot get. ``first_pull_s``: see ``Republish``."""
+        """``publish_again``: called with a version that engines cannot get. ``first_pull_s``: see ``Republish``; also
+        how long engines that serve the version wait for others that do not get so far."""
         self.etcd, self.keys, self.waits = etcd, keys, waits
         self.publish_again, self.first_pull_s = publish_again, first_pull_s
         self.engines: list[Engine] = []
@@ -59,20 +63,35 @@ class VersionWait:
     def __init__(self, sync: PoolSync, version: int, enough: Enough) -> None:
         self._sync, self._version, self._enough = sync, version, enough
         self._republish, self._timeout_s = Republish(sync.first_pull_s), 0.0
+        self._served_since: float | None = None
+        """Since when all that take requests serve it, though not all that should; monotonic."""
         self._pool = PoolWatch(sync.etcd, sync.keys)
 
     def poll(self) -> bool:
         """Whether they do; if not, says what is waited for. Raises Fenced, and what ``publish_again`` raises."""
         sync = self._sync
         sync.engines = sync.waits.retry("etcd", partial(self._pool.engines, self._timeout_s))
-        if self._enough(sync.engines, self._version):
+        now = time.monotonic()
+        if self._enough(sync.engines, self._version) or self._others_take_too_long(now):
             sync.waits.works()
             return True
-        if self._republish.is_due(time.monotonic(), behind(sync.engines, self._version)):
+        if self._republish.is_due(now, behind(sync.engines, self._version)):
             sync.publish_again(self._version)
         sync.waits.waits("engines", describe(sync.engines, self._version))
         self._timeout_s = _LOOK_S
         return False
+
+    def _others_take_too_long(self, now: float) -> bool:
+        """One that hangs in an update, or that no router takes, must not hold up the run: no request reaches it before
+        it serves the head."""
+        if not serves(self._sync.engines, self._version):
+            self._served_since = None
+            return False
+        self._served_since = now if self._served_since is None else self._served_since
+        if now - self._served_since < self._sync.first_pull_s:
+            return False
+        log.warning("no longer waiting for %s", describe(self._sync.engines, self._version))
+        return True
 
     def close(self) -> None:
         self._pool.close()

@@ -133,7 +133,8 @@ class Pipeline:
         security = Security.from_config(self.cfg.dcs, self.cfg.cluster_dir / TOKEN_FILE)
         self.trainer = Trainers(self.etcd, self.keys, security, self.cfg, epoch=self.ctx.epoch, term=self.term,
                                 on_wait=self._on_trainer_wait, waits=self.waits, on_recovered=lambda group: self._emit(
-                                    f"{group}.recovered", group, f"the group {group} computes again", step=self._step))
+                                    f"{group}.recovered", group, f"the group {group} computes again", step=self._step),
+                                publish_again=self._publish_policy_again)
         self.turns: Turns = OwnDevices() if not self.cfg.colocated else SharedDevices(
             self.etcd, self.keys, self.writer, self.waits, self.trainer, epoch=self.ctx.epoch, term=self.term,
             timer=lambda: self._timer)
@@ -481,6 +482,15 @@ class Pipeline:
             self._publish_weights_again()
         else:
             self.waits.retry("dcs", self.output.publish_again, end_on=(Conflict,))
+
+    def _publish_policy_again(self, step: int, version: int) -> None:
+        """For a group that computes with the policy of a step; nobody has an earlier one any more."""
+        if step != self._step:
+            return
+        self._emit("version.republished", "actor", f"version {version} of the policy is lost, so its weights are "
+                   "published again", severity=Severity.WARNING, version=version)
+        self.turns.to_trainer()
+        self.trainer.save("rl", step, publish=True, cursor=self._cursor)
 
     def _publish_weights_again(self) -> None:
         def save() -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.branch import Branch
-from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced, TrainerFailed
+from elastic_rl.errors import Conflict, EtcdUnavailable, Fenced, TrainerFailed, VersionNotFound
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.run_context import RunContext
@@ -90,7 +90,7 @@ class ForwardWorker(GroupWorker):
             command, self._pending = self._pending, None
             if command is not None:
                 self.board.waits_for = ""
-                self.board.refused(command, Conflict(f"version {number} of the policy is not available: {e}"))
+                self.board.refused(command, VersionNotFound(f"version {number} of the policy is not available: {e}"))
         self._report()
 
     @executes(CommandKind.FORWARD_VERSION)

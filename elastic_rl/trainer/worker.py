@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 _PUBLISH_AGAIN_S = 1.0
 """First pause after a publish that was not committed and must be; ranks that are idle say so no less often than the
 longest one."""
+_NEXT_PART_S = 30.0
+"""A publish that was dropped is not repeated, which discards the parts of a step, until no part has come for so long:
+then they may wait for samples of the very version."""
 
 
 @dataclass
@@ -93,6 +96,8 @@ class TrainerWorker(GroupWorker):
         self._wanted: _Wanted | None = None
         self._publish_again = RetryBackoff(_PUBLISH_AGAIN_S, max(_PUBLISH_AGAIN_S, self._idle_s))
         self._turns, self._memory = turns, DeviceMemory.of_rank(self.policy, self.adam)
+        self._part_at = 0.0
+        """When a part was accumulated; monotonic."""
         self._offloaded = False
         self._moving: Command | None = None
         """On rank 0: a command to move memory, until etcd has its part."""
@@ -140,7 +145,8 @@ class TrainerWorker(GroupWorker):
     def _next(self) -> Message:
         """Rank 0: the next message."""
         self._read_claims()
-        if self._wanted is not None or (self.checkpoints.must_republish() and not self._offloaded):
+        must_republish = self.checkpoints.must_republish()  # it looks after a publish in flight, too
+        if self._wanted is not None or (must_republish and not self._offloaded and not self._awaits_parts()):
             return self._begin_publish(self._wanted or _Wanted())
         if self._moving is not None and self._moving.kind is CommandKind.OFFLOAD:
             return self._give_up(self._moving)
@@ -179,6 +185,10 @@ class TrainerWorker(GroupWorker):
         self._moving, self.board.waits_for = None, ""
         self._finish(command, {})
         return Message(Order.IDLE)
+
+    def _awaits_parts(self) -> bool:
+        """Whether parts of a step are accumulated, and others are on their way."""
+        return bool(self.train_step.parts.count) and time.monotonic() - self._part_at < _NEXT_PART_S
 
     def _begin_publish(self, wanted: _Wanted) -> Message:
         """Takes the numbers of a publish while no other rank waits for this one: etcd may be away for an hour, and a
@@ -307,6 +317,7 @@ class TrainerWorker(GroupWorker):
         except PluginFailed as e:  # on every rank
             log.error("part %d of step %d was not computed: %s", command.part, command.step, e)
             raise Refused(e) from e
+        self._part_at = time.monotonic()
         return {"parts": self.train_step.parts.count}
 
     @executes(CommandKind.APPLY)

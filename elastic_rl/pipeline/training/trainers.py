@@ -31,7 +31,7 @@ from elastic_rl.data.ledger import Consumption
 from elastic_rl.dcs.catalog import pairs, reads
 from elastic_rl.dcs.catalog.references import oldest_of_step
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError, Conflict, GroupsLost, TrainerFailed
+from elastic_rl.errors import ConfigError, Conflict, GroupsLost, TrainerFailed, VersionNotFound
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
@@ -60,10 +60,13 @@ class Trainers:
     """Of one actor. For one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, cfg: Config, *, epoch: int, term: int,
-                 on_wait: OnWait, waits: Waits, on_recovered: Callable[[str], None] = lambda group: None) -> None:
-        """``on_recovered`` gets the name of a group without state that was lost, once it works again."""
+                 on_wait: OnWait, waits: Waits, on_recovered: Callable[[str], None] = lambda group: None,
+                 publish_again: Callable[[int, int], None] = lambda step, version: None) -> None:
+        """``on_recovered`` gets the name of a group without state that was lost, once it works again.
+        ``publish_again``: called with the step and the number of a version of the policy that such a group needs and
+        that nobody has any more; where the policy is still that of the step, it publishes it again."""
         self._etcd, self._keys, self._on_wait, self._waits = etcd, keys, on_wait, waits
-        self._on_recovered = on_recovered
+        self._on_recovered, self._publish_again = on_recovered, publish_again
         self._saved: tuple[Phase, int, dict[str, Any]] | None = None
         """Phase and step of the policy's last commit while the critic's is missing, and its result."""
         self._clients = {group.name: TrainerClient(
@@ -235,12 +238,13 @@ class Trainers:
         return self._by_version(ACTOR_FWD, batch, step - 1, self._version)
 
     def _by_version(self, group: GroupSpec, batch: Batch, step: int, at_least: int) -> torch.Tensor:
-        """By the policy that RL step ``step`` made. Waits for the group, and for the version to be committed. Raises
-        TrainerFailed when the policy's group has re-formed, and as ``TrainerClient.forward_version``."""
-        client, lost = self._clients[group.name], False
+        """By the policy that RL step ``step`` made. Waits for the group, and for the version to be committed; one whose
+        chunks are lost is published again. Raises TrainerFailed when the policy's group has re-formed, and as
+        ``TrainerClient.forward_version``."""
+        client, lost, missed = self._clients[group.name], False, 0
 
         def attempt() -> torch.Tensor:
-            nonlocal lost
+            nonlocal lost, missed, at_least
             self._policy.require_same_group()
             # Before the batch is sent, which a group that refuses it has to be sent again.
             oldest_of_step(reads.list_versions(self._etcd, self._keys, ACTOR.weights), step, at_least)
@@ -250,6 +254,13 @@ class Trainers:
                 client.forget()  # another formation of it is as good
                 lost = True
                 raise Conflict(f"the policy after RL step {step}: {e}") from e
+            except VersionNotFound:
+                missed += 1
+                if missed & (missed - 1) == 0:  # less often each time: there may be more wrong than this version
+                    before = self._version
+                    self._publish_again(step, at_least)
+                    at_least = self._version if self._version != before else at_least
+                raise
             if used["step"] != step or used["version"] < at_least:
                 raise Conflict(f"it answered for version {used['version']} of step {used['step']}")
             return outputs["logprobs"]

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, Fenced, PluginFailed
+from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, Fenced, PluginFailed, VersionNotFound
 from elastic_rl.trainer.service.commands import Command
 
 _QUEUE = 4
@@ -98,7 +98,8 @@ class Board:
 
     def refused(self, command: Command, error: ElasticRLError) -> None:
         """The command was not executed. It changed nothing, but for a group that went back to its last state."""
-        kinds = {Fenced: "fenced", ConfigError: "invalid", Conflict: "conflict", PluginFailed: "plugin"}
+        kinds = {Fenced: "fenced", ConfigError: "invalid", Conflict: "conflict", PluginFailed: "plugin",
+                 VersionNotFound: "version"}
         kind = next((name for of, name in kinds.items() if isinstance(error, of)), "failed")
         self._finish(command, {"error": kind, "message": error.message, "hint": error.hint})
 

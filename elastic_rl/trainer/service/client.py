@@ -31,6 +31,7 @@ from elastic_rl.errors import (
     GroupsLost,
     PluginFailed,
     TrainerFailed,
+    VersionNotFound,
 )
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
@@ -336,6 +337,6 @@ def _groups_of(body: Mapping[str, Any]) -> list[int]:
 
 
 def _error_of(outcome: Mapping[str, Any]) -> Exception:
-    kind = {"fenced": Fenced, "conflict": Conflict, "invalid": ConfigError, "plugin": PluginFailed}.get(
-        str(outcome.get("error")), TrainerFailed)
+    kind = {"fenced": Fenced, "conflict": Conflict, "invalid": ConfigError, "plugin": PluginFailed,
+            "version": VersionNotFound}.get(str(outcome.get("error")), TrainerFailed)
     return kind(str(outcome.get("message")), hint=str(outcome.get("hint") or ""))

@@ -2,17 +2,22 @@
 
 import json
 import resource
+import threading
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_rl.etcd.records import Engine, EngineState
+from elastic_rl.pipeline import pool_sync
+from elastic_rl.pipeline.pool_sync import PoolSync
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.pipeline.records.step_timer import StepTimer
 from elastic_rl.pipeline.republish import Republish
 from elastic_rl.pipeline.rollout_pool import describe, in_sync, serves
 from elastic_rl.pipeline.schedule import reached
+from elastic_rl.pipeline.waits import Waits
 from elastic_rl.report.build import read_records
 
 
@@ -39,6 +44,26 @@ def test_engine_that_takes_new_weights_keeps_the_pool_out_of_sync_until_it_serve
     assert not in_sync([engine(), engine(EngineState.SYNCING, version=4)], 5)
     assert not in_sync([engine(), engine(EngineState.SYNCING, version=5)], 5)
     assert in_sync([engine(), engine(EngineState.SYNCING, version=0)], 5), "it has no weights yet, so it is starting"
+
+
+@pytest.mark.parametrize(("limit_s", "waits"), [(1000.0, True), (0.0, False)])
+@pytest.mark.parametrize("other", [engine(EngineState.SYNCING, version=5), engine(version=9, applying=10)])
+def test_wait_for_an_engine_that_gets_no_further_has_a_limit(monkeypatch, other, limit_s, waits):
+    class Watch:
+        def __init__(self, *_):
+            self.found = [engine(version=4), other]
+
+        def engines(self, _timeout_s):
+            return self.found
+
+    monkeypatch.setattr(pool_sync, "PoolWatch", Watch)
+    shown = []
+    sync = PoolSync(None, None, Waits(lambda *what: shown.append(what), threading.Event()), lambda _version: None,
+                    first_pull_s=limit_s)
+    wait = sync.begin(5)
+    assert not wait.poll(), "no engine that takes requests may serve an older version"
+    wait._pool.found = [engine(version=5), other]
+    assert wait.poll() is not waits and ("engines" in shown[-1]) is waits
 
 
 @given(st.integers(0, 9))

@@ -18,7 +18,7 @@ from elastic_rl.data.branch import Branch
 from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.dcs.catalog.pairs import pair_name
-from elastic_rl.errors import ConfigError, Conflict, Fenced, TrainerFailed
+from elastic_rl.errors import ConfigError, Conflict, Fenced, TrainerFailed, VersionNotFound
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.pipeline.training import trainers
 from elastic_rl.pipeline.training.trainers import Trainers
@@ -271,6 +271,27 @@ def test_group_without_state_that_is_lost_is_asked_again_and_nothing_goes_back(f
     assert {kind for kind, what in forward.shown if "re-formed" in what} == {"reference"}
     forward.trainers.reference_logprobs(batch, 8)
     assert forward.recovered == ["reference"], "once for a loss"
+
+
+@pytest.mark.parametrize("lost", [1, 5])
+def test_version_that_nobody_has_any_more_is_published_again_and_computed_with(
+        forward: Forward, monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def publish_again(step: int, version: int) -> None:
+        asked.append((step, version))
+        forward.trainers._version += 1
+        now = forward.trainers._version
+        forward.reference.refusals[f"forward 4 {now}"] = forward.reference.refusals.pop(f"forward 4 {version}")
+        forward.reference.version = now
+        monkeypatch.setattr(trainers.reads, "list_versions", lambda *_: [_policy(5, 4), _policy(now, 4)])
+
+    forward.trainers._publish_again = publish_again
+    forward.reference.refusals["forward 4 5"] = [VersionNotFound("no node has its chunks")] * lost
+    batch = _batch()
+    assert torch.equal(forward.trainers.reference_logprobs(batch, 8), batch["tokens"].float())
+    assert [step for step, _ in asked] == [4] * (1 if lost == 1 else 3) and asked[0] == (4, 5)
+    assert any("no node has its chunks" in what for kind, what in forward.shown if kind == "reference")
 
 
 def test_wait_for_a_group_without_state_ends_with_the_policys_group_and_with_a_refused_batch(forward: Forward) -> None:
