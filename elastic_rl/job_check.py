@@ -35,6 +35,8 @@ _READ = 16
 _REWARDED = 4
 _LARGE = 512
 """Hidden size from which on a model is not one that was made to be tried out."""
+_SURE_TOKENS_PER_S = 20.0
+"""Of one request; an engine on a GPU makes as many for each of hundreds."""
 _NEW_JOBS_ONLY = ("checkpoints", "evaluation sets")
 """Parts that are required of a new job only."""
 _SHOWN = 200
@@ -77,6 +79,7 @@ def check(cfg: Config) -> Iterator[Finding]:
     if unused := unused_settings(cfg):
         yield Finding("settings", "; ".join(unused), hint="without that they change nothing: leave them out, or set it")
     for source in made:
+        yield from _of_requests(cfg, source)
         prompts = _of_prompts(cfg, source)
         yield prompts
         if cfg.uses_engines and cfg.rollout.environment and plays and not prompts.fault:
@@ -153,14 +156,14 @@ def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambd
     def data() -> str:
         nonlocal source
         source = make_source(cfg)
+        longest = source.max_prompt_tokens + source.max_response_tokens
         if facts is not None or not cfg.model.path:
-            model_folder.require_positions(cfg, facts, source.max_prompt_tokens + source.max_response_tokens)
+            model_folder.require_positions(cfg, facts, longest)
+        _require_room(cfg, longest)
         if cfg.critic.model and critic_arch is not None:
-            model_folder.require_critic_positions(cfg, critic_arch,
-                                                  source.max_prompt_tokens + source.max_response_tokens)
+            model_folder.require_critic_positions(cfg, critic_arch, longest)
         if cfg.algorithm.teacher is not None and cfg.mode == "rl":
-            _require_teacher(cfg, cfg.pool_settings("")[cfg.algorithm.teacher],
-                             source.max_prompt_tokens + source.max_response_tokens)
+            _require_teacher(cfg, cfg.pool_settings("")[cfg.algorithm.teacher], longest)
         if cfg.mode == "rejection_sampling":
             rejection_groups(cfg, source)
         made(source)
@@ -226,6 +229,14 @@ def _pool(pool: PoolSettings) -> str:
     except ConfigError as e:
         raise ConfigError(f"pools.{pool.name}.{e.message}", hint=e.hint) from e
     return f"{pool.engines} engine{'' if pool.engines == 1 else 's'} with {pool.model_dir}, a {kind} model"
+
+
+def _require_room(cfg: Config, longest: int) -> None:
+    """Raises ConfigError for samples that no engine can hold. ``longest``: tokens of a prompt and a response."""
+    if cfg.uses_engines and longest > (room := cfg.engine.max_total_tokens - RESERVED_TOKENS):
+        raise ConfigError(f"engine.max_total_tokens={cfg.engine.max_total_tokens}: a prompt and a response have up to "
+                          f"{longest} tokens, and an engine takes sequences of up to {room}",
+                          hint="raise it, to several times the longest sequence, or shorten responses")
 
 
 def _require_teacher(cfg: Config, pool: PoolSettings, longest: int) -> None:
@@ -296,6 +307,17 @@ def _of_defaults(cfg: Config) -> Iterator[Finding]:
         yield Finding("defaults", f"{', '.join(left)}: for the small built-in model",
                       hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual" + (
                           ", and sft.max_steps=0 begins RL at once" if cfg.mode == "rl" else ""))
+
+
+def _of_requests(cfg: Config, source: CheckedSource) -> Iterator[Finding]:
+    """Requests that engines under load would not end in time."""
+    turn = cfg.rollout.max_turn_tokens if cfg.rollout.environment else None
+    tokens, limit_s = min(turn or source.max_response_tokens, source.max_response_tokens), cfg.engine.request_timeout_s
+    if cfg.uses_engines and tokens > _SURE_TOKENS_PER_S * limit_s:
+        yield Finding("requests", f"a response of up to {tokens} tokens within engine.request_timeout_s={limit_s:g}: "
+                      f"{tokens / limit_s:.0f} tokens/s",
+                      hint="set engine.request_timeout_s by what a request gets while an engine has many: one that "
+                      "takes longer is ended and sent again, without end")
 
 
 def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:

@@ -15,7 +15,9 @@ def kl_estimate(logp: Tensor, reference: Tensor, estimator: KlEstimator) -> Tens
     reference``:
 
     - ``k1``: ``r``. Its mean is right, but it is negative for some tokens, and the gradient of the mean is 0 in
-      expectation: of use in rewards, not in losses.
+      expectation: of no use in losses. As a reward it alone is right: the gradient of the expected reward,
+      ``E[-r * grad logp]``, is that of the divergence, and with k2 or k3 in the place of ``r`` it nearly vanishes near
+      the reference and points away from it elsewhere.
     - ``k2``: ``r**2 / 2``. Biased, but on samples of the policy its gradient is that of the divergence.
     - ``k3``: ``exp(-r) - 1 + r``. Right, never negative, of small variance; GRPO's choice (arXiv:2402.03300, eq. 4).
       Its gradient is that of KL(reference || policy).

@@ -37,7 +37,7 @@ def gae_advantages(batch: Batch, cfg: AlgorithmConfig) -> Tensor:
     mask = batch["loss_mask"]
     rewards = torch.zeros(mask.shape, dtype=torch.float64)
     if "ref_logprobs" in batch:
-        divergence = kl_estimate(batch["old_logprobs"].double(), batch["ref_logprobs"].double(), cfg.kl_estimator)
+        divergence = kl_estimate(batch["old_logprobs"].double(), batch["ref_logprobs"].double(), cfg.estimator)
         rewards -= cfg.kl_coef * torch.where(mask, divergence, 0.0)
     rows, last = last_loss_tokens(mask)
     at_end = batch["advantages"].double()

@@ -170,7 +170,11 @@ def _require_trainable(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> None:
         raise ConfigError(f"algorithm.name={algorithm.name!r} learns nothing from rewards with reward_coef=0, so "
                           "algorithm.overlong_buffer_tokens and algorithm.kl_in=reward have no effect",
                           hint="set algorithm.reward_coef, or leave them out")
-    if algorithm.kl_coef and (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k1"):
+    if algorithm.kl_coef and algorithm.kl_in == "reward" and algorithm.estimator != "k1":
+        raise ConfigError(f"algorithm.kl_in=reward with algorithm.kl_estimator={algorithm.kl_estimator}: what the "
+                          "policy learns from it does not keep it near its reference, and far from it pushes it away",
+                          hint="leave algorithm.kl_estimator out, or set algorithm.kl_in to loss")
+    if algorithm.kl_coef and (algorithm.kl_in, algorithm.estimator) == ("loss", "k1"):
         raise ConfigError(f"algorithm.kl_coef={algorithm.kl_coef} with algorithm.kl_estimator=k1 in the loss: the "
                           "expectation of its gradient is 0",
                           hint="set algorithm.kl_estimator to k2 or k3, or algorithm.kl_in to reward")

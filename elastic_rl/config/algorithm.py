@@ -75,9 +75,10 @@ class AlgorithmConfig(Section):
     """Weight of the divergence from the reference policy, the policy with which RL began. Above 0 each trainer rank
     keeps the reference's weights in host memory, and each step takes another forward pass over its batch; both not with
     ``reference.enabled``."""
-    kl_estimator: KlEstimator = "k3"
+    kl_estimator: KlEstimator | None = None
     """How the divergence from the reference policy is estimated from a token's log-probs: ``k1``, the log-ratio, for
-    rewards only; ``k2``, half its square; ``k3``, GRPO's, which is unbiased and never negative."""
+    rewards; ``k2``, half its square, and ``k3``, GRPO's, for the loss. null: ``k1`` with ``kl_in: reward``, else
+    ``k3``."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the divergence from the reference policy is added: to the loss of each token, with the trainer's log-probs;
     or to the reward of each sample, which it lowers by the sum over the sample's tokens, with the log-probs that they
@@ -119,6 +120,11 @@ class AlgorithmConfig(Section):
     report_entropy: bool = False
     """Whether the entropy is a metric of each step also where ``entropy_coef`` is 0. It costs another pass over the
     logits at the trained tokens, without a gradient."""
+
+    @property
+    def estimator(self) -> KlEstimator:
+        """``kl_estimator``, or what follows from ``kl_in``."""
+        return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @property
     def measures_kl(self) -> bool:

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elastic_rl.config.root import Config
 
-_OF_ALGORITHMS = {
-    "gspo": ("gspo_clip_low", "gspo_clip_high"),
-    "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
-    "cispo": ("cispo_max_weight",),
-    "ppo": ("gamma", "gae_lambda", "whiten_advantages", "value_clip"),
-    "on_policy_distillation": ("reward_coef",)}
-"""Settings of the section ``algorithm`` that one of the built-in algorithms reads alone."""
+READ_BY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("clip_low", "clip_high"), ("grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo",
+                                 "on_policy_distillation")),
+    (("normalize_std",), ("grpo", "dapo", "gspo", "sapo", "cispo", "on_policy_distillation")),
+    (("gspo_clip_low", "gspo_clip_high"), ("gspo",)),
+    (("sapo_tau_positive", "sapo_tau_negative"), ("sapo",)),
+    (("cispo_max_weight",), ("cispo",)),
+    (("gamma", "gae_lambda", "whiten_advantages", "value_clip"), ("ppo",)),
+    (("reward_coef",), ("on_policy_distillation",)))
+"""Settings of the section ``algorithm`` that not every algorithm reads, and the built-in ones that do."""
 
 
 def unused_settings(cfg: Config) -> list[str]:
@@ -44,9 +47,9 @@ def _unused(cfg: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
             yield f"{section}.enabled=true", section, ("trainer",)
     if ":" in algorithm.name:  # one's own may read any of its section
         return
-    for name, settings in _OF_ALGORITHMS.items():
-        if name != algorithm.name:
-            yield f"algorithm.name={name}", "algorithm", settings
+    for settings, names in READ_BY:
+        if algorithm.name not in names:
+            yield f"algorithm.name={' or '.join(names)}", "algorithm", settings
     if algorithm.teacher is None:
         yield "algorithm.teacher", "algorithm", ("teacher_coef", "teacher_top_k")
     if not algorithm.measures_kl:

@@ -90,7 +90,7 @@ class UpdateLoss:
         terms = []
         if self.wants_kl:
             terms.append(("kl_reference", self.kl_coef,
-                          kl_estimate(logp, batch["ref_logprobs"], self.cfg.kl_estimator)))
+                          kl_estimate(logp, batch["ref_logprobs"], self.cfg.estimator)))
         if entropy is not None:
             terms.append(("entropy", -self.entropy_coef, entropy))
         if teacher is not None:

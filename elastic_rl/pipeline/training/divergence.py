@@ -20,7 +20,7 @@ def sample_divergences(batch: Batch, reference: torch.Tensor, cfg: AlgorithmConf
 
     ``reference`` [N, T] fp32: log-probs of the loss tokens.
     """
-    estimates = kl_estimate(batch["old_logprobs"].double(), reference.double(), cfg.kl_estimator)
+    estimates = kl_estimate(batch["old_logprobs"].double(), reference.double(), cfg.estimator)
     return torch.where(batch["loss_mask"], estimates, 0.0).sum(dim=1)
 
 

@@ -158,6 +158,17 @@ def test_expected_gradient_is_the_documented_one(estimator: Any, seed: int) -> N
     torch.testing.assert_close(found, torch.autograd.grad(expected[estimator], logits)[0], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_estimate_in_the_reward_teaches_the_divergence_s_gradient_with_k1_alone(seed: int) -> None:
+    """Of E[estimate], with the estimate a number, as REINFORCE has it."""
+    logits, policy, reference = _distributions(seed)
+    true = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
+    for estimator in ("k1", "k2", "k3"):
+        penalty = kl_estimate(policy, reference, estimator).detach()
+        taught = torch.autograd.grad((policy.exp() * penalty).sum(), logits, retain_graph=True)[0]
+        assert torch.allclose(taught, true, rtol=1e-6, atol=1e-9) is (estimator == "k1")
+
+
 def test_divergence_lowers_the_reward_of_its_sample() -> None:
     rewards, kl = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 4.0]], requires_grad=True)
     out = rewards_less_kl(rewards, kl, AlgorithmConfig(kl_coef=0.25))
@@ -181,7 +192,9 @@ def test_every_algorithm_is_found_by_its_name_and_needs_what_batches_have() -> N
 @pytest.mark.parametrize(("settings", "named"), [
     ({"name": "dr_grpo"}, "algorithm.constant_length_tokens"), ({"aggregate": "constant"}, "constant length"),
     ({"kl_coef": 0.1, "kl_estimator": "k1"}, "algorithm.kl_estimator=k1 in the loss"),
-    ({"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in=reward with algorithm.name='grpo'")])
+    ({"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in=reward with algorithm.name='grpo'"),
+    ({"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3"}, "algorithm.kl_estimator=k3"),
+    ({"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"}, "algorithm.kl_estimator=k2")])
 def test_settings_that_cannot_be_carried_out_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         algorithm_of(Config(algorithm=AlgorithmConfig(**settings)))

@@ -16,9 +16,12 @@ from support.text_model import make_tokenizer_folder
 from typer.testing import CliRunner
 
 from elastic_rl import config, job_check
+from elastic_rl.algorithms.advantages import group_relative
+from elastic_rl.algorithms.losses import clipped_policy_loss
+from elastic_rl.algorithms.registry import ALGOS
 from elastic_rl.cli.main import app
 from elastic_rl.config import Config
-from elastic_rl.config.unused import _unused, unused_settings
+from elastic_rl.config.unused import READ_BY, _unused, unused_settings
 from elastic_rl.data.sources import make_source, read_prompts
 from elastic_rl.data.tiny_model import make_model_dir
 from elastic_rl.errors import ConfigError
@@ -222,11 +225,29 @@ def test_settings_that_may_be_without_effect_are_settings() -> None:
     assert [key for key in found if key[1] not in type(getattr(cfg, key[0])).model_fields] == []
 
 
+def test_settings_of_algorithms_are_named_by_what_their_functions_read() -> None:
+    readers = {name: set(names) for settings, names in READ_BY for name in settings}
+    for name, spec in ALGOS.items():
+        assert (name in readers["clip_low"]) is (spec.token_loss is clipped_policy_loss)
+        assert (name in readers["normalize_std"]) is (spec.advantages is group_relative)
+    found = unused_settings(config.load(overrides=["--algorithm.name=sapo", "--algorithm.clip_low=0.1"]))
+    assert len(found) == 1 and found[0].startswith("algorithm.clip_low is for algorithm.name=grpo or dapo")
+
+
+def test_requests_that_cannot_end_in_time_and_samples_that_no_engine_holds_are_pointed_out(tmp_path: Path, model: Path
+                                                                                          ) -> None:
+    assert "requests" not in by_part(text_job(tmp_path, model, ROWS))
+    slow = by_part(text_job(tmp_path, model, ROWS, "--engine.request_timeout_s=1"))["requests"]
+    assert not slow.fault and "engine.request_timeout_s=1: 32 tokens/s" in slow.detail and slow.hint
+    full = by_part(text_job(tmp_path, model, ROWS, "--engine.max_total_tokens=40"))["data"]
+    assert "engine.max_total_tokens=40" in full.fault and full.hint
+
+
 def test_settings_that_a_job_uses_are_not_named() -> None:
     used = config.load(overrides=[
         "--train.schedule=fully_async", "--train.max_staleness=1", "--train.queue=transfer_queue",
         "--train.queue_units=1", "--algorithm.name=ppo", "--algorithm.gae_lambda=0.9", "--critic.warmup_steps=1",
-        "--algorithm.kl_coef=0.1", "--algorithm.kl_estimator=k3"])
+        "--algorithm.kl_coef=0.1", "--algorithm.kl_estimator=k3", "--algorithm.clip_high=0.3"])
     assert unused_settings(used) == []
     own = config.load(overrides=["--algorithm.name=some.module:mine", "--algorithm.gae_lambda=0.9",
                                  "--reference.enabled=true", "--algorithm.reference_every_steps=2"])
