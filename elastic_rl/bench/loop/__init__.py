@@ -21,7 +21,7 @@ SUITE = Suite(__name__, {
     "async_vs_sync": ("async-vs-sync", "async-step-s", "async-tokens",
                       *(f"async-idle-s-{part}" for part in _ASYNC_IDLE), "async-staleness",
                       "async-own-cores", "async-own-cores-s", "async-parts", "async-parts-s",
-                      "async-queue-s"),
+                      "async-queue-overhead", "async-queue-overhead-s", "async-queue-s"),
     "vs_trl": ("vs-trl-small", "vs-trl-small-s", "vs-trl-small-tokens"),
     "vs_trl_long": ("vs-trl-long", "vs-trl-long-s", "vs-trl-long-tokens"),
     "trainer_vs_megatron": ("trainer-vs-megatron", "trainer-tokens-per-s"),

@@ -4,6 +4,7 @@ in it, how stale its groups are, and what a group costs in each queue."""
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ def measure(testbed: Testbed) -> Iterator[Row]:
     if testbed.options.selects("async-vs-sync", "async-step-s", "async-tokens", "async-staleness",
                                *_WAITS):
         yield from rows(testbed.run().records, testbed.variant("async", job.ASYNC_SETTINGS))
+    if testbed.options.selects("async-queue-overhead", "async-queue-overhead-s"):
+        yield from queue_rows(testbed.variant("async", job.ASYNC_SETTINGS),
+                              testbed.variant("async-transfer-queue", job.TRANSFER_QUEUE_SETTINGS))
     if testbed.options.selects("async-queue-s"):
         yield queue_row()
     yield from _measured_apart(testbed)
@@ -124,6 +128,14 @@ def own_core_rows(sync: Sequence[Record], fully_async: Sequence[Record]) -> list
                    sum(longer) / len(longer) if longer else None)
 
 
+def queue_rows(embedded: Sequence[Record], transfer_queue: Sequence[Record]) -> list[Row]:
+    """Of a whole job with each queue. Pure."""
+    return _faster("async-queue-overhead", "steps a second of the fully asynchronous schedule with TransferQueue over "
+                   "those with the embedded queue", "async-queue-overhead-s", "a step with TransferQueue",
+                   Counted.of(transfer_queue, job.ASYNC_STALENESS), "embedded",
+                   Counted.of(embedded, job.ASYNC_STALENESS))
+
+
 def part_rows(whole: Sequence[Record], parts: Sequence[Record]) -> list[Row]:
     """Of runs with long responses, where the last groups of a step come late. Raises Unmeasurable. Pure."""
     return _faster("async-parts", "steps a second in parts of 2 prompts over those of whole steps of 8, with responses "
@@ -169,8 +181,10 @@ def queue_row() -> Row:
 
 
 def _through_actors() -> list[float]:
-    queue = TransferQueueQueue(_GROUPS, units=2, call_s=60.0)  # raises ConfigError before Ray is started for nothing
+    # It raises ConfigError before Ray is started for nothing.
+    queue = TransferQueueQueue(_GROUPS, units=2, call_s=60.0, host="127.0.0.1")
     import ray
+    os.environ |= {"RAY_worker_niceness": "0"}  # as in a job
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
     try:
         return _through(queue)

@@ -18,6 +18,7 @@ WARM_STEPS = 2
 """First steps that do not count: caches fill and lazy imports happen in them."""
 ASYNC_STALENESS = 2
 ASYNC_SETTINGS = ("--train.schedule=fully_async", f"--train.max_staleness={ASYNC_STALENESS}")
+TRANSFER_QUEUE_SETTINGS = (*ASYNC_SETTINGS, "--train.queue=transfer_queue")
 ONE_UPDATE_SETTINGS = ("--train.schedule=fully_async", "--train.updates_per_step=1")
 PART_SETTINGS = (*ONE_UPDATE_SETTINGS, "--train.prompts_per_part=2")
 """For the job with long responses: a quarter of a step."""

@@ -68,6 +68,7 @@ def test_rows_of_the_asynchronous_run_compare_it_with_the_synchronous_one() -> N
     sync, ours = [OWN_CORES, *sync], [OWN_CORES, *ours]
     found |= {row.id: row for row in async_vs_sync.own_core_rows(sync, ours)}
     found |= {row.id: row for row in async_vs_sync.part_rows(sync, ours)}
+    found |= {row.id: row for row in async_vs_sync.queue_rows(sync, ours)}
     assert {*found, "async-queue-s"} == set(SUITE.rows["async_vs_sync"])
     assert found["async-vs-sync"].value == 2.0 and found["async-step-s"].alternatives == {"sync": 4.0}
     assert found["async-tokens"].value == 3.0
