@@ -26,7 +26,7 @@ class CriticConfig(Section):
     ``data_parallel``. It has ranks, and with GPUs as many of these, of its own."""
     train: dict[str, Any] = {}
     """Settings of the section ``train`` that are different for the critic: those of the learning rate (``lr`` is mostly
-    larger than the policy's), of AdamW, ``max_grad_norm`` and ``updates_per_step``."""
+    larger than the policy's), of AdamW, ``max_grad_norm``, ``updates_per_step`` and ``minibatches``."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of first RL steps that only the critic learns from. The policy stays as it is meanwhile; its loss is
     measured."""

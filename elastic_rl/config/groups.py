@@ -40,8 +40,8 @@ class GroupSpec:
 ACTOR = GroupSpec("trainer", Stream.POLICY, Stream.TRAINER_STATE, every_step=True)
 """The group that trains the policy."""
 CRITIC = GroupSpec("critic", Stream.CRITIC, Stream.CRITIC_STATE, every_step=False, train_keys=(
-    "lr", "lr_warmup_steps", "lr_decay", "lr_decay_fraction", "lr_final_fraction", "updates_per_step", "weight_decay",
-    "adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm"))
+    "lr", "lr_warmup_steps", "lr_decay", "lr_decay_fraction", "lr_final_fraction", "updates_per_step", "minibatches",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "max_grad_norm"))
 """The group that trains the value model of PPO. The rest of ``train`` is about the steps, which both take together.
 """
 ACTOR_FWD = GroupSpec("actor_fwd", Stream.POLICY, Stream.POLICY, every_step=False, trains=False)

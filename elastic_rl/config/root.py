@@ -172,6 +172,10 @@ class Config(Section):
             yield (f"engine.pause_mode=drain with rollout.generate={self.rollout.generate}: all engines drain for the "
                    "same version, and take no further turn of the samples that they have begun; set pause_mode to "
                    "retract, in_place or abort")
+        if self.mode == "rl" and self.train.minibatches > (
+                own := self.train.prompts_per_step * self.train.group_size // self.trainer.data_parallel):
+            yield (f"train.minibatches={self.train.minibatches} of {own} samples: a data-parallel replica has "
+                   "train.prompts_per_step * train.group_size / trainer.data_parallel of a step; set fewer")
         yield from self._part_faults()
         yield from self._forward_faults()
         if self.colocated:
@@ -203,9 +207,10 @@ class Config(Section):
         if train.prompts_per_part >= train.prompts_per_step:
             yield (f"{setting} with train.prompts_per_step={train.prompts_per_step}: a part is less than a step; set "
                    "a smaller one, or leave it out")
-        if train.updates_per_step > 1:
-            yield (f"{setting} with train.updates_per_step={train.updates_per_step}: a second update needs all samples "
-                   "of the step again; set train.updates_per_step=1")
+        if train.updates > 1:
+            yield (f"{setting} with train.updates_per_step={train.updates_per_step} and train.minibatches="
+                   f"{train.minibatches}: a part is no update of its own, and a second pass needs all samples of the "
+                   "step again; set both to 1")
         if self.uses_critic:
             yield (f"{setting} with a critic, which learns from all samples of a step together; set an algorithm "
                    "without a critic")
@@ -227,9 +232,10 @@ class Config(Section):
                     yield (f"{name}.enabled=true with mode={self.mode}: only a job of mode=rl has use for it; "
                            "leave it out")
             return
-        if self.actor_fwd.enabled and (self.algorithm.tis_cap is None or self.train.updates_per_step == 1):
+        if self.actor_fwd.enabled and (self.algorithm.tis_cap is None or self.train.updates == 1):
             yield ("actor_fwd.enabled=true: log-probs before a step are needed with algorithm.tis_cap and more than "
-                   "one of train.updates_per_step (the pass of a single update has them); set both, or leave it out")
+                   "one of train.updates_per_step or train.minibatches (the pass of a single update has them); set "
+                   "both, or leave it out")
         if self.reference.enabled and not self.algorithm.measures_kl and ":" not in self.algorithm.name:
             yield ("reference.enabled=true, and nothing is compared with the reference policy: set algorithm.kl_coef "
                    "or algorithm.report_kl, or leave it out")

@@ -21,7 +21,11 @@ class TrainConfig(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Number of samples generated for each prompt. Their rewards are compared with one another."""
     updates_per_step: Positive = 2
-    """Number of optimizer updates on the samples of one step. The second and later ones are off-policy and clipped."""
+    """Number of times that the samples of one step are trained on: PPO's epochs, each of ``minibatches`` updates of the
+    optimizer. All updates but the first one are off-policy and clipped."""
+    minibatches: Positive = 1
+    """Number of parts of a step's samples, as many in each, with an update of the optimizer each. Each data-parallel
+    replica splits its own samples."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate of RL."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 10
@@ -68,7 +72,7 @@ class TrainConfig(Section):
     """With ``schedule: fully_async``, number of prompt groups whose gradients are computed as soon as so many have
     finished, while others of the same step are still generated; the update follows once all
     ``prompts_per_step`` are there. null: all of a step together. Shortens steps that wait for their last samples, with
-    ``max_staleness: 0`` above all; needs one of ``updates_per_step``, and an algorithm whose advantages are of a group
+    ``max_staleness: 0`` above all; needs one update of a step, and an algorithm whose advantages are of a group
     alone. Gradients are those of the whole step, up to rounding."""
     queue: Literal["embedded", "transfer_queue"] = "embedded"
     """With ``schedule: fully_async``, where finished groups wait for their step. ``embedded``: in the memory of the
@@ -85,3 +89,8 @@ class TrainConfig(Section):
     """Largest difference between an engine's and the trainer's log-probability of the same token; a larger one raises
     ``logprob.mismatch``, in steps all of whose samples are of the newest weights. null: 1e-4, and 0.5 with
     ``device.dtype: bfloat16``, in which engine and trainer round differently."""
+
+    @property
+    def updates(self) -> int:
+        """Updates of the optimizer in an RL step."""
+        return self.updates_per_step * self.minibatches

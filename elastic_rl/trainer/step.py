@@ -67,7 +67,7 @@ class TrainStep(ForwardPass):
 
     def train(self, share: Batch, phase: Phase, step: int) -> dict[str, float]:
         """Makes the updates of a step, counted from 1 in its phase. Metrics are over all ranks: the log-prob
-        differences of the first update, the others of the last one.
+        differences of the first update, the others of the last one, each of its own minibatch.
 
         In the steps in which only a critic learns, the policy's loss is measured and nothing is updated.
 
@@ -82,18 +82,19 @@ class TrainStep(ForwardPass):
             self.adam.zero_grad()
             return {**metrics, **self._spread(_advantages(share)), "grad_norm": 0.0, "lr": 0.0,
                     "train_s": time.perf_counter() - start}
-        updates = 1 if phase == "sft" else self.cfg.train.updates_per_step
-        if (algorithm is not CRITIC_LOSS and phase == "rl" and self.cfg.algorithm.tis_cap is not None and updates > 1
-                and "trainer_logprobs" not in share):
+        passes, of = (1, 1) if phase == "sft" else (self.cfg.train.updates_per_step, self.cfg.train.minibatches)
+        if (algorithm is not CRITIC_LOSS and phase == "rl" and self.cfg.algorithm.tis_cap is not None
+                and passes * of > 1 and "trainer_logprobs" not in share):
             # With one update its own forward pass has them.
             own = self._forward(share, self.cfg.rollout.temperature, greedy=False)["logprobs"]
             share = Batch({**share.tensors, "trainer_logprobs": own})
         metrics = {}
         differences: dict[str, float] = {}
-        for update in range(updates):
-            metrics = self.gradients(share, algorithm)
+        minibatches = [share] if of == 1 else [share.share(torch.arange(share.samples)[i::of]) for i in range(of)]
+        for minibatch in minibatches * passes:
+            metrics = self.gradients(minibatch, algorithm)
             metrics["grad_norm"] = self.adam.reduce_and_step(lr)
-            if not update:
+            if not differences:
                 differences = {k: v for k, v in metrics.items() if k.startswith("logprob_diff")}
         return {**metrics, **differences, **self._spread(_advantages(share)), "lr": lr,
                 "train_s": time.perf_counter() - start}

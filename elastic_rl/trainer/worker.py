@@ -303,7 +303,9 @@ class TrainerWorker(GroupWorker):
             if self.adam.updates != updates:  # a step is made whole or not at all
                 e = self._go_back_from(command, e)
             raise Refused(e) from e
-        metrics |= self.throughput.of_step(Passed.of(share), self.adam.updates - updates, metrics["train_s"])
+        minibatches = 1 if command.phase == "sft" else self.cfg.train.minibatches
+        passes = (self.adam.updates - updates) // minibatches
+        metrics |= self.throughput.of_step(Passed.of(share), passes, metrics["train_s"])
         return self._stepped(command, metrics)
 
     @executes(CommandKind.ACCUMULATE)

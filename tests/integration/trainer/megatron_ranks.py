@@ -160,6 +160,8 @@ def perform(name: str, scenario: str, model: Path, state_file: str, folder: Path
         return gradients(loaded(model, packed, par), algorithm_of(cfg), synthetic(cfg, 64))
     if scenario == "cuts":
         return cuts(model, cfg, par)
+    if scenario == "minibatches":
+        return minibatches(model, cfg, par)
     if scenario == "signs of life":
         return signs_of_life(policy, adam, cfg, par)
     if scenario == "recompute":
@@ -391,6 +393,20 @@ def cuts(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torc
             found |= {f"logprobs {row}": outputs["logprobs"][i, :batch["lengths"][row]] for i, row in enumerate(rows)}
         out |= {f"{name_of_cut}/{name}": tensor for name, tensor in found.items()}
     return out
+
+
+def minibatches(model: Path, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:
+    """The state after a step of two passes over three minibatches, as "split/", and after as many steps of one update,
+    each with one of those minibatches, as "one by one/"."""
+    once = {"updates_per_step": 1, "minibatches": 1, "lr_warmup_steps": 0}
+    made = {name: loaded(model, cfg.model_copy(update={"train": cfg.train.model_copy(update=settings)}), par)
+            for name, settings in (("split", once | {"updates_per_step": 2, "minibatches": 3}), ("one by one", once))}
+    share = share_of(synthetic(cfg, 64), made["split"])
+    metrics = made["split"].train(share, "rl", 1)
+    for number in (0, 1, 2) * 2:
+        last = made["one by one"].train(share.share(torch.arange(share.samples)[number::3]), "rl", 1)
+    assert metrics["loss"] == last["loss"] and metrics["grad_norm"] == last["grad_norm"]
+    return {f"{name}/{key}": t for name, step in made.items() for key, t in state(step.policy, step.adam).items()}
 
 
 def signs_of_life(policy: Policy, adam: Adam, cfg: Config, par: parallel.ParallelDims) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_ranks import VARIANTS, with_reference
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.rank_processes import RankProcesses, Scenario, Tensors, assert_reference_is
 from transformers import Qwen3ForCausalLM
 
@@ -84,6 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                          Scenario("cuts", "cuts", hf16), Scenario("reference", "reference", hf16),
                          Scenario("temperature", "temperature", hf16),
                          Scenario("signs of life", "signs of life", hf16),
+                         Scenario("minibatches", "minibatches", hf16),
                          *(Scenario(kind, kind, hf16) for kind in (FREE, HELD))]
             if sizes in RECOMPUTED:
                 scenarios.append(Scenario("recompute", "recompute", hf16))
@@ -189,6 +190,17 @@ def test_gradients_and_logprobs_do_not_depend_on_the_micro_batches_and_packing(r
     assert len([name for name in found[0] if name.startswith("logprobs ")]) == 64
     for name in found[0]:
         assert torch.equal(cuts[f"packed again/{name}"], cuts[f"packed/{name}"]), f"{name} is not reproducible"
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_step_with_minibatches_makes_an_update_with_each_of_them_in_every_pass(runs: Runs, sizes: Sizes) -> None:
+    found = runs.results[sizes]["minibatches"]
+    names = [name.removeprefix("split/") for name in found if name.startswith("split/")]
+    assert len(names) * 2 == len(found)
+    for name in names:
+        assert torch.equal(found[f"split/{name}"], found[f"one by one/{name}"]), name
+    assert not torch.equal(found["split/lm_head.weight"], load_file(runs.folder / "hf16/model.safetensors")[
+        "lm_head.weight"])
 
 
 @pytest.mark.parametrize("sizes", GROUPS)

@@ -30,7 +30,7 @@ def test_groups_of_a_part_are_those_of_the_setting_and_only_of_jobs_that_generat
 
 @pytest.mark.parametrize(("train", "sections", "said"), [
     ({"prompts_per_part": 8}, {}, "a part is less than a step; set a smaller one"),
-    ({"updates_per_step": 2}, {}, "set train.updates_per_step=1"),
+    ({"updates_per_step": 2}, {}, "set both to 1"),
     ({}, {"algorithm": {"name": "ppo"}}, "with a critic"),
     ({}, {"algorithm": {"teacher": "big"}, "pools": {"big": {"model": "/m"}}}, "with algorithm.teacher=big"),
     ({}, {"trainer": {"moe_aux_loss_coef": 0.1}}, "the load-balancing loss is of all samples"),
