@@ -119,6 +119,10 @@ class QueuedBatch(Batch):
     def elsewhere_bytes(self) -> int:
         return self.samples * self.width * sum(SCHEMA[name].dtype.itemsize for name in self.stored.names)
 
+    @property
+    def stored_groups(self) -> tuple[int, ...]:
+        return tuple(sorted({ordinal for ordinal, _ in self.stored.refs}))
+
     def require_stored(self) -> None:
         self.stored.reader.require(self.stored.refs)
 
