@@ -84,7 +84,8 @@ class TrainConfig(Section):
     """Storage actors, with ``queue: transfer_queue``; 256 at most. One that dies takes the groups of all with it."""
     queue_call_timeout_s: Seconds = 30.0
     """Seconds that one group may take into the queue, or a million tokens or one sample out of it, with
-    ``queue: transfer_queue``, before the queue's actors are replaced."""
+    ``queue: transfer_queue``, before that is tried again. After three such calls in a row the queue's actors are
+    replaced, and the groups in it are generated again."""
     logprob_tolerance: Annotated[float, Field(ge=0)] | None = None
     """Largest difference between an engine's and the trainer's log-probability of the same token; a larger one raises
     ``logprob.mismatch``, in steps all of whose samples are of the newest weights. null: 1e-4, and 0.5 with

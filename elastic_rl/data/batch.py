@@ -198,6 +198,11 @@ class Batch:
         """Bytes of the tensors that it has and does not hold."""
         return 0
 
+    @property
+    def stored_groups(self) -> tuple[int, ...]:
+        """Ordinals of the groups whose samples are elsewhere."""
+        return ()
+
     def require_stored(self) -> None:
         """Raises GroupsLost for samples that are elsewhere, and known to be gone."""
 

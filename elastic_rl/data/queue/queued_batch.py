@@ -2,7 +2,9 @@
 batch has no more of it than what it computes itself.
 
 It is used as any other. A tensor of the samples that is asked for here, as the loss mask by an algorithm with
-advantages of tokens, is read in pieces, and the rest of each piece is dropped.
+advantages of tokens, is read in pieces of a million tokens, of which the rest is dropped; the tensor itself is made
+whole, [N, T], and kept for as long as the batch. For each place in it, padding included, ``loss_mask`` takes 1 byte,
+``old_logprobs``, which is read with it, 4, and ``tokens`` 8.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Stored:
     """Tensors that the samples make, and that the batch has and does not hold."""
     reader: SampleReader
     read: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors that were asked for; shared by all batches of these samples."""
+    """Tensors [N, T] that were asked for, whole; shared by all batches of these samples."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,10 @@ class QueuedBatch(Batch):
     @property
     def elsewhere_bytes(self) -> int:
         return self.samples * self.width * sum(SCHEMA[name].dtype.itemsize for name in self.stored.names)
+
+    @property
+    def stored_groups(self) -> tuple[int, ...]:
+        return tuple(sorted({ordinal for ordinal, _ in self.stored.refs}))
 
     def require_stored(self) -> None:
         self.stored.reader.require(self.stored.refs)

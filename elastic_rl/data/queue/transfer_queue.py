@@ -6,13 +6,15 @@ what this module writes is bytes in which nothing is pickled (``group_codec``), 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from elastic_rl.data.queue.group_codec import decode_group, encode_group
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, QueueUnavailable
+from elastic_rl.retry import RetryBackoff
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,6 +33,10 @@ _ROW = struct.Struct("<QQ")
 """Ordinal and index, before the sample: the package gives rows without a name, and leaves out those that it lacks."""
 LOOK_EVERY_S = 2.0
 """While a call is not answered."""
+_RETRY_S = (0.5, 10.0)
+"""First and longest pause between a call that failed and the next client, which costs threads and sockets."""
+_CANCEL_S = 5.0
+"""Within which the calls of a client that is closed must have ended."""
 
 
 def set_package_options(call_s: float) -> None:
@@ -64,38 +71,49 @@ def decode_row(raw: bytes) -> tuple[SampleRef, Prompt, Sample]:
     return (ordinal, index), group.prompt, group.samples[0]
 
 
+def address_of(controller: Any, units: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON by which clients reach a queue. ``controller``, ``units``: the package's ``ZMQServerInfo``, units by name.
+    """
+    def told(info: Any) -> dict[str, Any]:
+        return {"id": info.id, "ip": info.ip, "ports": dict(info.ports)}
+
+    return {"controller": told(controller), "units": {key: told(info) for key, info in units.items()}}
+
+
+def _servers(address: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What ``address_of`` was made of. Raises ConfigError."""
+    from transfer_queue.utils.enum_utils import Role
+    from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+    def info(role: Role, told: Mapping[str, Any]) -> ZMQServerInfo:
+        return ZMQServerInfo(role, str(told["id"]), str(told["ip"]),
+                             {str(name): int(port) for name, port in told["ports"].items()})
+
+    try:
+        return info(Role.CONTROLLER, address["controller"]), {
+            str(key): info(Role.STORAGE, told) for key, told in address["units"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise ConfigError(f"not the address of a queue: {type(e).__name__}: {e}") from e
+
+
 class RowClient:
     """A client of one controller and its storage units. Its calls block; ``within`` bounds them."""
 
-    def __init__(self, name: str, controller: Any, units: Mapping[str, Any]) -> None:
-        """``controller``, ``units``: the package's ``ZMQServerInfo``, units by name. Raises whatever the package
-        raises."""
+    def __init__(self, name: str, address: Mapping[str, Any]) -> None:
+        """Raises ConfigError for anything but an ``address_of``, and whatever the package raises."""
         from transfer_queue import TransferQueueClient
 
+        controller, units = _servers(address)
         self._client: Any = TransferQueueClient(name, controller)
-        self._client.initialize_storage_manager("SimpleStorage", {
-            "num_data_storage_units": len(units), "total_storage_size": None, "zmq_info": dict(units)})
-        self.address: dict[str, Any] = {"controller": _told(controller),
-                                        "units": {key: _told(info) for key, info in units.items()}}
-
-    @classmethod
-    def at(cls, name: str, address: Mapping[str, Any]) -> RowClient:
-        """Raises ConfigError for anything but the ``address`` of another client."""
-        from transfer_queue.utils.enum_utils import Role
-        from transfer_queue.utils.zmq_utils import ZMQServerInfo
-
-        def info(role: Role, told: Mapping[str, Any]) -> ZMQServerInfo:
-            return ZMQServerInfo(role, str(told["id"]), str(told["ip"]),
-                                 {str(name): int(port) for name, port in told["ports"].items()})
-
         try:
-            controller = info(Role.CONTROLLER, address["controller"])
-            units = {str(key): info(Role.STORAGE, told) for key, told in address["units"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise ConfigError(f"not the address of a queue: {type(e).__name__}: {e}") from e
-        return cls(name, controller, units)
+            self._client.initialize_storage_manager("SimpleStorage", {
+                "num_data_storage_units": len(units), "total_storage_size": None, "zmq_info": units})
+        except BaseException:
+            self.close()  # it has threads and sockets by now
+            raise
 
     def put(self, rows: Mapping[SampleRef, bytes]) -> None:
+        """Replaces rows of the same names: a put whose end nobody knows may be repeated."""
         from tensordict import TensorDict
 
         tensors = [torch.frombuffer(bytearray(raw), dtype=torch.uint8) for raw in rows.values()]
@@ -104,12 +122,20 @@ class RowClient:
         self._client.put(TensorDict({_FIELD: field}, batch_size=[len(tensors)]), self._meta(rows, create=True))
 
     def get(self, refs: Sequence[SampleRef]) -> dict[SampleRef, tuple[Prompt, Sample]]:
-        """Those that it has, as they were written."""
+        """Those that it has, as they were written. The package gives none of a call's rows where one has a key and no
+        data, since its put or drop was cut off: halves are asked for then, until such a row is alone."""
+        from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
+
         meta = self._meta(refs)
-        found = self._client.get_data(meta) if meta.size else {}
-        rows: dict[SampleRef, tuple[Prompt, Sample]] = {}
+        if not meta.size:
+            return {}
+        found: Any = {}
+        with contextlib.suppress(StorageKeyNotFoundError):
+            found = self._client.get_data(meta)
         if _FIELD not in found.keys():  # noqa: SIM118  # a TensorDict has no `in` of its own
-            return rows
+            half = len(refs) // 2
+            return {**self.get(refs[:half]), **self.get(refs[half:])} if half else {}
+        rows: dict[SampleRef, tuple[Prompt, Sample]] = {}
         for row in found[_FIELD].unbind():
             try:
                 ref, prompt, sample = decode_row(row.numpy().tobytes())
@@ -128,12 +154,22 @@ class RowClient:
         return self._client.kv_retrieve_meta([f"{ordinal}/{index}" for ordinal, index in refs], _PARTITION, create)
 
     def close(self) -> None:
-        """It waits for calls that no actor answers any more: so in a thread."""
-        threading.Thread(target=self._client.close, name="transfer-queue-close", daemon=True).start()
+        """Ends its calls, which raise. In a thread, since the package waits for threads of its own."""
+        threading.Thread(target=self._close, name="transfer-queue-close", daemon=True).start()
+
+    def _close(self) -> None:
+        # The package stops its event loop under the calls in progress: their threads would wait for ever.
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._client._loop).result(_CANCEL_S)
+        self._client.close()
 
 
-def _told(info: Any) -> dict[str, Any]:
-    return {"id": info.id, "ip": info.ip, "ports": dict(info.ports)}
+async def _cancel_others() -> None:
+    """Cancels all other tasks of this event loop, and waits for their end."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)
 
 
 def require_found(refs: Sequence[SampleRef], found: Callable[[SampleRef], bool]) -> None:
@@ -143,31 +179,95 @@ def require_found(refs: Sequence[SampleRef], found: Callable[[SampleRef], bool])
         raise GroupsLost(f"the queue has lost samples of {len(lost)} groups ({shown})", lost)
 
 
-def within(limit_s: float, calls: Sequence[Callable[[], T]], look: Callable[[], None] = lambda: None) -> list[T]:
-    """What the calls return, which run at once. Raises what one of them raises, what ``look`` raises, which is called
-    now and then meanwhile, and TimeoutError once they have taken so long. It leaves the threads to their fate then:
-    they are daemons, since a call of a dead actor may never end, and would hold up the end of this process."""
-    futures, end = [Future[T]() for _ in calls], time.monotonic() + limit_s
+def within(end: float, call: Callable[[], T], look: Callable[[], None] = lambda: None,
+           late: Callable[[T], object] = lambda found: None) -> T:
+    """What the call returns, which runs in a thread. Raises what it raises, what ``look`` raises, which is called now
+    and then meanwhile, and TimeoutError at ``end`` (monotonic). The thread is left to its fate then, and ``late`` gets
+    what it returns after all: it is a daemon, since a call of a dead actor may never end, and would hold up the end of
+    this process."""
+    future = Future[T]()
 
-    def work(future: Future[T], call: Callable[[], T]) -> None:
+    def work() -> None:
         try:
             future.set_result(call())
         except BaseException as e:
             future.set_exception(e)
 
-    for future, call in zip(futures, calls, strict=True):
-        threading.Thread(target=work, args=(future, call), name="transfer-queue", daemon=True).start()
-    while True:
-        left_s = end - time.monotonic()
-        done, running = wait(futures, max(0.0, min(left_s, LOOK_EVERY_S)), return_when=FIRST_EXCEPTION)
-        if error := next((error for future in done if (error := future.exception())), None):
-            raise error
-        if not running:
-            return [future.result() for future in futures]
-        if left_s <= LOOK_EVERY_S:
-            raise TimeoutError(f"no answer within train.queue_call_timeout_s={limit_s:g} s; if its actors are well, "
-                               "the groups are too large for it: raise it")
-        look()
+    threading.Thread(target=work, name="transfer-queue", daemon=True).start()
+    try:
+        while True:
+            left_s = end - time.monotonic()
+            if wait([future], max(0.0, min(left_s, LOOK_EVERY_S))).done:
+                return future.result()
+            if left_s <= LOOK_EVERY_S:
+                raise TimeoutError("no answer within train.queue_call_timeout_s; if its actors are well, the groups "
+                                   "are too large for it: raise it")
+            look()
+    except BaseException:
+        future.add_done_callback(lambda done: None if done.exception() else late(done.result()))
+        raise
+
+
+class Connection:
+    """Calls of one queue, by a client that is made for the first one, and for the next one after a failure: the client
+    may be at fault itself. Thread-safe."""
+
+    def __init__(self, name: str, address: Mapping[str, Any], call_s: float) -> None:
+        """``address``: see ``address_of``. ``call_s``: limit of one call, with the time to make a client for it."""
+        self._name, self.address, self._call_s = name, dict(address), call_s
+        self._lock = threading.Lock()
+        self._client: RowClient | None = None
+        self._retry = RetryBackoff(*_RETRY_S)
+        self._closed = False
+
+    def run(self, call: Callable[[RowClient], T], look: Callable[[], None] = lambda: None) -> T:
+        """What the call returns. Raises as ``within``, QueueUnavailable in the pause after a failure, and ConfigError
+        for what is no address. After a failure other calls in progress fail too: they have the same client."""
+        end = time.monotonic() + self._call_s
+        with self._lock:
+            client = self._client
+            if self._closed:
+                raise QueueUnavailable("the connection to TransferQueue is closed")
+            if client is None and (left_s := self._retry.left_s(time.monotonic())):
+                raise QueueUnavailable(f"TransferQueue has failed, and is tried again in {left_s:.1f} s")
+        try:
+            client = client or self._connect(end, look)
+            found = within(end, lambda: call(client), look)
+        except BaseException:
+            self._give_up(client)
+            raise
+        with self._lock:
+            self._retry.reset()
+        return found
+
+    def _connect(self, end: float, look: Callable[[], None]) -> RowClient:
+        made = within(end, lambda: RowClient(f"{self._name}-{time.monotonic_ns()}", self.address), look,
+                      late=lambda made: made.close())
+        with self._lock:
+            if self._client is None and not self._closed:
+                self._client = made
+            current = self._client
+        if current is not made:  # another thread was faster, or it was closed meanwhile
+            made.close()
+        if current is None:
+            raise QueueUnavailable("the connection to TransferQueue is closed")
+        return current
+
+    def _give_up(self, client: RowClient | None) -> None:
+        """``client``: None for one that could not be made."""
+        with self._lock:
+            if client is not self._client:  # another call has given it up
+                return
+            self._client = None
+            self._retry.failed(time.monotonic())
+        if client is not None:
+            client.close()
+
+    def close(self) -> None:
+        with self._lock:
+            client, self._client, self._closed = self._client, None, True
+        if client is not None:
+            client.close()
 
 
 class RemoteSamples:
@@ -178,43 +278,31 @@ class RemoteSamples:
         import_package(call_s)
         self._call_s = call_s
         self._lock = threading.Lock()
-        self._client: RowClient | None = None
+        self._connection: Connection | None = None
 
     def at(self, address: Mapping[str, Any]) -> SamplesAt:
         return SamplesAt(self, address)
 
     def read(self, address: Mapping[str, Any], refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
         """See ``SampleReader.read``. Raises ConfigError for what is no address."""
-        client = self._client_of(address)
         try:
-            [found] = within(self._call_s, [lambda: client.get(refs)])
+            found = self._connection_to(address).run(lambda client: client.get(refs))
+        except (ConfigError, QueueUnavailable):
+            raise
         except Exception as e:  # of the package: whatever it raises for an actor that is gone
-            self._forget(client)  # it may be at fault itself
             raise QueueUnavailable(f"TransferQueue failed: {type(e).__name__}: {e}") from e
         require_found(refs, found.__contains__)
         return [found[ref] for ref in refs]
 
-    def _client_of(self, address: Mapping[str, Any]) -> RowClient:
+    def _connection_to(self, address: Mapping[str, Any]) -> Connection:
         with self._lock:
-            if self._client is not None and self._client.address == address:
-                return self._client
-        try:
-            made = RowClient.at(f"elastic-rl-rank-{os.getpid()}-{time.monotonic_ns()}", address)
-        except ConfigError:
-            raise
-        except Exception as e:  # as above
-            raise QueueUnavailable(f"TransferQueue cannot be reached: {type(e).__name__}: {e}") from e
-        with self._lock:
-            before, self._client = self._client, made
+            before = self._connection
+            if before is not None and before.address == address:
+                return before
+            made = self._connection = Connection(f"elastic-rl-rank-{os.getpid()}", address, self._call_s)
         if before is not None:
             before.close()
         return made
-
-    def _forget(self, client: RowClient) -> None:
-        with self._lock:
-            if self._client is client:
-                self._client = None
-        client.close()
 
 
 class SamplesAt:

@@ -3,8 +3,9 @@
 Its controller knows which group is where, and its storage units hold the bytes. Neither is replicated or restarted:
 what an actor held is gone with it, and a client that asks a dead one waits for minutes. So every call has a time limit
 here, a failed one asks Ray whether all actors live, and if one does not, all are replaced, with an empty queue: groups
-are lost, which the flow has generated again. Its own ``init`` is not used, since it names the actors for the whole
-cluster and keeps one queue in each process.
+are lost, which the flow has generated again. While they live, only the client is made again, and whoever called tries
+again: all that repeats is safe, since a row is written and dropped by its key. Its own ``init`` is not used, since it
+names the actors for the whole cluster and keeps one queue in each process.
 
 Trust: its sockets take pickles from whoever connects, without a password. Where the run is on one host they are bound
 to its loopback address; else to that by which Ray knows each host, which must be in a network that only the cluster
@@ -25,7 +26,14 @@ from typing import Any, TypeVar
 
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.summary import GroupSummary
-from elastic_rl.data.queue.transfer_queue import RowClient, encode_rows, import_package, require_found, within
+from elastic_rl.data.queue.transfer_queue import (
+    Connection,
+    RowClient,
+    address_of,
+    encode_rows,
+    import_package,
+    require_found,
+)
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, IllegalTransition, QueueUnavailable
 from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
@@ -45,6 +53,9 @@ _SHOWN_AFTER_S = 1.0
 _PING_S = 10.0
 _LOOK_EVERY_S = 2.0
 """Whether all actors live is asked this often while nothing fails."""
+_MAX_TIMEOUTS = 3
+"""Calls in a row that took too long, although all actors live by what Ray says: they are replaced then, since what they
+hold cannot be reached."""
 
 
 class TransferQueueQueue:
@@ -70,6 +81,8 @@ class TransferQueueQueue:
         self._generation = 0
         self._held: dict[int, GroupSummary] = {}
         self._loss: QueueLoss | None = None
+        self._timeouts = 0
+        """Calls that took too long since one succeeded."""
         self._undropped: dict[int, int] = {}
         """Groups that are not needed → the number of their samples, which the storage units may still have: dropped
         with the next ones."""
@@ -88,7 +101,7 @@ class TransferQueueQueue:
                 raise QueueUnavailable(f"the queue drops earlier samples of group {group.ordinal} now")
             self._undropped.pop(group.ordinal, None)
         generation, actors = self._started()
-        self._call(generation, actors, lambda: actors.rows.put(rows))
+        self._call(generation, actors, lambda client: client.put(rows))
         with self._lock:
             if generation != self._generation:
                 raise QueueUnavailable("the queue was replaced while a group was put into it")
@@ -101,7 +114,7 @@ class TransferQueueQueue:
     @property
     def address(self) -> Mapping[str, Any] | None:
         with self._lock:
-            return None if self._actors is None else self._actors.rows.address
+            return None if self._actors is None else self._actors.address
 
     def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
         """Raises QueueUnavailable and GroupsLost."""
@@ -110,7 +123,7 @@ class TransferQueueQueue:
         self._require_held(refs)
         if actors is None:
             raise QueueUnavailable("the actors of TransferQueue start")
-        [found] = self._call(generation, actors, lambda: actors.rows.get(refs))
+        found = self._call(generation, actors, lambda client: client.get(refs))
         try:
             require_found(refs, found.__contains__)
         except GroupsLost as e:
@@ -143,7 +156,7 @@ class TransferQueueQueue:
             if actors is not None and gone:
                 refs = [(ordinal, index) for ordinal, n in gone.items() for index in range(n)]
                 with contextlib.suppress(QueueUnavailable):
-                    self._call(generation, actors, lambda: actors.rows.drop(refs))
+                    self._call(generation, actors, lambda client: client.drop(refs))
                     dropped = True
         finally:
             with self._lock:
@@ -233,15 +246,25 @@ class TransferQueueQueue:
         else:
             starting.set_result(None)
 
-    def _call(self, generation: int, actors: _Actors, *calls: Callable[[], T]) -> list[T]:
-        """What the calls return. Replaces the actors when a call takes too long, since its thread may never end, and
-        when one fails and an actor is dead or does not answer."""
+    def _call(self, generation: int, actors: _Actors, call: Callable[[RowClient], T]) -> T:
+        """What the call returns. Raises QueueUnavailable. Replaces the actors when one of them is dead or does not
+        answer, and when several calls in a row took too long: for a single one all groups would be lost."""
         try:
-            return actors.run(calls)
+            found = actors.run(call)
         except Exception as e:  # of the package: whatever it raises for an actor that is gone
-            if why := str(e) if isinstance(e, TimeoutError) else actors.dead():
+            why = actors.dead()
+            with self._lock:
+                self._timeouts += isinstance(e, TimeoutError) and generation == self._generation
+                if not why and self._timeouts >= _MAX_TIMEOUTS:
+                    why = f"{self._timeouts} calls in a row took too long: {e}"
+            if why:
                 self._replace(generation, why)
+            if isinstance(e, QueueUnavailable):
+                raise
             raise QueueUnavailable(f"TransferQueue failed: {type(e).__name__}: {e}") from e
+        with self._lock:
+            self._timeouts = 0
+        return found
 
     def _replace(self, generation: int, why: str) -> None:
         with self._lock:
@@ -250,6 +273,7 @@ class TransferQueueQueue:
             actors, lost = self._actors, sorted(self._held)
             self._actors, self._held = None, {}
             self._undropped.clear()
+            self._timeouts = 0
             self._generation += 1
             self._loss = QueueLoss((*(self._loss.groups if self._loss else ()), *lost), why)
         log.warning("TransferQueue is replaced, and %d groups are lost with it: %s", len(lost), why)
@@ -274,7 +298,7 @@ def _bound(actor_class: Any, host: str) -> Any:
 
 
 class _Actors:
-    """One controller, its storage units, and a client of them. Raises whatever Ray and the package raise."""
+    """One controller, its storage units, and a connection to them. Raises whatever Ray and the package raise."""
 
     def __init__(self, units: int, call_s: float, host: str) -> None:
         import_package(call_s)
@@ -282,8 +306,7 @@ class _Actors:
         from transfer_queue.controller import TransferQueueController
         from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
-        self._ray, self._call_s = ray, call_s
-        self._made: RowClient | None = None
+        self._ray = ray
         config: dict[str, Any] = {"num_data_storage_units": units, "total_storage_size": None}
         # They are idle but for a copy now and then; a CPU each would be taken from the roles.
         controllers, units_of = _bound(TransferQueueController, host), _bound(SimpleStorageUnit, host)
@@ -292,18 +315,18 @@ class _Actors:
                          for _ in range(units)]
         try:
             controller, *storage = ray.get([a.get_zmq_server_info.remote() for a in self._all()], timeout=_START_S)
-            self._made = self.rows = RowClient(f"elastic-rl-{os.getpid()}-{id(self)}", controller,
-                                               {str(i): info for i, info in enumerate(storage)})
         except BaseException:
-            self.close()
+            self._kill()
             raise
+        self.address = address_of(controller, {str(i): info for i, info in enumerate(storage)})
+        self._connection = Connection(f"elastic-rl-{os.getpid()}", self.address, call_s)
 
     def _all(self) -> list[Any]:
         return [self._controller, *self._storage]
 
-    def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """See ``within``. Raises QueueUnavailable as soon as an actor is dead meanwhile."""
-        return within(self._call_s, calls, self._require_alive)
+    def run(self, call: Callable[[RowClient], T]) -> T:
+        """See ``Connection.run``. Raises QueueUnavailable as soon as an actor is dead meanwhile."""
+        return self._connection.run(call, self._require_alive)
 
     def _require_alive(self) -> None:
         if dead := self.dead():
@@ -329,8 +352,10 @@ class _Actors:
         return ", ".join(found)
 
     def close(self) -> None:
+        self._kill()
+        self._connection.close()
+
+    def _kill(self) -> None:
         for actor in self._all():
             with contextlib.suppress(Exception):  # Ray itself may be away; they end with this process then
                 self._ray.kill(actor)
-        if self._made is not None:
-            self._made.close()

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 
 from elastic_rl import http_client
@@ -55,6 +56,8 @@ _WAIT_S = 2.0
 """How long one request waits for a result on the other side. Short, so that a stopped trainer is noticed."""
 _SHARE_THREADS = 8
 _OUTPUT_ATTEMPTS, _OUTPUT_RETRY_S = 6, (0.2, 4.0)
+_UPLOAD_RETRY_S = (_POLL_S, 2.0)
+"""First and longest pause before shares are sent again, which may be large."""
 
 
 @dataclass(frozen=True)
@@ -148,16 +151,16 @@ class TrainerClient(TrainerCalls):
             answer = self._http.get(member.url + "/v1/status", timeout=5.0)
             if answer.status_code == httpx.codes.FORBIDDEN:
                 return None, f"a {self._role} that accepts this job's token"
-            raw = answer.json()
+            raw = _json(answer)
             if not raw.get("ready"):
                 return None, f"the {self._role} to restore its state"
             if raw["group"] != member.incarnation or int(raw["epoch"]) != self._epoch:
                 return None, f"the {self._role} group of this epoch"
             self._url = member.url
             return TrainerStatus.from_json(raw), ""
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as e:
+        except (httpx.HTTPError, _Unanswered, ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             # The member's record outlives a killed rank by the lease.
-            return None, f"the {self._role} to answer: {type(e).__name__}"
+            return None, f"the {self._role} to answer: {_name_of(e)}"
 
     def _member(self) -> Member | None:
         return readable_one(self._etcd.get(self._keys.member(self._role, "rank-0")), Member)
@@ -191,13 +194,14 @@ class TrainerClient(TrainerCalls):
     def _upload(self, batch: Batch, rows: Sequence[torch.Tensor]) -> Uploaded:
         """``rows``: of each replica's share."""
         uploaded, began = Uploaded(self._new_id(), self._group), time.monotonic()
-        unsent = dict(zip(self._shares, rows, strict=True))
+        unsent, retry = dict(zip(self._shares, rows, strict=True)), RetryBackoff(*_UPLOAD_RETRY_S)
         while unsent:
             try:
                 self._send_shares(uploaded.batch, batch, unsent)
             except (httpx.HTTPError, _Unanswered) as e:
                 batch.require_stored()  # a rank cannot say more than that it cannot read them
-                self._await_answer(e, began)
+                retry.failed(time.monotonic())
+                self._await_answer(e, began, retry.left_s(time.monotonic()))
         return uploaded
 
     def _await_result(self, command: Command) -> dict[str, Any]:
@@ -217,7 +221,7 @@ class TrainerClient(TrainerCalls):
                 continue
             if outcome is None:
                 self._on_wait(self._waits_for)
-            elif "result" in outcome:
+            elif isinstance(outcome.get("result"), dict):
                 return dict(outcome["result"])
             elif outcome:
                 raise _error_of(outcome)
@@ -225,11 +229,11 @@ class TrainerClient(TrainerCalls):
                 self.require_same_group()
                 sent = False  # it is not known: it was lost before it was queued
 
-    def _await_answer(self, error: Exception, began: float) -> None:
+    def _await_answer(self, error: Exception, began: float, pause_s: float = _POLL_S) -> None:
         """A pause after a request that was not answered. Raises as ``require_same_group``."""
         self.require_same_group()
         self._on_wait(f"the {self._role} to answer ({_name_of(error)}, {time.monotonic() - began:.0f} s)")
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
 
     def _send_shares(self, batch_id: str, batch: Batch, unsent: dict[str, torch.Tensor]) -> None:
         """Sends the rows of each URL there, and takes out of ``unsent`` what has arrived, so that another attempt sends
@@ -240,6 +244,8 @@ class TrainerClient(TrainerCalls):
             body = share.to_bytes()  # made here: as many at a time as there are threads
             answer = self._http.put(f"{url}/v1/batches/{batch_id}/share", content=body, timeout=_REQUEST_S + (
                 len(body) + share.elsewhere_bytes) / _SLOW_BYTES_PER_S + (_QUEUE_S if share.elsewhere_bytes else 0.0))
+            if answer.status_code == httpx.codes.GONE and (stored := batch.stored_groups):
+                raise _loss(answer, stored)
             if answer.status_code != httpx.codes.CREATED:
                 raise _refusal(answer)
             del unsent[url]
@@ -265,13 +271,16 @@ class TrainerClient(TrainerCalls):
         """The outcome of a command; None while it is not done, {} when it is not known."""
         answer = self._http.get(f"{self._url}/v1/commands/{command_id}", params={"wait_s": _WAIT_S})
         if answer.status_code == httpx.codes.ACCEPTED:
-            self._waits_for = _waits_for(answer)
+            self._waits_for = str(_readable(answer).get("waits_for", ""))
             return None
         if answer.status_code == httpx.codes.NOT_FOUND:
             return {}
         if answer.status_code != httpx.codes.OK:
             raise _refusal(answer)
-        return dict(answer.json())
+        outcome = _json(answer)
+        if not isinstance(outcome.get("result"), dict) and not isinstance(outcome.get("error"), str):
+            raise _Unanswered("HTTP 200 without an outcome")
+        return outcome
 
     def _output(self, url: str, command_id: str) -> dict[str, torch.Tensor]:
         retry, failure = RetryBackoff(*_OUTPUT_RETRY_S), ""
@@ -281,7 +290,7 @@ class TrainerClient(TrainerCalls):
                 if answer.status_code != httpx.codes.OK:
                     raise _refusal(answer)
                 return load(answer.content)
-            except (httpx.HTTPError, _Unanswered) as e:
+            except (httpx.HTTPError, _Unanswered, SafetensorError, ValueError, KeyError) as e:
                 failure = _name_of(e)
             self.require_same_group()
             retry.failed(time.monotonic())
@@ -300,30 +309,39 @@ class TrainerClient(TrainerCalls):
 
 
 class _Unanswered(Exception):
-    """The service answered, but not the request: it is overloaded, or has a fault. To be asked again."""
+    """Something answered, but not the request: the service is overloaded or has a fault, or the answer is garbage, as
+    of a proxy between. To be asked again."""
 
 
 def _name_of(error: Exception) -> str:
     return str(error) if isinstance(error, _Unanswered) else type(error).__name__
 
 
-def _waits_for(answer: httpx.Response) -> str:
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    """Raises _Unanswered for anything but a JSON object."""
     try:
-        return str(answer.json().get("waits_for", ""))
-    except (ValueError, AttributeError):
-        return ""
+        body = answer.json()
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise _Unanswered(f"HTTP {answer.status_code} without a JSON object")
+    return body
+
+
+def _readable(answer: httpx.Response) -> dict[str, Any]:
+    """The JSON object, if it is one; else {}: the status code says enough."""
+    try:
+        return _json(answer)
+    except _Unanswered:
+        return {}
 
 
 def _refusal(answer: httpx.Response) -> Exception:
-    if answer.is_server_error:
+    if not answer.is_client_error:
         return _Unanswered(f"HTTP {answer.status_code}")
-    try:
-        body = answer.json()
-        message, hint = str(body["error"]), str(body.get("hint", ""))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        body, message, hint = {}, f"HTTP {answer.status_code}: {answer.text[:200]}", ""
-    if answer.status_code == httpx.codes.GONE:
-        return GroupsLost(message, _groups_of(body))
+    body = _readable(answer)
+    message = str(body.get("error") or f"HTTP {answer.status_code}: {answer.text[:200]}")
+    hint = str(body.get("hint", ""))
     if answer.status_code == httpx.codes.BAD_REQUEST:
         return ConfigError(f"the trainer refused the request: {message}", hint=hint)
     if answer.status_code == httpx.codes.CONFLICT:
@@ -331,9 +349,13 @@ def _refusal(answer: httpx.Response) -> Exception:
     return TrainerFailed(f"the trainer refused the request: {message}", hint=hint)
 
 
-def _groups_of(body: Mapping[str, Any]) -> list[int]:
-    groups = body.get("groups")
-    return [ordinal for ordinal in groups if isinstance(ordinal, int)] if isinstance(groups, list) else []
+def _loss(answer: httpx.Response, stored: Sequence[int]) -> GroupsLost:
+    """``stored``: the groups of which some are lost. All of them, where the answer does not say which."""
+    body = _readable(answer)
+    told = body.get("groups")
+    groups = [ordinal for ordinal in stored if ordinal in told] if isinstance(told, list) else []
+    return GroupsLost(str(body.get("error") or "the queue has lost samples, and a rank does not say of which groups"),
+                      groups or stored)
 
 
 def _error_of(outcome: Mapping[str, Any]) -> Exception:

@@ -16,9 +16,10 @@ has. Who holds what of a batch:
 - rank 0: the share of its replica, like any other; commands carry no tensors;
 - the controller: what it decides by. A baseline or a whitened advantage is of all groups of a step, and so is the order
   of samples; for most algorithms these are a few numbers for each sample. Where samples are in a queue that ranks can
-  read (``QueuedBatch``), that is all it has, and each replica reads its own share. Where they are in the controller's
-  memory, as in a synchronous run, it has the whole batch as tensors too, with the shares that are being sent, up to
-  eight at a time (as tensors and as bytes). Outputs are two tensors [N, T] at most.
+  read (``QueuedBatch``), that is all it has, but for tensors that an algorithm asks for, which it has whole; each
+  replica reads its own share. Where they are in the controller's memory, as in a synchronous run, it has the whole
+  batch as tensors too, with the shares that are being sent, up to eight at a time (as tensors and as bytes). Outputs
+  are two tensors [N, T] at most.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -90,11 +92,99 @@ def test_group_that_is_gone_although_all_actors_live_is_lost_when_it_is_read(que
     queue.put(_group(0))
     queue.put(_group(1))
     assert queue._actors is not None
-    queue._actors.rows.drop([(0, 1)])
+    queue._actors.run(lambda client: client.drop([(0, 1)]))
     assert queue.read([(0, 0)]) == [(_group(0).prompt, _group(0).samples[0])]
     with pytest.raises(GroupsLost) as lost:
         queue.read([(0, 0), (0, 1), (1, 0)])
     assert lost.value.ordinals == (0,) and list(queue.get([0, 1])) == [1]
+
+
+def test_row_without_data_is_lost_alone(queue: TransferQueueQueue) -> None:
+    for ordinal in range(3):
+        queue.put(_group(ordinal))
+    refs = [(ordinal, index) for ordinal in range(3) for index in range(2)]
+    assert queue._actors is not None
+
+    def lose(client: Any) -> None:
+        """What a put leaves that ended before the data was stored, and a drop that ended behind it."""
+        client._meta([(3, 0)], create=True)
+        package = client._client
+        package._run_coroutine(package.storage_manager.clear_data(client._meta([(1, 0)])))
+
+    queue._actors.run(lose)
+    found = queue._actors.run(lambda client: client.get([(3, 0), *refs, (3, 1)]))
+    assert set(found) == {*refs} - {(1, 0)}
+    with pytest.raises(GroupsLost) as lost:
+        queue.read(refs)
+    assert lost.value.ordinals == (1,) and list(queue.get(range(3))) == [0, 2]
+    queue.put(_group(1))
+    assert len(queue.read(refs)) == 6
+    queue._actors.run(lambda client: client.drop([(3, 0)]))
+
+
+def test_client_that_cannot_be_made_leaves_no_threads_and_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transfer_queue import TransferQueueClient
+    from transfer_queue.storage.managers import base
+
+    made: list[Any] = []
+    initialize = TransferQueueClient.initialize_storage_manager
+    monkeypatch.setattr(base, "TQ_STORAGE_HANDSHAKE_MAX_RETRIES", 0)
+    monkeypatch.setattr(TransferQueueClient, "initialize_storage_manager",
+                        lambda self, *how: (made.append(self), initialize(self, *how)))
+    nobody = {"id": "nobody", "ip": "127.0.0.1", "ports": {"handshake_socket": 1, "request_handle_socket": 1}}
+    with pytest.raises(QueueUnavailable, match="Handshake"):
+        RemoteSamples(WAIT_S).at({"controller": nobody, "units": {"0": nobody}}).read([(0, 0)])
+    wait_until(lambda: made[0].zmq_context.closed and not made[0]._thread.is_alive(), timeout_s=WAIT_S,
+               what="the end of the client")
+
+
+def test_slow_call_costs_a_client_and_no_group(queue: TransferQueueQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue.put(_group(0))
+    actors = queue._actors
+    assert actors is not None
+    client = actors._connection._client
+    stored = _of_units(actors, lambda unit: unit.storage_data.active_key_count)
+    release = _hold_puts(actors)
+    with monkeypatch.context() as patch:
+        patch.setattr(actors._connection, "_call_s", 2.0)
+        with pytest.raises(QueueUnavailable, match="queue_call_timeout_s"):
+            queue.put(_group(1))
+    release()
+    assert client is not None and actors._connection._client is None
+    wait_until(lambda: not any(thread.name == "transfer-queue" for thread in threading.enumerate()),
+               timeout_s=WAIT_S, what="the end of the stuck call")
+
+    def taken() -> bool:
+        with contextlib.suppress(QueueUnavailable):
+            queue.put(_group(1))
+            return True
+        return False
+
+    wait_until(taken, timeout_s=WAIT_S, what="the group")
+    assert queue._actors is actors and actors._connection._client is not client and queue.take_loss() is None
+    refs = [(0, 0), (1, 0), (1, 1)]
+    assert queue.read(refs) == [(_group(ordinal).prompt, _group(ordinal).samples[n]) for ordinal, n in refs]
+    assert sum(_of_units(actors, lambda unit: unit.storage_data.active_key_count)) == sum(stored) + 2, "put twice"
+    queue.drop([1])
+    assert _of_units(actors, lambda unit: unit.storage_data.active_key_count) == stored
+
+
+def _of_units(actors: Any, call: Callable[[Any], Any]) -> list[Any]:
+    """What the call returns in the process of each storage unit."""
+    return ray.get([unit.__ray_call__.remote(call) for unit in actors._storage])
+
+
+def _hold_puts(actors: Any) -> Callable[[], object]:
+    """Storage units answer no put until what this returns is called; their actors answer."""
+    def hold(unit: Any) -> None:
+        from threading import Event
+
+        released, put = Event(), unit.storage_data.put_data
+        unit.release = released.set
+        unit.storage_data.put_data = lambda *row: (released.wait(), put(*row))
+
+    _of_units(actors, hold)
+    return lambda: _of_units(actors, lambda unit: unit.release())
 
 
 def test_another_process_reads_samples_by_the_address_of_the_queue(queue: TransferQueueQueue) -> None:
@@ -117,8 +207,15 @@ def test_reader_of_a_queue_whose_actors_are_gone_says_so_within_its_limit(queue:
         samples.read([(0, 0), (7, 0)])
     _kill(queue, 1)
     _kill(queue, 2)
-    with pytest.raises(QueueUnavailable):
-        samples.read([(0, 0)])
+
+    def is_told() -> bool:  # a kill takes its time
+        try:
+            samples.read([(0, 0)])
+        except QueueUnavailable:
+            return True
+        return False
+
+    wait_until(is_told, timeout_s=WAIT_S, what="the end of the actors")
 
 
 def test_actors_of_a_cluster_of_one_host_listen_on_its_loopback_address_only(queue: TransferQueueQueue) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save
 
 from elastic_rl import config
 from elastic_rl.data.batch import Batch
+from elastic_rl.data.queue.queued_batch import QueuedBatch
+from elastic_rl.data.queue.step_groups import SampleRef
+from elastic_rl.data.queue.summary import SampleSummary
+from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.dcs.security import Security
-from elastic_rl.errors import ConfigError
+from elastic_rl.errors import ConfigError, GroupsLost
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
@@ -124,3 +130,62 @@ def test_only_the_share_that_did_not_arrive_is_sent_again(etcd: EtcdClient, keys
         found = client.forward_logprobs(batch())
     assert torch.equal(found["logprobs"], batch()["tokens"].float())
     assert boards[1].puts == 2 and len(arrived) == 2 and len(set(arrived)) == 1
+
+
+class Between(httpx.BaseTransport):
+    """Gives answers of its own to the first requests of some kinds, and passes on the others."""
+
+    def __init__(self, status: int, answers: dict[tuple[str, str], list[bytes]]) -> None:
+        """``answers``: bodies by method and the beginning of the path."""
+        self._status, self.answers, self._real = status, answers, httpx.HTTPTransport()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        for (method, path), bodies in self.answers.items():
+            if request.method == method and request.url.path.startswith(path) and bodies:
+                return httpx.Response(self._status, content=bodies.pop())
+        return self._real.handle_request(request)
+
+    def put_before(self, client: TrainerClient) -> None:
+        client._http = httpx.Client(transport=self, headers=client._http.headers)
+
+
+def test_answer_that_is_garbage_is_asked_for_again(etcd: EtcdClient, keys: Keys) -> None:
+    no_json = [b"", b"<html>", b"\xff", b'{"result": {"lo', b"[]", b"3", b"[" * 200_000]
+    between = Between(200, {
+        ("GET", "/v1/status"): [*no_json, b"{}", b'{"ready": true}'],
+        ("PUT", "/v1/batches/"): [b"<html>"],
+        ("POST", "/v1/commands"): [b"<html>"],
+        ("GET", "/v1/commands/"): [*no_json, b"{}", b'{"result": 3}', b'{"result": null}', b'{"error": {}}'],
+        ("GET", "/v1/outputs/"): [b"<html>", save({"logprobs": torch.ones(4)})[:-1]]})
+    boards = [Board(1 << 20), Board(1 << 20)]
+    with client_of(boards, etcd, keys) as client, ranks_of(boards):
+        between.put_before(client)
+        found = client.forward_logprobs(batch())
+    assert not any(between.answers.values())
+    assert torch.equal(found["logprobs"], batch()["tokens"].float())
+
+
+class Elsewhere:
+    """Samples of a queue that nobody reads in these tests."""
+
+    address: dict[str, Any] = {"at": "test"}
+
+    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Prompt, Sample]]:
+        raise NotImplementedError
+
+    def require(self, refs: Sequence[SampleRef]) -> None:
+        """Nobody has told it."""
+
+
+@pytest.mark.parametrize(("told", "lost"), [
+    (b'{"error": "gone", "groups": [4, 99]}', (4,)), (b'{"error": "gone"}', (2, 4)), (b'{"groups": "4"}', (2, 4)),
+    (b'{"groups": []}', (2, 4)), (b'{"groups": [{}, null, 99]}', (2, 4)), (b"<html>", (2, 4)), (b"", (2, 4))])
+def test_loss_of_unknown_groups_is_one_of_all_groups_of_the_batch(
+        etcd: EtcdClient, keys: Keys, told: bytes, lost: tuple[int, ...]) -> None:
+    sample = SampleSummary.from_sample(Prompt((1,)), Sample((Segment((2,), (-0.5,), version=1),)))
+    queued = QueuedBatch.of([(4, 0), (4, 1), (2, 0)], [sample] * 3, Elsewhere(), [0.0] * 3)
+    with client_of([Board(1 << 20)], etcd, keys) as client:
+        Between(410, {("PUT", "/v1/batches/"): [told]}).put_before(client)
+        with pytest.raises(GroupsLost) as raised:
+            client.upload(queued)
+    assert raised.value.ordinals == lost

@@ -10,7 +10,6 @@ import pytest
 
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
-from elastic_rl.data.queue import transfer_queue as rows
 from elastic_rl.data.queue.queued_batch import QueuedBatch, batch_of
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.queue.transfer_queue import decode_row
@@ -75,8 +74,6 @@ def test_nothing_is_leased_before_the_data_of_what_was_given_up_is_dropped(gives
 class Rows:
     """The rows of TransferQueue's storage, whose next drops fail."""
 
-    address: ClassVar[dict[str, Any]] = {"units": {}}
-
     def __init__(self) -> None:
         self.data: dict[SampleRef, bytes] = {}
         self.failing = 0
@@ -100,13 +97,14 @@ class Actors:
     """Those of TransferQueue."""
 
     made = 0
+    address: ClassVar[dict[str, Any]] = {"units": {}}
 
     def __init__(self, units: int, call_s: float, host: str) -> None:
         type(self).made += 1
         self.rows = Rows()
 
-    def run(self, calls: Collection[Callable[[], Any]]) -> list[Any]:
-        return [call() for call in calls]
+    def run(self, call: Callable[[Any], Any]) -> Any:
+        return call(self.rows)
 
     def dead(self) -> str:
         return ""
@@ -210,13 +208,34 @@ def test_closed_queue_starts_no_actors(queue: TransferQueueQueue) -> None:
     assert Actors.made == 0
 
 
-def test_call_that_takes_too_long_names_the_setting() -> None:
-    actors, answer = transfer_queue._Actors.__new__(transfer_queue._Actors), threading.Event()
-    actors._call_s = 0.2
-    assert actors.run([lambda: 1, lambda: 2]) == [1, 2]
-    with pytest.raises(TimeoutError, match="queue_call_timeout_s"):
-        actors.run([lambda: 1, answer.wait])
-    answer.set()
+def test_queue_is_replaced_after_several_calls_in_a_row_that_took_too_long(
+        queue: TransferQueueQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, slow = Actors.run, [False]
+
+    def sometimes(self: Actors, call: Callable[[Any], Any]) -> Any:
+        if slow[0]:
+            raise TimeoutError("too long")
+        return run(self, call)
+
+    monkeypatch.setattr(Actors, "run", sometimes)
+    queue.put(group(0))
+    for _ in range(2):
+        slow[0] = True
+        for _ in range(transfer_queue._MAX_TIMEOUTS - 1):
+            with pytest.raises(QueueUnavailable, match="too long"):
+                queue.put(group(1))
+        slow[0] = False
+        assert len(queue.read([(0, 0)])) == 1
+    assert queue.take_loss() is None and Actors.made == 1
+    slow[0] = True
+    for _ in range(transfer_queue._MAX_TIMEOUTS):
+        with pytest.raises(QueueUnavailable, match="too long"):
+            queue.put(group(1))
+    slow[0] = False
+    loss = queue.take_loss()
+    assert loss is not None and loss.groups == (0,) and "3 calls in a row took too long" in loss.why
+    queue.put(group(0))
+    assert Actors.made == 2 and set(queue.get([0, 1])) == {0}
 
 
 def test_step_is_chosen_by_what_is_known_of_its_groups_and_reads_none_of_them(monkeypatch: pytest.MonkeyPatch,
@@ -276,15 +295,3 @@ def test_loss_that_is_told_late_is_none_of_what_was_generated_again(queue: Trans
         flow.finished(group(ordinal), "", waits)
     again = flow.take(waits, lambda: None, lambda loss: told.append(loss.groups), lambda groups, first: None)
     assert told == [(0, 1)] and again.metrics["groups_lost"] == 2
-
-
-def test_call_of_a_dead_actor_is_given_up_long_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LOOK_EVERY_S", 0.01)
-    actors, answer = transfer_queue._Actors.__new__(transfer_queue._Actors), threading.Event()
-    actors._call_s = 3600.0
-    lives = iter(["", ""])
-    monkeypatch.setattr(actors, "dead", lambda: next(lives, "its controller is gone"))
-    with pytest.raises(QueueUnavailable, match="controller is gone"):
-        actors.run([lambda: 1, answer.wait])
-    assert next(lives, None) is None, "as long as they live, it waits"
-    answer.set()
