@@ -193,6 +193,10 @@ class RouterUnavailable(EngineFailed):
     """The router does not answer, or refuses a change of its worker list. No engine is at fault."""
 
 
+class PortTaken(EngineFailed):
+    """A process of another user listens where an engine or a router of this job should. It was sent nothing."""
+
+
 class StagingFailed(ElasticRLError):
     """A version could not be loaded into an engine's staged weights; the engine keeps serving its current ones."""
 

@@ -3,14 +3,20 @@ tokens and sign-in links of services that it is not for, and .netrc would replac
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
 
 
-def request(method: str, url: str | httpx.URL, **more: Any) -> httpx.Response:
-    """One request with a connection of its own. Raises httpx.HTTPError."""
+def request(method: str, url: str | httpx.URL, *, hooks: Sequence[Callable[[httpx.Request], None]] = (), **more: Any
+            ) -> httpx.Response:
+    """One request with a connection of its own. ``hooks``: called with it before it is sent. Raises httpx.HTTPError,
+    and what they raise."""
+    if hooks:
+        with client(event_hooks={"request": list(hooks)}, **_without_tls(url)) as own:
+            return own.request(method, url, **more)
     return httpx.request(method, url, trust_env=False, **{**more, **_without_tls(url)})
 
 

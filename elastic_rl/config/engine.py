@@ -16,6 +16,13 @@ OWN_OPTIONS = {
     "--max-running-requests": "engine.max_running_requests"}
 """Options of ``sglang.launch_server`` that decide what the rest of the job goes by, and the setting of each; "" for
 none."""
+_KEYLESS = {
+    "--tokenizer-worker-num": "SGLang does not ask for a key with several of its tokenizers, and engines ask for one",
+    "--grpc-port": "SGLang serves no gRPC where a key is asked for", "--grpc-mode": "engines are asked over HTTP",
+    "--smg-grpc-mode": "engines are asked over HTTP"}
+"""Options with which an SGLang server would ask for no key, or not start with one, and why."""
+_LOG_LEVELS = ("warning", "error")
+"""With a lower one SGLang writes all its arguments to its log, and the key is among them."""
 
 
 class EngineConfig(Section):
@@ -72,18 +79,24 @@ class EngineConfig(Section):
     needs kernels that do not depend on the batch, which are slower. ``auto``: on a CPU only."""
     extra_args: list[str] = []
     """Further arguments of ``sglang.launch_server``, passed on unchanged. Options that the engine's own arguments set
-    are refused: the last one of an option counts."""
+    are refused: the last one of an option counts. So are those with which a server asks for no key, or writes it to
+    its log: ``--tokenizer-worker-num``, ``--grpc-port``, and a ``--log-level`` other than warning and error."""
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
-        for word in self.extra_args:
-            name = word.partition("=")[0]
+        for word, following in zip(self.extra_args, [*self.extra_args[1:], ""], strict=False):
+            name, has_value, value = word.partition("=")
             # argparse takes any unambiguous beginning of an option.
-            if own := next((o for o in OWN_OPTIONS if name.startswith("--") and len(name) > 2 and o.startswith(name)),
-                           None):
-                instead = OWN_OPTIONS[own]
-                raise ValueError(f"extra_args: {own} is set by the engine itself; " + (
+            named = [o for o in (*OWN_OPTIONS, *_KEYLESS) if name.startswith("--") and len(name) > 2 and
+                     o.startswith(name)]
+            if named and (instead := OWN_OPTIONS.get(named[0])) is not None:
+                raise ValueError(f"extra_args: {named[0]} is set by the engine itself; " + (
                     f"set {instead}" if instead else "leave it out"))
+            if named:
+                raise ValueError(f"extra_args: leave {named[0]} out: {_KEYLESS[named[0]]}")
+            if name == "--log-level" and (level := value if has_value else following).lower() not in _LOG_LEVELS:
+                raise ValueError(f"extra_args: --log-level is {' or '.join(_LOG_LEVELS)}, and not {level!r}, with "
+                                 "which SGLang writes its arguments to its log, and the engine's key is among them")
         if not 2 * self.probe_interval_s <= self.frozen_after_s <= self.busy_limit_s:
             raise ValueError(f"frozen_after_s={self.frozen_after_s:g} must be at least twice probe_interval_s="
                              f"{self.probe_interval_s:g}, and at most busy_limit_s={self.busy_limit_s:g}")

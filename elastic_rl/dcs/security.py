@@ -30,15 +30,16 @@ class Security:
     """Both None: no TLS."""
 
     @classmethod
-    def from_config(cls, cfg: DcsConfig, default_token_file: Path | None = None) -> Self:
+    def from_config(cls, cfg: DcsConfig, default_token_file: Path | None = None, *, required: bool = False) -> Self:
         """Reads the files that ``dcs`` names; ``default_token_file`` is used if it names none and the file exists.
+        ``required``: it must exist, as in a cluster, which makes it: who serves without a token admits everybody.
 
         Raises ConfigError, which names the setting and the file.
         """
         token = ""
         if cfg.token_file:
             token = _token(Path(cfg.token_file).expanduser())
-        elif default_token_file is not None and default_token_file.exists():
+        elif default_token_file is not None and (required or default_token_file.exists()):
             token = _token(default_token_file)
         if not cfg.tls_cert:
             return cls(token)
@@ -80,7 +81,8 @@ def _token(path: Path) -> str:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"the token {path} of the DCS cannot be read (dcs.token_file): {e}",
-                          hint="name a text file that this user may read") from e
+                          hint="name a text file that this user may read; without one `elastic-rl up` makes "
+                               f"{TOKEN_FILE} in the cluster's folder") from e
     if not token:
         raise ConfigError(f"the token file {path} is empty (dcs.token_file)",
                           hint="write a secret to it: `openssl rand -hex 32`")

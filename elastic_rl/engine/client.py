@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import resource
 from array import array
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,9 @@ import httpx
 from elastic_rl import http_client
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
-from elastic_rl.engine_key import key_headers
+from elastic_rl.engine_key import OTHER_KEY, key_headers
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
+from elastic_rl.host.listeners import check_async_connection
 from elastic_rl.plugins import plain
 from elastic_rl.retry import backoff_s
 
@@ -64,6 +66,10 @@ class Sampling:
 T = TypeVar("T")
 _LARGE = 1 << 18
 """Bytes of an answer."""
+_ANSWER_BYTES, _TOKEN_BYTES, _TOP_BYTES = 1 << 16, 1024, 128
+"""The most that an answer has beside its tokens, for each of them (id, log-prob, text, and the version that made it),
+and for each of the most probable ones beside a token: several times what engines send."""
+_READY = "`elastic-rl engines` shows which engines are ready"
 _RETRY_S = (0.2, 2.0)
 """First and longest pause between two attempts of a request."""
 BATCH = 128
@@ -203,7 +209,7 @@ class GenerateClient:
             if vain:
                 if vain >= self._retries:
                     raise EngineFailed(f"engines gave a sample back unfinished {vain} times without a further token",
-                                       hint="`elastic-rl engines` shows which engines are ready")
+                                       hint=_READY)
                 await asyncio.sleep(backoff_s(vain, *_RETRY_S))
             [answer] = await self._attempts(
                 {"input_ids": [[*prompt, *sample.response_ids]], "return_logprob": True,
@@ -225,39 +231,74 @@ class GenerateClient:
             self._http = http_client.async_client(
                 timeout=self._timeout_s, headers=key_headers(self._key), limits=httpx.Limits(
                     max_connections=self._connections, max_keepalive_connections=self._connections))
-        last = ""
+        last = hint = ""
         for attempt in range(self._retries):
+            hint = _READY
             if attempt:
                 await asyncio.sleep(backoff_s(attempt, *_RETRY_S))
             try:
-                async with self._turns:
+                async with self._turns, asyncio.timeout(self._timeout_s):
                     # After a failure by any engine: the router may not know yet that the one of the route is gone.
-                    reply = await self._http.post(self._url, json=body, headers={_ROUTE: route} if route and not attempt
-                                                  else None)
-            except httpx.HTTPError as e:
-                last = f"{type(e).__name__}: {e}"
+                    status, content = await self._post(self._http, body, "" if attempt else route)
+            except TimeoutError:
+                last = f"no whole answer within {self._timeout_s:g} s"
                 continue
-            if reply.status_code == httpx.codes.OK:
+            except (httpx.HTTPError, _NoAnswer) as e:
+                last = f"{type(e).__name__}: {e}" if isinstance(e, httpx.HTTPError) else str(e)
+                continue
+            if status == httpx.codes.OK:
                 try:
                     # In a thread: those with many log-probs take long, and other requests go on meanwhile.
-                    answers: list[dict[str, Any]] = await asyncio.to_thread(reply.json) if len(
-                        reply.content) > _LARGE else reply.json()
-                except ValueError as e:
+                    answers: list[dict[str, Any]] = await asyncio.to_thread(json.loads, content) if len(
+                        content) > _LARGE else json.loads(content)
+                except (ValueError, RecursionError) as e:
                     last = f"no JSON: {e}"
                     continue
                 if not _are_answers(answers):
-                    last = f"no answers of an engine: {reply.text[:100]}"
+                    last = f"no answers of an engine: {_text(content, 100)}"
                     continue
                 if len(answers) == len(body["input_ids"]) and (
                         unfinished or not any(finish_reason(a) == "abort" for a in answers)):
                     return answers
                 last = "the engine aborted a sample"
-            elif reply.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):  # of engine, router
-                raise RequestRefused(f"the engine refused the request: {reply.text[:300]}")
+            elif status in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):  # of engine, router
+                raise RequestRefused(f"the engine refused the request: {_text(content, 300)}")
             else:
-                last = f"HTTP {reply.status_code}: {reply.text[:300]}"
-        raise EngineFailed(f"no engine answered in {self._retries} attempts; the last one: {last}",
-                           hint="`elastic-rl engines` shows which engines are ready")
+                last = f"HTTP {status}: {_text(content, 300)}"
+                hint = OTHER_KEY if status == httpx.codes.UNAUTHORIZED else _READY
+        raise EngineFailed(f"no engine answered in {self._retries} attempts; the last one: {last}", hint=hint)
+
+    async def _post(self, http: httpx.AsyncClient, body: dict[str, Any], route: str) -> tuple[int, bytes]:
+        """Status and content of an answer, of no more bytes than one to this request has. Raises httpx.HTTPError,
+        PortTaken, and _NoAnswer for a longer one."""
+        # Without compression: a few bytes could stand for any number.
+        headers = {"Accept-Encoding": "identity", **({_ROUTE: route} if route else {})}
+        limit, content = answer_limit(body), bytearray()
+        async with http.stream("POST", self._url, json=body, headers=headers,
+                               extensions={"trace": check_async_connection}) as reply:
+            if reply.headers.get("Content-Encoding", "identity") != "identity":
+                raise _NoAnswer("it is compressed, which was not asked for")
+            async for piece in reply.aiter_bytes():
+                content += piece
+                if len(content) > limit:
+                    raise _NoAnswer(f"it has more than {limit} bytes, which no answer to the request has")
+            return reply.status_code, bytes(content)
+
+
+class _NoAnswer(Exception):
+    """What came is none of an engine; the text says why."""
+
+
+def answer_limit(body: dict[str, Any]) -> int:
+    """Bytes that an answer to a request can have, generously. Pure."""
+    new = int(body["sampling_params"]["max_new_tokens"])
+    tokens = sum(len(ids) + new for ids in body["input_ids"])
+    return _ANSWER_BYTES * (1 + len(body["input_ids"])) + tokens * (
+        _TOKEN_BYTES + _TOP_BYTES * int(body.get("top_logprobs_num", 0)))
+
+
+def _text(content: bytes, characters: int) -> str:
+    return content[:4 * characters].decode(errors="replace")[:characters]
 
 
 def sequences_of_request(max_new_tokens: int, batch: int = BATCH) -> int:
@@ -299,7 +340,9 @@ def parse_sample(answer: dict[str, Any]) -> Sample:
     ids = tuple(int(t) for t in answer["output_ids"])
     logprobs = tuple(float(entry[0]) for entry in (meta["output_token_logprobs"] if ids else ()))
     spans = [(int(s["start"]), int(s["end"]), to_version(s["version"])) for s in meta.get("weight_versions") or ()]
-    if [*(i for start, end, _ in spans for i in range(start, end))] != list(range(len(ids))):
+    # Each begins where the one before ends. By their bounds alone: those of a wrong answer may be any number.
+    if any(start > end for start, end, _ in spans) or (
+            [*(start for start, _, _ in spans), len(ids)] != [0, *(end for _, end, _ in spans)]):
         # It says nothing of where the versions changed, so all tokens count as of the oldest.
         spans = [(0, len(ids), min((v for _, _, v in spans), default=to_version(meta.get("weight_version", ""))))]
     return Sample(tuple(Segment(ids[start:end], logprobs[start:end], version=version)

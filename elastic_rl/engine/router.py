@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 
 from elastic_rl import http_client
-from elastic_rl.engine_key import KEY_FILE_ENV, key_headers
-from elastic_rl.errors import RouterUnavailable
+from elastic_rl.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers
+from elastic_rl.errors import PortTaken, RouterUnavailable
+from elastic_rl.host.listeners import check_connections
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import free_port, wait_until
 
@@ -64,7 +65,7 @@ class RouterProcess:
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        """Returns when the router takes requests. Raises DeadlineExceeded or PreflightFailed."""
+        """Returns when the router takes requests. Raises DeadlineExceeded, PreflightFailed or PortTaken."""
         self.launch()
         wait_until(self._live, timeout_s=self._start_timeout_s, what=f"the router (log: {self._log})",
                    alive=self.alive)
@@ -92,14 +93,15 @@ class RouterProcess:
 
     def _live(self) -> bool:
         try:
-            return http_client.request("GET", f"{self.url}/liveness", timeout=1.0).is_success
+            return http_client.request("GET", f"{self.url}/liveness", timeout=1.0,
+                                       hooks=[check_connections]).is_success
         except httpx.HTTPError:
             return False
 
 
 class RouterClient:
-    """Client of a router's worker list. Every call raises RouterUnavailable when the router refuses, or, tried a few
-    times, does not answer. Every call may be repeated."""
+    """Client of a router's worker list. Every call raises RouterUnavailable when the router refuses, or another user of
+    this host listens at its address, or, tried a few times, it does not answer. Every call may be repeated."""
 
     def __init__(self, url: str, *, key: str = "", timeout_s: float = 5.0) -> None:
         """``key``: of the router and its workers. ``timeout_s``: of one try."""
@@ -159,7 +161,8 @@ class RouterClient:
         known = reply.status_code == httpx.codes.CONFLICT or (
             absent_ok and reply.status_code == httpx.codes.NOT_FOUND)
         if not reply.is_success and not known:
-            raise RouterUnavailable(f"the router refused {method} {path}: {reply.status_code} {reply.text[:200]}")
+            raise RouterUnavailable(f"the router refused {method} {path}: {reply.status_code} {reply.text[:200]}",
+                                    hint=OTHER_KEY if reply.status_code == httpx.codes.UNAUTHORIZED else "")
         try:
             answer: dict[str, Any] = reply.json() if reply.content and reply.is_success else {}
         except ValueError as e:
@@ -170,7 +173,9 @@ class RouterClient:
         for tries_left in reversed(range(_TRIES)):
             try:
                 return http_client.request(method, self._url + path, json=json, timeout=self._timeout_s,
-                                           headers=key_headers(self._key))
+                                           headers=key_headers(self._key), hooks=[check_connections])
+            except PortTaken as e:
+                raise RouterUnavailable(e.message, hint=e.hint) from e
             except httpx.HTTPError as e:
                 if not tries_left:
                     raise RouterUnavailable(f"the router at {self._url} does not answer: {type(e).__name__}",

@@ -112,8 +112,12 @@ class Episodes:
                 return self._sample(segments, rewards, turn, "stop")
             if rewards.turns >= self._limits.turns:
                 return self._sample(segments, rewards, turn, "length")
-            between = self._writer.between(said.messages)
-            room = request.sampling.max_new_tokens - sum(len(s.token_ids) for s in segments) - len(between)
+            room = request.sampling.max_new_tokens - sum(len(s.token_ids) for s in segments)
+            if not self._writer.may_fit(said.messages, room):
+                return self._sample(segments, rewards, turn, "length")
+            # In a thread: it takes long for a long text, and the other episodes go on meanwhile.
+            between = await asyncio.to_thread(self._writer.between, said.messages)
+            room -= len(between)
             if room < 1:
                 return self._sample(segments, rewards, turn, "length")
             # The policy did not write these tokens: they have no log-probs, and it is not trained on them.

@@ -14,6 +14,8 @@ from elastic_rl.environments.base import Message
 from elastic_rl.errors import ConfigError
 
 _SAID = "WHATTHEPOLICYSAID"
+_UNWRITTEN = 1024
+"""Characters of messages, at most, that a chat template may leave out, such as the id of a call."""
 
 
 class TurnWriter:
@@ -26,6 +28,7 @@ class TurnWriter:
         them."""
         self._tokenizer, self._options = tokenizer, dict(template_options)
         self._controls = tokenizer.control_tokens
+        self._longest = max(map(len, tokenizer.vocabulary))
         self._ends = tuple(tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.eos_ids)
         for messages in examples:
             try:
@@ -38,9 +41,15 @@ class TurnWriter:
                     "takes messages of these roles: use the model's chat variant, or give it a template that does"
                     ) from e
 
+    def may_fit(self, messages: Sequence[Message], room: int) -> bool:
+        """Whether the messages can have as few as ``room`` tokens, by their number and characters: to tokenize more
+        would have no limit on its time and memory."""
+        characters = sum(len(text) for m in messages for text in (m.role, m.content, m.name, m.tool_call_id))
+        return len(messages) <= room and characters <= room * self._longest + _UNWRITTEN
+
     def between(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids from after the token that ended the policy's turn to where its next one begins. Raises ConfigError
-        for messages that the template refuses."""
+        """Token ids from after the token that ended the policy's turn to where its next one begins. May be called in
+        several threads at once. Raises ConfigError for messages that the template refuses."""
         text = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": _SAID}, *map(self._plain, messages)],
             self._options)

@@ -63,7 +63,7 @@ def _serve(ctx: RunContext, etcd: EtcdClient, rank: int) -> None:
     trainer = ctx.config.trainer
     stage, replica = trainer.ranks // trainer.pipeline_parallel, trainer.tensor_parallel * trainer.context_parallel
     service = TrainerService(
-        board, ctx.host, Security.from_config(ctx.config.dcs, ctx.config.cluster_dir / TOKEN_FILE),
+        board, ctx.host, Security.from_config(ctx.config.dcs, ctx.config.cluster_dir / TOKEN_FILE, required=True),
         Shares(ctx.config, needs=needs, vocab=ModelArch.read(ctx.model_dir).vocab).take,
     ).start() if rank < stage and rank % replica == 0 else None
     member = Membership(etcd, ctx.keys, ctx.group.name, f"rank-{rank}", ttl_s=ctx.config.coordinator.lease_ttl_s,

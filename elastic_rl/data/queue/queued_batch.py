@@ -215,7 +215,7 @@ class QueuedShare:
             refs = tuple((int(ordinal), int(index)) for ordinal, index in json.loads(metadata[_REFS]))
             names = frozenset(str(name) for name in json.loads(metadata[_NAMES]))
             return cls(dict(json.loads(metadata[_QUEUE])), refs, names, load(raw))
-        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
             raise ConfigError(f"the body is no share of a batch in the queue: {e}") from e
 
     @property

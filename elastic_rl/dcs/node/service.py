@@ -59,7 +59,8 @@ def run(cfg: Config, endpoints: Sequence[str], node_id: str, stop: threading.Eve
     """Serves until ``stop`` is set. Raises PreflightFailed (memory, disk, port, a second node), ConfigError (token or
     TLS files, or none on a public address), EtcdUnavailable, and Conflict when another process took over its id."""
     keys, dcs, ttl_s = Keys(cfg.job), cfg.dcs, cfg.coordinator.lease_ttl_s
-    security = Security.from_config(dcs, cfg.cluster_dir / TOKEN_FILE)
+    # A cluster has made both files; a node that is started alone has neither.
+    security = Security.from_config(dcs, cfg.cluster_dir / TOKEN_FILE, required=cfg.engine_key_file.exists())
     with contextlib.ExitStack() as stack:
         stack.callback(LogRotation(cfg.log_dir, cfg.telemetry).close)
         leftovers = _remove_leftovers()

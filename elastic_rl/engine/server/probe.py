@@ -9,7 +9,7 @@ long its queue. Do not ask a server whose generation is paused: it holds the req
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import httpx
 
 from elastic_rl import http_client
 from elastic_rl.engine_key import key_headers
+from elastic_rl.errors import PortTaken
 
 _LOAD_TIMEOUT_S = 2.0
 _MOVES = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "total_prefill_uncached_tokens", "decode_moments")
@@ -47,11 +48,13 @@ def parse_load(answer: dict[str, Any]) -> Load:
 class ServerProbe:
     """Probes one server. For one thread, but ``load`` may be read by others."""
 
-    def __init__(self, url: Callable[[], str], *, timeout_s: float, key: str = "") -> None:
-        """``timeout_s``: of the generation of one token. ``key``: of the server."""
+    def __init__(self, url: Callable[[], str], *, timeout_s: float, key: str = "",
+                 hooks: Sequence[Callable[[httpx.Request], None]] = ()) -> None:
+        """``timeout_s``: of the generation of one token. ``key``: of the server. ``hooks``: called with each
+        request."""
         self._url, self._timeout_s = url, timeout_s
         # Its own: others wait for minutes on theirs.
-        self.http = http_client.client(timeout=timeout_s, headers=key_headers(key))
+        self.http = http_client.client(timeout=timeout_s, headers=key_headers(key), event_hooks={"request": hooks})
         self.load: Load | None = None
         """As of the last probe; None when there was none, or it was not answered."""
 
@@ -65,11 +68,11 @@ class ServerProbe:
     def _read_load(self) -> Load | None:
         try:
             return parse_load(self.http.get(f"{self._url()}/v1/loads", timeout=_LOAD_TIMEOUT_S).json())
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        except (httpx.HTTPError, PortTaken, ValueError, KeyError, TypeError):
             return None
 
     def _generates(self) -> bool:
         try:
             return self.http.get(f"{self._url()}/health_generate", timeout=self._timeout_s).is_success
-        except httpx.HTTPError:
+        except (httpx.HTTPError, PortTaken):
             return False

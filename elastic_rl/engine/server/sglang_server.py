@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,10 @@ from elastic_rl.engine.server.health import Effort
 from elastic_rl.engine.server.probe import Load, ServerProbe, parse_load
 from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LIMIT_ENV, LOADER, REQUEST
-from elastic_rl.engine_key import KEY_FILE_ENV, key_headers, read_key
+from elastic_rl.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers, read_key
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.leftovers import TAG_ENV, remove_files
+from elastic_rl.host.listeners import check_connections
 from elastic_rl.host.process_activity import ActivityMeter, of_tree
 from elastic_rl.host.processes import python, spawn, stop
 from elastic_rl.runtime import ProgressLimit, free_port, runs, wait_until
@@ -44,7 +45,8 @@ _START_STEPS = {"cpu_s": 0.5, "starved_s": 0.5, "read_bytes": 1 << 16}
 """What counts as progress of a start: a tree of processes that all wait still wakes up now and then."""
 _START_LOOK_S = 1.0
 _ANSWER_TIMEOUT_S = 5.0
-_OTHER_KEY = "it asks for another key than that of the job: start it with --api-key and what is in cluster/engine.key"
+_OTHER_KEY = (f"{OTHER_KEY}; an external one is to be started with `{KEY_FILE_ENV}=…/cluster/engine.key python -m "
+              "elastic_rl.engine.sglang.launch …`")
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,14 @@ class StagingSession:
 class Server(ABC):
     """An SGLang server as its engine sees it: one that the engine starts, or an external one."""
 
-    def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, key: str = "") -> None:
+    def __init__(self, cfg: EngineConfig, *, secret: str, log_hint: str, key: str = "",
+                 hooks: Sequence[Callable[[httpx.Request], None]] = ()) -> None:
         """``secret``: of the stagers of its schedulers; ``log_hint``: where the cause of a failure is found; ``key``:
-        that it is asked with."""
+        that it is asked with; ``hooks``: called with each request."""
         self._cfg, self._secret, self._log_hint = cfg, secret, log_hint
-        self._http = http_client.client(timeout=cfg.apply_timeout_s, headers=key_headers(key))
-        self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg), key=key)
+        self._http = http_client.client(timeout=cfg.apply_timeout_s, headers=key_headers(key),
+                                        event_hooks={"request": hooks})
+        self._probe = ServerProbe(lambda: self.url, timeout_s=probe_timeout_s(cfg), key=key, hooks=hooks)
         self._meter = ActivityMeter(())
         self._condemned = ""
         self.memory = DeviceMemory(self._call)
@@ -243,7 +247,7 @@ class SGLangServer(Server):
         them; empty: those that this process sees. ``key_file``: of the key that it asks for (``engine_key``). Raises
         ConfigError for one that cannot be read."""
         super().__init__(cfg, secret=stager.new_secret(), log_hint=f"see its log: {log}",
-                         key=read_key(key_file) if key_file is not None else "")
+                         key=read_key(key_file) if key_file is not None else "", hooks=[check_connections])
         self._key_file = key_file
         self._model_dir, self._device, self._log, self._seed = model_dir, device, log, seed
         self._host, self._tag, self._deterministic = host, tag, deterministic
@@ -268,7 +272,7 @@ class SGLangServer(Server):
         return [p.pid for p in self._processes]
 
     def start(self, wait_while: Callable[[], bool] = lambda: True) -> None:
-        """Returns when the server answers. Raises EngineFailed, also when ``wait_while`` turns false."""
+        """Returns when the server answers. Raises EngineFailed, also when ``wait_while`` turns false, and PortTaken."""
         self._port = free_port(self._host)
         cuda = self.uses_cuda()
         env = {"HF_HUB_OFFLINE": "1", TAG_ENV: self._tag, stager.ENV: self._secret,
@@ -302,6 +306,9 @@ class SGLangServer(Server):
                 raise EngineFailed(f"the start of the SGLang server made no progress for {limit.stalled_s:.0f} s",
                                    hint=self._log_hint) from e
             raise EngineFailed(e.message, hint=e.hint) from e
+        except EngineFailed:
+            self.stop()
+            raise
         main = psutil.Process(self._process.pid)
         self._processes = [main, *main.children(recursive=True)]
         self._meter = ActivityMeter(self.pids)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ssl
+import threading
 from pathlib import Path
 
 import pytest
 from support.certificates import Authority
 
 from elastic_rl.config import DcsConfig, parse
+from elastic_rl.dcs.node import service
 from elastic_rl.dcs.security import TOKEN_FILE, Security, new_token
 from elastic_rl.errors import ConfigError
 from elastic_rl.host.local_cluster import Cluster
@@ -17,6 +19,24 @@ from elastic_rl.host.local_cluster import Cluster
 def test_no_files_mean_no_token_and_no_tls(tmp_path: Path) -> None:
     for security in (Security.from_config(DcsConfig()), Security.from_config(DcsConfig(), tmp_path / "none")):
         assert security == Security() and security.admits("") and security.admits("anything")
+
+
+def test_missing_token_of_a_cluster_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dcs\.token") as raised:
+        Security.from_config(DcsConfig(), tmp_path / TOKEN_FILE, required=True)
+    assert "elastic-rl up" in raised.value.hint
+    (tmp_path / "named").write_text("named")
+    assert Security.from_config(DcsConfig(token_file=str(tmp_path / "named")), tmp_path / TOKEN_FILE, required=True
+                                ).token == "named"
+
+
+def test_node_of_a_cluster_does_not_serve_without_the_token_that_it_made(tmp_path: Path) -> None:
+    cfg = parse({"job": "j", "run_dir": str(tmp_path)})
+    cfg.cluster_dir.mkdir(parents=True)
+    Cluster(cfg)._secrets()
+    (cfg.cluster_dir / TOKEN_FILE).unlink()
+    with pytest.raises(ConfigError, match=TOKEN_FILE):
+        service.run(cfg, ["http://127.0.0.1:1"], "a", threading.Event())
 
 
 def test_only_the_token_is_admitted(tmp_path: Path) -> None:

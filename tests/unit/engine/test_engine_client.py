@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
+import tracemalloc
 
 import httpx
 import pytest
 
-from elastic_rl.engine.client import BATCH, GenerateClient, Sampling, parse_sample, sequences_of_request, share_requests
+from elastic_rl.engine.client import (
+    BATCH,
+    GenerateClient,
+    Sampling,
+    answer_limit,
+    parse_sample,
+    sequences_of_request,
+    share_requests,
+)
 from elastic_rl.engine.scoring import ScoreRequest
 from elastic_rl.engine.sglang.seeds import derived_seeds
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
@@ -161,6 +171,20 @@ def test_versions_that_do_not_cover_the_tokens_count_as_the_oldest():
     assert parse_sample(broken).segments[0].version == 3 and len(parse_sample(broken).segments) == 1
 
 
+@pytest.mark.parametrize("spans", [[(0, 2 * 10**7)], [(0, 10**15)], [(0, 3), (3, 1), (1, 3)], [(1, 3)], [(0, 2)],
+                                   [(0, 1), (2, 3)], [(0, 2), (1, 3)], [(-1, 3)]])
+def test_bounds_of_versions_are_compared_and_not_counted_through(spans):
+    given = answer([5, 6, 7], versions=("4",) * 3)
+    given["meta_info"]["weight_versions"] = [
+        {"start": start, "end": end, "version": str(9 - i)} for i, (start, end) in enumerate(spans)]
+    tracemalloc.start()
+    sample = parse_sample(given)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [len(s.token_ids) for s in sample.segments] == [3]
+    assert sample.oldest_version == 10 - len(spans) and peak < 1 << 20
+
+
 def test_sample_of_an_engine_without_a_version_has_version_zero():
     assert parse_sample(answer([5], versions=("default",))).oldest_version == 0
 
@@ -241,6 +265,65 @@ def test_turns_of_a_conversation_name_their_route_until_it_fails():
     asyncio.run(run())
     assert sorted(seen, key=str) == sorted([
         ([[0], [0], [1], [1]], "a"), ([[2], [2]], "b"), ([[2], [2]], None), ([[3]], None)], key=str)
+
+
+@pytest.mark.parametrize(("reply", "why"), [
+    (lambda: httpx.Response(200, content=b" " * (1 << 20)), "more than"),
+    (lambda: httpx.Response(503, content=b"x" * (1 << 20)), "more than"),
+    (lambda: httpx.Response(200, content=gzip.compress(b" " * 1000), headers={"Content-Encoding": "gzip"}),
+     "compressed")])
+def test_answer_that_is_too_long_is_not_read_to_its_end(reply, why):
+    seen = []
+
+    def handle(request):
+        seen.append(request.headers["Accept-Encoding"])
+        return reply()
+
+    with pytest.raises(EngineFailed, match=why):
+        ask(client_over(handle, retries=2), [[1]])
+    assert seen == ["identity"] * 2
+
+
+def test_limit_of_an_answer_grows_with_what_is_asked_for():
+    body = {"input_ids": [[1] * 8] * 2, "sampling_params": {"max_new_tokens": 24}}
+    assert answer_limit(body) == 3 * 65536 + 64 * 1024
+    assert answer_limit({**body, "top_logprobs_num": 20}) == 3 * 65536 + 64 * (1024 + 20 * 128)
+    full = [{**answer(list(range(100_000, 132_768)), versions=("1234567",) * 32_768), "text": "\\u0000" * 32_768}]
+    assert len(json.dumps(full)) * 3 < answer_limit({"input_ids": [[1]], "sampling_params": {"max_new_tokens": 32_768}})
+
+
+def test_answer_that_comes_in_drops_ends_with_the_time_of_a_request():
+    """Each piece comes well within the limit of one read."""
+    async def handle(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+            while not writer.is_closing():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    async def run():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        client = GenerateClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=0.5, retries=1)
+        try:
+            async with asyncio.timeout(60):
+                await client.generate([1], Sampling(4), 1)
+        finally:
+            await client.close()
+            server.close()
+
+    with pytest.raises(EngineFailed, match="no whole answer within 0.5 s"):
+        asyncio.run(run())
+
+
+def test_wrong_key_is_told_from_engines_that_are_away():
+    with pytest.raises(EngineFailed) as refused:
+        ask(client_over(lambda _: httpx.Response(401, text="Unauthorized"), retries=2), [[1]])
+    assert "HTTP 401" in refused.value.message and "elastic-rl restart job" in refused.value.hint
+    with pytest.raises(EngineFailed) as away:
+        ask(client_over(lambda _: httpx.Response(503), retries=1), [[1]])
+    assert "elastic-rl engines" in away.value.hint
 
 
 def test_requests_that_wait_for_a_connection_are_no_failure(monkeypatch):

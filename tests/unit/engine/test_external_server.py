@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 
 from elastic_rl.config import EngineConfig
 from elastic_rl.engine.server import external_server
 from elastic_rl.engine.server.external_server import ExternalServer
+from elastic_rl.errors import EngineFailed
 
 
 class Foreign:
@@ -52,6 +54,15 @@ def test_version_that_changes_during_the_probe_is_an_update_of_ours() -> None:
 
     foreign.during = update
     assert foreign.server.probe() is not False and foreign.server.alive()
+
+
+def test_server_with_another_key_is_to_be_started_with_a_file_and_no_key_on_its_command_line() -> None:
+    server = Foreign().server
+    server._http = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(401, text="Unauthorized")))
+    with pytest.raises(EngineFailed, match="401") as refused:
+        server.in_flight()
+    hint = refused.value.hint
+    assert "ELASTIC_RL_ENGINE_KEY_FILE=" in hint and "elastic-rl restart job" in hint and "--api-key" not in hint
 
 
 def test_server_that_refuses_connections_is_dead_and_one_that_is_slow_is_not() -> None:

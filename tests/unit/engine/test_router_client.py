@@ -74,3 +74,10 @@ def test_router_that_refuses_or_is_none_is_unavailable(monkeypatch: pytest.Monke
     monkeypatch.setattr(http_client, "request", lambda *_, **__: reply)
     with pytest.raises(RouterUnavailable):
         RouterClient("http://router").add(ENGINE, timeout_s=1.0)
+
+
+def test_router_with_another_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "request", lambda *_, **__: httpx.Response(401, text="Unauthorized"))
+    with pytest.raises(RouterUnavailable, match="401") as refused:
+        RouterClient("http://router").workers()
+    assert "elastic-rl restart job" in refused.value.hint

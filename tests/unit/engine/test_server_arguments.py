@@ -87,12 +87,17 @@ def test_options_that_the_engine_sets_are_known_to_the_check_of_extra_args(tmp_p
 @pytest.mark.parametrize(("words", "text"), [
     (["--host=0.0.0.0"], "--host is set by the engine itself; leave it out"), (["--por", "1"], "--port is set"),
     (["--model", "/x"], "--model-path is set"), (["--weight-version=9"], "--weight-version is set"),
-    (["--max-total-tokens", "9"], "set engine.max_total_tokens"), (["--dtype=float16"], "set device.dtype")])
+    (["--max-total-tokens", "9"], "set engine.max_total_tokens"), (["--dtype=float16"], "set device.dtype"),
+    (["--tokenizer-worker-num", "2"], "leave --tokenizer-worker-num out: SGLang does not ask for a key"),
+    (["--tokenizer-w=2"], "leave --tokenizer-worker-num out"), (["--grpc-port", "1"], "leave --grpc-port out"),
+    (["--smg-grpc-mode"], "leave --smg-grpc-mode out"), (["--log-level", "info"], "the engine's key is among them"),
+    (["--log-level=DEBUG"], "--log-level is warning or error"), (["--log-level"], "--log-level is warning or error")])
 def test_extra_arguments_that_replace_the_engines_own_are_refused(words: list[str], text: str) -> None:
     for values in ({"engine": {"extra_args": words}},
                    {"pools": {"judge": {"model": "/judge", "engine": {"extra_args": words}}}}):
         with pytest.raises(ConfigError) as refused:
             config.parse(values)
         assert text in refused.value.message
-    config.parse({"engine": {"extra_args": ["--tp", "2", "--mem-fraction-static=0.8", "--attention-backend", "fa3"]}})
+    config.parse({"engine": {"extra_args": ["--tp", "2", "--mem-fraction-static=0.8", "--attention-backend", "fa3",
+                                            "--log-level", "ERROR", "--log-level-http", "info"]}})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -232,6 +233,42 @@ def test_each_sample_of_each_prompt_has_a_seed_of_its_own(tokenizer: ModelTokeni
             asked = PromptRequest(0, Prompt(tuple(ids_of(tokenizer, prompt))), Sampling(100, seed=sampled), 4)
             asyncio.run(episodes(asked, Says(tokenizer, ["one"])))  # type: ignore[arg-type]
     assert len(set(seen)) == 16 and seen[:8] == seen[16:]
+
+
+@pytest.mark.parametrize("messages", [
+    (Message("tool", "4" * 10_000_000),), (Message("tool", "4", name="n" * 10_000_000),), (Message("tool", ""),) * 201])
+def test_what_can_not_fit_ends_the_episode_and_is_not_tokenized(
+        tokenizer: ModelTokenizer, messages: tuple[Message, ...]) -> None:
+    class Floods(Counts):
+        async def step(self, text: str) -> Observation:
+            return Observation(messages)
+
+    writer = TurnWriter(tokenizer, {})
+    written: list[object] = []
+    writer.between = lambda given: written.append(given) or [1]  # type: ignore[method-assign,func-returns-value]
+    episodes = Episodes(lambda prompt, seed: Floods(9, []), writer, EpisodeLimits(5, 40, 60.0))
+    request = PromptRequest(0, Prompt(tuple(ids_of(tokenizer, "<|user|>go<|end|>"))), Sampling(200), 2)
+    samples = asyncio.run(episodes(request, Says(tokenizer, ["one"])))  # type: ignore[arg-type]
+    assert [s.finish_reason for s in samples] == ["length"] * 2 and not written
+
+
+def test_what_may_fit_is_tokenized_in_a_thread_and_what_fits_is_never_refused(tokenizer: ModelTokenizer) -> None:
+    writer = TurnWriter(tokenizer, {})
+    seen: list[threading.Thread] = []
+    between = writer.between
+
+    def watched(messages: Sequence[Message]) -> list[int]:
+        seen.append(threading.current_thread())
+        return between(messages)
+
+    writer.between = watched  # type: ignore[method-assign]
+    episodes = Episodes(lambda prompt, seed: Counts(2, []), writer, EpisodeLimits(5, 40, 60.0))
+    request = PromptRequest(0, Prompt(tuple(ids_of(tokenizer, "<|user|>go<|end|>"))), Sampling(200), 2)
+    asyncio.run(episodes(request, Says(tokenizer, ["one", "two"])))  # type: ignore[arg-type]
+    assert len(seen) == 2 and threading.current_thread() not in seen
+    for text in ("4", "<|end|>" * 50, "four and " * 30, "x"):
+        messages = [Message("tool", text, name="calculator", tool_call_id="123456789")]
+        assert writer.may_fit(messages, len(between(messages)))
 
 
 def test_empty_last_turn_is_the_answer_of_an_episode(tokenizer: ModelTokenizer) -> None:

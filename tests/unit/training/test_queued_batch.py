@@ -221,6 +221,19 @@ def test_other_samples_than_those_of_the_batch_are_refused() -> None:
         share.read(reader)
 
 
+@pytest.mark.parametrize("ref", ["1e999", "-1e999", "[1]", "null", "NaN"])
+def test_share_whose_references_are_no_numbers_is_refused(ref: str) -> None:
+    elsewhere, _ = queued(GROUPS)
+    [row, *_] = elsewhere.refs
+    raw = batch_of(elsewhere).share(torch.arange(4)).to_bytes()
+    own = f"[[{row[0]}, {row[1]}]".encode()
+    size = int.from_bytes(raw[:8], "little")
+    header = raw[8:8 + size].replace(own, f"[[{ref}, {row[1]}]".encode(), 1)
+    assert header != raw[8:8 + size]
+    with pytest.raises(ConfigError, match="no share of a batch"):
+        QueuedShare.from_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size:])
+
+
 @settings(max_examples=seeds(100), deadline=None)
 @given(st.integers(0, 1 << 16), st.binary(max_size=8))
 def test_share_that_is_none_is_refused_with_a_typed_error(at: int, other: bytes) -> None:

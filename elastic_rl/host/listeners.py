@@ -1,0 +1,120 @@
+"""Which user listens on a port of this host, for requests that carry a secret.
+
+A server of ours binds its port seconds after its command line has shown it to every user of the host, and leaves it
+when it ends. Another user could listen there meanwhile, and would be given the key of the job with the next request.
+So each new connection is looked at before the request goes out.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pwd
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from elastic_rl.errors import PortTaken
+
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LISTEN = "0A"
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def listener_uids(host: str, port: int) -> set[int] | None:
+    """Users whose processes listen on this port of an IP address of this host, or on it of all addresses. None where
+    the kernel does not say."""
+    wanted = _plain(ipaddress.ip_address(host.partition("%")[0]))
+    try:
+        tables = [table for table in _TABLES if table.exists()]
+        return {uid for table in tables for uid in _uids(table, wanted, port)} if tables else None
+    except OSError:
+        return None
+
+
+def require_own_listener(host: str, port: int) -> bool:
+    """Whether a process of this user listens there, or the kernel does not say. Raises PortTaken for one of another
+    user."""
+    uids = listener_uids(host, port)
+    if uids is None:
+        return True
+    if others := uids - {os.geteuid()}:
+        raise PortTaken(f"user {_user_name(min(others))} listens at {host}:{port}, the address of an engine or router "
+                        "of this job, which is not there: the request and the job's key were not sent",
+                        hint="another user of this host has taken the port: have that process ended, or `elastic-rl "
+                             "restart job`, which chooses other ports")
+    return bool(uids)
+
+
+def check_connection(event: str, info: Mapping[str, Any]) -> None:
+    """For httpx's extension ``trace``. Raises PortTaken for a new connection to another user's process on this host,
+    and httpx.ConnectError where nobody listens any more. What another host listens with cannot be seen here."""
+    if stream := _opened(event, info):
+        try:
+            _check(stream)
+        except BaseException:
+            stream.close()
+            raise
+
+
+async def check_async_connection(event: str, info: Mapping[str, Any]) -> None:
+    """As ``check_connection``, for asyncio."""
+    if stream := _opened(event, info):
+        try:
+            _check(stream)
+        except BaseException:
+            await stream.aclose()
+            raise
+
+
+def check_connections(request: httpx.Request) -> None:
+    """A request hook of an httpx client: ``check_connection`` for each connection that it opens."""
+    request.extensions = {**request.extensions, "trace": check_connection}
+
+
+def _opened(event: str, info: Mapping[str, Any]) -> Any:
+    return info["return_value"] if event == "connection.connect_tcp.complete" else None
+
+
+def _check(stream: Any) -> None:
+    (host, port), own = stream.get_extra_info("server_addr")[:2], stream.get_extra_info("client_addr")[0]
+    # A connection to an address of this host comes from the same one, or from another loopback address.
+    here = host == own or _plain(ipaddress.ip_address(host.partition("%")[0])).is_loopback
+    if here and not require_own_listener(host, port):
+        raise httpx.ConnectError(f"nobody listens at {host}:{port} any more")
+
+
+def _uids(table: Path, wanted: _Address, port: int) -> set[int]:
+    """From a table of proc(5)'s ``/proc/net/tcp``."""
+    found: set[int] = set()
+    with table.open() as lines:
+        next(lines)
+        for fields in map(str.split, lines):
+            if fields[3] == _LISTEN:
+                address, _, bound = fields[1].partition(":")
+                if int(bound, 16) == port and ((at := _to_address(address)) == wanted or at.is_unspecified):
+                    found.add(int(fields[7]))
+            elif found:  # Linux lists those that listen first; thousands of connections may follow
+                break
+    return found
+
+
+def _to_address(text: str) -> _Address:
+    """From the kernel's form: words of 32 bits, each as this machine has it in memory."""
+    words = (int(text[at:at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8))
+    return _plain(ipaddress.ip_address(b"".join(words)))
+
+
+def _plain(address: _Address) -> _Address:
+    """An IPv4 address that is written as an IPv6 one in its own form."""
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return str(uid)
