@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from elastic_rl.data.samples import Prompt, Sample
+from elastic_rl.data.samples import Prompt, Sample, demonstration
 from elastic_rl.data.shares import balanced
 from elastic_rl.errors import ConfigError
 
@@ -221,6 +221,11 @@ class Batch:
             return cls(load(raw))
         except (SafetensorError, ValueError, KeyError) as e:
             raise ConfigError(f"the body is not a batch in safetensors: {e}") from e
+
+
+def collate_answers(prompts: Iterable[Prompt]) -> Batch:
+    """The data's own answers, as samples to learn from."""
+    return collate((prompt, demonstration(prompt)) for prompt in prompts)
 
 
 def collate(rows: Iterable[tuple[Prompt, Sample]], advantages: Sequence[float] | None = None) -> Batch:

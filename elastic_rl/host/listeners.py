@@ -11,7 +11,7 @@ import ipaddress
 import os
 import pwd
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,15 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 def listener_uids(host: str, port: int) -> set[int] | None:
     """Users whose processes listen on this port of an IP address of this host, or on it of all addresses. None where
-    the kernel does not say."""
+    the kernel does not say, as in a sandbox whose tables are empty."""
     wanted = _plain(ipaddress.ip_address(host.partition("%")[0]))
     try:
-        tables = [table for table in _TABLES if table.exists()]
-        return {uid for table in tables for uid in _uids(table, wanted, port)} if tables else None
+        listening = [one for table in _TABLES if table.exists() for one in _listening(table)]
     except OSError:
         return None
+    if not listening:
+        return None
+    return {uid for at, bound, uid in listening if bound == port and (at == wanted or at.is_unspecified)}
 
 
 def require_own_listener(host: str, port: int) -> bool:
@@ -87,19 +89,15 @@ def _check(stream: Any) -> None:
         raise httpx.ConnectError(f"nobody listens at {host}:{port} any more")
 
 
-def _uids(table: Path, wanted: _Address, port: int) -> set[int]:
-    """From a table of proc(5)'s ``/proc/net/tcp``."""
-    found: set[int] = set()
+def _listening(table: Path) -> Iterator[tuple[_Address, int, int]]:
+    """Address, port and user of each socket that listens, from a table of proc(5)'s ``/proc/net/tcp``."""
     with table.open() as lines:
-        next(lines)
+        next(lines, None)
         for fields in map(str.split, lines):
-            if fields[3] == _LISTEN:
-                address, _, bound = fields[1].partition(":")
-                if int(bound, 16) == port and ((at := _to_address(address)) == wanted or at.is_unspecified):
-                    found.add(int(fields[7]))
-            elif found:  # Linux lists those that listen first; thousands of connections may follow
-                break
-    return found
+            if fields[3] != _LISTEN:
+                return  # Linux lists those that listen first; thousands of connections may follow
+            address, _, port = fields[1].partition(":")
+            yield _to_address(address), int(port, 16), int(fields[7])
 
 
 def _to_address(text: str) -> _Address:

@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatchmethod
 from typing import Any, Protocol
 
-from elastic_rl.data.batch import Batch, collate
+from elastic_rl.data.batch import collate_answers
 from elastic_rl.data.branch import Branch
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.queue.step_groups import StepGroups
-from elastic_rl.data.samples import Prompt, demonstration
 from elastic_rl.data.sources import make_source
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.engine.generation import Generated, PromptRequest
@@ -300,7 +299,7 @@ class Pipeline:
         self.waits.stage("sft")
         demonstrations = self.prompts.demonstrations(effect.step)
         began = time.monotonic()
-        metrics = self.trainer.update("sft", effect.step, _demonstrations(demonstrations), cursor=effect.cursor)
+        metrics = self.trainer.update("sft", effect.step, collate_answers(demonstrations), cursor=effect.cursor)
         self._step = effect.step
         self._sft = {**{name: metrics.get(name) for name in ("loss", "grad_norm", "lr")},
                      "throughput": training_metrics.of_throughput(metrics),
@@ -311,7 +310,7 @@ class Pipeline:
         self.waits.stage("evaluate")
         n = len(self.source.eval)
         picks = random.Random(f"sft-eval-{self.cfg.seed}").sample(range(n), min(self.cfg.sft.eval_problems, n))
-        batch = _demonstrations(self.prompts.read(self.source.eval, picks, answers=True))
+        batch = collate_answers(self.prompts.read(self.source.eval, picks, answers=True))
         outputs = self.trainer.forward_logprobs(batch)
         # Greedy decoding gives the answer exactly when each token of it is the most probable one after those before.
         accuracy = float((outputs["greedy"] | ~batch["loss_mask"]).all(dim=1).float().mean())
@@ -475,9 +474,7 @@ class Pipeline:
 
     def _publish_again(self, version: int) -> None:
         """The chunks of a version may be lost with the node that had them; the trainer has the weights."""
-        log.warning("engines cannot get version %d: its weights are published again", version)
-        self._emit("version.republished", "actor", f"engines lack version {version}, so its weights are "
-                   "published again", severity=Severity.WARNING, version=version)
+        self.events.republished(version, f"engines lack version {version}")
         if self.output is None:
             self._publish_weights_again()
         else:
@@ -487,8 +484,7 @@ class Pipeline:
         """For a group that computes with the policy of a step; nobody has an earlier one any more."""
         if step != self._step:
             return
-        self._emit("version.republished", "actor", f"version {version} of the policy is lost, so its weights are "
-                   "published again", severity=Severity.WARNING, version=version)
+        self.events.republished(version, f"version {version} of the policy is lost")
         self.turns.to_trainer()
         self.trainer.save("rl", step, publish=True, cursor=self._cursor)
 
@@ -502,7 +498,3 @@ class Pipeline:
         else:
             save()
         self.waits.stage("sync")
-
-
-def _demonstrations(prompts: Sequence[Prompt]) -> Batch:
-    return collate((prompt, demonstration(prompt)) for prompt in prompts)

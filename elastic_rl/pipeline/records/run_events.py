@@ -93,6 +93,11 @@ class RunEvents:
         self._emit("queue.replaced", "queue", f"the queue is replaced, and {groups} groups that were in it are "
                    f"generated again: {why}", severity=Severity.WARNING, groups=groups)
 
+    def republished(self, version: int, why: str) -> None:
+        log.warning("%s: its weights are published again", why)
+        self._emit("version.republished", "actor", f"{why}, so its weights are published again",
+                   severity=Severity.WARNING, version=version)
+
     def resynced(self, step: int, reason: str) -> None:
         """A command did not fit to the committed state."""
         log.warning("step %d does not fit to the committed state: %s", step, reason)
