@@ -368,7 +368,7 @@ def test_whatever_a_generate_function_raises_is_a_fault_of_the_plugin(raised: Ba
         raise raised
 
     with pytest.raises(PluginFailed, match="rollout.generate=single_turn failed for group 7"):
-        asyncio.run(_rollout(generate)._generate(_request(7)))
+        asyncio.run(_rollout(generate)._generate(_request(7), generate))
 
 
 def test_cancellation_of_a_request_and_engines_that_fail_are_no_fault_of_the_plugin() -> None:
@@ -380,7 +380,7 @@ def test_cancellation_of_a_request_and_engines_that_fail_are_no_fault_of_the_plu
         raise EngineFailed("x" * 100_000)
 
     async def cancelled() -> None:
-        task = asyncio.create_task(_rollout(hangs)._generate(_request(7)))
+        task = asyncio.create_task(_rollout(hangs)._generate(_request(7), hangs))
         await asyncio.sleep(0)
         task.cancel()
         await task
@@ -388,7 +388,7 @@ def test_cancellation_of_a_request_and_engines_that_fail_are_no_fault_of_the_plu
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancelled())
     with pytest.raises(EngineFailed) as failed:
-        asyncio.run(_rollout(fails)._generate(_request(7)))
+        asyncio.run(_rollout(fails)._generate(_request(7), fails))
     assert len(str(failed.value)) <= 2000
 
 

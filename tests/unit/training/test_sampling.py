@@ -42,7 +42,7 @@ class Loop:
         self.sampler = Sampler(cfg, source, self._generate, self.waits, lambda: self.no_engine,
                                lambda part, ordinals, why: self.failed.append((part, list(ordinals))))
 
-    def _generate(self, requests: Sequence[PromptRequest], min_version: int) -> list[list[Sample]]:
+    def _generate(self, requests: Sequence[PromptRequest], min_version: int, suspects: bool) -> list[list[Sample]]:
         self.sent += [request.ordinal for request in requests]
         if len(self.sent) > 1:
             self.answers.wait(60.0)
