@@ -30,7 +30,7 @@ class Loop:
         self.stopping, self.sent, self.shown = threading.Event(), list[int](), list[tuple[str, str]]()
         self.failed: list[tuple[str, list[int]]] = []
         monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
-        monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
+        monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding._RETRY_S", (0.001, 0.01))
         cfg = config.load(overrides=["--rollout.reward=mine", "--rollout.groups_per_request=1",
                                      "--rollout.reward_attempts=2", *settings])
         source = make_source(cfg)
