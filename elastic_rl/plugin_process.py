@@ -107,12 +107,18 @@ class PluginProcess:
             if self._process is not None:
                 self._process.is_sound = False
 
-    def close(self) -> None:
-        """Kills the process; calls under way end with CallLost."""
+    def stop(self) -> None:
+        """Kills the process until the next ``start``; calls under way end with CallLost."""
         with self._lock:
-            self._closed, process = True, self._process
+            process, self._process = self._process, None
         if process is not None:
-            process.end(f"{self._what} was closed")
+            process.end(f"the process of {self._what} was stopped")
+
+    def close(self) -> None:
+        """As ``stop``, for good."""
+        with self._lock:
+            self._closed = True
+        self.stop()
 
 
 def _value(answer: Any) -> Any:

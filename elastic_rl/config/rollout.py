@@ -55,9 +55,9 @@ class RolloutConfig(Section):
     for its processes: a group's time begins when its turn comes."""
     reward_attempts: Positive = 3
     """Number of attempts to reward a prompt group, while others are rewarded. After the last one the group is dropped
-    with the reason ``reward failed``, and another is generated in its place. An attempt in which no group at all is
-    rewarded does not count: then the run waits for the reward, and tries again without end. The same number holds for
-    ``generate``."""
+    with the reason ``reward failed``, and another is generated in its place. An attempt does not count when no other
+    group was rewarded since the one before: while none is, the run waits for the reward, and tries again without end.
+    The same number holds for ``generate``."""
     max_failed_rewards: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of the last groups, as many as a step has, that may be dropped because their reward failed. With more,
     the reward itself is at fault: the run waits and tries again without end. 0: no group is dropped for that."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from elastic_rl.engine_key import read_key
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
 from elastic_rl.plugin_process import PluginProcess
 from elastic_rl.plugins import call_fault, encodable, plain, resolve, text_of
+
+_UNUSED_S = 60.0
+"""The process of suspects ends when it was not used for so long: more than they pause between two attempts."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +69,50 @@ Asked = PromptRequest | Prompt | None
 
 class OwnGenerate:
     """The function that ``rollout.generate`` names as ``package.module:name``, or an environment, with a client of the
-    engines of its own. The process of the role does not import it."""
+    engines of its own. The process of the role does not import it. All but ``start`` and ``close`` is used from one
+    event loop."""
 
-    def __init__(self, name: str | EnvironmentJob, client: ClientOptions) -> None:
-        """Raises ConfigError."""
+    for_suspects: OwnGenerate
+    """The same in a second process, which is there only while it is used: for groups that may end it."""
+
+    def __init__(self, name: str | EnvironmentJob, client: ClientOptions, *, of_suspects: bool = False) -> None:
+        """``of_suspects``: no process is started yet. Raises ConfigError."""
         self._bounds_itself = isinstance(name, EnvironmentJob)
         what, maker = ((f"rollout.environment={plain(name.name, 200)}", "elastic_rl.environments.serving:serve")
                        if isinstance(name, EnvironmentJob) else
                        (f"rollout.generate={plain(name, 200)}", f"{__name__}:serve"))
         self._process = PluginProcess(what, maker, name, client)
-        self._process.start_first()
+        self._starting = ThreadPoolExecutor(1, "generate-start")
+        """Of its own: while one process is started, which may take minutes, the other one's calls go on."""
+        self._users = 0
+        self._stopping: asyncio.TimerHandle | None = None
+        self._of_suspects = of_suspects
+        if not of_suspects:
+            self._process.start_first()
+            self.for_suspects = OwnGenerate(name, client, of_suspects=True)
 
     def start(self) -> None:
         """Replaces its process if need be; call it before calls. Raises PluginFailed."""
         self._process.start()
+
+    async def started(self) -> None:
+        """As ``start``."""
+        await asyncio.get_running_loop().run_in_executor(self._starting, self.start)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around calls and the start before them. The process of suspects ends when it has not been used for a while:
+        it takes as much memory as the other one."""
+        if self._stopping is not None:
+            self._stopping.cancel()
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if self._of_suspects and not self._users:
+                loop = asyncio.get_running_loop()
+                self._stopping = loop.call_later(_UNUSED_S, loop.run_in_executor, None, self._process.stop)
 
     @contextlib.asynccontextmanager
     async def within(self, limit_s: float) -> AsyncIterator[None]:
@@ -125,6 +159,9 @@ class OwnGenerate:
         await self._process.call(prompt)
 
     def close(self) -> None:
+        if not self._of_suspects:
+            self.for_suspects.close()
+        self._starting.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
 

@@ -12,7 +12,7 @@ from elastic_rl.roles.teacher import TeacherRole
 ROLES: dict[str, RoleSpec] = {
     spec.name: spec
     for spec in (
-        RoleSpec("rollout", RolloutRole, max_ongoing_requests=64),
+        RoleSpec("rollout", RolloutRole, max_ongoing_requests=96),
         RoleSpec("advantages", AdvantagesRole),
         RoleSpec("genrm", GenRmRole, max_ongoing_requests=64),
         RoleSpec("teacher", TeacherRole, max_ongoing_requests=64),

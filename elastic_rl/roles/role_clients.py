@@ -70,10 +70,11 @@ class RoleClients:
         self._handles, self._has_replica, self._term = handles, has_replica, term
         self._cfg, self._timeout_s = cfg, call_timeout_s(cfg)
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[Generated]:
-        """Samples of every prompt, or why the user's function failed for it. Raises EngineFailed, RoleUnavailable,
-        PluginFailed for prompts that cannot be sent, and Fenced when a later term of the actor has begun."""
-        request = GenerationRequest(tuple(prompts), min_version)
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False) -> list[Generated]:
+        """Samples of every prompt, or why the user's function failed for it. ``suspects``: see ``GenerationRequest``.
+        Raises EngineFailed, RoleUnavailable, PluginFailed for prompts that cannot be sent, and Fenced when a later term
+        of the actor has begun."""
+        request = GenerationRequest(tuple(prompts), min_version, suspects)
         return self._call("rollout", lambda handle: handle.generate.remote(request, self._term()))
 
     def advantages(self, rewards: list[list[float]]) -> list[list[float]]:

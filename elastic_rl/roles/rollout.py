@@ -17,7 +17,7 @@ from elastic_rl.config import ENVIRONMENT, ROLLOUT_POOL, Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample
 from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
-from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
+from elastic_rl.engine.generation import Generated, GenerateFault, GenerateFn, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
 from elastic_rl.engine_key import read_key
 from elastic_rl.errors import EngineFailed, EtcdUnavailable, PluginAway, PluginFailed
@@ -36,10 +36,12 @@ _RETRY_S = (0.05, 1.0)
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompt groups to sample. ``min_version``: the oldest policy version whose samples are accepted."""
+    """Prompt groups to sample. ``min_version``: the oldest policy version whose samples are accepted. ``suspects``:
+    they may end the process of the user's function, so they get another one than all other groups."""
 
     prompts: tuple[PromptRequest, ...]
     min_version: int
+    suspects: bool = False
 
 
 class RolloutRole(EngineRole):
@@ -69,8 +71,9 @@ class RolloutRole(EngineRole):
     async def _generated(self, request: GenerationRequest) -> list[Generated]:
         with self.working(len(request.prompts)):
             # Each to its end: what still ran would go on, beside the repeated request, and call tools.
-            found = await asyncio.gather(*(self._bounded(p, request.min_version) for p in request.prompts),
-                                         return_exceptions=True)
+            found = await asyncio.gather(*(
+                self._bounded(p, request.min_version, request.suspects) for p in request.prompts),
+                return_exceptions=True)
             return of_each(found)
 
     def close(self) -> None:
@@ -78,20 +81,28 @@ class RolloutRole(EngineRole):
             self.generate_fn.close()
         super().close()
 
-    async def _bounded(self, prompt: PromptRequest, min_version: int) -> Generated:
+    async def _bounded(self, prompt: PromptRequest, min_version: int, suspect: bool = False) -> Generated:
         """One group: a function of the user's own has a limit for all that it does, and a fault of it is no error."""
         if not isinstance(self.generate_fn, OwnGenerate):
             try:
-                return await self._group(prompt, min_version)
+                return await self._group(prompt, min_version, self.generate_fn)
             except PluginFailed as e:
                 return GenerateFault(str(e))
+        generate_fn = self.generate_fn.for_suspects if suspect else self.generate_fn
+        with generate_fn.in_use():
+            return await self._bounded_own(prompt, min_version, generate_fn)
+
+    async def _bounded_own(self, prompt: PromptRequest, min_version: int, generate_fn: OwnGenerate) -> Generated:
         setting, limit_s = self.ctx.config.rollout.generate, self.ctx.config.rollout.generate_timeout_s
         try:
             for _ in range(self.ctx.config.rollout.max_attempts):
-                await asyncio.to_thread(self.generate_fn.start)  # has a limit of its own
+                try:
+                    await generate_fn.started()
+                except PluginFailed as e:  # which says nothing about the group
+                    return GenerateFault(str(e), away="plugin")
                 with contextlib.suppress(ProcessLost):  # replaced for another group: that is no time of this one
-                    async with self.generate_fn.within(limit_s):
-                        return await self._group(prompt, min_version)
+                    async with generate_fn.within(limit_s):
+                        return await self._group(prompt, min_version, generate_fn)
             return GenerateFault(f"rollout.generate={setting} cannot be called for group {prompt.ordinal}: its process "
                                  "ended again and again", shared=True)
         except TimeoutError:
@@ -104,10 +115,10 @@ class RolloutRole(EngineRole):
         except PluginFailed as e:
             return GenerateFault(str(e))
 
-    async def _group(self, prompt: PromptRequest, min_version: int) -> list[Sample]:
+    async def _group(self, prompt: PromptRequest, min_version: int, generate_fn: GenerateFn) -> list[Sample]:
         for attempt in range(1, self.ctx.config.rollout.max_attempts + 1):
             requested_at = time.time()
-            samples = await self._generate(prompt)
+            samples = await self._generate(prompt, generate_fn)
             if await self._are_foreign(samples, last=attempt == self.ctx.config.rollout.max_attempts):
                 await asyncio.sleep(backoff_s(attempt, *_RETRY_S))  # the driver takes a foreign worker out again
                 continue
@@ -141,9 +152,9 @@ class RolloutRole(EngineRole):
         a new number only, its KV cache was computed again in one pass, with other last bits."""
         return self.ctx.config.deterministic and any(len(s.versions) > 1 for s in samples)
 
-    async def _generate(self, prompt: PromptRequest) -> Sequence[Sample]:
+    async def _generate(self, prompt: PromptRequest, generate_fn: GenerateFn) -> Sequence[Sample]:
         try:
-            samples = await self.generate_fn(prompt, self.client)
+            samples = await generate_fn(prompt, self.client)
             fault = generation.fault_of(samples, prompt, self._vocabulary)
         except (CallLost, ProcessLost, PluginAway):
             raise

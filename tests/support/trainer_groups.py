@@ -51,7 +51,8 @@ class Engines:
     def __init__(self, advantages: Advantages = centered) -> None:
         self.advantages = advantages
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[list[Sample]]:
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int, suspects: bool = False
+                 ) -> list[list[Sample]]:
         return [[self._sample(p.prompt.answer_ids or () if i == 0 else (9, 4)) for i in range(p.samples)]
                 for p in prompts]
 

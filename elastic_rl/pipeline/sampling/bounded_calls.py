@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from elastic_rl.errors import PluginFailed
+from elastic_rl.pipeline.sampling.source_reads import SHOWN_AFTER_S
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugins import describe
 
-_SLICE_S = 0.1
+T = TypeVar("T")
+
+_SLICE_S = 0.05
 """The loop's thread looks this often whether it is to end."""
 _MAX_LEFT = 16
 """Threads that may still run what was given up."""
@@ -82,6 +86,27 @@ class BoundedCalls:
                 self._waits.pause(0.0)
         look()
         return errors[0] if errors else None
+
+    def make(self, what: str, make: Callable[[], T], close: Callable[[T], None], limit_s: float) -> T:
+        """What ``make`` returns or raises, as soon as it does; it is closed when nobody waits for it any more. Raises
+        also as ``run``."""
+        made, given_up = list[T](), threading.Event()
+
+        def work(_running: Running) -> None:
+            made.append(make())
+            if given_up.is_set():
+                close(made[0])
+
+        try:
+            error = self.run(f"the start of {what}", work, limit_s, shown_after_s=SHOWN_AFTER_S)
+        except BaseException:
+            given_up.set()
+            for one in made:  # if it was made just before; closing it twice does no harm
+                close(one)
+            raise
+        if error is not None:
+            raise error
+        return made[0]
 
     def _require_room(self, what: str) -> None:
         self._left = [t for t in self._left if t.is_alive()]

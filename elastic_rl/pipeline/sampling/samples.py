@@ -166,7 +166,7 @@ class Sampler:
         ended = False
         while True:
             self._waits.pause(0.0)
-            if not ended and requests.takes_more:
+            if not ended:
                 given = more(0.0 if requests.pending or rewards.pending else _POLL_S)
                 ended = given is None
                 if given is not None:

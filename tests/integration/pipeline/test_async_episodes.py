@@ -50,8 +50,9 @@ class EpisodeRoles(Roles):
     rollout: RolloutRole
     loop: asyncio.AbstractEventLoop
 
-    def generate(self, prompts: Sequence[PromptRequest], min_version: int) -> list[Generated]:  # type: ignore[override]
-        asked = self.rollout.generate(GenerationRequest(tuple(prompts), min_version),
+    def generate(self, prompts: Sequence[PromptRequest], min_version: int,  # type: ignore[override]
+                 suspects: bool = False) -> list[Generated]:
+        asked = self.rollout.generate(GenerationRequest(tuple(prompts), min_version, suspects),
                                       fencing.current_term(self.rollout.etcd, self.rollout.ctx.keys))
         return asyncio.run_coroutine_threadsafe(asked, self.loop).result(WAIT_S)
 

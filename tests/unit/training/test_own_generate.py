@@ -1,41 +1,33 @@
-"""Generate functions of a user's code: in real processes, and the loop that goes by what becomes of their groups."""
+"""Generate functions of a user's code, in real processes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
+import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.budget import seeds
 
 from elastic_rl import config
 from elastic_rl.data.batch import collate
-from elastic_rl.data.samples import Group, Prompt, Sample, Segment
-from elastic_rl.data.sources import make_source
+from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate
-from elastic_rl.errors import ConfigError, EngineFailed, Fenced
-from elastic_rl.pipeline.sampling.generating import GroupRequests
-from elastic_rl.pipeline.sampling.samples import Sampler
-from elastic_rl.pipeline.waits import Waits
+from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed
 from elastic_rl.plugin_process import PluginProcess, ProcessLost
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, of_each
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime import runs, wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAMPLE = Sample((Segment((1,), (-0.5,), version=3),))
@@ -85,6 +77,10 @@ def _request(ordinal: int, text: str = "", samples: int = 2) -> PromptRequest:
     return PromptRequest(ordinal, Prompt((5,), text), Sampling(12, seed=7), samples)
 
 
+def _children() -> set[int]:
+    return {p.pid for p in psutil.Process().children(recursive=True) if runs(p)}
+
+
 def _generate(role: RolloutRole, *whats: str) -> list[Generated]:
     async def all_of_them() -> list[Generated]:
         return await asyncio.gather(*(role._bounded(_request(i, what), 1) for i, what in enumerate(whats)))
@@ -126,6 +122,50 @@ def test_process_that_ends_is_replaced_and_names_nobody(role: RolloutRole, what:
     [bad] = _generate(role, what)
     assert isinstance(bad, GenerateFault) and bad.shared
     assert isinstance(_generate(role, "")[0], list)
+
+
+def test_suspects_have_a_process_of_their_own_while_they_are_tried(role: RolloutRole, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    """One that ends it ends no other group, and it does not stay: it takes as much memory as the other one."""
+    monkeypatch.setattr("elastic_rl.engine.own_generate._UNUSED_S", 0.05)
+    before, own = _children(), role.generate_fn
+    assert isinstance(own, OwnGenerate)
+
+    async def both() -> None:
+        held = asyncio.create_task(role._bounded(_request(0, "hang"), 1))
+        try:
+            bad = await role._bounded(_request(1, "die"), 1, suspect=True)
+            assert isinstance(bad, GenerateFault) and bad.shared
+            assert isinstance(await role._bounded(_request(2), 1, suspect=True), list)
+            assert not held.done()
+            while own.for_suspects._process._process is not None:
+                await asyncio.sleep(0.01)
+        finally:
+            held.cancel()
+            await asyncio.wait([held])
+
+    role.ctx = SimpleNamespace(model_dir="", config=config.load(overrides=[  # type: ignore[assignment]
+        "--rollout.generate=my_generate:generate", "--rollout.generate_timeout_s=600"]))
+    asyncio.run(both())
+    wait_until(lambda: _children() <= before, timeout_s=60, what="the end of the process of suspects")
+
+
+def test_process_of_suspects_ends_with_the_role(role: RolloutRole) -> None:
+    before = _children()
+    assert isinstance(asyncio.run(role._bounded(_request(0), 1, suspect=True)), list)
+    of_suspects = _children() - before
+    assert of_suspects
+    role.generate_fn.close()  # type: ignore[attr-defined]
+    wait_until(lambda: not _children() & of_suspects, timeout_s=60, what="the end of the process of suspects")
+
+
+def test_process_that_cannot_be_started_is_no_fault_of_the_group(role: RolloutRole, monkeypatch: pytest.MonkeyPatch
+                                                                 ) -> None:
+    def fails(self: OwnGenerate) -> None:
+        raise PluginFailed("no memory")
+
+    monkeypatch.setattr(OwnGenerate, "start", fails)
+    assert asyncio.run(role._bounded(_request(0), 1, suspect=True)) == GenerateFault("no memory", away="plugin")
 
 
 def test_process_takes_no_call_before_it_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,6 +226,33 @@ def test_what_is_no_function_is_a_wrong_setting() -> None:
             OwnGenerate(name, ClientOptions("", 1.0, 1, 1))
 
 
+def test_group_that_no_engine_answered_is_repeated_alone() -> None:
+    good, fault, away = [SAMPLE], GenerateFault("bad"), EngineFailed("no engine")
+    assert of_each([good, away, fault]) == [good, GenerateFault("the engines to generate: no engine", away="engines"),
+                                            fault]
+    assert of_each([good]) == [good]
+    for found, raised in (([away, away], EngineFailed), ([good, RuntimeError("x"), away], RuntimeError)):
+        with pytest.raises(raised):
+            of_each(found)
+
+
+def test_request_ends_when_all_of_its_groups_have(role: RolloutRole) -> None:
+    """What still ran would go on beside the repeated one."""
+    role.working = lambda groups: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
+    ended: list[int] = []
+
+    async def bounded(prompt: PromptRequest, min_version: int, suspect: bool) -> Generated:
+        if prompt.ordinal == 0:
+            raise EngineFailed("no engine")
+        await asyncio.sleep(0.05)
+        ended.append(prompt.ordinal)
+        return [SAMPLE] * prompt.samples
+
+    role._bounded = bounded  # type: ignore[method-assign]
+    found = asyncio.run(role._generated(GenerationRequest((_request(0), _request(1), _request(2)), 1)))
+    assert ended == [1, 2] and isinstance(found[0], GenerateFault) and found[0].away == "engines"
+
+
 # -- the example -------------------------------------------------------------------------------------------------------
 
 
@@ -222,293 +289,3 @@ def test_example_of_two_turns_is_trained_on_what_the_policy_wrote() -> None:
         [((1,), (-0.25,), True, 3), ((5,), (), False, 0), ((3,), (-0.25,), True, 3)]] * 2
     batch = collate([(request.prompt, s) for s in samples], [1.0, -1.0])
     assert torch.equal(batch["loss_mask"][0], torch.tensor([False, True, False, True]))
-
-
-# -- the loop ----------------------------------------------------------------------------------------------------------
-
-
-class Loop:
-    """A sampler on generate functions of which some groups fail, in an order that the calls show."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, generate: Callable[[list[int]], Sequence[Generated]],
-                 *more: str, waits: int = 100_000) -> None:
-        stopping, self.calls, self.texts = threading.Event(), list[list[int]](), list[str]()
-        self.failed: list[tuple[str, list[int]]] = []
-
-        def call(prompts: Sequence[PromptRequest], min_version: int) -> Sequence[Generated]:
-            self.calls.append([p.ordinal for p in prompts])
-            return generate([p.ordinal for p in prompts])
-
-        def report(stage: str, kind: str, what: str) -> None:
-            if kind:
-                self.texts.append(f"{kind}: {what}")
-                if len(self.texts) > waits:
-                    stopping.set()
-
-        monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
-        cfg = config.load(overrides=["--rollout.groups_per_request=4", "--rollout.reward_attempts=2",
-                                     "--train.prompts_per_step=16", *more])
-        source = make_source(cfg)
-        self.prompts = [source.train[i] for i in range(64)]
-        self.sampler = Sampler(cfg, source, call, Waits(report, stopping), on_failed=lambda part, ordinals, why:
-                               self.failed.append((part, list(ordinals))))
-
-    def groups(self, count: int) -> list[Group]:
-        try:
-            return [g for g, _ in self.sampler.training_groups(list(enumerate(self.prompts[:count])), 0)]
-        finally:
-            self.sampler.close()
-
-
-def _good(ordinal: int) -> list[Sample]:
-    return [Sample((Segment((1,), (-0.5,), version=1),))]
-
-
-def test_group_that_cannot_be_generated_is_dropped_and_one_other_shows_that_it_works(monkeypatch: pytest.MonkeyPatch
-                                                                                     ) -> None:
-    loop = Loop(monkeypatch, lambda ordinals: [GenerateFault("bad") if i == 5 else _good(i) for i in ordinals])
-    found = loop.groups(8)
-    assert [g.ordinal for g in found if g.failed] == [5] and found[5].samples == () and found[5].failed == "bad"
-    sent = [i for call in loop.calls for i in call]
-    assert set(sent) == set(range(8))
-    assert len(sent) - sent.count(5) - 7 <= sent.count(5), "at most one other is generated again for each failure"
-    assert loop.failed == [("generate", [5])]
-
-
-def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop: Loop
-
-    def generate(ordinals: list[int]) -> list[Generated]:
-        if 6 in ordinals:
-            return [GenerateFault("the process died", shared=True) for _ in ordinals]
-        return [_good(i) for i in ordinals]
-
-    loop = Loop(monkeypatch, generate)
-    assert [g.ordinal for g in loop.groups(8) if g.failed] == [6]
-    assert loop.calls.count([6]) == 3, "once with half of those that were there, and two attempts alone"
-
-
-class _Process:
-    """A process that has the groups of several requests at once, and ends with all of them when it has one of the
-    ``culprits``. In the place of the threads that call it, so that the test says what runs at the same time."""
-
-    def __init__(self, culprits: Sequence[int]) -> None:
-        self._culprits, self._running = set(culprits), list[tuple[Future[Sequence[Generated]], list[int]]]()
-        self.ends, self.turns = 0, 0
-
-    def submit(self, _call: object, requests: Sequence[PromptRequest], _min_version: int
-               ) -> Future[Sequence[Generated]]:
-        self._running.append((Future(), [request.ordinal for request in requests]))
-        return self._running[-1][0]
-
-    def shutdown(self, **_: bool) -> None:
-        pass
-
-    def turn(self, *, ends: bool = False) -> None:
-        """What runs comes to its end."""
-        running, self._running = self._running, []
-        self.turns += bool(running)
-        ends = ends or any(i in self._culprits for _, ordinals in running for i in ordinals)
-        self.ends += ends
-        for future, ordinals in running:
-            future.set_result([GenerateFault("the process died", shared=True) if ends else _good(i) for i in ordinals])
-
-
-def _requests(monkeypatch: pytest.MonkeyPatch, process: _Process) -> GroupRequests:
-    monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
-    cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
-                                 "--train.prompts_per_step=64"])
-    made = GroupRequests(cfg, lambda prompts, version: [], Waits(lambda *_: None, threading.Event()), no_engine=str,
-                         other=lambda: _request(-1), on_failed=lambda ordinals, why: None)
-    made.close()
-    made._threads = process  # type: ignore[assignment]
-    return made
-
-
-@pytest.mark.parametrize("culprits", [(), (9,), (9, 40)])
-def test_end_of_a_process_with_many_groups_takes_few_turns_to_explain(monkeypatch: pytest.MonkeyPatch,
-                                                                      culprits: tuple[int, ...]) -> None:
-    """One group after the other would take hours where an episode takes minutes."""
-    process, failed = _Process(culprits), set[int]()
-    requests = _requests(monkeypatch, process)
-    requests.add([_request(i) for i in range(64)], 0)
-    requests.poll(0.01)
-    process.turn(ends=True)
-    while requests.pending:
-        failed |= {group.ordinal for group in requests.poll(0.01)[1]}
-        process.turn()
-    assert failed == set(culprits)
-    # The first one, another group that shows that the function works, and two halves that live. For each culprit, at
-    # each of six halvings, the half that ends the process, that other group and the half that lives; and two attempts
-    # alone with that other group.
-    assert process.turns <= 4 + len(culprits) * (3 * 6 + 4), process.turns
-
-
-def test_process_that_one_group_ends_is_ended_a_few_times_only_while_others_are_given(monkeypatch: pytest.MonkeyPatch
-                                                                                     ) -> None:
-    """Groups that were added to those that are on trial would end with them, and would be suspects too."""
-    process, failed, done = _Process((3,)), list[int](), 0
-    requests, ordinals = _requests(monkeypatch, process), itertools.count()
-    under_way = 0
-    while not failed and process.turns < 100:
-        if requests.takes_more:
-            requests.add([_request(next(ordinals)) for _ in range(8 - under_way)], 0)
-            under_way = 8
-        answered, given_up = requests.poll(0.01)
-        failed += [group.ordinal for group in given_up]
-        done, under_way = done + len(answered), under_way - len(answered) - len(given_up)
-        process.turn()
-    assert failed == [3] and done >= 7
-    assert process.ends <= 6, "of all, of halves with the one in them, and two attempts with it alone"
-
-
-def test_group_that_ends_the_process_gets_its_turn_alone_however_many_groups_are_given(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """With groups that are given for as long as there is room, something else would always run."""
-    released = threading.Event()
-
-    def generate(ordinals: list[int]) -> list[Generated]:
-        if 0 in ordinals:
-            return [GenerateFault("the process died", shared=True) for _ in ordinals]
-        released.wait(0.02)
-        return [_good(i) for i in ordinals]
-
-    loop = Loop(monkeypatch, generate, "--rollout.groups_per_request=1")
-    ordinals = iter(range(len(loop.prompts)))
-    given, found = list[int](), dict[int, bool]()
-
-    def more(wait_s: float) -> tuple[list[tuple[int, Prompt]], int] | None:
-        if len(given) - len(found) < 4 and (ordinal := next(ordinals, None)) is not None:
-            given.append(ordinal)
-            return [(ordinal, loop.prompts[ordinal])], 0
-        return None if len(given) == len(loop.prompts) else ([], 0)
-
-    try:
-        for group, _ in loop.sampler.training_stream(more):
-            found[group.ordinal] = bool(group.failed)
-    finally:
-        loop.sampler.close()
-    assert found == {ordinal: ordinal == 0 for ordinal in range(len(loop.prompts))}
-    assert list(found).index(0) < 32, "long before the last one was given"
-
-
-def test_function_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [30]
-
-    def generate(ordinals: list[int]) -> list[Generated]:
-        left[0] -= len(ordinals)
-        return [GenerateFault("the tool is away") if left[0] > 0 else _good(i) for i in ordinals]
-
-    loop = Loop(monkeypatch, generate)
-    assert not any(g.failed for g in loop.groups(8)) and not loop.failed
-    assert any(text.startswith("plugin: the tool is away") for text in loop.texts)
-
-
-def test_function_that_fails_for_every_group_for_a_while_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after it has worked: what it calls may be away for all groups at any time."""
-    left = [0]
-
-    def generate(ordinals: list[int]) -> list[Generated]:
-        left[0] -= len(ordinals)
-        return [GenerateFault("the tool is away") if left[0] > 0 else _good(i) for i in ordinals]
-
-    loop = Loop(monkeypatch, generate)
-    loop.sampler.training_groups(list(enumerate(loop.prompts[:8])), 0)
-    left[0] = 200
-    assert not any(g.failed for g in loop.groups(16)) and not loop.failed
-    assert left[0] <= 0 and any(text.startswith("plugin: the tool is away") for text in loop.texts)
-
-
-@pytest.mark.parametrize("kind", ["engines", "plugin"])
-def test_group_that_waits_for_what_is_away_is_tried_again_alone_and_without_end(monkeypatch: pytest.MonkeyPatch,
-                                                                                kind: str) -> None:
-    """As where a tool's service is away: groups that do not need it are generated meanwhile."""
-    left = [30]
-
-    def generate(ordinals: list[int]) -> list[Generated]:
-        left[0] -= 5 in ordinals
-        return [GenerateFault("no answer", away=kind) if i == 5 and left[0] > 0 else _good(i) for i in ordinals]
-
-    loop = Loop(monkeypatch, generate)
-    assert not any(g.failed for g in loop.groups(16)) and not loop.failed
-    assert any(text == f"{kind}: no answer" for text in loop.texts)
-    assert loop.calls.count([5]) == 29 and sum(len(call) for call in loop.calls) == 16 + 29
-
-
-def test_group_that_no_engine_answered_is_repeated_alone() -> None:
-    good, fault, away = [SAMPLE], GenerateFault("bad"), EngineFailed("no engine")
-    assert of_each([good, away, fault]) == [good, GenerateFault("the engines to generate: no engine", away="engines"),
-                                            fault]
-    assert of_each([good]) == [good]
-    for found, raised in (([away, away], EngineFailed), ([good, RuntimeError("x"), away], RuntimeError)):
-        with pytest.raises(raised):
-            of_each(found)
-
-
-def test_request_ends_when_all_of_its_groups_have(role: RolloutRole) -> None:
-    """What still ran would go on beside the repeated one."""
-    role.working = lambda groups: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
-    ended: list[int] = []
-
-    async def bounded(prompt: PromptRequest, min_version: int) -> Generated:
-        if prompt.ordinal == 0:
-            raise EngineFailed("no engine")
-        await asyncio.sleep(0.05)
-        ended.append(prompt.ordinal)
-        return [SAMPLE] * prompt.samples
-
-    role._bounded = bounded  # type: ignore[method-assign]
-    found = asyncio.run(role._generated(GenerationRequest((_request(0), _request(1), _request(2)), 1)))
-    assert ended == [1, 2] and isinstance(found[0], GenerateFault) and found[0].away == "engines"
-
-
-def test_too_many_groups_that_fail_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(monkeypatch, lambda ordinals: [GenerateFault("bad") if i else _good(i) for i in ordinals], waits=400)
-    with pytest.raises(Fenced):
-        loop.groups(16)
-    assert len(loop.failed) == 8 and any("rollout.max_failed_rewards" in text for text in loop.texts)
-
-
-def test_first_group_that_cannot_be_generated_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a restart of the actor: held-out prompts, of which some fail too, show that the function works."""
-    held_out = iter(range(1000))
-
-    def generate(ordinals: list[int]) -> list[Generated]:
-        return [GenerateFault("bad") if i == 0 or next(held_out) % 2 == 0 else _good(i) for i in ordinals]
-
-    loop = Loop(monkeypatch, generate)
-    assert [bool(g.failed) for g in loop.groups(1)] == [True]
-    assert [-1] in loop.calls
-
-
-def test_first_group_is_waited_for_while_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(monkeypatch, lambda ordinals: [GenerateFault("the tool is away") for _ in ordinals], waits=200)
-    with pytest.raises(Fenced):
-        loop.groups(1)
-    assert not loop.failed
-
-
-@settings(max_examples=seeds(20), deadline=None)
-@given(bad=st.dictionaries(st.integers(0, 15), st.booleans(), max_size=4))
-def test_each_group_is_generated_or_dropped_for_its_own_fault(bad: dict[int, bool]) -> None:
-    """``bad``: groups that fail and, if True, take those down that are generated at the same time."""
-    running: list[int] = []
-    lock = threading.Lock()
-
-    def generate(ordinals: list[int]) -> list[Generated]:
-        with lock:
-            running.extend(ordinals)
-            down = [i for i in running if bad.get(i)]
-        found: list[Generated] = [
-            GenerateFault("down", shared=True) if down else GenerateFault("bad") if i in bad else _good(i)
-            for i in ordinals]
-        with lock:
-            for i in ordinals:
-                running.remove(i)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        loop = Loop(patch, generate)
-        found = loop.groups(16)
-    assert [g.ordinal for g in found] == list(range(16))
-    assert {g.ordinal for g in found if g.failed} == set(bad)

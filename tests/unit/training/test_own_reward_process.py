@@ -100,6 +100,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here hangs for ever, so no test depends on these limits but for its time."""
     monkeypatch.setattr("elastic_rl.plugin_process.CANCEL_S", 0.5)
     monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding._RETRY_S", (0.001, 0.01))
 
 
 @pytest.fixture
@@ -245,7 +246,7 @@ def test_slow_import_is_shown_and_does_not_keep_the_loop_from_ending(
         f"import os, time\nwhile not os.path.exists({str(released)!r}): time.sleep(0.05)\n"
         "from poison_reward import drops, poison\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding.SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.bounded_calls.SHOWN_AFTER_S", 0.1)
     stopping, shown, before, threads = threading.Event(), list[str](), _children(), threading.active_count()
 
     def report(stage: str, kind: str, what: str) -> None:
@@ -293,6 +294,44 @@ def test_each_group_that_hangs_or_kills_costs_itself_and_nothing_is_left_over() 
     assert [bool(g.failed) for g in _groups(rewarder, "ok", *kinds, "ok")] == [False, *[True] * len(kinds), False]
     rewarder.close()
     wait_until(lambda: threading.active_count() <= before + 1, timeout_s=60, what="the end of the threads")
+
+
+def test_group_that_ends_its_process_again_and_again_ends_that_of_no_other() -> None:
+    """It is tried again without end, in a process of its own, and the others keep theirs."""
+    stopping, texts, pids, before = threading.Event(), list[str](), list[float](), _children()
+    rewarder = _rewarder(stopping, "--rollout.max_failed_rewards=0", texts=texts)
+    seen = _children()
+
+    def answer(ordinal: int, text: str) -> Any:
+        return PromptRequest(ordinal, Prompt((1,), text), Sampling(4), 1), [SAMPLE]
+
+    def more() -> list[Any]:
+        """Another group whenever there is another process."""
+        is_new = bool(texts) and not _children() <= seen
+        seen.update(_children())
+        return [answer(len(seen), "pid")] if is_new else []
+
+    def give(group: Group) -> None:
+        pids.append(group.rewards[0])
+        if len(pids) == 12:
+            stopping.set()
+
+    with pytest.raises(Fenced):
+        rewarder.stream([answer(0, "_exit")], more, give)
+    assert len(pids) >= 12 and len(set(pids)) == 1
+    assert any("rollout.reward=poison_reward:poison died (exit status 3)" in text for text in texts)
+    rewarder.close()
+    wait_until(lambda: _children() <= before, timeout_s=60, what="the end of both processes")
+
+
+def test_process_of_suspects_ends_with_the_last_one() -> None:
+    """It takes as much memory as that of the others."""
+    rewarder = _rewarder(threading.Event(), "--rollout.max_failed_rewards=1")
+    one = len(_children())
+    assert [bool(g.failed) for g in _groups(rewarder, "ok", "_exit", "ok")] == [False, True, False]
+    wait_until(lambda: len(_children()) <= one, timeout_s=60, what="the end of the second process")
+    assert [bool(g.failed) for g in _groups(rewarder, "ok", "_exit")] == [False, True], "there is another one then"
+    rewarder.close()
 
 
 def test_actor_whose_first_group_hangs_goes_on() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import re
 import threading
@@ -30,7 +29,8 @@ from elastic_rl.etcd.records import JobStatus
 from elastic_rl.models.arch import vocabulary_of
 from elastic_rl.pipeline.records.reporting import step_metrics
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
-from elastic_rl.pipeline.sampling import bounded_calls, rewarding
+from elastic_rl.pipeline.sampling import bounded_calls, reward_calls
+from elastic_rl.pipeline.sampling.reward_calls import RewardFault
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
 from elastic_rl.pipeline.waits import Waits
 from elastic_rl.plugin_process import ProcessLost
@@ -126,13 +126,15 @@ def _rewarder(monkeypatch: pytest.MonkeyPatch, attempts: Attempts, reward: Any =
     monkeypatch.setattr(bounded_calls, "_SLICE_S", 0.01)
     cfg = config.load(overrides=["--rollout.reward=mine", "--rollout.filters=[mine]"])
     rollout = cfg.rollout.model_copy(update={"reward_timeout_s": timeout_s})
-    monkeypatch.setattr(rewarding, "_GRACE_S", grace_s)
+    monkeypatch.setattr(reward_calls, "GRACE_S", grace_s)
     return Rewarder(cfg.model_copy(update={"rollout": rollout}), attempts.waits, other=_nothing)
 
 
 def _attempt(rewarder: Rewarder, request: PromptRequest) -> None:
-    """Tries the group once."""
-    rewarder._attempt({0: (request, [SAMPLE])}, itertools.count(1), None, lambda number, found: None)
+    """Tries the group once. Raises PluginFailed with what is then waited for."""
+    found = rewarder._reward.one((request, [SAMPLE]))
+    if isinstance(found, RewardFault):
+        raise found.error
 
 
 def _nothing(number: int) -> tuple[Prompt, Sample]:
@@ -236,7 +238,7 @@ def test_group_whose_reward_fails_is_tried_again_alone(monkeypatch: pytest.Monke
     attempts = Attempts(failures=1)
     found = _rewarder(monkeypatch, attempts, reward).groups([_request(i) for i in range(4)], [[SAMPLE]] * 4)
     assert _values(found) == [[0], [1], [2], [3]]
-    assert sorted(asked) == ["0", "1", "1", "2", "3"]
+    assert asked.count("1") == 2 and len(asked) <= 6, "one other may show that the reward works"
     [text] = attempts.texts
     assert re.fullmatch("plugin: rollout.reward=mine failed for group 1: RuntimeError: the judge is away "
                         r"\(\S+py:\d+\)", text)
@@ -368,7 +370,7 @@ def test_whatever_a_generate_function_raises_is_a_fault_of_the_plugin(raised: Ba
         raise raised
 
     with pytest.raises(PluginFailed, match="rollout.generate=single_turn failed for group 7"):
-        asyncio.run(_rollout(generate)._generate(_request(7)))
+        asyncio.run(_rollout(generate)._generate(_request(7), generate))
 
 
 def test_cancellation_of_a_request_and_engines_that_fail_are_no_fault_of_the_plugin() -> None:
@@ -380,7 +382,7 @@ def test_cancellation_of_a_request_and_engines_that_fail_are_no_fault_of_the_plu
         raise EngineFailed("x" * 100_000)
 
     async def cancelled() -> None:
-        task = asyncio.create_task(_rollout(hangs)._generate(_request(7)))
+        task = asyncio.create_task(_rollout(hangs)._generate(_request(7), hangs))
         await asyncio.sleep(0)
         task.cancel()
         await task
@@ -388,7 +390,7 @@ def test_cancellation_of_a_request_and_engines_that_fail_are_no_fault_of_the_plu
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancelled())
     with pytest.raises(EngineFailed) as failed:
-        asyncio.run(_rollout(fails)._generate(_request(7)))
+        asyncio.run(_rollout(fails)._generate(_request(7), fails))
     assert len(str(failed.value)) <= 2000
 
 

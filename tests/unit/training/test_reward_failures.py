@@ -22,7 +22,7 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.errors import Fenced
 from elastic_rl.pipeline import schedule
-from elastic_rl.pipeline.sampling import bounded_calls, rewarding
+from elastic_rl.pipeline.sampling import bounded_calls, reward_calls, rewarding
 from elastic_rl.pipeline.sampling.generating import Answer
 from elastic_rl.pipeline.sampling.reward_failures import ReportLimit, RewardFailures
 from elastic_rl.pipeline.sampling.rewarding import Rewarder
@@ -110,7 +110,8 @@ class Loop:
 
         monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
         monkeypatch.setattr(bounded_calls, "_SLICE_S", 0.01)
-        monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
+        monkeypatch.setattr(rewarding, "_RETRY_S", (0.001, 0.01))
+        monkeypatch.setattr(rewarding, "_LOOK_S", 0.01)
         cfg = config.load(overrides=["--rollout.reward=mine", *settings])
         self.metadata: dict[int, dict[str, Any]] = {}
         self.rewarder = Rewarder(cfg, Waits(report, stopping), other=lambda number: (Prompt((1,), str(number)), SAMPLE),
@@ -210,7 +211,7 @@ def test_group_that_blocks_the_thread_costs_itself_only(monkeypatch: pytest.Monk
             released.wait(30)
         return [Reward(1.0) for _ in samples]
 
-    monkeypatch.setattr(rewarding, "_GRACE_S", 2.0)
+    monkeypatch.setattr(reward_calls, "GRACE_S", 2.0)
     loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", "--rollout.reward_timeout_s=0.1",
                 "--rollout.reward_concurrency=2", waits=1 << 20)
     found = loop.groups(0, 1, 2, 3)
@@ -229,7 +230,7 @@ def test_groups_beside_one_that_blocks_the_thread_are_not_to_blame(monkeypatch: 
         await asyncio.sleep(0.001)
         return [Reward(1.0) for _ in samples]
 
-    monkeypatch.setattr(rewarding, "_GRACE_S", 2.0)
+    monkeypatch.setattr(reward_calls, "GRACE_S", 2.0)
     loop = Loop(monkeypatch, reward, "--rollout.reward_attempts=2", "--rollout.reward_timeout_s=0.5", waits=1 << 20)
     found = loop.groups(*range(8))
     released.set()
@@ -266,6 +267,94 @@ def test_slow_reward_holds_up_no_group_beside_it_nor_one_that_comes_later(monkey
     assert sorted(order) == [0, 1, 2, 3, 4] and order[-1] == 0
 
 
+def test_reward_that_fails_holds_up_no_group_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do those beside it, which may take as long as they are allowed to."""
+    arrivals: Arrivals
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        if prompt.text == "0":
+            raise ValueError("not this one")
+        while prompt.text == "1" and not any(group.ordinal == 2 for group in arrivals.given):
+            await asyncio.sleep(0.001)
+        return [Reward(1.0) for _ in samples]
+
+    loop = Loop(monkeypatch, reward, "--rollout.reward_timeout_s=5", waits=1 << 20)
+    arrivals = Arrivals(loop, [0, 1], [], [2])
+    assert sorted(arrivals.run()) == [0, 1, 2]
+    assert [group.ordinal for group in arrivals.given if group.failed] == [0]
+
+
+def test_reward_that_takes_too_long_again_holds_up_no_group_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals: Arrivals
+    tries = [0]
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        if prompt.text == "0":
+            tries[0] += 1
+            while tries[0] < 2 or not any(group.ordinal == 1 for group in arrivals.given):
+                await asyncio.sleep(0.001)
+        return [Reward(1.0) for _ in samples]
+
+    loop = Loop(monkeypatch, reward, "--rollout.reward_timeout_s=3", waits=1 << 20)
+    given = list[int]()
+    arrivals = Arrivals(loop)
+    waiting = [1]
+
+    def more() -> list[Answer]:  # while it is tried for the second time
+        return [(loop.request(waiting.pop()), [SAMPLE])] if tries[0] == 2 and waiting else []
+
+    loop.rewarder.stream([(loop.request(0), [SAMPLE])], more, arrivals.given.append)
+    given = [group.ordinal for group in arrivals.given]
+    assert given == [1, 0] and tries[0] == 2 and not any(group.failed for group in arrivals.given)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_group_that_may_not_be_dropped_holds_up_no_other(monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
+    """It is tried again without end, and is rewarded when its reward has recovered. ``blocks``: a suspect."""
+    recovered, released = threading.Event(), threading.Event()
+    tries, given = [0], list[int]()
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        if prompt.text == "0" and not recovered.is_set():
+            tries[0] += 1
+            if blocks and tries[0] == 1:
+                released.wait(30)
+            raise ValueError("not this one")
+        return [Reward(1.0) for _ in samples]
+
+    def give(group: Group) -> None:
+        given.append(group.ordinal)
+        assert not group.failed
+        if len(given) == 40:
+            recovered.set()
+
+    loop = Loop(monkeypatch, reward, "--rollout.max_failed_rewards=0", "--rollout.reward_attempts=1",
+                "--rollout.reward_timeout_s=0.5", waits=4000)
+    monkeypatch.setattr(reward_calls, "GRACE_S", 0.0)
+    numbers = iter(range(2, 41))
+
+    def more() -> list[Answer]:
+        return [(loop.request(i), [SAMPLE]) for i in itertools.islice(numbers, 1)] if tries[0] > 3 else []
+
+    loop.rewarder.stream([(loop.request(i), [SAMPLE]) for i in range(2)], more, give)
+    released.set()
+    assert sorted(given) == list(range(41)) and given[-1] == 0
+    assert any("rollout.max_failed_rewards" in text for text in loop.texts)
+
+
+def test_group_whose_reward_asks_what_is_away_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals: Arrivals
+
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        if prompt.text == "0" and len(arrivals.given) < 3:
+            raise RewardAway("the judge is away")
+        return [Reward(1.0) for _ in samples]
+
+    loop = Loop(monkeypatch, reward, waits=2000)
+    arrivals = Arrivals(loop, [0, 1], [], [2], [], [3])
+    assert sorted(arrivals.run()) == [0, 1, 2, 3] and arrivals.given[-1].ordinal == 0
+
+
 def test_groups_that_come_while_others_fail_are_each_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch, _fails_for_odd_groups, "--rollout.max_failed_rewards=1.0", waits=1 << 20)
     arrivals = Arrivals(loop, [0, 1], [2], [3, 4, 5], [], [6])
@@ -288,7 +377,7 @@ def test_group_that_comes_while_the_thread_is_blocked_is_not_lost(monkeypatch: p
         return [Reward(1.0) for _ in samples]
 
     loop = Loop(monkeypatch, reward, "--rollout.reward_timeout_s=1", waits=1 << 20)
-    monkeypatch.setattr(rewarding, "_GRACE_S", 0.0)
+    monkeypatch.setattr(reward_calls, "GRACE_S", 0.0)
     done = list[Group]()
 
     def more() -> list[Answer]:

@@ -80,9 +80,9 @@ def test_samples_of_versions_that_were_never_published_are_no_samples(events: li
     role = _role(_Engines(2**62))
     role.generate_fn = OwnGenerate.__new__(OwnGenerate)
     own_calls = role.client.generate
-    role._generate = lambda prompt: own_calls((), prompt.sampling, 2)  # type: ignore[method-assign,assignment]
+    role._generate = lambda prompt, generate_fn: own_calls((), prompt.sampling, 2)  # type: ignore[method-assign,assignment]
     with pytest.raises(PluginFailed, match=f"gave a sample of policy version {2**62}"):
-        asyncio.run(role._group(PromptRequest(7, Prompt((1,)), Sampling(4), 2), 1))
+        asyncio.run(role._group(PromptRequest(7, Prompt((1,)), Sampling(4), 2), 1, role.generate_fn))
     assert events == ["samples.unpublished"] * 2  # once for each role, however often it is tried
 
 

@@ -30,7 +30,7 @@ class Loop:
         self.stopping, self.sent, self.shown = threading.Event(), list[int](), list[tuple[str, str]]()
         self.failed: list[tuple[str, list[int]]] = []
         monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
-        monkeypatch.setattr("elastic_rl.pipeline.waits._RETRY_S", (0.001, 0.01))
+        monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding._RETRY_S", (0.001, 0.01))
         cfg = config.load(overrides=["--rollout.reward=mine", "--rollout.groups_per_request=1",
                                      "--rollout.reward_attempts=2", *settings])
         source = make_source(cfg)
@@ -42,7 +42,7 @@ class Loop:
         self.sampler = Sampler(cfg, source, self._generate, self.waits, lambda: self.no_engine,
                                lambda part, ordinals, why: self.failed.append((part, list(ordinals))))
 
-    def _generate(self, requests: Sequence[PromptRequest], min_version: int) -> list[list[Sample]]:
+    def _generate(self, requests: Sequence[PromptRequest], min_version: int, suspects: bool) -> list[list[Sample]]:
         self.sent += [request.ordinal for request in requests]
         if len(self.sent) > 1:
             self.answers.wait(60.0)

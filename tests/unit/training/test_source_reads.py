@@ -110,7 +110,7 @@ async def _refuses(prompt: Prompt, samples: Any) -> Any:
     raise ValueError("no")
 
 
-def _generate(prompts: Any, min_version: int) -> Any:
+def _generate(prompts: Any, min_version: int, suspects: bool) -> Any:
     return [[Sample((Segment((1,), (-0.5,), version=1),))] * p.samples for p in prompts]
 
 

@@ -1,0 +1,328 @@
+"""The loop that sends groups to be generated, and goes by what becomes of them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.budget import seeds
+
+from elastic_rl import config
+from elastic_rl.data.samples import Group, Prompt, Sample, Segment
+from elastic_rl.data.sources import make_source
+from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
+from elastic_rl.errors import Fenced
+from elastic_rl.pipeline.sampling.generating import GroupRequests
+from elastic_rl.pipeline.sampling.samples import Sampler
+from elastic_rl.pipeline.waits import Waits
+
+
+def _request(ordinal: int) -> PromptRequest:
+    return PromptRequest(ordinal, Prompt((5,)), Sampling(12, seed=7), 2)
+
+
+
+class Loop:
+    """A sampler on generate functions of which some groups fail, in an order that the calls show."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, generate: Callable[..., Sequence[Generated]],
+                 *more: str, waits: int = 100_000) -> None:
+        stopping, self.calls, self.texts = threading.Event(), list[list[int]](), list[str]()
+        self.failed: list[tuple[str, list[int]]] = []
+
+        def call(prompts: Sequence[PromptRequest], min_version: int, suspects: bool) -> Sequence[Generated]:
+            self.calls.append([p.ordinal for p in prompts])
+            return generate([p.ordinal for p in prompts], suspects)
+
+        def report(stage: str, kind: str, what: str) -> None:
+            if kind:
+                self.texts.append(f"{kind}: {what}")
+                if len(self.texts) > waits:
+                    stopping.set()
+
+        monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
+        cfg = config.load(overrides=["--rollout.groups_per_request=4", "--rollout.reward_attempts=2",
+                                     "--train.prompts_per_step=16", *more])
+        source = make_source(cfg)
+        self.prompts = [source.train[i] for i in range(64)]
+        self.sampler = Sampler(cfg, source, call, Waits(report, stopping), on_failed=lambda part, ordinals, why:
+                               self.failed.append((part, list(ordinals))))
+
+    def groups(self, count: int) -> list[Group]:
+        try:
+            return [g for g, _ in self.sampler.training_groups(list(enumerate(self.prompts[:count])), 0)]
+        finally:
+            self.sampler.close()
+
+
+def _good(ordinal: int) -> list[Sample]:
+    return [Sample((Segment((1,), (-0.5,), version=1),))]
+
+
+def test_group_that_cannot_be_generated_is_dropped_and_one_other_shows_that_it_works(monkeypatch: pytest.MonkeyPatch
+                                                                                     ) -> None:
+    loop = Loop(monkeypatch, lambda ordinals, _: [GenerateFault("bad") if i == 5 else _good(i) for i in ordinals])
+    found = loop.groups(8)
+    assert [g.ordinal for g in found if g.failed] == [5] and found[5].samples == () and found[5].failed == "bad"
+    sent = [i for call in loop.calls for i in call]
+    assert set(sent) == set(range(8))
+    assert len(sent) - sent.count(5) - 7 <= sent.count(5), "at most one other is generated again for each failure"
+    assert loop.failed == [("generate", [5])]
+
+
+def test_group_that_ends_the_process_costs_none_of_those_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop: Loop
+
+    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+        if 6 in ordinals:
+            return [GenerateFault("the process died", shared=True) for _ in ordinals]
+        return [_good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    assert [g.ordinal for g in loop.groups(8) if g.failed] == [6]
+    assert loop.calls.count([6]) <= 4, "once with half of those that were there, and a few attempts alone"
+
+
+class _Processes:
+    """Two processes, of suspects and of others, that have the groups of several requests at once, and end with all of
+    them when they have one of the ``culprits``. In the place of the threads that call them, so that the test says what
+    runs at the same time."""
+
+    def __init__(self, culprits: Sequence[int] = ()) -> None:
+        self.culprits = set(culprits)
+        self._running: dict[bool, list[tuple[Future[Sequence[Generated]], list[int]]]] = {False: [], True: []}
+        self.ends, self.turns = {False: 0, True: 0}, {False: 0, True: 0}
+        self.starts = True
+        """Whether a process of suspects can be started."""
+
+    def submit(self, _call: object, requests: Sequence[PromptRequest], _min_version: int, suspects: bool
+               ) -> Future[Sequence[Generated]]:
+        self._running[suspects].append((Future(), [request.ordinal for request in requests]))
+        return self._running[suspects][-1][0]
+
+    def shutdown(self, **_: bool) -> None:
+        pass
+
+    def turn(self, suspects: bool, *, ends: bool = False) -> None:
+        """What runs in that process comes to its end."""
+        running, self._running[suspects] = self._running[suspects], []
+        self.turns[suspects] += bool(running)
+        ends = ends or any(i in self.culprits for _, ordinals in running for i in ordinals)
+        self.ends[suspects] += ends
+        fault = GenerateFault("the process died", shared=True) if self.starts or not suspects else (
+            GenerateFault("no memory for another process", away="plugin"))
+        for future, ordinals in running:
+            future.set_result([fault if ends or (suspects and not self.starts) else _good(i) for i in ordinals])
+
+
+def _requests(monkeypatch: pytest.MonkeyPatch, processes: _Processes) -> GroupRequests:
+    monkeypatch.setattr("elastic_rl.pipeline.sampling.generating._RETRY_S", (0.001, 0.002))
+    cfg = config.load(overrides=["--rollout.groups_per_request=1", "--rollout.reward_attempts=2",
+                                 "--train.prompts_per_step=64"])
+    made = GroupRequests(cfg, lambda prompts, version, suspects: [], Waits(lambda *_: None, threading.Event()),
+                         no_engine=str, other=lambda: _request(-1), on_failed=lambda ordinals, why: None)
+    made.close()
+    made._threads = processes  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("culprits", [(), (9,), (9, 40)])
+def test_end_of_a_process_with_many_groups_takes_few_turns_to_explain(monkeypatch: pytest.MonkeyPatch,
+                                                                      culprits: tuple[int, ...]) -> None:
+    """One group after the other would take hours where an episode takes minutes."""
+    processes, failed = _Processes(culprits), set[int]()
+    requests = _requests(monkeypatch, processes)
+    requests.add([_request(i) for i in range(64)], 0)
+    requests.poll(0.01)
+    processes.turn(False, ends=True)
+    while requests.pending:
+        failed |= {group.ordinal for group in requests.poll(0.01)[1]}
+        processes.turn(True)
+    assert failed == set(culprits) and processes.turns[False] == 1
+    # Two halves that live. For each culprit, at each of six halvings, the half that ends the process and the one that
+    # lives; and three attempts alone, with another group after each that shows that the function works.
+    assert processes.turns[True] <= 2 + len(culprits) * (2 * 6 + 6), processes.turns
+
+
+def test_groups_are_generated_while_those_that_may_have_ended_a_process_are_tried_again(monkeypatch: pytest.MonkeyPatch
+                                                                                        ) -> None:
+    """A suspect may take minutes, and ends the process of suspects only."""
+    processes, ordinals = _Processes((3,)), itertools.count()
+    requests = _requests(monkeypatch, processes)
+    requests.add([_request(next(ordinals)) for _ in range(8)], 0)
+    requests.poll(0.01)
+    processes.turn(False)  # it ends with all eight
+    done, failed = list[int](), list[int]()
+
+    def poll() -> None:
+        answered, given_up = requests.poll(0.01)
+        done.extend(request.ordinal for request, _ in answered)
+        failed.extend(group.ordinal for group in given_up)
+
+    while not processes._running[True]:
+        poll()
+    for _ in range(50):  # the suspects' turn does not end meanwhile
+        requests.add([_request(next(ordinals))], 0)
+        poll()
+        processes.turn(False)
+    poll()
+    assert done == list(range(8, 58)) and processes.ends == {False: 1, True: 0}
+    while requests.pending:
+        poll()
+        processes.turn(True)
+    assert failed == [3] and sorted(done) == [i for i in range(58) if i != 3]
+    assert processes.ends[True] <= 5, "of halves with the culprit in them, and attempts with it alone"
+
+
+def test_process_of_suspects_that_does_not_start_costs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without memory for two: what is generated in the other process says nothing of this one."""
+    processes, ordinals = _Processes((3,)), itertools.count()
+    requests, failed, done = _requests(monkeypatch, processes), list[int](), list[int]()
+    processes.starts = False
+    requests.add([_request(next(ordinals)) for _ in range(8)], 0)
+    while processes.turns[True] < 20 or requests.pending:
+        answered, given_up = requests.poll(0.01)
+        done += [request.ordinal for request, _ in answered]
+        failed += [group.ordinal for group in given_up]
+        for suspects in (False, True):
+            processes.turn(suspects)
+        if processes.turns[True] < 20:
+            assert not failed and not set(done) & set(range(8))
+            requests.add([_request(next(ordinals))], 0)
+        else:
+            processes.starts = True
+    assert failed == [3] and processes.ends[False] == 1
+
+
+@pytest.mark.parametrize("culprits", [(0,), (0, 5, 11, 12, 30, 50)])
+def test_groups_that_end_the_process_are_dropped_and_no_other_while_groups_are_given(
+        monkeypatch: pytest.MonkeyPatch, culprits: tuple[int, ...]) -> None:
+    lock, running = threading.Lock(), {False: set[int](), True: set[int]()}
+    given, found = list[int](), dict[int, bool]()
+
+    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+        with lock:
+            running[suspects] |= set(ordinals)
+            down = running[suspects] & set(culprits)
+        threading.Event().wait(0.002)
+        with lock:
+            running[suspects] -= set(ordinals)
+        return [GenerateFault("the process died", shared=True) if down else _good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate, "--rollout.groups_per_request=1")
+    ordinals = iter(range(len(loop.prompts)))
+
+    def more(wait_s: float) -> tuple[list[tuple[int, Prompt]], int] | None:
+        if len(given) - len(found) < 8 and (ordinal := next(ordinals, None)) is not None:
+            given.append(ordinal)
+            return [(ordinal, loop.prompts[ordinal])], 0
+        return None if len(given) == len(loop.prompts) else ([], 0)
+
+    try:
+        for group, _ in loop.sampler.training_stream(more):
+            found[group.ordinal] = bool(group.failed)
+    finally:
+        loop.sampler.close()
+    assert found == {ordinal: ordinal in culprits for ordinal in range(len(loop.prompts))}
+
+
+def test_function_that_fails_for_every_group_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [30]
+
+    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+        left[0] -= len(ordinals)
+        return [GenerateFault("the tool is away") if left[0] > 0 else _good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    assert not any(g.failed for g in loop.groups(8)) and not loop.failed
+    assert any(text.startswith("plugin: the tool is away") for text in loop.texts)
+
+
+def test_function_that_fails_for_every_group_for_a_while_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after it has worked: what it calls may be away for all groups at any time."""
+    left = [0]
+
+    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+        left[0] -= len(ordinals)
+        return [GenerateFault("the tool is away") if left[0] > 0 else _good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    loop.sampler.training_groups(list(enumerate(loop.prompts[:8])), 0)
+    left[0] = 200
+    assert not any(g.failed for g in loop.groups(16)) and not loop.failed
+    assert left[0] <= 0 and any(text.startswith("plugin: the tool is away") for text in loop.texts)
+
+
+@pytest.mark.parametrize("kind", ["engines", "plugin"])
+def test_group_that_waits_for_what_is_away_is_tried_again_alone_and_without_end(monkeypatch: pytest.MonkeyPatch,
+                                                                                kind: str) -> None:
+    """As where a tool's service is away: groups that do not need it are generated meanwhile."""
+    left = [30]
+
+    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+        left[0] -= 5 in ordinals
+        return [GenerateFault("no answer", away=kind) if i == 5 and left[0] > 0 else _good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    assert not any(g.failed for g in loop.groups(16)) and not loop.failed
+    assert any(text == f"{kind}: no answer" for text in loop.texts)
+    assert loop.calls.count([5]) == 29 and sum(len(call) for call in loop.calls) == 16 + 29
+
+
+def test_too_many_groups_that_fail_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, lambda ordinals, _: [GenerateFault("bad") if i else _good(i) for i in ordinals], waits=400)
+    with pytest.raises(Fenced):
+        loop.groups(16)
+    assert len(loop.failed) == 8 and any("rollout.max_failed_rewards" in text for text in loop.texts)
+
+
+def test_first_group_that_cannot_be_generated_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a restart of the actor: held-out prompts, of which some fail too, show that the function works."""
+    held_out = iter(range(1000))
+
+    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+        return [GenerateFault("bad") if i == 0 or next(held_out) % 2 == 0 else _good(i) for i in ordinals]
+
+    loop = Loop(monkeypatch, generate)
+    assert [bool(g.failed) for g in loop.groups(1)] == [True]
+    assert [-1] in loop.calls
+
+
+def test_first_group_is_waited_for_while_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, lambda ordinals, _: [GenerateFault("the tool is away") for _ in ordinals], waits=200)
+    with pytest.raises(Fenced):
+        loop.groups(1)
+    assert not loop.failed
+
+
+@settings(max_examples=seeds(20), deadline=None)
+@given(bad=st.dictionaries(st.integers(0, 15), st.booleans(), max_size=4))
+def test_each_group_is_generated_or_dropped_for_its_own_fault(bad: dict[int, bool]) -> None:
+    """``bad``: groups that fail and, if True, take those down that are generated at the same time."""
+    under_way: dict[bool, list[int]] = {False: [], True: []}
+    lock = threading.Lock()
+
+    def generate(ordinals: list[int], suspects: bool) -> list[Generated]:
+        running = under_way[suspects]
+        with lock:
+            running.extend(ordinals)
+            down = [i for i in running if bad.get(i)]
+        found: list[Generated] = [
+            GenerateFault("down", shared=True) if down else GenerateFault("bad") if i in bad else _good(i)
+            for i in ordinals]
+        with lock:
+            for i in ordinals:
+                running.remove(i)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        loop = Loop(patch, generate)
+        found = loop.groups(16)
+    assert [g.ordinal for g in found] == list(range(16))
+    assert {g.ordinal for g in found if g.failed} == set(bad)
