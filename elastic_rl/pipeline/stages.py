@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import singledispatchmethod
+from functools import partial, singledispatchmethod
 from typing import Any, Protocol
 
 from elastic_rl.data.batch import collate_answers
@@ -491,9 +491,7 @@ class Pipeline:
         self.trainer.save("rl", step, publish=True, cursor=self._cursor)
 
     def _publish_weights_again(self) -> None:
-        def save() -> Mapping[str, Any]:
-            return self.trainer.save("rl", self._step, publish=True, cursor=self._cursor)
-
+        save = partial(self.trainer.save, "rl", self._step, publish=True, cursor=self._cursor)
         self.turns.to_trainer()
         if self.cfg.colocated:  # a trainer whose memory is offloaded does not repeat a commit that failed
             self.turns.to_engines(int(until_committed(self.waits, save)["policy_version"]))
