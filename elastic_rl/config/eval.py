@@ -1,4 +1,4 @@
-"""``mode: eval``."""
+"""``mode: eval``, and the evaluations between steps of RL."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from elastic_rl.config.section import Positive, Section
 
 class EvalConfig(Section):
     samples: Positive = 1
-    """With ``mode: eval``, number of samples of each prompt. With more than one, pass@k is reported besides the mean
-    reward, for k = 1, 2, 4, … up to this number."""
+    """Number of samples of each prompt; the reward of a prompt is their mean. With more than one, ``mode: eval`` reports
+    pass@k besides, for k = 1, 2, 4, … up to this number."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """With ``mode: eval``, sampling temperature. 0: greedy, so that all samples of a prompt are the same."""
+    """Sampling temperature. 0: greedy, so that all samples of a prompt are the same."""
     pass_reward: float = 1.0
     """With ``mode: eval``, reward from which on a sample counts as right in pass@k."""
     prompts_per_step: Positive = 256

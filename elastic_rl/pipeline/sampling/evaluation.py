@@ -1,4 +1,4 @@
-"""An evaluation in the loop: every evaluation set of the data source, one greedy sample of each prompt."""
+"""An evaluation in the loop: every evaluation set of the data source, ``eval.samples`` of each prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SetScore:
 
     prompts: int = 0
     rewards: float = 0.0
-    """Sum over the prompts."""
+    """Sum over the prompts, of each the mean of its samples."""
     parts: dict[str, float] = field(default_factory=dict)
     """The same of each named part of the reward, of the first so many."""
     newest_version: int = 0
@@ -49,10 +49,10 @@ class SetScore:
     def add(self, groups: Sequence[Group]) -> None:
         for group in groups:
             self.prompts += 1  # also one that could not be generated, which has no sample
-            self.rewards += sum(sample.reward for sample in group.samples)
+            self.rewards += sum(sample.reward for sample in group.samples) / max(len(group.samples), 1)
             for name, value in (part for sample in group.samples for part in sample.reward_parts.items()):
                 if name in self.parts or len(self.parts) < _PARTS:
-                    self.parts[name] = self.parts.get(name, 0.0) + value
+                    self.parts[name] = self.parts.get(name, 0.0) + value / len(group.samples)
             self.newest_version = max(self.newest_version, 0, *(v for s in group.samples for v in s.versions))
 
 

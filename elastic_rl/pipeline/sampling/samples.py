@@ -107,12 +107,12 @@ class Sampler:
             self._cfg.train.group_size)
             for (ordinal, prompt), data_pass in zip(prompts, self._passes([o for o, _ in prompts]), strict=True)]
 
-    def evaluation_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int, *, samples: int = 1,
-                          temperature: float = 0.0) -> list[Group]:
-        """A group of samples for each (ordinal, prompt), rewarded; one whose reward failed has the reward 0. No filter
-        drops one."""
-        sampling = self._sampling(temperature, sampling_seed(self._cfg.seed, 0) if temperature else None)
-        return self._groups([PromptRequest(i, prompt, sampling, samples) for i, prompt in prompts], min_version)
+    def evaluation_groups(self, prompts: Sequence[tuple[int, Prompt]], min_version: int) -> list[Group]:
+        """A group of samples for each (ordinal, prompt), rewarded, as the section ``eval`` has it; one whose reward
+        failed has the reward 0. No filter drops one."""
+        how = self._cfg.eval
+        sampling = self._sampling(how.temperature, sampling_seed(self._cfg.seed, 0) if how.temperature else None)
+        return self._groups([PromptRequest(i, prompt, sampling, how.samples) for i, prompt in prompts], min_version)
 
     def _passes(self, ordinals: Sequence[int]) -> list[int]:
         """Over the data, by the source's order, which is waited for."""

@@ -72,9 +72,8 @@ class EvaluationMode:
     def generate(self, ordinals: Sequence[int], min_version: int) -> list[tuple[Group, str]]:
         """See ``SampledMode``."""
         prompts = self._reader.read(self._all, ordinals)
-        own = self._cfg.eval
         return [(group, "") for group in self._sampler.evaluation_groups(
-            list(zip(ordinals, prompts, strict=True)), min_version, samples=own.samples, temperature=own.temperature)]
+            list(zip(ordinals, prompts, strict=True)), min_version)]
 
     def output(self, groups: Sequence[Group], cursor: Mapping[str, Any]) -> tuple[list[bytes], dict[str, Any]]:
         """See ``SampledMode``."""

@@ -140,6 +140,14 @@ def test_score_has_the_mean_of_each_part_of_the_reward_of_the_first_so_many() ->
     assert len(score.reward_parts) == 64 and "late" not in score.reward_parts
 
 
+def test_score_of_a_prompt_is_the_mean_of_its_samples() -> None:
+    score = evaluation.SetScore()
+    score.add([Group(0, Prompt((1,)), tuple(replace(sample(reward), reward_parts={"right": reward})
+                                            for reward in (1.0, 0.0, 0.0, 0.0))),
+               Group(1, Prompt((1,)), (sample(1.0),)), Group(2, Prompt((1,)), (), "it could not be generated")])
+    assert score.accuracy == 1.25 / 3 and score.reward_parts == {"right": 0.25 / 3} and score.prompts == 3
+
+
 class _Source:
     """A user's, whose main set is not among its named ones, and one of those is empty."""
 
