@@ -29,6 +29,7 @@ class Loop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reward: RewardFn, *settings: str) -> None:
         self.stopping, self.sent, self.shown = threading.Event(), list[int](), list[tuple[str, str]]()
         self.failed: list[tuple[str, list[int]]] = []
+        self.asked: list[tuple[int, float]] = []
         monkeypatch.setitem(registry.REWARDS, "mine", lambda options, context: reward)
         monkeypatch.setattr("elastic_rl.pipeline.sampling.rewarding._RETRY_S", (0.001, 0.01))
         cfg = config.load(overrides=["--rollout.reward=mine", "--rollout.groups_per_request=1",
@@ -44,6 +45,7 @@ class Loop:
 
     def _generate(self, requests: Sequence[PromptRequest], min_version: int, suspects: bool) -> list[list[Sample]]:
         self.sent += [request.ordinal for request in requests]
+        self.asked += [(request.samples, request.sampling.temperature) for request in requests]
         if len(self.sent) > 1:
             self.answers.wait(60.0)
         return [[Sample((Segment((1,), (-0.5,), version=1),), metadata={"ordinal": r.ordinal})] for r in requests]
@@ -88,6 +90,15 @@ def test_groups_are_generated_while_a_reward_takes_its_time(make_loop: Callable[
         assert group.rewards == [1.0] and not group.failed and not reason
         found.append(group.ordinal)
     assert sorted(found) == list(range(12)) and not loop.failed
+
+
+@pytest.mark.parametrize(("settings", "asked"), [
+    ((), (1, 0.0)), (("--eval.samples=3", "--eval.temperature=0.7"), (3, 0.7))])
+def test_evaluation_samples_as_its_section_says(make_loop: Callable[..., Loop], settings: tuple[str, ...],
+                                                asked: tuple[int, float]) -> None:
+    loop = make_loop(lambda prompt, samples: [Reward(1.0)] * len(samples), *settings)
+    loop.sampler.evaluation_groups([(0, loop.prompts[0]), (1, loop.prompts[1])], 0)
+    assert loop.asked == [asked] * 2
 
 
 def test_group_whose_reward_fails_is_returned_and_reported(make_loop: Callable[..., Loop]) -> None:
