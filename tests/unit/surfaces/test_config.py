@@ -193,7 +193,8 @@ def test_coordinator_ports_are_valid_and_distinct(ports: str) -> None:
     "--alerts=slack://secret-token", "--alerts.urls=slack://secret-token", "--alerts.urls=[[slack://secret-token]]",
     "--alerts.routes=[slack://secret-token]", "--dcs.durable_url=[s3://secret-token@bucket]",
     "--alerts.urls=[slack://secret-token", "--dcs={durable_url: 's3://secret-token@host/b', ]",
-    "--dcs=s3://secret-token@host/b", "--=s3://secret-token@host/b"])
+    "--dcs=s3://secret-token@host/b", "--=s3://secret-token@host/b", "--telemetry=http://secret-token@host",
+    "--telemetry.otlp_endpoint=[http://secret-token@host]", "--data.options.hf_token=[secret-token"])
 def test_errors_hold_no_secrets(override: str) -> None:
     with pytest.raises(ConfigError) as e:
         config.load(None, [override])
@@ -211,6 +212,24 @@ def test_shown_settings_hold_no_secrets() -> None:
     assert "secret" in str(values), "the settings themselves are unchanged"
     plain = config.parse({"dcs": {"durable_url": "file:///mnt/checkpoints"}}).model_dump(mode="json")
     assert secrets.redacted(plain) == plain
+
+
+def test_options_whose_names_are_those_of_secrets_are_not_shown() -> None:
+    hidden = {"api_key": "secret", "apiKey": "secret", "APIKEY": "secret", "token": 7_5_3, "hf_token": "secret",
+              "client_secret": "secret", "db-password": "secret", "AWS_SECRET_ACCESS_KEY": "secret",
+              "api_keys": ["secret"], "inner": [{"password": {"of": "secret"}}], "url": "http://u:secret@host/x"}
+    kept = {"max_tokens": 5, "prompt_key": "question", "answer_key": "answer", "metadata_keys": ["topic"],
+            "token_file": "/run/t", "secretary": "x", "cost_per_token": 2, "send_token_ids": True, "password": "", "api_key": None,
+            "url": "http://host/a@b"}
+    values = config.parse({
+        "telemetry": {"otlp_endpoint": "http://u:secret@host:4318/?api-key=secret"}, "data": {"options": hidden},
+        "rollout": {"reward_options": hidden, "filters": [{"name": "x", **hidden}]}}).model_dump(mode="json")
+    shown = secrets.redacted(values)
+    assert "secret" not in str(shown).lower().replace("client_secret", "").replace("aws_secret", "")
+    assert "753" not in str(shown["data"]) and shown["data"]["options"]["url"] == "http://…@host/x"
+    assert shown["telemetry"]["otlp_endpoint"] == "http://…@host:4318/?…"
+    values = config.parse({"data": {"options": kept}, "rollout": {"environment_options": kept}}).model_dump(mode="json")
+    assert secrets.redacted(values) == values
 
 
 def test_head_dim_is_ignored_beside_a_model_of_its_own() -> None:
