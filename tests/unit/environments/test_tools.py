@@ -169,7 +169,8 @@ def test_calls_and_results_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(("options", "named"), [
-    ({"tools": ["abacus"]}, "abacus"), ({"tools": []}, "at least 1"),
+    ({"tools": "calculator"}, r"write \[a, b\], or \[a\] for a single one"), ({"tools": ["abacus"]}, "abacus"),
+    ({"tools": []}, "at least 1"),
     ({"tools": ["calculator", "calculator"]}, "two of one name"), ({"tool": 1}, "no such option")])
 def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
