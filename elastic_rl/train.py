@@ -125,8 +125,8 @@ def _connect(ctx: RunContext, retry_budget_s: float) -> EtcdClient:
 
 def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext:
     """Makes the job's folder and context. Raises ConfigError when the job has already done all its steps, or decided
-    other settings than these, when its model cannot be used, Fenced when another process starts the same job at the same
-    moment, and PreflightFailed when its folder cannot be written."""
+    other settings than these, when its model cannot be used, Fenced when another process starts the same job at the
+    same moment, and PreflightFailed when its folder cannot be written."""
     cfg = _absolute(cfg)
     with require_writable(cfg.run_dir):
         cfg.job_dir.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 HIDDEN = "…"
 _SECTIONS = ("alerts", "dcs.durable_url", "telemetry.otlp_endpoint")
 """Keys whose values, and those below them, no error shows."""
-_NAME = re.compile(r"(?:^|(?<!per)_)(?:api_?keys?|(?:access|private|secret)_?key|(?:access|auth)?token|secret|password|passwd"
-                   r"|authorization)$")
+_NAME = re.compile(r"(?:^|(?<!per)_)(?:api_?keys?|(?:access|private|secret)_?key|(?:access|auth)?token|secret|"
+                   r"password|passwd|authorization)$")
 """Last words of the names, in lower case, of options that are secrets: of ``hf_token`` and ``apikey``, but neither of
 ``max_tokens``, ``token_file`` and ``cost_per_token`` nor of ``answer_key``, which names a column."""
 _USER = re.compile(r"(?<=://)[^/\s]*@")

@@ -73,8 +73,9 @@ class Cluster:
         """Starts what does not run and returns when every service answers.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
-        small, no etcd program, no space in run_dir), EtcdUnavailable (a configured etcd does not answer) or DeadlineExceeded (also while
-        another command starts or stops the cluster). After any error it stops what it started.
+        small, no etcd program, no space in run_dir), EtcdUnavailable (a configured etcd does not answer) or
+        DeadlineExceeded (also while another command starts or stops the cluster). After any error it stops what it
+        started.
         """
         self._make_folder()
         with require_writable(self.dir), cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):

@@ -61,6 +61,12 @@ def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("trainer={context_parallel: 2, packing: false}", "trainer.context_parallel=2 with trainer.packing=false"),
     ("trainer={context_parallel: 2, moe_aux_loss_coef: 0.1}", "the load-balancing loss of split sequences"),
     ("coordinator.hang_min_s=601", "hang_max_s=600"), ("failure_policy.backoff_initial_s=301", "backoff_max_s=300"),
+    ("mode=fully_async", "(got 'fully_async'); how generation and training take turns is train.schedule"),
+    ("engine.api_key=x", "unknown key 'engine.api_key'; engines ask for the key in <run_dir>/<job>/cluster"),
+    ("genrm.model=/m", "unknown key 'genrm'; a judge is a pool: set pools.genrm.model"),
+    ("pools=[genrm]", "(got ['genrm']); write pools by name, such as {genrm: {model: /models/judge}}"),
+    ("algorithm.teacher={model: x}", "; it is the name of a pool: set algorithm.teacher=large and pools.large.model"),
+    ("rollout.filters=uniform_reward", "(got 'uniform_reward'); write [a, b], or [a] for a single one"),
 ])
 def test_invalid_value_is_reported_with_its_key(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as e:
@@ -219,8 +225,8 @@ def test_options_whose_names_are_those_of_secrets_are_not_shown() -> None:
               "client_secret": "secret", "db-password": "secret", "AWS_SECRET_ACCESS_KEY": "secret",
               "api_keys": ["secret"], "inner": [{"password": {"of": "secret"}}], "url": "http://u:secret@host/x"}
     kept = {"max_tokens": 5, "prompt_key": "question", "answer_key": "answer", "metadata_keys": ["topic"],
-            "token_file": "/run/t", "secretary": "x", "cost_per_token": 2, "send_token_ids": True, "password": "", "api_key": None,
-            "url": "http://host/a@b"}
+            "token_file": "/run/t", "secretary": "x", "cost_per_token": 2, "send_token_ids": True,
+            "password": "", "api_key": None, "url": "http://host/a@b"}
     values = config.parse({
         "telemetry": {"otlp_endpoint": "http://u:secret@host:4318/?api-key=secret"}, "data": {"options": hidden},
         "rollout": {"reward_options": hidden, "filters": [{"name": "x", **hidden}]}}).model_dump(mode="json")
