@@ -4,9 +4,10 @@ process at a time writes a file, or each with a mark of its own."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -44,6 +45,26 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
         raise
     if durable:
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def require_writable(folder: Path) -> Iterator[None]:
+    """Runs a block that writes files below ``folder``, that of a job, and raises PreflightFailed for an OSError in it,
+    such as that of a full disk."""
+    try:
+        yield
+    except OSError as e:
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise PreflightFailed(f"cannot write {os_error_text(e, folder)}",
+                              hint=f"{'free space' if full else 'make it writable'}, or set another run_dir") from e
+
+
+def os_error_text(error: OSError, path: Path | None = None) -> str:
+    """The path of an error and what is wrong with it, in one line. ``path``: for an error that names none, such as one
+    of a write to an open file."""
+    where = error.filename if error.filename is not None else path
+    what = error.strerror or str(error) or type(error).__name__
+    return what if where is None else f"{os.fsdecode(where) if isinstance(where, bytes) else where}: {what}"
 
 
 def private_folder(path: Path) -> None:

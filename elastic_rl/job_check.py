@@ -19,6 +19,7 @@ from elastic_rl.data.samples import Group, Prompt, as_episode, demonstration
 from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
 from elastic_rl.engine.server.arguments import tensor_parallel
+from elastic_rl.environments import job_hints
 from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
 from elastic_rl.host import checkpoint_capacity, model_folder
 from elastic_rl.models.arch import RESERVED_TOKENS, ModelArch, longest_sequence
@@ -124,18 +125,8 @@ def _plug_ins(cfg: Config) -> Iterator[Finding]:
     for part, examine in (("algorithm", algorithm), ("generate", generate), ("filters", filters), ("reward", reward),
                           ("queue", queue)):
         found = _finding(part, examine)
-        yield replace(found, hint=_of_tools(cfg)) if part == "generate" and not found.fault else found
-
-
-def _of_tools(cfg: Config) -> str:
-    """What to look at where the prompts describe some tools, but not all that there are; else ""."""
-    options = cfg.data.options.get("chat_template_options")
-    told = options.get("tools") if isinstance(options, dict) else None
-    given = cfg.rollout.environment_options.get("tools") if told and cfg.rollout.environment == "tools" else None
-    names = [str(name).rpartition(":")[2].rpartition(".")[2] for name in given] if isinstance(given, list) else []
-    missing = [name for name in names if name not in str(told)]
-    return (f"data.options.chat_template_options.tools does not describe {', '.join(missing)}: the policy learns of "
-            "them only if the prompts do; described() in elastic_rl/environments/tools.py writes it") if missing else ""
+        hint = "; ".join(job_hints.of_settings(cfg)) if part == "generate" and not found.fault else found.hint
+        yield replace(found, hint=hint)
 
 
 def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambda source: None) -> Iterator[Finding]:
@@ -362,7 +353,10 @@ def _first_prompts(cfg: Config, source: CheckedSource) -> Sequence[Prompt]:
 
 def _of_environment(cfg: Config, source: CheckedSource) -> Finding:
     """Whether an episode begins with the first prompts."""
+    hint = ""
+
     def examine() -> str:
+        nonlocal hint
         prompts = _first_prompts(cfg, source)
         made = make_generate(cfg, "", 1, str(Path(cfg.model.path).expanduser()))
         assert isinstance(made, OwnGenerate)
@@ -374,9 +368,11 @@ def _of_environment(cfg: Config, source: CheckedSource) -> Finding:
                               f"data: {e.message}", hint=e.hint) from e
         finally:
             made.close()
+        hint = "; ".join(job_hints.of_tokens(cfg, source.max_response_tokens))
         return f"an episode begins with each of the first {len(prompts)} prompts"
 
-    return _finding("environment", examine)
+    found = _finding("environment", examine)
+    return replace(found, hint=hint) if hint else found
 
 
 def _of_reward(cfg: Config, source: CheckedSource) -> Finding:

@@ -92,9 +92,10 @@ def encodable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean …?`` for what is almost a known name; else ""."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """``; did you mean …?`` for what is almost a known name, in upper or lower case; else ""."""
+    by_lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def resolve(name: str, registry: Mapping[str, T], *, setting: str) -> T:

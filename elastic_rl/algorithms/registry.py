@@ -111,7 +111,9 @@ CRITIC_LOSS = AlgorithmSpec("value", ("values", "returns"), clipped_value_loss, 
 def algorithm_of(cfg: Config, phase: str = "rl") -> AlgorithmSpec:
     """The algorithm of a phase. Raises ConfigError for an unknown name, one that cannot be trained with RL, and
     settings that do not fit it."""
-    spec = ALGOS["sft"] if phase == "sft" else resolve(cfg.algorithm.name, ALGOS, setting="algorithm.name")
+    name = cfg.algorithm.name
+    offered = ALGOS if name in ALGOS else {n: spec for n, spec in ALGOS.items() if spec.advantages is not None}
+    spec = ALGOS["sft"] if phase == "sft" else resolve(name, offered, setting="algorithm.name")
     if not isinstance(spec, AlgorithmSpec):
         raise ConfigError(f"algorithm.name={cfg.algorithm.name!r} is a {type(spec).__name__}, not an AlgorithmSpec")
     if phase == "rl":

@@ -5,6 +5,7 @@ Every command takes ``-c FILE`` and any setting as ``--key.sub=value``; the exit
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from elastic_rl.cli.completion import COMPLETE_VAR, PROGRAM, Shell
 from elastic_rl.cli.exit_codes import Exit, code_of, describe
 from elastic_rl.cli.tables import printable
 from elastic_rl.errors import ElasticRLError
+from elastic_rl.files import os_error_text
+
+log = logging.getLogger(__name__)
 
 _LISTS = ("engines", "versions", "operations", "alerts")
 """Groups that run their ``ls`` where no command of theirs is named."""
@@ -41,7 +45,8 @@ def _completion(shell: Annotated[Shell, typer.Argument(help="The shell that sour
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. The project's own errors become a message, a hint and an exit code; a traceback is a bug."""
+    """Entry point. The project's own errors become a message, a hint and an exit code, those of the system a message; a
+    traceback is a bug."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] and args[0] in _LISTS and (
             len(args) == 1 or (args[1].startswith("-") and args[1] not in ("-h", "--help"))):
@@ -56,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if e.hint:
             err.print(f"hint: {printable(e.hint)}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(code_of(e))
+    except OSError as e:  # of a full disk, most likely, wherever it was written to
+        log.debug("the command failed", exc_info=True)
+        err.print(f"error: {printable(os_error_text(e))}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(Exit.FAILED)
     except KeyboardInterrupt:
         err.print("interrupted")
         sys.exit(Exit.INTERRUPTED)

@@ -118,4 +118,4 @@ def _bounded(key: str, value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value)
+    return json.dumps(secrets.without_secrets(value))

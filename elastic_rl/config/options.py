@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from elastic_rl.config.reading import right_form
 from elastic_rl.config.section import suggestion
 from elastic_rl.errors import ConfigError
 
@@ -34,6 +35,6 @@ def read_options(model: type[M], options: Mapping[str, Any], *, of: str, setting
 
 def _explain(fault: Mapping[str, Any], model: type[BaseModel]) -> str:
     if fault["type"] != "extra_forbidden":
-        return str(fault["msg"])
+        return f"{fault['msg']}{right_form(fault, '')}"
     of_model = len(fault["loc"]) == 1
     return "there is no such option" + (suggestion(str(fault["loc"][0]), model.model_fields) if of_model else "")

@@ -19,6 +19,16 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, AttributeError, KeyErro
 ``!!timestamp`` and the like are put before."""
 
 _MAX_SHOWN = 200
+_ENGINE_KEY = "engines ask for the key in <run_dir>/<job>/cluster/engine.key, which `elastic-rl up` makes"
+_JUDGE = "a judge is a pool: set pools.genrm.model to the folder of its model"
+_TEACHER = "set algorithm.teacher=large and pools.large.model to the folder of its model"
+_MEANT = {"engine.api_key": _ENGINE_KEY, "engine.key": _ENGINE_KEY, "genrm": _JUDGE, "judge": _JUDGE,
+          "teacher": f"a teacher is a pool: {_TEACHER}"}
+"""What to set instead of keys that there are not and that no known one resembles."""
+_FORMS = {("mode", "literal_error"): "how generation and training take turns is train.schedule, such as fully_async",
+          ("pools", "dict_type"): "write pools by name, such as {genrm: {model: /models/judge}}",
+          ("algorithm.teacher", "string_type"): f"it is the name of a pool: {_TEACHER}"}
+"""What to write for values that are often of another form, by key and pydantic's type of the error."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -133,7 +143,16 @@ def _shortened(value: Any) -> str:
 def _explain(err: Any, model: type[BaseModel]) -> str:
     key = ".".join(str(p) for p in err["loc"])
     if err["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{suggestion(key, known_keys(model), cutoff=0.5)}"
+        meant = f"; {_MEANT[key]}" if key in _MEANT else suggestion(key, known_keys(model), cutoff=0.5)
+        return f"unknown key {key!r}{meant}"
     shown = key and not isinstance(err["input"], dict) and not secrets.is_secret(key)
     return f"{key or 'config'}: {err['msg'].removeprefix('Value error, ')}" + (
-        f" (got {_shortened(err['input'])})" if shown else "")
+        f" (got {_shortened(err['input'])})" if shown else "") + right_form(err, key)
+
+
+def right_form(err: Mapping[str, Any], key: str) -> str:
+    """``; …``: how to write a value that is of another form than the setting ``key``; "" where its error says it. The
+    value itself is not shown."""
+    if err["type"] == "list_type":
+        return "; write [a, b], or [a] for a single one"
+    return f"; {_FORMS[key, err['type']]}" if (key, err["type"]) in _FORMS else ""

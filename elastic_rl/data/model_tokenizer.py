@@ -56,6 +56,12 @@ class ModelTokenizer:
                               "generation_config.json")
         return tuple(dict.fromkeys(ids))
 
+    @property
+    def unknown_id(self) -> int | None:
+        """Id of the token for what it has no other for; None where it has none such."""
+        found = self._loaded.unk_token_id
+        return found if type(found) is int else None
+
     @cached_property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts that it takes for tokens of their own and that are special, or that its chat template writes, such as

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,9 @@ def _of_sglang(name: str, tools: Sequence[tuple[str, str, Mapping[str, Any]]], s
                  for tool, text, schema in tools]
     # Else calls of tools that there are not would be left out, and the policy would not learn of it.
     envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)
+    # They log whatever they cannot read, as errors: of a policy that learns to write calls that is each turn. The
+    # policy reads that it failed, and the part tool_errors of the reward counts it.
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
 
     def read(text: str) -> tuple[list[ToolCall], int]:
         parser = FunctionCallParser(described, name)  # a new one each time: they keep what they have read

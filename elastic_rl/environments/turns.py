@@ -16,17 +16,18 @@ from elastic_rl.errors import ConfigError
 _SAID = "WHATTHEPOLICYSAID"
 _UNWRITTEN = 1024
 """Characters of messages, at most, that a chat template may leave out, such as the id of a call."""
+_EXAMPLES = ((Message("user", "x"),),)
 
 
 class TurnWriter:
     """Writes what the policy reads after one of its turns."""
 
     def __init__(self, tokenizer: ModelTokenizer, template_options: Mapping[str, Any],
-                 examples: Sequence[Sequence[Message]] = ((Message("user", "x"),),)) -> None:
+                 examples: Sequence[Sequence[Message]] = _EXAMPLES) -> None:
         """``template_options``: further variables of the chat template. ``examples``: what the environment may say, by
         form. Raises ConfigError for a template that does not show where a turn of the policy ends, or does not take
         them."""
-        self._tokenizer, self._options = tokenizer, dict(template_options)
+        self._tokenizer, self._options, self.examples = tokenizer, dict(template_options), examples
         self._controls = tokenizer.control_tokens
         self._longest = max(map(len, tokenizer.vocabulary))
         self._ends = tuple(tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.eos_ids)

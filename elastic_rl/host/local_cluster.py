@@ -30,7 +30,7 @@ from elastic_rl.engine_key import create_key
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.files import replace_file
+from elastic_rl.files import replace_file, require_writable
 from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, leftovers, processes, train_lock
 from elastic_rl.host.processes import PidRecord, PidRecords
 from elastic_rl.telemetry.log_files import tail
@@ -73,11 +73,12 @@ class Cluster:
         """Starts what does not run and returns when every service answers.
 
         Raises ConfigError (another etcd than the running cluster's), PreflightFailed (port taken, shared memory too
-        small, no etcd program), EtcdUnavailable (a configured etcd does not answer) or DeadlineExceeded (also while
-        another command starts or stops the cluster). After any error it stops what it started.
+        small, no etcd program, no space in run_dir), EtcdUnavailable (a configured etcd does not answer) or
+        DeadlineExceeded (also while another command starts or stops the cluster). After any error it stops what it
+        started.
         """
         self._make_folder()
-        with cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
+        with require_writable(self.dir), cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
             before = {r.name for r in self.book.alive()}
             try:
                 return self._up(before)

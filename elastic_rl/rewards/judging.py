@@ -49,8 +49,11 @@ and ends.
 
 [End {mark}]
 End with a line of the form: Verdict: A, or Verdict: B, or Verdict: tie"""
-_RATING = r"(?i)\brating\b(?:[ \t]*\([^)\n]*\))?[ \t*_:=\"']*(-?\d+(?:\.\d+)?)"
-_VERDICT = r"(?i:\bverdict\b)[ \t*_:=\"']*(?:[Aa] (?=(?i:tie)))?((?i:tie)|A|B)\b"
+_SEPARATOR = r"[ \t*_:=\"'$]*(?:\[\[|\\boxed\{(?:\\text\{)?)?[ \t*_\"']*"
+"""Between the word and the verdict, which judges also write as ``[[A]]`` or ``\\boxed{A}``."""
+_RATING = (rf"(?i)\brating\b(?:[ \t]*\([^)\n]*\))?{_SEPARATOR}(-?\d+(?:\.\d+)?(?P<exponent>e[-+]?\d+)?)"
+           r"[ \t*_\]}$]*(?:(?:/|(?:out[ \t]+)?of\b)[^\d\n]{0,20}(?P<best>\d+(?:\.\d+)?))?")
+_VERDICT = rf"(?i:\bverdict\b){_SEPARATOR}(?:[Aa] (?=(?i:tie)))?((?i:tie)|A|B)\b"
 _FIELDS = {"scalar": ("question", "response", "answer", "mark", "low", "high"),
            "pairwise": ("question", "response", "other", "answer", "mark")}
 _MAX_PATTERN = 500
@@ -83,7 +86,8 @@ class JudgeOptions(Options):
     verdict: Annotated[str, Field(max_length=_MAX_PATTERN)] = ""
     """Regular expression whose first group is the verdict; its last match in the judge's answer counts. A number with
     ``scalar``; ``A`` (the first response), ``B`` or ``tie`` with ``pairwise``. Empty: what follows the word ``Rating``
-    or ``Verdict``."""
+    or ``Verdict``, also as ``[[A]]`` or ``\\boxed{A}``; a number of another scale (``8 out of 100``) or with an
+    exponent is no rating."""
     low: float = 1.0
     """Worst rating with ``scalar``, which is worth 0."""
     high: float = 10.0
@@ -100,7 +104,7 @@ class JudgeOptions(Options):
     """Whether an answer that ``max_tokens`` cut off may have a verdict, for judges that begin with it. Without it such
     an answer has none: what a judge quotes while it thinks could count."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 8192
-    """Longest question, in tokens. A response that makes it longer gets 0, and ``no_verdict``."""
+    """Longest question, in tokens. A longer one is not asked: it counts as one without a verdict, which is worth 0."""
     max_response_characters: Annotated[int, Field(ge=1, le=1 << 24)] = 20_000
     """Characters at the end of a response that the judge sees."""
 
@@ -178,7 +182,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a response is worth, from 0 to 1, and the fraction of its questions to which there was no verdict."""
+    """What a response is worth, from 0 to 1, and the fraction of its questions to which there was no verdict; each of
+    these counts 0."""
 
     value: float
     no_verdict: float
@@ -221,26 +226,32 @@ def verdict(options: JudgeOptions, text: str) -> float | None:
     """What an answer of the judge says of the response, or of the first of two, from 0 to 1; None if nothing."""
     pattern = options.verdict or {"scalar": _RATING, "pairwise": _VERDICT}[options.mode]
     try:
-        found = [match[1] for match in regex.finditer(pattern, text, timeout=_PATTERN_S) if match[1] is not None]
+        found = [match for match in regex.finditer(pattern, text, timeout=_PATTERN_S) if match[1] is not None]
     except TimeoutError:
         return None
     if not found:
         return None
+    last = found[-1]
     if options.mode == "pairwise":
-        return _WINS.get(found[-1].strip().lower())
+        return _WINS.get(last[1].strip().lower())
+    if not options.verdict and (last["exponent"] or (last["best"] and float(last["best"]) != options.high)):
+        return None  # a rating on another scale than the one that was asked for
     try:
-        rating = float(found[-1])
+        rating = float(last[1])
     except ValueError:
         return None
     return (rating - options.low) / (options.high - options.low) if options.low <= rating <= options.high else None
 
 
 def judgements(request: JudgeRequest, asked: Sequence[Question], answers: Sequence[Sequence[str]]) -> list[Judgement]:
-    """What each response is worth: the mean of the verdicts of its questions; 0 without any. ``answers``: of the judge,
-    for each question one or more; none for a question that could not be asked."""
+    """What each response is worth: the mean of the verdicts of its questions. ``answers``: of the judge, for each
+    question one or more; none for a question that could not be asked.
+
+    A missing verdict counts 0, for both responses of a pair: else one that derails the judge wherever it would lose
+    would get the full reward. Which of the two did it is unknown, but it does so in all its comparisons, and each of
+    the others in one."""
     count = len(request.responses) + 1  # with the prompt's answer
-    found: list[list[float]] = [[] for _ in range(count)]
-    missed, total = [0] * count, [0] * count
+    won, missed, total = [0.0] * count, [0] * count, [0] * count
     for question, texts in zip(asked, answers, strict=True):
         about = [question.response] + ([question.other] if question.other is not None else [])
         for value in [verdict(request.options, text) for text in texts] or [None]:
@@ -249,6 +260,6 @@ def judgements(request: JudgeRequest, asked: Sequence[Question], answers: Sequen
                 if value is None:
                     missed[i] += 1
                 else:
-                    found[i].append(value if i == question.response else 1.0 - value)
-    return [Judgement(sum(values) / len(values) if values else 0.0, missed[i] / total[i] if total[i] else 1.0)
-            for i, values in enumerate(found[:-1])]
+                    won[i] += value if i == question.response else 1.0 - value
+    return [Judgement(won[i] / total[i], missed[i] / total[i]) if total[i] else Judgement(0.0, 1.0)
+            for i in range(count - 1)]

@@ -90,7 +90,14 @@ def test_texts_of_others_are_made_plain_and_are_no_templates() -> None:
     ({"mode": "pairwise"}, "B gives a correct proof, but the", None), ({"mode": "pairwise"}, "verdict: a tie", 0.5),
     ({"mode": "pairwise"}, "Verdict: A tie", 0.5), ({"mode": "pairwise"}, "Verdict: A B is worse", 1.0),
     ({}, "Rating (1-10): 8", 7 / 9), ({}, "Rating: 10\nReasons for this rating:\n1. It is right", 1.0),
-    ({}, "Rating: 10. Note that integrating 2x gives x^2", 1.0)])
+    ({}, "Rating: 10. Note that integrating 2x gives x^2", 1.0),
+    ({}, "Rating: 10 out of 100", None), ({}, "Rating: 10/100", None), ({}, "Rating: 4 of 5", None),
+    ({}, "Rating: 1e3", None), ({}, "Rating: 10e-1", None),
+    ({}, "Rating: 1\nRating: **10** out of a possible 100", None),
+    ({}, "Rating: 10 of course", 1.0), ({}, "Rating: 10, out of 100 it would be 99", 1.0),
+    ({}, "Rating: [[10]]", 1.0), ({}, r"Rating: $\boxed{5.5}$ / 10", 0.5), ({"high": 5}, "Rating: [[5]]/5", 1.0),
+    ({"mode": "pairwise"}, "Verdict: [[B]]", 0.0), ({"mode": "pairwise"}, r"**Verdict:** \boxed{A}", 1.0),
+    ({"mode": "pairwise"}, r"Verdict: $\boxed{\text{tie}}$", 0.5), ({"mode": "pairwise"}, "[[B]]", None)])
 def test_last_verdict_counts(options: dict[str, Any], text: str, worth: float | None) -> None:
     assert verdict(JudgeOptions(**options), text) == worth
 
@@ -98,7 +105,20 @@ def test_last_verdict_counts(options: dict[str, Any], text: str, worth: float | 
 def test_ratings_are_averaged_over_votes_and_what_is_no_verdict_is_counted() -> None:
     asked = request("a", "b", "c", votes=2, temperature=1.0)
     found = judgements(asked, questions(asked), [["Rating: 10", "Rating: 1"], ["hm", "Rating: 10"], []])
-    assert found == [Judgement(0.5, 0.0), Judgement(1.0, 0.5), Judgement(0.0, 1.0)]
+    assert found == [Judgement(0.5, 0.0), Judgement(0.5, 0.5), Judgement(0.0, 1.0)]
+
+
+def test_response_that_derails_the_judge_where_it_would_lose_gains_nothing() -> None:
+    def answer(text: str) -> str:
+        first, second = text.split()
+        if "worst" in (first, second) and "best" in (first, second):
+            return "as the response says, I give no verdict"
+        return f"Verdict: {'A' if ['best', 'good', 'worst'].index(first) < 1 or second == 'worst' else 'B'}"
+
+    best, good, worst = judged(request("best", "good", "worst", mode="pairwise", prompt="{response} {other}"), answer)
+    assert worst == Judgement(0.0, 0.5) and good == Judgement(0.5, 0.0) and best == Judgement(0.5, 0.5)
+    lone = request("2", answer="3", mode="pairwise", prompt="{response} {other}")
+    assert judged(lone, lambda text: "Verdict: A" if text.startswith("2") else "hm") == [Judgement(0.5, 0.5)]
 
 
 @given(st.permutations(list(range(5))), st.integers(1, 6))

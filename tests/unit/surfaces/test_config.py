@@ -61,6 +61,12 @@ def test_unknown_key_names_the_nearest_one(key: str, near: str) -> None:
     ("trainer={context_parallel: 2, packing: false}", "trainer.context_parallel=2 with trainer.packing=false"),
     ("trainer={context_parallel: 2, moe_aux_loss_coef: 0.1}", "the load-balancing loss of split sequences"),
     ("coordinator.hang_min_s=601", "hang_max_s=600"), ("failure_policy.backoff_initial_s=301", "backoff_max_s=300"),
+    ("mode=fully_async", "(got 'fully_async'); how generation and training take turns is train.schedule"),
+    ("engine.api_key=x", "unknown key 'engine.api_key'; engines ask for the key in <run_dir>/<job>/cluster"),
+    ("genrm.model=/m", "unknown key 'genrm'; a judge is a pool: set pools.genrm.model"),
+    ("pools=[genrm]", "(got ['genrm']); write pools by name, such as {genrm: {model: /models/judge}}"),
+    ("algorithm.teacher={model: x}", "; it is the name of a pool: set algorithm.teacher=large and pools.large.model"),
+    ("rollout.filters=uniform_reward", "(got 'uniform_reward'); write [a, b], or [a] for a single one"),
 ])
 def test_invalid_value_is_reported_with_its_key(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as e:
@@ -193,7 +199,8 @@ def test_coordinator_ports_are_valid_and_distinct(ports: str) -> None:
     "--alerts=slack://secret-token", "--alerts.urls=slack://secret-token", "--alerts.urls=[[slack://secret-token]]",
     "--alerts.routes=[slack://secret-token]", "--dcs.durable_url=[s3://secret-token@bucket]",
     "--alerts.urls=[slack://secret-token", "--dcs={durable_url: 's3://secret-token@host/b', ]",
-    "--dcs=s3://secret-token@host/b", "--=s3://secret-token@host/b"])
+    "--dcs=s3://secret-token@host/b", "--=s3://secret-token@host/b", "--telemetry=http://secret-token@host",
+    "--telemetry.otlp_endpoint=[http://secret-token@host]", "--data.options.hf_token=[secret-token"])
 def test_errors_hold_no_secrets(override: str) -> None:
     with pytest.raises(ConfigError) as e:
         config.load(None, [override])
@@ -211,6 +218,24 @@ def test_shown_settings_hold_no_secrets() -> None:
     assert "secret" in str(values), "the settings themselves are unchanged"
     plain = config.parse({"dcs": {"durable_url": "file:///mnt/checkpoints"}}).model_dump(mode="json")
     assert secrets.redacted(plain) == plain
+
+
+def test_options_whose_names_are_those_of_secrets_are_not_shown() -> None:
+    hidden = {"api_key": "secret", "apiKey": "secret", "APIKEY": "secret", "token": 7_5_3, "hf_token": "secret",
+              "client_secret": "secret", "db-password": "secret", "AWS_SECRET_ACCESS_KEY": "secret",
+              "api_keys": ["secret"], "inner": [{"password": {"of": "secret"}}], "url": "http://u:secret@host/x"}
+    kept = {"max_tokens": 5, "prompt_key": "question", "answer_key": "answer", "metadata_keys": ["topic"],
+            "token_file": "/run/t", "secretary": "x", "cost_per_token": 2, "send_token_ids": True,
+            "password": "", "api_key": None, "url": "http://host/a@b"}
+    values = config.parse({
+        "telemetry": {"otlp_endpoint": "http://u:secret@host:4318/?api-key=secret"}, "data": {"options": hidden},
+        "rollout": {"reward_options": hidden, "filters": [{"name": "x", **hidden}]}}).model_dump(mode="json")
+    shown = secrets.redacted(values)
+    assert "secret" not in str(shown).lower().replace("client_secret", "").replace("aws_secret", "")
+    assert "753" not in str(shown["data"]) and shown["data"]["options"]["url"] == "http://…@host/x"
+    assert shown["telemetry"]["otlp_endpoint"] == "http://…@host:4318/?…"
+    values = config.parse({"data": {"options": kept}, "rollout": {"environment_options": kept}}).model_dump(mode="json")
+    assert secrets.redacted(values) == values
 
 
 def test_head_dim_is_ignored_beside_a_model_of_its_own() -> None:

@@ -72,6 +72,12 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         assert part in str(refused.value)
 
 
+def test_algorithm_in_upper_case_is_known_and_supervised_learning_is_none_of_rl() -> None:
+    found = by_part(config.load(overrides=["--algorithm.name=PPO"]))["algorithm"]
+    assert "did you mean 'ppo'?" in found.fault and "sft" not in found.fault
+    assert "set with sft.max_steps" in by_part(config.load(overrides=["--algorithm.name=sft"]))["algorithm"].hint
+
+
 def test_prompts_that_the_queue_cannot_hold_are_refused() -> None:
     cfg = config.load(overrides=["--train.schedule=fully_async", "--train.queue=transfer_queue"])
     source = make_source(cfg)
@@ -452,9 +458,18 @@ def test_other_parts_of_a_mix_are_tried_with_the_answers(tmp_path: Path, model: 
     assert not found["reward of the answers"].fault and "get 1, 1, 1, 1" in found["reward of the answers"].detail
 
 
-def test_tools_that_the_prompts_do_not_describe_are_hinted_at(tmp_path: Path, model: Path) -> None:
+def test_responses_without_room_for_a_second_turn_are_hinted_at(tmp_path: Path, model: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_episodes.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    played = [*PLAYED, "--rollout.environment=own_episodes:good"]
+    found = by_part(text_job(tmp_path, model, ROWS, *played, "--data.options.max_response_tokens=4"))["environment"]
+    assert not found.fault and "max_response_tokens=4, and the shortest turn" in found.hint
+    assert not by_part(text_job(tmp_path, model, ROWS, *played))["environment"].hint
+
+
+def test_hints_about_tools_are_of_the_part_that_generates(tmp_path: Path, model: Path) -> None:
     cfg = text_job(tmp_path, model, ROWS, "--rollout.generate=environment", "--rollout.environment=tools",
-                   "--rollout.environment_options={tools: [calculator, \"own.tools:search\"]}",
-                   "--data.options.chat_template_options={tools: [{function: {name: search}}]}")
-    assert "does not describe calculator:" in job_check._of_tools(cfg)
-    assert job_check._of_tools(text_job(tmp_path, model, ROWS)) == ""
+                   "--rollout.environment_options={tools: [calculator]}")
+    found = next(f for f in job_check._plug_ins(cfg) if f.part == "generate")
+    assert not found.fault and "does not describe calculator" in found.hint

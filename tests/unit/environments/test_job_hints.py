@@ -1,0 +1,67 @@
+"""Which settings of a job are pointed out because its policy would learn nothing of its environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.text_model import make_tokenizer_folder
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from elastic_rl import config
+from elastic_rl.config import Config
+from elastic_rl.environments import job_hints
+
+TOLD = "data.options.system_prompt=call calculator or search"
+
+
+def job(*more: str, model: Path | str = "/models/policy") -> Config:
+    return config.load(overrides=[
+        f"model.path={model}", "rollout.generate=environment", "rollout.environment=tools",
+        "rollout.environment_options={tools: [calculator, \"own.tools:search\"]}", *more])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_folder(tmp_path_factory.mktemp("policy") / "model")
+
+
+@pytest.mark.parametrize(("described", "missing"), [
+    ("{tools: [{function: {name: search}}]}", "calculator"), ("{}", "calculator, search"),
+    ("{tools: [{function: {name: search}}, {function: {name: calculator}}]}", "")])
+def test_tools_that_the_prompts_do_not_describe_are_pointed_out(described: str, missing: str) -> None:
+    found = "; ".join(job_hints.of_settings(job(f"data.options.chat_template_options={described}")))
+    assert f"does not describe {missing}:" in found if missing else not found
+
+
+def test_tools_that_the_system_prompt_names_are_described() -> None:
+    assert not list(job_hints.of_settings(job(TOLD)))
+    assert not list(job_hints.of_settings(config.load()))
+
+
+def test_single_turn_which_reads_no_result_is_pointed_out(folder: Path) -> None:
+    [said] = job_hints.of_settings(job(TOLD, "rollout.max_turns=1"))
+    assert "no result is ever read" in said
+    assert not list(job_hints.of_tokens(job("rollout.max_turns=1", model=folder), 1)), "nothing else is to be said"
+
+
+def test_responses_without_room_for_a_second_turn_are_pointed_out(folder: Path) -> None:
+    cfg = job(model=folder)
+    [said] = job_hints.of_tokens(cfg, 1)
+    takes = int(said.partition("takes ")[2].partition(":")[0])
+    assert len(list(job_hints.of_tokens(cfg, takes))) == 1 and not list(job_hints.of_tokens(cfg, takes + 1))
+
+
+def test_results_that_the_tokenizer_has_no_tokens_for_are_pointed_out(tmp_path: Path, folder: Path) -> None:
+    words = Tokenizer(WordLevel({"<unk>": 0, "x": 1, "<|end|>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    other = make_tokenizer_folder(tmp_path / "words")
+    words.save(str(other / "tokenizer.json"))
+    raw = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps({**raw, "unk_token": "<unk>"}))
+    [said] = job_hints.of_tokens(job(model=other), 1000)
+    assert "as its unknown token" in said
+    assert not list(job_hints.of_tokens(job(model=folder), 1000))
