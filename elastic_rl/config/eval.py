@@ -11,8 +11,8 @@ from elastic_rl.config.section import Positive, Section
 
 class EvalConfig(Section):
     samples: Positive = 1
-    """Number of samples of each prompt; the reward of a prompt is their mean. With more than one, ``mode: eval`` reports
-    pass@k besides, for k = 1, 2, 4, … up to this number."""
+    """Number of samples of each prompt, whose reward is their mean. With more than one, ``mode: eval`` reports pass@k
+    besides, for k = 1, 2, 4, … up to this number."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature. 0: greedy, so that all samples of a prompt are the same."""
     pass_reward: float = 1.0

@@ -73,6 +73,9 @@ class Writer:
     def plain_text_of(self, ids: Sequence[int]) -> str:
         return ""
 
+    def may_fit(self, messages: Sequence[Message], room: int) -> bool:
+        return True
+
     def between(self, messages: Sequence[Message]) -> list[int]:
         return [9]
 

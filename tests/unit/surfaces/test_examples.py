@@ -118,7 +118,6 @@ def test_what_rejection_sampling_keeps_is_read_by_supervised_fine_tuning_as_the_
 
 # -- running them -----------------------------------------------------------------------------------------------------
 NEED_ONLY_END = {
-    "colocated": "makes a few steps only",
     "game": "one seed has been run",
     "game_moves": "makes a model for game",
     "genrm": "its seeds begin and end too far apart for one threshold",

@@ -96,7 +96,10 @@ def test_groups_are_generated_while_a_reward_takes_its_time(make_loop: Callable[
     ((), (1, 0.0)), (("--eval.samples=3", "--eval.temperature=0.7"), (3, 0.7))])
 def test_evaluation_samples_as_its_section_says(make_loop: Callable[..., Loop], settings: tuple[str, ...],
                                                 asked: tuple[int, float]) -> None:
-    loop = make_loop(lambda prompt, samples: [Reward(1.0)] * len(samples), *settings)
+    async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(1.0)] * len(samples)
+
+    loop = make_loop(reward, *settings)
     loop.sampler.evaluation_groups([(0, loop.prompts[0]), (1, loop.prompts[1])], 0)
     assert loop.asked == [asked] * 2
 
