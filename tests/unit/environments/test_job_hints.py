@@ -32,8 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("described", "missing"), [
     ("{tools: [{function: {name: search}}]}", "calculator"), ("{}", "calculator, search"),
     ("{tools: [{function: {name: search}}, {function: {name: calculator}}]}", "")])
-def test_tools_that_the_prompts_do_not_describe_are_pointed_out(described: str, missing: str) -> None:
-    found = "; ".join(job_hints.of_settings(job(f"data.options.chat_template_options={described}")))
+def test_tools_that_the_prompts_do_not_describe_are_pointed_out(monkeypatch: pytest.MonkeyPatch, folder: Path,
+                                                                described: str, missing: str) -> None:
+    cfg = job(f"data.options.chat_template_options={described}", model=folder)
+    assert ("," in missing) is not any(job_hints.of_settings(cfg)) or not missing
+    assert not list(job_hints.of_tokens(cfg, 1000)), "a tokenizer of one task"
+    monkeypatch.setattr(job_hints, "_OF_ONE_TASK", 0)
+    found = "; ".join([*job_hints.of_settings(cfg), *job_hints.of_tokens(cfg, 1000)])
     assert f"does not describe {missing}:" in found if missing else not found
 
 
@@ -45,23 +50,25 @@ def test_tools_that_the_system_prompt_names_are_described() -> None:
 def test_single_turn_which_reads_no_result_is_pointed_out(folder: Path) -> None:
     [said] = job_hints.of_settings(job(TOLD, "rollout.max_turns=1"))
     assert "no result is ever read" in said
-    assert not list(job_hints.of_tokens(job("rollout.max_turns=1", model=folder), 1)), "nothing else is to be said"
+    assert not list(job_hints.of_tokens(job(TOLD, "rollout.max_turns=1", model=folder), 1))
 
 
 def test_responses_without_room_for_a_second_turn_are_pointed_out(folder: Path) -> None:
-    cfg = job(model=folder)
+    cfg = job(TOLD, model=folder)
     [said] = job_hints.of_tokens(cfg, 1)
     takes = int(said.partition("takes ")[2].partition(":")[0])
     assert len(list(job_hints.of_tokens(cfg, takes))) == 1 and not list(job_hints.of_tokens(cfg, takes + 1))
 
 
-def test_results_that_the_tokenizer_has_no_tokens_for_are_pointed_out(tmp_path: Path, folder: Path) -> None:
+def test_results_that_the_tokenizer_has_no_tokens_for_are_pointed_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                                      folder: Path) -> None:
+    monkeypatch.setattr(job_hints, "_OF_ONE_TASK", 0)
     words = Tokenizer(WordLevel({"<unk>": 0, "x": 1, "<|end|>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()
     other = make_tokenizer_folder(tmp_path / "words")
     words.save(str(other / "tokenizer.json"))
     raw = json.loads((other / "tokenizer_config.json").read_text())
     (other / "tokenizer_config.json").write_text(json.dumps({**raw, "unk_token": "<unk>"}))
-    [said] = job_hints.of_tokens(job(model=other), 1000)
+    [said] = job_hints.of_tokens(job(TOLD, model=other), 1000)
     assert "as its unknown token" in said
-    assert not list(job_hints.of_tokens(job(model=folder), 1000))
+    assert not list(job_hints.of_tokens(job(TOLD, model=folder), 1000))
