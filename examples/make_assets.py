@@ -165,15 +165,14 @@ def games(seeds: range = range(1000)) -> list[dict[str, Any]]:
 
 
 def moves(games: int = 1000) -> list[dict[str, Any]]:
-    """Of games whose player minds what was said in seven of ten guesses, and takes any further number in the others,
-    the conversation up to each guess; what is imitated is the guess. A better player would leave RL little to learn."""
+    """Of games whose player takes any number that is still possible the conversation up to each guess; what is imitated
+    is the guess."""
     chance, found = random.Random(3), []
     for _ in range(games):
-        target, possible, unused = chance.choice(GAME_NUMBERS), list(GAME_NUMBERS), list(GAME_NUMBERS)
+        target, possible = chance.choice(GAME_NUMBERS), list(GAME_NUMBERS)
         messages = [{"role": "user", "content": GAME}]
         for _ in range(GAME_TURNS):
-            guess = chance.choice(possible if chance.random() < 0.7 else unused)
-            unused.remove(guess)
+            guess = chance.choice(possible)
             found.append({"messages": messages, "answer": _guess(guess)})
             if guess == target:
                 break
