@@ -51,7 +51,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class QueuedBatch(Batch):
-    """See the module. ``tensors``: what it holds."""
+    """A batch whose columns are read from the queue when they are asked for. ``tensors``: those that it holds."""
 
     stored: Stored
 

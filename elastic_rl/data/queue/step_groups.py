@@ -48,7 +48,7 @@ class HeldSamples:
         return [(self.groups[ordinal].prompt, self.groups[ordinal].samples[index]) for ordinal, index in refs]
 
     def require(self, refs: Sequence[SampleRef]) -> None:
-        """They are here."""
+        """Raises nothing: all samples are in the memory of this process."""
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ class RemoteSamples:
 
 
 class SamplesAt:
-    """Those of one queue. A ``SampleReader``."""
+    """Reads samples of the queue at one address. A ``SampleReader``."""
 
     def __init__(self, samples: RemoteSamples, address: Mapping[str, Any]) -> None:
         self._samples, self.address = samples, address
@@ -315,4 +315,4 @@ class SamplesAt:
         return self._samples.read(self.address, refs)
 
     def require(self, refs: Sequence[SampleRef]) -> None:
-        """Nobody tells it."""
+        """Raises nothing: a rank learns what the queue has lost when it reads it."""

@@ -72,7 +72,7 @@ class EmbeddedQueue:
         return HeldSamples(self._groups).read(refs)
 
     def require(self, refs: Sequence[SampleRef]) -> None:
-        """They are here."""
+        """Raises nothing: all samples are in the memory of this process."""
 
     def drop(self, ordinals: Collection[int]) -> None:
         for ordinal in ordinals:

@@ -57,7 +57,7 @@ _METRICS = {"loss": "critic_loss", "grad_norm": "critic_grad_norm", "lr": "criti
 
 
 class Trainers:
-    """Of one actor. For one thread."""
+    """Sends the commands of one actor to its trainer groups, and keeps these at a common step. For one thread."""
 
     def __init__(self, etcd: EtcdClient, keys: Keys, security: Security, cfg: Config, *, epoch: int, term: int,
                  on_wait: OnWait, waits: Waits, on_recovered: Callable[[str], None] = lambda group: None,
