@@ -48,7 +48,7 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
 
 
 @contextlib.contextmanager
-def require_writable(folder: Path) -> Iterator[None]:
+def preflight_writes(folder: Path) -> Iterator[None]:
     """Runs a block that writes files below ``folder``, that of a job, and raises PreflightFailed for an OSError in it,
     such as that of a full disk."""
     try:

@@ -302,8 +302,9 @@ def _of_defaults(cfg: Config) -> Iterator[Finding]:
 
 def _of_requests(cfg: Config, source: CheckedSource) -> Iterator[Finding]:
     """Requests that engines under load would not end in time."""
-    turn = cfg.rollout.max_turn_tokens if cfg.rollout.environment else None
-    tokens, limit_s = min(turn or source.max_response_tokens, source.max_response_tokens), cfg.engine.request_timeout_s
+    tokens, limit_s = source.max_response_tokens, cfg.engine.request_timeout_s
+    if cfg.rollout.environment:  # a request for each turn
+        tokens = min(tokens, cfg.rollout.max_turn_tokens)
     if cfg.uses_engines and tokens > _SURE_TOKENS_PER_S * limit_s:
         yield Finding("requests", f"a response of up to {tokens} tokens within engine.request_timeout_s={limit_s:g}: "
                       f"{tokens / limit_s:.0f} tokens/s",

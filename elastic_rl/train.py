@@ -39,7 +39,7 @@ from elastic_rl.etcd.records import GroupLease, JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
-from elastic_rl.files import replace_file, require_writable
+from elastic_rl.files import preflight_writes, replace_file
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
 from elastic_rl.host.service_supervisor import ServiceSupervisor
 from elastic_rl.pipeline.records.run_events import PRODUCER
@@ -128,13 +128,13 @@ def prepare(cfg: Config, info: ClusterInfo, *, from_job: str = "") -> RunContext
     other settings than these, when its model cannot be used, Fenced when another process starts the same job at the
     same moment, and PreflightFailed when its folder cannot be written."""
     cfg = _absolute(cfg)
-    with require_writable(cfg.run_dir):
+    with preflight_writes(cfg.run_dir):
         cfg.job_dir.mkdir(parents=True, exist_ok=True)
     with EtcdClient.from_config(cfg.etcd, info.etcd_endpoints) as etcd:
         cfg = _admit(etcd, cfg, from_job)
         derived.remove_unused(derived.folder(cfg))
         model_dir = str(inherited_model.began_with(cfg))
-        with require_writable(cfg.job_dir):
+        with preflight_writes(cfg.job_dir):
             cluster_settings.save(cfg, cfg.job_dir)
         ctx = RunContext(config=cfg, etcd_endpoints=info.etcd_endpoints, job=cfg.job, epoch=0, model_dir=model_dir)
         _reopen(etcd, ctx)
@@ -206,7 +206,7 @@ def _reopen(etcd: EtcdClient, ctx: RunContext) -> None:
 
 def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], None]) -> int:
     """Raises PreflightFailed when the files that the driver needs cannot be written."""
-    with require_writable(ctx.config.cluster_dir):
+    with preflight_writes(ctx.config.cluster_dir):
         context_file = ctx.save(ctx.config.cluster_dir / "run.json")
         replace_file(ctx.config.ray_token_file, secrets.token_hex(32), private=True)
         create_key(ctx.config.engine_key_file)  # of a cluster of an earlier release

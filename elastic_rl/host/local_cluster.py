@@ -30,7 +30,7 @@ from elastic_rl.engine_key import create_key
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.files import replace_file, require_writable
+from elastic_rl.files import preflight_writes, replace_file
 from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, leftovers, processes, train_lock
 from elastic_rl.host.processes import PidRecord, PidRecords
 from elastic_rl.telemetry.log_files import tail
@@ -78,7 +78,7 @@ class Cluster:
         started.
         """
         self._make_folder()
-        with require_writable(self.dir), cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
+        with preflight_writes(self.dir), cluster_lock.held(self.dir, timeout_s=_LOCK_TIMEOUT_S):
             before = {r.name for r in self.book.alive()}
             try:
                 return self._up(before)

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.files import replace_file, require_writable
+from elastic_rl.files import preflight_writes, replace_file
 from elastic_rl.runtime import start_child
 from elastic_rl.telemetry.log_files import open_log
 
@@ -38,7 +38,7 @@ def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None
     """Starts ``cmd`` in a session of its own with stdout and stderr appended to ``log``. A child ends with this
     process, a ``service`` does not. ``env`` is added to this process's environment; a variable that is None there is
     left out of it. Raises PreflightFailed when the program cannot be started, or its log cannot be written."""
-    with require_writable(log.parent), open_log(log) as out:
+    with preflight_writes(log.parent), open_log(log) as out:
         popen: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT,
                                  "env": {name: value for name, value in {**os.environ, **(env or {})}.items()
                                          if value is not None}, "cwd": cwd}

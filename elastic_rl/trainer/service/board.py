@@ -7,8 +7,8 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from elastic_rl.errors import ConfigError, Conflict, ElasticRLError, Fenced, PluginFailed, VersionNotFound
-from elastic_rl.trainer.service.commands import Command
+from elastic_rl.errors import Conflict, ElasticRLError
+from elastic_rl.trainer.service.commands import REFUSALS, Command
 
 _QUEUE = 4
 """Commands that wait. One actor sends one at a time; a few more may be of actors that were replaced."""
@@ -98,9 +98,7 @@ class Board:
 
     def refused(self, command: Command, error: ElasticRLError) -> None:
         """The command was not executed. It changed nothing, but for a group that went back to its last state."""
-        kinds = {Fenced: "fenced", ConfigError: "invalid", Conflict: "conflict", PluginFailed: "plugin",
-                 VersionNotFound: "version"}
-        kind = next((name for of, name in kinds.items() if isinstance(error, of)), "failed")
+        kind = next((name for name, of in REFUSALS.items() if isinstance(error, of)), "failed")
         self._finish(command, {"error": kind, "message": error.message, "hint": error.hint})
 
     def _finish(self, command: Command, outcome: dict[str, Any]) -> None:

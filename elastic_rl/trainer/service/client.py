@@ -28,11 +28,8 @@ from elastic_rl.errors import (
     ConfigError,
     Conflict,
     EtcdUnavailable,
-    Fenced,
     GroupsLost,
-    PluginFailed,
     TrainerFailed,
-    VersionNotFound,
 )
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
@@ -41,7 +38,7 @@ from elastic_rl.etcd.records import Member
 from elastic_rl.retry import RetryBackoff
 from elastic_rl.trainer.progress import Phase
 from elastic_rl.trainer.service.calls import DISPATCH, TrainerCalls
-from elastic_rl.trainer.service.commands import Command, CommandKind
+from elastic_rl.trainer.service.commands import REFUSALS, Command, CommandKind
 from elastic_rl.trainer.service.dispatch import Call, Dispatch, Uploaded
 
 R = TypeVar("R")
@@ -359,6 +356,5 @@ def _loss(answer: httpx.Response, stored: Sequence[int]) -> GroupsLost:
 
 
 def _error_of(outcome: Mapping[str, Any]) -> Exception:
-    kind = {"fenced": Fenced, "conflict": Conflict, "invalid": ConfigError, "plugin": PluginFailed,
-            "version": VersionNotFound}.get(str(outcome.get("error")), TrainerFailed)
+    kind = REFUSALS.get(str(outcome.get("error")), TrainerFailed)
     return kind(str(outcome.get("message")), hint=str(outcome.get("hint") or ""))

@@ -16,7 +16,15 @@ from enum import StrEnum
 from typing import Any, Literal, Self
 
 from elastic_rl.data.ledger import Consumption
-from elastic_rl.errors import ConfigError, Conflict, Fenced, PluginFailed, TrainerFailed
+from elastic_rl.errors import (
+    ConfigError,
+    Conflict,
+    ElasticRLError,
+    Fenced,
+    PluginFailed,
+    TrainerFailed,
+    VersionNotFound,
+)
 from elastic_rl.trainer.progress import Phase, Progress
 
 
@@ -49,6 +57,9 @@ CHANGES = (*STEPS, CommandKind.SAVE, CommandKind.LOAD)
 _FOR_NEXT_STEP = (*STEPS, CommandKind.ACCUMULATE, CommandKind.FORWARD_VALUES)
 _AT_STEP = (CommandKind.SAVE, CommandKind.LOAD)
 MOVES = (CommandKind.OFFLOAD, CommandKind.ONLOAD)
+REFUSALS: Mapping[str, type[ElasticRLError]] = {
+    "fenced": Fenced, "invalid": ConfigError, "conflict": Conflict, "plugin": PluginFailed, "version": VersionNotFound}
+"""Errors that refuse a command, by their names in its outcome; any other is a failure of the trainer."""
 Weights = Literal["policy", "reference"]
 
 

@@ -13,7 +13,7 @@ from elastic_rl import config, train
 from elastic_rl.cli import main
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.files import require_writable
+from elastic_rl.files import preflight_writes
 from elastic_rl.host import cluster_settings, processes
 from elastic_rl.host.local_cluster import Cluster
 
@@ -28,7 +28,7 @@ def full(*args: Any, **more: Any) -> None:
     (PermissionError(errno.EACCES, "Permission denied", b"/runs/x"), "write /runs/x: Permission", "make it writable"),
     (OSError("odd"), "cannot write /runs/j: odd", "make it writable")])
 def test_error_of_the_system_names_the_path_and_what_to_do(error: OSError, said: str, hint: str) -> None:
-    with pytest.raises(PreflightFailed, match=said) as e, require_writable(Path("/runs/j")):
+    with pytest.raises(PreflightFailed, match=said) as e, preflight_writes(Path("/runs/j")):
         raise error
     assert e.value.hint == f"{hint}, or set another run_dir"
 
