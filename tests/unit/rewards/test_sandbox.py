@@ -20,7 +20,7 @@ from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.rewards.code import program_of
 from elastic_rl.rewards.registry import close_reward, make_reward
-from elastic_rl.rewards.sandbox import Limits, Outcome, Sandbox, find_bubblewrap
+from elastic_rl.rewards.sandbox import Limits, Outcome, Sandbox, _supervise, find_bubblewrap
 from elastic_rl.rewards.syscall_filter import syscall_filter
 
 LIMITS = Limits(wall_s=60.0, cpu_s=4, memory_mb=256, processes=8, file_mb=4, output_bytes=10_000)
@@ -70,6 +70,37 @@ def test_program_reads_its_input_and_writes_its_output(sandbox: Sandbox) -> None
     assert _run(sandbox, "import sys; sys.exit(3)").returncode == 3
     assert _run(sandbox, "open('/tmp/x', 'w').write('kept'); print(open('/tmp/x').read())").output == b"kept\n"
     assert _run(sandbox, "import os; print(os.path.exists('/tmp/x'))").output == b"False\n"
+
+
+class _EndsWhenAsked(subprocess.Popen[bytes]):
+    """Writes and ends between the wait for output and the question whether it has ended: the worst moment."""
+
+    asked = False
+
+    def poll(self) -> int | None:
+        if not self.asked and self.stdin is not None:
+            self.asked = True
+            self.stdin.close()
+            self.wait(60)
+        return super().poll()
+
+
+@pytest.mark.parametrize(("written", "outcome"), [
+    (b"late", Outcome(b"late", 0)),
+    (b"0123456789", Outcome(b"0123456789", 0)),
+    (b"0123456789a", Outcome(b"0123456789", 0, "output")),
+])
+def test_what_is_written_just_before_the_end_is_read(written: bytes, outcome: Outcome) -> None:
+    begun, begins = os.pipe()
+    os.write(begins, b"b")
+    try:
+        with _EndsWhenAsked(["sh", "-c", f"read x; printf {written.decode()}"], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert _supervise(process, replace(LIMITS, output_bytes=10), begun) == outcome
+            assert process.asked
+    finally:
+        os.close(begun)
+        os.close(begins)
 
 
 # -- programs that mean harm -------------------------------------------------------------------------------------------
