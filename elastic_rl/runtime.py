@@ -29,6 +29,9 @@ before the server binds it, and below those of Kubernetes' services (30000 to 32
 _PORT_TRIES = 100
 _given_ports: deque[tuple[int, socket.socket]] = deque(maxlen=256)
 """Each with what claims it."""
+RAY_PRIORITY = {"RAY_worker_niceness": "0"}
+"""Environment of what starts Ray, whose workers have a lower priority by default, and so would all below them: ranks,
+whose collectives wait for the slowest one, and actors, which beside busy processes would get no time to import."""
 T = TypeVar("T")
 _forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forker")
 """PR_SET_PDEATHSIG fires when the *thread* that forked ends, so every child is forked by this one."""

@@ -46,12 +46,11 @@ from elastic_rl.pipeline.records.run_events import PRODUCER
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
+from elastic_rl.runtime import RAY_PRIORITY
 from elastic_rl.telemetry.log_files import ray_environment
 
-# Ray reads these when it is imported. Its GCS binds every interface, so it must require a token, of this job alone. Its
-# workers have a lower priority by default, and so would the trainer ranks below them, whose collectives wait for the
-# slowest rank.
-_RAY_ENV = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
+# Ray reads these when it is imported. Its GCS binds every interface, so it must require a token, of this job alone.
+_RAY_ENV = {**RAY_PRIORITY, "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0",
             # Of another cluster of the user's: Ray would take its token in place of the job's own, or that cluster.
             "RAY_AUTH_TOKEN": None, "RAY_ADDRESS": None}
 

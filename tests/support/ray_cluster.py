@@ -6,14 +6,16 @@ import os
 
 import ray
 
+from elastic_rl.runtime import RAY_PRIORITY
+
 _TRIES = 5
 
 
 def start_ray(cpus: int, gpus: int = 0) -> None:
     """``gpus``: that Ray counts; nothing looks for them. Ray gives its processes 30 seconds to start, a constant of its
-    own, which a busy machine exceeds; so it is tried again, as the driver does. Its workers are as the driver starts
-    them, too: at Ray's own niceness of 15, those beside two busy processes get no time to import what they need."""
-    os.environ |= {"RAY_worker_niceness": "0"}
+    own, which a busy machine exceeds; so it is tried again, as the driver does. Its workers have the priority of those
+    that the driver starts, too."""
+    os.environ |= RAY_PRIORITY
     for left in reversed(range(_TRIES)):
         try:
             ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False,

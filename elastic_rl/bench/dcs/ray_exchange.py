@@ -20,6 +20,7 @@ import ray
 import torch
 
 from elastic_rl.bench.dcs.testbed import FOLDER_PREFIX
+from elastic_rl.runtime import RAY_PRIORITY
 
 _SPARE_BYTES = 256 << 20
 _LOGICAL_CPUS = 64
@@ -31,6 +32,7 @@ class RayExchange:
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ |= RAY_PRIORITY  # as in a job
         # Short, since Ray puts sockets below it, whose paths are limited to 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
         self._refs: list[Any] = []

@@ -21,7 +21,7 @@ from elastic_rl.errors import ElasticRLError, QueueUnavailable
 from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue, GroupQueue
 from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
 from elastic_rl.report.build import Record, percentile
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime import RAY_PRIORITY, wait_until
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def _through_actors() -> list[float]:
     # It raises ConfigError before Ray is started for nothing.
     queue = TransferQueueQueue(_GROUPS, units=2, call_s=60.0, host="127.0.0.1")
     import ray
-    os.environ |= {"RAY_worker_niceness": "0"}  # as in a job
+    os.environ |= RAY_PRIORITY  # as in a job
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
     try:
         return _through(queue)
