@@ -109,26 +109,32 @@ def sums(numbers: range = range(60)) -> list[dict[str, Any]]:
     return _shuffled({"a": f"{a:02}", "b": f"{b:02}", "answer": f"{a + b:03}"} for a in numbers for b in numbers)
 
 
-def claims() -> list[dict[str, Any]]:
-    """Sums with a result that is right, or wrong in the ways of a model that learns: some digits are others, or the
-    last one is missing or there twice. The verdict says of each digit whether it is right (1 or 0), and then of the
-    whole."""
+def claims(numbers: range = range(1000)) -> list[dict[str, Any]]:
+    """Each number as an answer beside claims of what it is: the right one, and three that are wrong in the ways of a
+    model that learns to calculate: one digit or more are others, or the last one is missing or there twice. The verdict
+    says of each digit whether it is right (1 or 0), and then of the whole."""
     chance = random.Random(1)
 
     def wrong(right: str) -> str:
-        if chance.random() < 0.1:
+        way = chance.random()
+        if way < 0.1:
             return right[:-1] if chance.random() < 0.5 else right + right[-1]
-        claim = right
-        while claim == right:
-            claim = "".join(chance.choice((digit, chance.choice("0123456789"))) for digit in right)
-        return claim
+        others = (chance.randrange(len(right)),) if way < 0.6 else range(len(right))
+        return "".join(chance.choice("0123456789") if i in others and chance.random() < 0.7 else digit
+                       for i, digit in enumerate(right))
+
+    def claimed(right: str) -> dict[str, None]:
+        found = {right: None}
+        while len(found) < 4:
+            found[wrong(right)] = None
+        return found
 
     def verdict(right: str, claim: str) -> str:
         digits = "".join(str(int(claim[i:i + 1] == digit)) for i, digit in enumerate(right))
         return f"{digits} {int(claim == right)}"
 
-    return _shuffled(one | {"claim": claim, "verdict": verdict(one["answer"], claim)}
-                     for one in sums() for claim in (one["answer"], wrong(one["answer"])))
+    return _shuffled({"answer": right, "claim": claim, "verdict": verdict(right, claim)}
+                     for right in (f"{number:03}" for number in numbers) for claim in claimed(right))
 
 
 def calls(numbers: range = range(10, 50)) -> list[dict[str, Any]]:

@@ -120,7 +120,6 @@ def test_what_rejection_sampling_keeps_is_read_by_supervised_fine_tuning_as_the_
 NEED_ONLY_END = {
     "game": "one seed has been run",
     "game_moves": "makes a model for game",
-    "genrm": "its seeds begin and end too far apart for one threshold",
     "teacher": "makes a model for on_policy_distillation, which has one",
     "tool_calls": "makes a model for tool_use, which has one",
 }
