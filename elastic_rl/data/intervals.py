@@ -36,7 +36,7 @@ class IntervalSet:
         """From what ``to_json`` returned. Raises ValueError for anything else."""
         try:
             spans = tuple((int(start), int(stop)) for start, stop in raw)  # type: ignore[attr-defined]
-        except TypeError as e:
+        except (TypeError, ValueError) as e:
             raise ValueError(f"not a list of [start, stop): {raw!r}") from e
         flat = [bound for span in spans for bound in span]
         if any(a >= b for a, b in zip(flat, flat[1:], strict=False)) or (flat and flat[0] < 0):
