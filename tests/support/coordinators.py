@@ -119,7 +119,7 @@ class Replicas:
         except httpx.HTTPError:
             return False
 
-    def leader(self, *, not_: str = "", timeout_s: float = _START_S) -> str:
+    def leader(self, *, not_: str = "") -> str:
         """Name of the replica that leads, by the word of any that is alive."""
 
         def look() -> str:
@@ -134,7 +134,7 @@ class Replicas:
                     return str(found)
             return ""
 
-        return str(runtime.wait_until(look, timeout_s=timeout_s, what="a leader"))
+        return str(runtime.wait_until(look, timeout_s=_START_S, what="a leader"))
 
     def kill(self, name: str, sig: signal.Signals = signal.SIGKILL) -> None:
         """Signals a replica; after SIGKILL it is gone when this returns."""
