@@ -56,10 +56,17 @@ class Link:
 
     def pause(self) -> None:
         """From now on the server's bytes are held back; connections stay open, and new ones are accepted."""
-        self._loop.call_soon_threadsafe(self._flowing.clear)
+        self._call(self._flowing.clear)
 
     def resume(self) -> None:
-        self._loop.call_soon_threadsafe(self._flowing.set)
+        self._call(self._flowing.set)
+
+    def _call(self, change: Callable[[], None]) -> None:
+        """Has the loop's thread do it, and waits until it is done: what is sent after that finds the link changed."""
+        async def call() -> None:
+            change()
+
+        asyncio.run_coroutine_threadsafe(call(), self._loop).result(60)
 
     def cut(self) -> None:
         """Ends all connections; new ones are accepted."""
