@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
@@ -210,6 +210,7 @@ def _supervise(process: subprocess.Popen[bytes], limits: Limits, begun: int) -> 
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S / 5)
                 continue
+            gone = process.poll() is not None  # asked before the wait, which so finds all that was written by then
             if ready.select(_POLL_S):
                 piece = pipe.read(_PIECE)
                 if piece == b"":
@@ -219,25 +220,13 @@ def _supervise(process: subprocess.Popen[bytes], limits: Limits, begun: int) -> 
                     output += piece
                     if len(output) > limits.output_bytes:
                         ended = "output"
-            elif process.poll() is not None:
-                # What it wrote after the wait, before it ended, is in the pipe. The pipe's end may not come: what it
-                # started holds it, and is being killed with its namespace.
-                output += _rest(pipe, limits.output_bytes + 1 - len(output))
-                ended = "output" if len(output) > limits.output_bytes else ""
-                reading = False
+            elif gone:
+                reading = False  # what it started holds the pipe, and is being killed with its namespace
     if process.returncode is None:
         _kill(process)
     if not started and not _has_byte(begun):
         return None
     return Outcome(bytes(output[:limits.output_bytes]), process.returncode or 0, ended)
-
-
-def _rest(pipe: IO[bytes], most: int) -> bytes:
-    """What is in the pipe now, at most so many bytes. Does not wait for more."""
-    rest = bytearray()
-    while len(rest) < most and (piece := pipe.read(min(_PIECE, most - len(rest)))):
-        rest += piece
-    return bytes(rest)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

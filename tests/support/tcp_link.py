@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
 
 from elastic_rl.bench.dcs.links import Pace
 
@@ -56,17 +56,16 @@ class Link:
 
     def pause(self) -> None:
         """From now on the server's bytes are held back; connections stay open, and new ones are accepted."""
-        self._call(self._flowing.clear)
+        async def pause() -> None:
+            self._flowing.clear()
+
+        self._run(pause())
 
     def resume(self) -> None:
-        self._call(self._flowing.set)
+        async def resume() -> None:
+            self._flowing.set()
 
-    def _call(self, change: Callable[[], None]) -> None:
-        """Has the loop's thread do it, and waits until it is done: what is sent after that finds the link changed."""
-        async def call() -> None:
-            change()
-
-        asyncio.run_coroutine_threadsafe(call(), self._loop).result(60)
+        self._run(resume())
 
     def cut(self) -> None:
         """Ends all connections; new ones are accepted."""
@@ -75,7 +74,11 @@ class Link:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(cut(), self._loop).result(60)
+        self._run(cut())
+
+    def _run(self, change: Coroutine[Any, Any, None]) -> None:
+        """Runs it in the loop's thread, and returns once it is done: what is sent after that finds the link changed."""
+        asyncio.run_coroutine_threadsafe(change, self._loop).result(60)
 
     @property
     def held(self) -> int:
