@@ -17,7 +17,7 @@ from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 
 LEASE_S = 2
 

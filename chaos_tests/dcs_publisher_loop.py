@@ -18,7 +18,7 @@ from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 
 CHUNK_BYTES = 32 << 10
 TENSORS = 6

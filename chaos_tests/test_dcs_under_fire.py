@@ -25,7 +25,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 NODES = ("a", "b", "c")
 PULLERS = 8

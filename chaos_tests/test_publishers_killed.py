@@ -28,7 +28,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Version, VersionState
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 KILLS = 10
 NODE = "a"

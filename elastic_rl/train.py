@@ -18,7 +18,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from elastic_rl import job_check
 from elastic_rl.config import Config, Stream
 from elastic_rl.config.fixed_settings import fixed_settings
 from elastic_rl.coordinator.client.admin_client import AdminClient
@@ -29,7 +28,6 @@ from elastic_rl.data.ledger import Audit, ConsumedGroups, Consumption, audit
 from elastic_rl.data.text_options import with_absolute_paths
 from elastic_rl.dcs.catalog.reads import list_versions
 from elastic_rl.driver.supervisor import DriverSupervisor
-from elastic_rl.engine_key import create_key
 from elastic_rl.errors import ConfigError, ElasticRLError
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
@@ -39,14 +37,16 @@ from elastic_rl.etcd.records import GroupLease, JobStatus, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.faults.context import FaultContext
 from elastic_rl.faults.injector import FaultInjector, FaultPlan, standard_faults
-from elastic_rl.files import preflight_writes, replace_file
 from elastic_rl.host import cluster_settings, inherited_model, job_spec, leftovers, processes, train_lock
 from elastic_rl.host.service_supervisor import ServiceSupervisor
+from elastic_rl.job import check as job_check
+from elastic_rl.net.engine_key import create_key
 from elastic_rl.pipeline.records.run_events import PRODUCER
 from elastic_rl.pipeline.records.run_log import RunLog
 from elastic_rl.report import build as report_build
 from elastic_rl.report import html as report_html
-from elastic_rl.runtime import RAY_PRIORITY
+from elastic_rl.runtime.files import preflight_writes, replace_file
+from elastic_rl.runtime.process import RAY_PRIORITY
 from elastic_rl.telemetry.log_files import ray_environment
 
 # Ray reads these when it is imported. Its GCS binds every interface, so it must require a token, of this job alone.

@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 WORKERS=${ELASTIC_RL_TEST_WORKERS:-3}
 # Whole runs come alone: they start some twenty processes, and what else runs would starve their heartbeats.
 SIDE_BY_SIDE=(-n "$WORKERS" --dist loadfile --no-loadscope-reorder
-              tests/integration/{driver,engine,pipeline,trainer} chaos_tests tests/integration tests/unit/surfaces
+              tests/integration/{driver,engine,pipeline,trainer} chaos_tests tests/integration
               tests/unit tests/gpu)
 WHOLE_RUNS=(tests/e2e)
 

@@ -26,7 +26,7 @@ from elastic_rl.config import AlgorithmConfig, Config
 from elastic_rl.config.algorithm import Aggregate
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import ConfigError
-from elastic_rl.plugins import MAX_NAME, is_name, resolve
+from elastic_rl.plugins.user_code import MAX_NAME, is_name, resolve
 from elastic_rl.telemetry.training_metrics import PUBLISH
 
 TokenLoss = Callable[[Tensor, LossBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]

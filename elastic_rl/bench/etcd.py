@@ -9,7 +9,8 @@ from pathlib import Path
 
 from elastic_rl.host import etcd_server
 from elastic_rl.host.processes import spawn, stop
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 _START_S = 60.0
 

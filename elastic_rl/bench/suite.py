@@ -14,7 +14,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.options import Options, is_selected
 from elastic_rl.bench.recorder import Emit
 from elastic_rl.errors import ConfigError
-from elastic_rl.runtime import freeze_heap
+from elastic_rl.runtime.process import freeze_heap
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError
 from elastic_rl.host.processes import python, stop
-from elastic_rl.runtime import die_with_parent, freeze_heap
+from elastic_rl.runtime.process import die_with_parent, freeze_heap
 
 _READ = 1 << 16
 

@@ -19,7 +19,7 @@ from elastic_rl.cli.completion import COMPLETE_VAR, PROGRAM, Shell
 from elastic_rl.cli.exit_codes import Exit, code_of, describe
 from elastic_rl.cli.tables import printable
 from elastic_rl.errors import ElasticRLError
-from elastic_rl.files import os_error_text
+from elastic_rl.runtime.files import os_error_text
 
 log = logging.getLogger(__name__)
 

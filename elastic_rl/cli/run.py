@@ -21,7 +21,7 @@ from elastic_rl.errors import ConfigError, ElasticRLError
 if TYPE_CHECKING:
     from elastic_rl.config import Config
     from elastic_rl.host.local_cluster import Cluster
-    from elastic_rl.job_check import Finding
+    from elastic_rl.job.check import Finding
 
 _VIEW_ETCD_BUDGET_S = 1.0
 """Retries of the live view, which reads again anyway."""
@@ -60,8 +60,8 @@ def train(ctx: typer.Context, file: File = None,
               "Begin a new job with the newest policy of this one, whose cluster is up."))] = "",
           ) -> None:
     """Train on a cluster that is up, or on one for this run only. Services of it that end are started again."""
-    from elastic_rl import job_check
     from elastic_rl.host import cluster_settings, inherited_model, preflight
+    from elastic_rl.job import check as job_check
     cluster = named_cluster(ctx, file, say=_say)
     preflight.require_temporary(cluster.cfg)
     code, existed = int(Exit.FAILED), cluster.known
@@ -219,7 +219,7 @@ def config_check(ctx: typer.Context, file: File = None, output: Output = Format.
     nothing. It runs the plug-ins: prompts are read, and the reward is asked what the data's own answers are worth."""
     from dataclasses import asdict
 
-    from elastic_rl import job_check
+    from elastic_rl.job import check as job_check
     cfg = load(ctx, file)
     found = []
     for finding in job_check.check(cfg):

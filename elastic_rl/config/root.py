@@ -425,7 +425,7 @@ class Config(Section):
 
     @property
     def engine_key_file(self) -> Path:
-        """The key that the job's engines and routers ask for (``elastic_rl.engine_key``)."""
+        """The key that the job's engines and routers ask for (``elastic_rl.net.engine_key``)."""
         return self.cluster_dir / "engine.key"
 
 

@@ -43,7 +43,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.witness import HostWitness
-from elastic_rl.runtime import freeze_heap
+from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import LogRotation
 

@@ -17,7 +17,7 @@ import psutil
 from elastic_rl.config import Config
 from elastic_rl.errors import SourceFailed
 from elastic_rl.etcd.process_state import machine_id
-from elastic_rl.files import replace_file
+from elastic_rl.runtime.files import replace_file
 
 _NAME = re.compile(r".+-[0-9a-f]{16}\.(arrow|npy|json)")
 _UNFINISHED_S = 86400.0

@@ -21,7 +21,7 @@ from elastic_rl.data.templates import Template
 from elastic_rl.data.text_options import FileOptions
 from elastic_rl.data.tokenizer import Tokenizer
 from elastic_rl.errors import ConfigError
-from elastic_rl.runtime import batches
+from elastic_rl.runtime.sequences import batches
 
 log = logging.getLogger(__name__)
 

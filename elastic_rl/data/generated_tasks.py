@@ -23,7 +23,7 @@ from elastic_rl.data.templates import Template
 from elastic_rl.data.text_options import PromptOptions
 from elastic_rl.data.tokenizer import Tokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
-from elastic_rl.plugins import describe, did_you_mean
+from elastic_rl.plugins.user_code import describe, did_you_mean
 
 ENDLESS = 1 << 40
 """Number of prompts of a task without a size: more than any job takes."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_rl.errors import ConfigError
-from elastic_rl.plugins import describe, text_of
+from elastic_rl.plugins.user_code import describe, text_of
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
           "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")

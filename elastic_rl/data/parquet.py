@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from elastic_rl.data import derived
 from elastic_rl.errors import ConfigError, SourceFailed
-from elastic_rl.plugins import describe, did_you_mean
+from elastic_rl.plugins.user_code import describe, did_you_mean
 
 _BATCH = 512
 """Rows of one record batch of a copy; what is decoded for one row is one row of it."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from elastic_rl.data import derived
 from elastic_rl.errors import ConfigError, SourceFailed
-from elastic_rl.plugins import did_you_mean
+from elastic_rl.plugins.user_code import did_you_mean
 
 _STRIDE = 64
 """Of so many lines the place of one is kept: 12 MB of memory for 100 million lines."""

@@ -22,7 +22,7 @@ from elastic_rl.data.samples import MAX_TOKEN_IDS, Prompt
 from elastic_rl.data.tokenizer import VOCAB_SIZE, CharacterTokenizer, Tokenizer
 from elastic_rl.errors import ConfigError, SourceFailed
 from elastic_rl.models.arch import vocabulary_of
-from elastic_rl.plugins import describe, plain, resolve, text_of
+from elastic_rl.plugins.user_code import describe, plain, resolve, text_of
 
 
 class DataSource(Protocol):

@@ -29,7 +29,7 @@ from elastic_rl.config import Config, ModelConfig
 from elastic_rl.data.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, make_tokenizer
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 
 _VOCAB_MULTIPLE = 16
 """Of the vocabulary of a given tokenizer, so that it splits over any power of two of ranks up to 16."""

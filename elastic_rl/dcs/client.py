@@ -17,7 +17,7 @@ from elastic_rl.errors import NodeUnavailable
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
-from elastic_rl.retry import backoff_s
+from elastic_rl.runtime.backoff import backoff_s
 
 _SUSPECT_S = (5.0, 300.0)
 """How long a node that could not be connected to is not tried again: at first, and at most; doubled each time, with

@@ -15,7 +15,7 @@ from elastic_rl.dcs.codecs.digests import XXH3
 from elastic_rl.dcs.security import Security
 from elastic_rl.errors import AccessDenied, NodeUnavailable
 from elastic_rl.etcd.records import CatalogIdentity, DcsNode, Version
-from elastic_rl.runtime import batches
+from elastic_rl.runtime.sequences import batches
 
 Located = tuple[str, int, int]
 """A chunk in a node's arena: digest, offset, bytes."""

@@ -13,7 +13,7 @@ from typing import Self
 
 from elastic_rl.config import DcsConfig
 from elastic_rl.errors import ConfigError
-from elastic_rl.tls import ReloadingContext
+from elastic_rl.net.tls import ReloadingContext
 
 TOKEN_FILE = "dcs.token"
 """Name of the token's file in a cluster's folder, unless ``dcs.token_file`` names another."""

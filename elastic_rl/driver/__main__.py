@@ -17,7 +17,6 @@ import threading
 import time
 from pathlib import Path
 
-from elastic_rl import runtime
 from elastic_rl.driver.compute import ComputePlane
 from elastic_rl.driver.etcd_patience import Stopped, patiently
 from elastic_rl.errors import ComputePlaneLost, ElasticRLError, EtcdUnavailable, Fenced
@@ -27,6 +26,7 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs, traces
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _LOG_EVERY_S = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    runtime.die_with_parent()
+    die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("--context", type=Path, required=True)
     parser.add_argument("--id", default=f"driver-{os.getpid()}", help="name under which it raises the epoch")

@@ -29,18 +29,18 @@ from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.driver.shared_gpus import SharedGpus
 from elastic_rl.driver.trainer_group import TrainerGroup
 from elastic_rl.engine.router import RouterProcess
-from elastic_rl.engine_key import read_key
 from elastic_rl.errors import ComputePlaneLost, ConfigError, ElasticRLError, EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.files import private_folder
 from elastic_rl.host import processes
-from elastic_rl.plugins import plain
+from elastic_rl.net.engine_key import read_key
+from elastic_rl.plugins.user_code import plain
 from elastic_rl.roles.base import RoleSpec
 from elastic_rl.roles.registry import ROLES
+from elastic_rl.runtime.files import private_folder
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from elastic_rl.etcd.client import EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, ExternalEngine
-from elastic_rl.runtime import batches
+from elastic_rl.runtime.sequences import batches
 
 _OPS = 64
 """Keys that one transaction deletes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import freeze_heap
+from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs, traces
 from elastic_rl.telemetry.log_files import redirect_output
 

@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 import httpx
 
-from elastic_rl import http_client
 from elastic_rl.data.samples import MAX_TOKEN_IDS, Sample, Segment
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores, parse_scores, request_body
-from elastic_rl.engine_key import OTHER_KEY, key_headers
 from elastic_rl.errors import EngineFailed, PluginFailed, RequestRefused
 from elastic_rl.host.listeners import check_async_connection
-from elastic_rl.plugins import plain
-from elastic_rl.retry import backoff_s
+from elastic_rl.net import http_client
+from elastic_rl.net.engine_key import OTHER_KEY, key_headers
+from elastic_rl.plugins.user_code import plain
+from elastic_rl.runtime.backoff import backoff_s
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from elastic_rl.config import ENVIRONMENT, Config
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import GENERATE_FNS, GenerateFn, PromptRequest, fault_of
-from elastic_rl.engine_key import read_key
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
-from elastic_rl.plugin_process import PluginProcess
-from elastic_rl.plugins import call_fault, encodable, plain, resolve, text_of
+from elastic_rl.net.engine_key import read_key
+from elastic_rl.plugins.process import PluginProcess
+from elastic_rl.plugins.user_code import call_fault, encodable, plain, resolve, text_of
 
 _UNUSED_S = 60.0
 """The process of suspects ends when it was not used for so long: more than they pause between two attempts."""

@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 
-from elastic_rl import http_client
-from elastic_rl.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers
 from elastic_rl.errors import PortTaken, RouterUnavailable
 from elastic_rl.host.listeners import check_connections
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net import http_client
+from elastic_rl.net.addresses import free_port
+from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers
+from elastic_rl.runtime.waiting import wait_until
 
 _FLAGS = {
     # /health* hangs for 20 s while an engine is paused for an update; /model_info still answers.

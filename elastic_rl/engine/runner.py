@@ -23,7 +23,6 @@ from elastic_rl.engine.server.external_server import ExternalServer
 from elastic_rl.engine.server.health import Health, HealthLimits
 from elastic_rl.engine.server.health_monitor import HealthMonitor
 from elastic_rl.engine.server.sglang_server import Server, SGLangServer, StagedUpdate
-from elastic_rl.engine_key import read_key
 from elastic_rl.errors import (
     Compacted,
     DeadlineExceeded,
@@ -39,8 +38,9 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, Severity, Version
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import file_tag
-from elastic_rl.retry import RetryBackoff
-from elastic_rl.runtime import wait_until
+from elastic_rl.net.engine_key import read_key
+from elastic_rl.runtime.backoff import RetryBackoff
+from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry import traces
 
 log = logging.getLogger(__name__)

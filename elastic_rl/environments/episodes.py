@@ -20,8 +20,8 @@ from elastic_rl.environments.episode_time import EpisodeTime
 from elastic_rl.environments.observations import EpisodeRewards, require_observation
 from elastic_rl.environments.turns import TurnWriter
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugin_process import CANCEL_S
-from elastic_rl.plugins import call_fault, describe
+from elastic_rl.plugins.process import CANCEL_S
+from elastic_rl.plugins.user_code import call_fault, describe
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

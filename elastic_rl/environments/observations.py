@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_rl.environments.base import Message, Observation
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins import encodable, is_name, plain
+from elastic_rl.plugins.user_code import encodable, is_name, plain
 
 MAX_PARTS = 63
 """Of a reward, besides the number of turns; and characters of a part's name, at most."""

@@ -11,7 +11,7 @@ from elastic_rl.environments.base import EnvironmentContext, EnvironmentFactory,
 from elastic_rl.environments.textarena_games import textarena
 from elastic_rl.environments.tools import tools
 from elastic_rl.errors import ConfigError
-from elastic_rl.plugins import resolve
+from elastic_rl.plugins.user_code import resolve
 
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {"textarena": textarena, "tools": tools}
 """Factories by name: ``factory(options, context)``."""

@@ -17,7 +17,7 @@ from elastic_rl.data.samples import Prompt
 from elastic_rl.environments.base import EnvironmentContext, Message, NewEpisode, Observation
 from elastic_rl.environments.threads import OwnThreads, TookTooLong
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.plugins import describe, did_you_mean
+from elastic_rl.plugins.user_code import describe, did_you_mean
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from elastic_rl.engine.sglang import sglang_cpu
 from elastic_rl.errors import ConfigError
-from elastic_rl.plugins import describe, did_you_mean
+from elastic_rl.plugins.user_code import describe, did_you_mean
 
 MAX_TEXT = 16_384
 """Characters at the end of a turn that are looked through for calls; the parsers take up to a second for such a text

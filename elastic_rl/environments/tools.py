@@ -21,7 +21,7 @@ from elastic_rl.environments.calculator import calculator
 from elastic_rl.environments.threads import OwnThreads, TookTooLong
 from elastic_rl.environments.tool_parser import Calls, ToolCall, ToolParser
 from elastic_rl.errors import ConfigError, PluginAway
-from elastic_rl.plugins import describe, plain, resolve, text_of
+from elastic_rl.plugins.user_code import describe, plain, resolve, text_of
 
 log = logging.getLogger(__name__)
 

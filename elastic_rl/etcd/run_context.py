@@ -12,7 +12,7 @@ from elastic_rl.config import Config, PoolSettings
 from elastic_rl.config.groups import ACTOR, CRITIC, TRAINER_GROUPS, GroupSpec
 from elastic_rl.errors import ConfigError
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.files import replace_file
+from elastic_rl.runtime.files import replace_file
 
 if TYPE_CHECKING:
     from elastic_rl.etcd.client import EtcdClient

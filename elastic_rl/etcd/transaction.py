@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from elastic_rl import runtime
 from elastic_rl.etcd.pb import etcd_pb2 as pb
+from elastic_rl.runtime import sequences
 
 T = TypeVar("T")
 
@@ -187,4 +187,4 @@ when the token no longer holds. ``fencing.FencedWriter`` is one."""
 
 def batches(items: Sequence[T], size: int = MAX_OPS) -> Iterator[Sequence[T]]:
     """Splits what is to be written into parts that each fit into one transaction, in order."""
-    return runtime.batches(items, size)
+    return sequences.batches(items, size)

@@ -18,7 +18,8 @@ from elastic_rl.etcd.decoding import readable, readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, Leader, Member, PoolStatus
-from elastic_rl.runtime import runs, wait_until
+from elastic_rl.runtime.process import runs
+from elastic_rl.runtime.waiting import wait_until
 
 INJECT_TIMEOUT_S = 600.0
 

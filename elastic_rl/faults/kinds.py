@@ -15,7 +15,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.device_turn import SeenTurn, Side
 from elastic_rl.etcd.records import Engine, EngineState, Member, OperationState, PoolStatus
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 class _Killed(ABC):

@@ -16,7 +16,7 @@ from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, FaultContext, kill
 from elastic_rl.host.processes import PidRecords
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.client import TrainerClient
 
 _STEPS_AFTER = 2

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from elastic_rl import runtime
 from elastic_rl.errors import DeadlineExceeded
+from elastic_rl.runtime.waiting import wait_until
 
 FILE = "services.lock"
 
@@ -25,7 +25,7 @@ def held(cluster_dir: Path, *, timeout_s: float) -> Iterator[None]:
     """
     with (cluster_dir / FILE).open("w") as lock:
         try:
-            runtime.wait_until(lambda: taken(lock), timeout_s=timeout_s, what="the cluster's lock")
+            wait_until(lambda: taken(lock), timeout_s=timeout_s, what="the cluster's lock")
         except DeadlineExceeded as e:
             raise DeadlineExceeded(f"another command is starting or stopping the services in {cluster_dir}",
                                    hint="wait for it to end, then try again") from e

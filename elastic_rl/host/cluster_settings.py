@@ -12,7 +12,7 @@ import yaml
 from elastic_rl import config
 from elastic_rl.config import Config, reading
 from elastic_rl.errors import ConfigError
-from elastic_rl.files import replace_file
+from elastic_rl.runtime.files import replace_file
 
 FILE = "config.yaml"
 _LOCATION = ("job", "run_dir")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 
-from elastic_rl import http_client
 from elastic_rl.errors import PreflightFailed
+from elastic_rl.net import http_client
 
 _HOW = "run `bash ops/setup.sh`, which gets one without root, or install etcd 3.4.23+, 3.5.21+ or 3.6 on PATH"
 

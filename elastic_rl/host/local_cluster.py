@@ -19,20 +19,22 @@ from pathlib import Path
 
 import httpx
 
-from elastic_rl import http_client, runtime
 from elastic_rl.config import Config
 from elastic_rl.coordinator.api import auth, tls
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.dcs.security import TOKEN_FILE, new_token
 from elastic_rl.dcs.storage.arena import Leftovers
-from elastic_rl.engine_key import create_key
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.files import preflight_writes, replace_file
 from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, leftovers, processes, train_lock
 from elastic_rl.host.processes import PidRecord, PidRecords
+from elastic_rl.net import http_client
+from elastic_rl.net.addresses import free_port, require_address, require_port_free
+from elastic_rl.net.engine_key import create_key
+from elastic_rl.runtime.files import preflight_writes, replace_file
+from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry.log_files import tail
 
 log = logging.getLogger(__name__)
@@ -144,22 +146,22 @@ class Cluster:
         def strays() -> list[int]:
             return processes.marked_outside((r.pid for r in self.book.alive()), str(self.dir), OWNER_ENV)
         try:
-            runtime.wait_until(lambda: not strays(), timeout_s=_EXIT_GRACE_S, what="the end of killed services")
+            wait_until(lambda: not strays(), timeout_s=_EXIT_GRACE_S, what="the end of killed services")
         except DeadlineExceeded as e:
             raise PreflightFailed(f"processes {', '.join(map(str, strays()))} of this cluster run without a record in "
                                   f"{self.book.folder}", hint=_NO_RECORD_HINT) from e
 
     def _check_machine(self, running: set[str]) -> None:
-        runtime.require_address(self.cfg.coordinator.host, setting="coordinator.host")
-        runtime.require_address(self.cfg.dcs.host, setting="dcs.host")
+        require_address(self.cfg.coordinator.host, setting="coordinator.host")
+        require_address(self.cfg.dcs.host, setting="dcs.host")
         ports = self.cfg.coordinator.ports
         for i, port in enumerate(ports):
             if f"coordinator-{i}" not in running:
-                runtime.require_port_free(self.cfg.coordinator.host, port, setting=f"coordinator.ports[{i}]")
+                require_port_free(self.cfg.coordinator.host, port, setting=f"coordinator.ports[{i}]")
         if f"dcs-{_NODE}" in running:
             return
         if self.cfg.dcs.port:
-            runtime.require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
+            require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
         Leftovers().close()  # frees the arenas of killed nodes, also while others map them
         free = shutil.disk_usage(SHM).free
         if free < self.cfg.dcs.arena_bytes:
@@ -198,7 +200,7 @@ class Cluster:
             self._archive_old_run()
         port = int(old.rpartition(":")[2]) if old and running else 0
         if port:  # the services that run connect to this one
-            runtime.require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
+            require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
         elif running:
             raise PreflightFailed(f"services run, and there is no record of their etcd in {self.book.folder}",
                                   hint="`elastic-rl down`, then `elastic-rl up` again")
@@ -227,7 +229,7 @@ class Cluster:
     def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
         attempts = 1 if port else 3  # another process may take a port that was free
         for attempt in range(attempts):
-            endpoint = self._spawn_etcd(binary, data, port or runtime.free_port())
+            endpoint = self._spawn_etcd(binary, data, port or free_port())
             try:
                 self._await("etcd", "etcd-0", partial(etcd_server.healthy, endpoint), self.cfg.etcd.start_timeout_s)
                 return endpoint
@@ -239,7 +241,7 @@ class Cluster:
 
     def _spawn_etcd(self, binary: Path, data: Path, port: int) -> str:
         endpoint = f"127.0.0.1:{port}"
-        self._spawn("etcd-0", etcd_server.command(binary, data, port, runtime.free_port(),
+        self._spawn("etcd-0", etcd_server.command(binary, data, port, free_port(),
                                                   quota_bytes=self.cfg.etcd.quota_bytes), url=endpoint,
                     env={"GOGC": "50"})
         return endpoint
@@ -269,11 +271,11 @@ class Cluster:
         port = int(url.rpartition(":")[2] or 0) if url.rpartition(":")[2].isdigit() else 0
         try:
             if port:
-                runtime.require_port_free(host, port, setting=f"the port of {name}")
+                require_port_free(host, port, setting=f"the port of {name}")
                 return port
         except PreflightFailed as e:
             self._say(f"warning: {e.message}; {name} gets another one")
-        return runtime.free_port(host)
+        return free_port(host)
 
     def _await_coordinators(self, urls: dict[str, str]) -> None:
         for name, url in urls.items():
@@ -334,7 +336,7 @@ class Cluster:
     def _await(self, what: str, name: str, check: Callable[[], object], timeout_s: float) -> None:
         record = next(r for r in self.book.all() if r.name == name)
         try:
-            runtime.wait_until(check, timeout_s=timeout_s, what=what, alive=record.alive, poll_s=0.1)
+            wait_until(check, timeout_s=timeout_s, what=what, alive=record.alive, poll_s=0.1)
         except DeadlineExceeded as e:
             log_file = self.cfg.log_dir / f"{name}.log"
             raise DeadlineExceeded(f"{e.message}; {_last_message(log_file)}", hint=f"see {log_file}") from e
@@ -369,7 +371,7 @@ class Cluster:
             if etcd_server.data_in_use(data):
                 raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
             port = int(record.url.rpartition(":")[2])
-            runtime.require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
+            require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
             self._spawn_etcd(etcd_server.find_binary(), data, port)
         elif record.name == f"dcs-{_NODE}":
             self._start_dcs_node(set(), info.etcd_endpoints, config)

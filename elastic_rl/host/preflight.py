@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 
-from elastic_rl import runtime
 from elastic_rl.config import Config
 from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
 from elastic_rl.etcd import member_metrics
@@ -22,6 +21,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient, MemberStatus, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.member_metrics import MemberMetrics
 from elastic_rl.host import etcd_server, model_folder
+from elastic_rl.net.addresses import require_port_free
 
 _ETCD_BUDGET_S = 2.0
 _MANY_REVISIONS = 100_000
@@ -229,7 +229,7 @@ def _ports(cfg: Config) -> Iterable[Finding]:
     wanted += [(cfg.dcs.host, cfg.dcs.port, "dcs.port")] if cfg.dcs.port else []
     for host, port, setting in wanted:
         try:
-            runtime.require_port_free(host, port, setting=setting)
+            require_port_free(host, port, setting=setting)
             yield Finding(f"port {port}", Verdict.OK, f"free ({setting})")
         except PreflightFailed as e:
             yield Finding(f"port {port}", Verdict.FAILED, e.message, e.hint)

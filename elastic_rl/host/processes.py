@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.files import preflight_writes, replace_file
-from elastic_rl.runtime import start_child
+from elastic_rl.runtime.files import preflight_writes, replace_file
+from elastic_rl.runtime.process import start_child
 from elastic_rl.telemetry.log_files import open_log
 
 _log = logging.getLogger(__name__)

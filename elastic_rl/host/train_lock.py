@@ -16,7 +16,7 @@ import psutil
 
 from elastic_rl.errors import ConfigError, DeadlineExceeded
 from elastic_rl.host.cluster_lock import taken
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 FILE = "train.lock"
 

@@ -54,8 +54,8 @@ from elastic_rl.pipeline.untrained.base_policy import output_of
 from elastic_rl.pipeline.untrained.output import OutputStatus
 from elastic_rl.pipeline.untrained.sampled_modes import sampled_mode
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.retry import RetryBackoff
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
+from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.telemetry import traces, training_metrics
 from elastic_rl.telemetry.trackers import Trackers
 from elastic_rl.trainer.service.client import TrainerStatus
@@ -150,7 +150,7 @@ class Pipeline:
 
     def _make_parts(self, closing: contextlib.ExitStack) -> None:
         """What the settings name: the source, and the user's functions. What these read may be away now, as it may be
-        later, so they are waited for; a job that is wrong is refused before it begins (``job_check``)."""
+        later, so they are waited for; a job that is wrong is refused before it begins (``job.check``)."""
         source_turn = threading.Lock()
         reads = self.reads = SourceReads(self.cfg.data.source, self.waits, source_turn)
         self.source = self.waits.retry("source", lambda: reads.read("be made", lambda: make_source(self.cfg)))

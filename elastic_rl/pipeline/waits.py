@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from elastic_rl.errors import ConfigError, ElasticRLError, EtcdUnavailable, Fenced, OutputFailed, PluginFailed
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.runtime.backoff import RetryBackoff
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

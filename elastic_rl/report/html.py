@@ -10,10 +10,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from elastic_rl.files import replace_file
 from elastic_rl.report import charts
 from elastic_rl.report.build import effective_steps, percentile, sft_evaluations, version_lags
 from elastic_rl.report.curves import curves
+from elastic_rl.runtime.files import replace_file
 
 _TILES = 6
 """Evaluation sets that have a tile; the table has all."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from elastic_rl.config import PoolSettings
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ElasticRLError, PluginFailed
-from elastic_rl.plugins import MAX_NAME, is_name, plain
+from elastic_rl.plugins.user_code import MAX_NAME, is_name, plain
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 
 _MAX_REWARD = 1e30

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_rl.data.samples import Group
 from elastic_rl.errors import ConfigError
-from elastic_rl.plugins import describe, resolve
+from elastic_rl.plugins.user_code import describe, resolve
 
 Filter = Callable[[Group], str]
 """From a rewarded group to the reason why it is not to be trained on; "" keeps it."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.plugins import MAX_NAME, is_name
+from elastic_rl.plugins.user_code import MAX_NAME, is_name
 from elastic_rl.rewards.base import MAX_PARTS, Reward, RewardAway, RewardContext, RewardFn
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.plugin_process import PluginProcess
-from elastic_rl.plugins import call_fault, describe, plain, resolve
+from elastic_rl.plugins.process import PluginProcess
+from elastic_rl.plugins.user_code import call_fault, describe, plain, resolve
 from elastic_rl.rewards.base import Reward, RewardFn, plain_rewards
 from elastic_rl.rewards.filters import Filter, make_filter
 from elastic_rl.rewards.forms import FromOptions, PerSample, require_reward_fn

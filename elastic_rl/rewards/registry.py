@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_rl.config import PoolSettings
-from elastic_rl.plugins import resolve
+from elastic_rl.plugins.user_code import resolve
 from elastic_rl.rewards.base import Decode, Judge, RewardContext, RewardFactory, RewardFn
 from elastic_rl.rewards.code import Code
 from elastic_rl.rewards.environment import environment

@@ -15,13 +15,13 @@ import httpx
 import orjson
 from pydantic import Field, field_validator
 
-from elastic_rl import http_client
 from elastic_rl.config.options import Options, read_options
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.plugins import plain
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.net import http_client
+from elastic_rl.plugins.user_code import plain
 from elastic_rl.rewards.base import Reward, RewardContext, gold_answers
+from elastic_rl.runtime.backoff import RetryBackoff
 
 _RETRY_S = (0.2, 5.0)
 _BUSY = {408, 425, 429, 500, 502, 503, 504}

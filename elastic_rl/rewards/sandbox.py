@@ -21,7 +21,7 @@ import psutil
 
 from elastic_rl.errors import ConfigError, PluginFailed
 from elastic_rl.rewards.syscall_filter import syscall_filter
-from elastic_rl.runtime import start_child
+from elastic_rl.runtime.process import start_child
 
 FOLDER = "/sandbox"
 """Where the files of a run are, read-only."""

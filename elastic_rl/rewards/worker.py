@@ -11,8 +11,8 @@ import socket
 import sys
 
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugin_host import encoded, guard_family, imported, receive, send
-from elastic_rl.plugins import describe, text_of
+from elastic_rl.plugins.host import encoded, guard_family, imported, receive, send
+from elastic_rl.plugins.user_code import describe, text_of
 
 
 def main(descriptor: int, function: str, memory_mb: int, sandboxed: bool) -> None:

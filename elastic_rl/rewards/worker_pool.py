@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from elastic_rl import plugin_host
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins import plain
+from elastic_rl.plugins import host as plugin_host
+from elastic_rl.plugins.user_code import plain
 from elastic_rl.rewards import worker
 from elastic_rl.rewards.worker_sandbox import WorkerSandbox
-from elastic_rl.runtime import start_child
+from elastic_rl.runtime.process import start_child
 
 _START_S = 120.0
 """A worker imports its function within this time."""

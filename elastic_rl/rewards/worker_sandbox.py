@@ -14,7 +14,7 @@ import elastic_rl
 from elastic_rl.errors import ConfigError
 from elastic_rl.rewards.sandbox import NOBODY, find_bubblewrap, isolated, memory_file, system_mounts
 from elastic_rl.rewards.syscall_filter import syscall_filter
-from elastic_rl.runtime import start_child
+from elastic_rl.runtime.process import start_child
 
 _TEMPORARY_MB = 64
 _TEST_S = 60.0

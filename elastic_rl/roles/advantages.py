@@ -11,7 +11,7 @@ from elastic_rl.algorithms.registry import algorithm_of
 from elastic_rl.config import Config
 from elastic_rl.data.batch import Batch
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins import describe
+from elastic_rl.plugins.user_code import describe
 from elastic_rl.roles.base import Role
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from elastic_rl.config import Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient, Sampling
-from elastic_rl.engine_key import read_key
 from elastic_rl.errors import ElasticRLError, PluginFailed, RequestRefused
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.models.arch import vocabulary_of
-from elastic_rl.plugins import describe
+from elastic_rl.net.engine_key import read_key
+from elastic_rl.plugins.user_code import describe
 from elastic_rl.rewards.judge_prompts import JudgePrompts
 from elastic_rl.rewards.judging import Judgement, JudgeRequest, judgements
 from elastic_rl.roles.base import EngineRole

@@ -26,7 +26,7 @@ from elastic_rl.errors import (
     PluginFailed,
     RoleUnavailable,
 )
-from elastic_rl.plugins import describe, text_of
+from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
 from elastic_rl.roles.rollout import GenerationRequest
 

@@ -19,16 +19,16 @@ from elastic_rl.engine import generation
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.generation import Generated, GenerateFault, GenerateFn, PromptRequest
 from elastic_rl.engine.own_generate import OwnGenerate, make_generate
-from elastic_rl.engine_key import read_key
 from elastic_rl.errors import EngineFailed, EtcdUnavailable, PluginAway, PluginFailed
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.models.arch import vocabulary_of
-from elastic_rl.plugin_process import CallLost, ProcessLost
-from elastic_rl.plugins import describe, text_of
-from elastic_rl.retry import backoff_s
+from elastic_rl.net.engine_key import read_key
+from elastic_rl.plugins.process import CallLost, ProcessLost
+from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.roles.base import EngineRole
 from elastic_rl.roles.first_sample_trace import FirstSampleTrace
 from elastic_rl.roles.published import PublishedVersions
+from elastic_rl.runtime.backoff import backoff_s
 
 _RETRY_S = (0.05, 1.0)
 """First and longest pause before a group is generated again whose samples cannot be used."""

@@ -11,10 +11,10 @@ from elastic_rl.config import Config
 from elastic_rl.data.samples import MAX_TOKEN_IDS
 from elastic_rl.engine.client import GenerateClient
 from elastic_rl.engine.scoring import ScoreRequest, TokenScores
-from elastic_rl.engine_key import read_key
 from elastic_rl.errors import RequestRefused
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.models.arch import vocabulary_of
+from elastic_rl.net.engine_key import read_key
 from elastic_rl.roles.base import EngineRole
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from elastic_rl.files import replace_file
+from elastic_rl.runtime.files import replace_file
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from elastic_rl.algorithms.loss_batch import LossBatch
 from elastic_rl.algorithms.registry import AlgorithmSpec, aggregate_of
 from elastic_rl.config import AlgorithmConfig
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins import describe
+from elastic_rl.plugins.user_code import describe
 
 
 class UpdateLoss:

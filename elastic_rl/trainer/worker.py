@@ -30,7 +30,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.broadcast import Message, Order, broadcast_message
 from elastic_rl.trainer.checkpoint.checkpoints import Checkpoints
 from elastic_rl.trainer.device_turns import GroupTurns

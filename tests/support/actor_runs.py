@@ -11,7 +11,7 @@ from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.pipeline.stages import Pipeline
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 WAIT_S = 120.0
 """For what takes seconds, on a machine that may be busy."""

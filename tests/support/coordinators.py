@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import yaml
 
-from elastic_rl import runtime
 from elastic_rl.coordinator.api import auth, tls
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import processes
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 from support.hosts import Host
 
 OPERATOR, VIEWER = "an-operators-token", "a-viewers-token"
@@ -98,7 +99,7 @@ class Replicas:
     def launch(self, *names: str) -> None:
         """Starts replicas and returns at once."""
         for name in names:
-            port = runtime.free_port()
+            port = free_port()
             scheme = "https" if self._tls.get("tls_cert") else "http"
             host = self.hosts[name].address if name in self.hosts else "127.0.0.1"
             self.urls[name] = f"{scheme}://{host}:{port}"
@@ -109,7 +110,7 @@ class Replicas:
         self.launch(*names)
         for name in names:
             process = self.running[name]
-            runtime.wait_until(lambda n=name: self.ready(n), timeout_s=_START_S, what=f"replica {name}",
+            wait_until(lambda n=name: self.ready(n), timeout_s=_START_S, what=f"replica {name}",
                                  alive=lambda p=process: p.poll() is None)
         self.leader()
 
@@ -134,7 +135,7 @@ class Replicas:
                     return str(found)
             return ""
 
-        return str(runtime.wait_until(look, timeout_s=_START_S, what="a leader"))
+        return str(wait_until(look, timeout_s=_START_S, what="a leader"))
 
     def kill(self, name: str, sig: signal.Signals = signal.SIGKILL) -> None:
         """Signals a replica; after SIGKILL it is gone when this returns."""

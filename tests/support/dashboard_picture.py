@@ -15,7 +15,6 @@ from pathlib import Path
 
 import httpx
 
-from elastic_rl import runtime
 from elastic_rl.etcd import events
 from elastic_rl.etcd.records import (
     Engine,
@@ -33,6 +32,7 @@ from elastic_rl.etcd.records import (
     Version,
     VersionState,
 )
+from elastic_rl.runtime.waiting import wait_until
 from support.api_cluster import ApiCluster
 from support.browser import FLAGS, LONG_MS, dashboard_link, find_chromium, is_live, sync_api
 from support.coordinators import AUTH
@@ -148,7 +148,7 @@ def _operator_and_faults(cluster: ApiCluster) -> None:
         alerts = httpx.get(f"{api}/v1/alerts", headers=AUTH, timeout=20).json()["items"]
         return len([a for a in alerts if a["phase"] == "firing"]) >= 2
 
-    runtime.wait_until(firing, timeout_s=60, what="the alerts")
+    wait_until(firing, timeout_s=60, what="the alerts")
 
 
 def _picture(cluster: ApiCluster, target: Path, width: int, scheme: str) -> None:

@@ -12,7 +12,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 from support.etcd_server import EtcdServers
 
 

@@ -17,7 +17,7 @@ from elastic_rl.dcs import protocol
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.etcd.records import DcsNode
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 from support.dcs_nodes import Nodes
 
 MIB = 1 << 20

@@ -28,7 +28,6 @@ from elastic_rl.engine.colocated_runner import ColocatedRunner
 from elastic_rl.engine.router import RouterClient, RouterProcess
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.engine.sglang.loader import LOADER
-from elastic_rl.engine_key import create_key, read_key
 from elastic_rl.errors import Conflict
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -37,7 +36,9 @@ from elastic_rl.etcd.records import Engine, EngineState, Event
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import SHM, TAG_ENV, file_tag, sweep
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.net.engine_key import create_key, read_key
+from elastic_rl.runtime.waiting import wait_until
 from support.dcs_nodes import await_node, spawn_node
 from support.etcd_server import EtcdServers
 

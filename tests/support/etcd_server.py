@@ -17,7 +17,8 @@ import psutil
 from elastic_rl.config import EtcdConfig
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.host.processes import spawn
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 from support.certificates import Identity
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import time
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 
 _holding_the_gil = ctypes.PyDLL(None)
 """Calls of functions of a PyDLL, unlike those of a CDLL, do not release it."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from elastic_rl.config import Config
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime import free_port
+from elastic_rl.net.addresses import free_port
 
 RANKS = Path(__file__).parents[1] / "integration" / "trainer" / "rank_groups.py"
 Tensors = dict[str, torch.Tensor]

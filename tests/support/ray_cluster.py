@@ -6,7 +6,7 @@ import os
 
 import ray
 
-from elastic_rl.runtime import RAY_PRIORITY
+from elastic_rl.runtime.process import RAY_PRIORITY
 
 _TRIES = 5
 

@@ -13,7 +13,7 @@ from elastic_rl.coordinator.election.election import Election
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 
 
 def main() -> None:

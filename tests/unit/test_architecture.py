@@ -37,8 +37,7 @@ def test_durable_plane_has_no_collective_and_no_unpickling(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(p for p in ROOT.rglob("*.py") if "pb" not in p.parts),
                          ids=lambda p: str(p.relative_to(ROOT)))
-def test_module_is_short_and_not_called_utils(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 500
+def test_module_is_not_called_utils_and_packages_have_docstrings(path: Path) -> None:
     assert path.name != "utils.py"
     if path.name == "__init__.py":
         assert ast.get_docstring(ast.parse(path.read_text()))

@@ -19,7 +19,7 @@ from elastic_rl.bench.timing import seconds
 from elastic_rl.bench.workers import Worker
 from elastic_rl.etcd.records import Operation
 from elastic_rl.report.build import percentile
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 ENGINES, CLIENTS = 1000, 16
 GOAL_P99_MS, GOAL_CORES = 50.0, 0.5

@@ -18,7 +18,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.errors import DeadlineExceeded
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 _HOW = {"kill": (signal.SIGKILL, "kill -9 of the leading etcd member"), "stop": (signal.SIGSTOP, "SIGSTOP of it")}
 _GOAL_S = 2.5

@@ -28,7 +28,8 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import python, spawn
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 TTL_S = CoordinatorConfig().lease_ttl_s
 _START_S = 60.0

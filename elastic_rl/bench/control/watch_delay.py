@@ -19,7 +19,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.timing import with_alternatives
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 STREAMS = 32
 _KIND = "bench.delay"

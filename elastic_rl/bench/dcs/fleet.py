@@ -19,7 +19,7 @@ from elastic_rl.bench.measurement import Row
 from elastic_rl.bench.suite import why_of
 from elastic_rl.bench.workers import Worker
 from elastic_rl.dcs.fetch.puller import Puller
-from elastic_rl.runtime import free_port
+from elastic_rl.net.addresses import free_port
 
 HOSTS = 16
 LINKS_BYTES_PER_S = {"P2-fleet": 64e6, "P2-fleet-slow": 16e6}

@@ -20,7 +20,7 @@ import ray
 import torch
 
 from elastic_rl.bench.dcs.testbed import FOLDER_PREFIX
-from elastic_rl.runtime import RAY_PRIORITY
+from elastic_rl.runtime.process import RAY_PRIORITY
 
 _SPARE_BYTES = 256 << 20
 _LOGICAL_CPUS = 64

@@ -19,7 +19,8 @@ from elastic_rl.config import Config
 from elastic_rl.data.tiny_model import hf_config
 from elastic_rl.dcs.catalog import reads
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 TP = 2
 GOAL_STALL = 1.2

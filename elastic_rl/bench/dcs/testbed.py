@@ -31,7 +31,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.host.processes import python, spawn
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 SHM = Path("/dev/shm")
 STREAM = "policy"

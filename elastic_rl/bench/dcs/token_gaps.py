@@ -12,7 +12,7 @@ from typing import Self
 import httpx
 
 from elastic_rl.errors import EngineFailed
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 _PROMPT = [5, 6, 3, 4, 7]
 _TOKENS = 1500

@@ -22,7 +22,7 @@ from elastic_rl.bench.dcs.exchanges import save_dcp, save_safetensors
 from elastic_rl.bench.dcs.testbed import STREAM, Cluster
 from elastic_rl.engine.server.sglang_server import pack
 from elastic_rl.errors import EngineFailed
-from elastic_rl.runtime import free_port
+from elastic_rl.net.addresses import free_port
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 Update = Callable[[Tensors], None]

@@ -21,7 +21,8 @@ from elastic_rl.errors import ElasticRLError, QueueUnavailable
 from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue, GroupQueue
 from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
 from elastic_rl.report.build import Record, percentile
-from elastic_rl.runtime import RAY_PRIORITY, wait_until
+from elastic_rl.runtime.process import RAY_PRIORITY
+from elastic_rl.runtime.waiting import wait_until
 
 log = logging.getLogger(__name__)
 

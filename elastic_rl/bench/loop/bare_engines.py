@@ -29,7 +29,7 @@ from elastic_rl.host.leftovers import file_tag
 from elastic_rl.pipeline.sampling.samples import decoder, sampling_seed
 from elastic_rl.rewards.base import Decode, Reward, RewardFn
 from elastic_rl.rewards.registry import close_reward, make_reward
-from elastic_rl.runtime import batches
+from elastic_rl.runtime.sequences import batches
 
 WARM_ROUNDS = 2
 """First rounds that do not count."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elastic_rl.bench.workers import serve
 from elastic_rl.data.batch import Batch
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import freeze_heap
+from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.trainer.megatron import parallel
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.policy import ModelArch, Policy

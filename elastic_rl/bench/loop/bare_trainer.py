@@ -10,7 +10,7 @@ from elastic_rl.bench.loop.bare_engines import WARM_ROUNDS
 from elastic_rl.bench.workers import Worker
 from elastic_rl.config import Config
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import free_port
+from elastic_rl.net.addresses import free_port
 from elastic_rl.trainer.group.agent import DETERMINISTIC_CUDA
 
 _SETUP_S, _STEP_S = 300.0, 300.0

@@ -26,7 +26,7 @@ from elastic_rl.faults.outages import (
 )
 from elastic_rl.host import inherited_model
 from elastic_rl.report.build import Record, read_records
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 ETCD_AWAY_S = 20.0
 """Longer than every lease."""

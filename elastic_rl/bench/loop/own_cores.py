@@ -12,7 +12,7 @@ from elastic_rl.bench.options import Unmeasurable
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.faults.context import INJECT_TIMEOUT_S, Fault, FaultContext
 from elastic_rl.report.build import Record
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 _TRIES = 20
 """Looks at processes that start threads and children meanwhile."""

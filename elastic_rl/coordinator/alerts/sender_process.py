@@ -27,7 +27,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from elastic_rl.runtime import die_with_parent, freeze_heap, start_child
+from elastic_rl.runtime.process import die_with_parent, freeze_heap, start_child
 from elastic_rl.telemetry import logs
 
 log = logging.getLogger(__name__)

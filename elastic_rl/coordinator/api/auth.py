@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_rl.errors import ConfigError
-from elastic_rl.files import replace_file
+from elastic_rl.runtime.files import replace_file
 
 TABLE, CREDENTIALS, VIEWER_TOKEN = "tokens.json", "credentials.json", "viewer.token"
 """Files in a cluster's folder: digests for the replicas, tokens by role for the command line, and the viewer's token

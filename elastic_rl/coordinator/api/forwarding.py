@@ -7,11 +7,11 @@ import threading
 import httpx
 from fastapi import Request, Response
 
-from elastic_rl import http_client
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.api.authentication import SESSION, Caller
 from elastic_rl.coordinator.problems import Kind, Problem, no_leader
 from elastic_rl.etcd.records import Leader
+from elastic_rl.net import http_client
 from elastic_rl.telemetry import traces
 
 FORWARDED = "x-elastic-rl-forwarded-by"

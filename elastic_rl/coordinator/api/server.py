@@ -18,7 +18,7 @@ from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.api.connections import Acceptor, Connection, Limits, limits_of_process
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.runtime import reachable_address, require_port_free
+from elastic_rl.net.addresses import reachable_address, require_port_free
 
 _HEADER_BYTES = 32 * 1024
 _KEEP_ALIVE_S = 30

@@ -7,7 +7,7 @@ import ssl
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.errors import ConfigError
-from elastic_rl.tls import ReloadingContext
+from elastic_rl.net.tls import ReloadingContext
 
 
 def trust(ca_file: str) -> ssl.SSLContext:

@@ -13,11 +13,11 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
-from elastic_rl import http_client
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError, EtcdUnavailable, OutcomeUnknown
 from elastic_rl.etcd.records import OperationState
+from elastic_rl.net import http_client
 
 _PROBLEM = "urn:elastic-rl:problem:"
 _PAGE = 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastic_rl.coordinator.client.credentials import read_token
 from elastic_rl.errors import ConfigError
-from elastic_rl.files import replace_file
+from elastic_rl.runtime.files import replace_file
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 
-from elastic_rl import http_client
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.client.admin_client import problem_of
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import EtcdUnavailable
+from elastic_rl.net import http_client
 
 _SILENCE_S = 25.0
 """A stream that is silent for so long is dead; a replica sends a comment every 10 s."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
 from elastic_rl.errors import PluginFailed
-from elastic_rl.plugins import describe
+from elastic_rl.plugins.user_code import describe
 
 _LENGTHS = struct.Struct("<3Q")
 _TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f8")

@@ -23,7 +23,7 @@ from elastic_rl.data.queue.group_codec import decode_group, encode_group
 from elastic_rl.data.queue.step_groups import SampleRef
 from elastic_rl.data.samples import Group, Prompt, Sample
 from elastic_rl.errors import ConfigError, GroupsLost, QueueUnavailable
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.runtime.backoff import RetryBackoff
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from elastic_rl.errors import ArenaFull, ChunkMissing, DiskFull, ElasticRLError,
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import CatalogIdentity, Placement, Version, VersionState
-from elastic_rl.retry import backoff_s
+from elastic_rl.runtime.backoff import backoff_s
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeptLease, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Severity, UploadTask, Version, VersionState
-from elastic_rl.retry import backoff_s
+from elastic_rl.runtime.backoff import backoff_s
 
 log = logging.getLogger(__name__)
 

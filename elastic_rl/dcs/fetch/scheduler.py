@@ -39,7 +39,7 @@ from elastic_rl.dcs.fetch.model import (
     Transfer,
 )
 from elastic_rl.dcs.fetch.super_seeding import SuperSeeding
-from elastic_rl.retry import backoff_s
+from elastic_rl.runtime.backoff import backoff_s
 
 _SAMPLES = 32
 """Finished transfers that the median is taken of."""

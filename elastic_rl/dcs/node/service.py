@@ -41,7 +41,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.process_state import machine_id
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.etcd.witness import HostWitness
-from elastic_rl.runtime import freeze_heap
+from elastic_rl.runtime.process import freeze_heap
 from elastic_rl.telemetry import logs
 from elastic_rl.telemetry.log_files import LogRotation
 

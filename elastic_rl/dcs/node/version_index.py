@@ -35,7 +35,7 @@ from elastic_rl.dcs.manifest import Manifest
 from elastic_rl.dcs.registered_nodes import RECOVER_HINT
 from elastic_rl.errors import CatalogMismatch, ChunkCorrupt, ChunkMissing, Conflict, DiskFull, NodeUnavailable
 from elastic_rl.etcd.records import Version
-from elastic_rl.files import replace_file
+from elastic_rl.runtime.files import replace_file
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from elastic_rl.dcs import failpoints
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, DiskFull, PreflightFailed
-from elastic_rl.files import sync_folder
+from elastic_rl.runtime.files import sync_folder
 
 _CHUNK = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _PARTIAL = ".partial"

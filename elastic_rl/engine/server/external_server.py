@@ -20,8 +20,8 @@ from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LOADER
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.process_activity import ActivityMeter, listening
-from elastic_rl.plugins import describe
-from elastic_rl.runtime import wait_until
+from elastic_rl.plugins.user_code import describe
+from elastic_rl.runtime.waiting import wait_until
 
 _START_TIMEOUT_S = 20.0
 """Longest wait for the first answer."""

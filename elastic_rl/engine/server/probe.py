@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from elastic_rl import http_client
-from elastic_rl.engine_key import key_headers
 from elastic_rl.errors import PortTaken
+from elastic_rl.net import http_client
+from elastic_rl.net.engine_key import key_headers
 
 _LOAD_TIMEOUT_S = 2.0
 _MOVES = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "total_prefill_uncached_tokens", "decode_moments")

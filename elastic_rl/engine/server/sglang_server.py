@@ -24,7 +24,6 @@ import httpx
 import psutil
 import torch
 
-from elastic_rl import http_client
 from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.engine.client import to_version
 from elastic_rl.engine.server.arguments import tensor_parallel
@@ -33,13 +32,16 @@ from elastic_rl.engine.server.health import Effort
 from elastic_rl.engine.server.probe import Load, ServerProbe, parse_load
 from elastic_rl.engine.sglang import stager
 from elastic_rl.engine.sglang.loader import LIMIT_ENV, LOADER, REQUEST
-from elastic_rl.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers, read_key
 from elastic_rl.errors import DeadlineExceeded, EngineFailed
 from elastic_rl.host.leftovers import TAG_ENV, remove_files
 from elastic_rl.host.listeners import check_connections
 from elastic_rl.host.process_activity import ActivityMeter, of_tree
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime import ProgressLimit, free_port, runs, wait_until
+from elastic_rl.net import http_client
+from elastic_rl.net.addresses import free_port
+from elastic_rl.net.engine_key import KEY_FILE_ENV, OTHER_KEY, key_headers, read_key
+from elastic_rl.runtime.process import runs
+from elastic_rl.runtime.waiting import ProgressLimit, wait_until
 
 _START_STEPS = {"cpu_s": 0.5, "starved_s": 0.5, "read_bytes": 1 << 16}
 """What counts as progress of a start: a tree of processes that all wait still wakes up now and then."""

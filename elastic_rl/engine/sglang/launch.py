@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from elastic_rl import torch_store
 from elastic_rl.engine.sglang import seeds
-from elastic_rl.engine_key import KEY_FILE_ENV, read_key
 from elastic_rl.host.leftovers import tag_temporary_files
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.net import torch_store
+from elastic_rl.net.engine_key import KEY_FILE_ENV, read_key
+from elastic_rl.runtime.process import die_with_parent
 
 ON_CPU = not torch.cuda.is_available()
 

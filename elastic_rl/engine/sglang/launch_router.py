@@ -14,7 +14,7 @@ from pathlib import Path
 from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
 
-from elastic_rl.engine_key import KEY_FILE_ENV, read_key
+from elastic_rl.net.engine_key import KEY_FILE_ENV, read_key
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from elastic_rl.pipeline.rollout_pool import serves
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
 from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.waits import WaitRelay, Waits
-from elastic_rl.plugins import describe
+from elastic_rl.plugins.user_code import describe
 
 log = logging.getLogger(__name__)
 

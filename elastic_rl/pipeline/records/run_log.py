@@ -22,7 +22,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.pipeline.records.activity import Activity, ActivityThrottle
-from elastic_rl.plugins import plain
+from elastic_rl.plugins.user_code import plain
 from elastic_rl.telemetry.trackers import Trackers
 
 log = logging.getLogger(__name__)

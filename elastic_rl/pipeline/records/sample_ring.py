@@ -15,7 +15,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import SampleRecord
 from elastic_rl.etcd.transaction import MAX_OPS
-from elastic_rl.plugins import encodable
+from elastic_rl.plugins.user_code import encodable
 
 MAX_TEXT_CHARS = 2000
 """Characters that are kept of a prompt and of a response."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 from elastic_rl.errors import PluginFailed
 from elastic_rl.pipeline.sampling.source_reads import SHOWN_AFTER_S
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.plugins import describe
+from elastic_rl.plugins.user_code import describe
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
 from elastic_rl.errors import ElasticRLError, Fenced, PluginFailed, RoleUnavailable
 from elastic_rl.pipeline.sampling.reward_failures import RewardFailures
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.retry import RetryBackoff
-from elastic_rl.runtime import batches
+from elastic_rl.runtime.backoff import RetryBackoff
+from elastic_rl.runtime.sequences import batches
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
 from elastic_rl.pipeline.sampling.bounded_calls import TOO_LONG, BoundedCalls, Running
 from elastic_rl.pipeline.sampling.generating import Answer
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.plugin_process import CANCEL_S, START_S, CallLost, ProcessLost
-from elastic_rl.plugins import describe, text_of
+from elastic_rl.plugins.process import CANCEL_S, START_S, CallLost, ProcessLost
+from elastic_rl.plugins.user_code import describe, text_of
 from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, plain_rewards, require_turns
 from elastic_rl.rewards.environment import episode_parts
 from elastic_rl.rewards.registry import close_reward, start_reward

@@ -35,12 +35,12 @@ from elastic_rl.pipeline.sampling.reward_calls import (
 from elastic_rl.pipeline.sampling.reward_failures import RewardFailures
 from elastic_rl.pipeline.sampling.side_calls import SideCalls
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.plugin_process import START_S, CallLost
-from elastic_rl.plugins import plain
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.plugins.process import START_S, CallLost
+from elastic_rl.plugins.user_code import plain
 from elastic_rl.rewards.base import Decode, Judge, RewardAway
 from elastic_rl.rewards.own import OwnFilter, close_filter, named_filter, require_reason
 from elastic_rl.rewards.registry import make_reward
+from elastic_rl.runtime.backoff import RetryBackoff
 
 log = logging.getLogger(__name__)
 

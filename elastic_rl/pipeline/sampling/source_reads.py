@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from elastic_rl.errors import ElasticRLError, Fenced, SourceFailed
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.plugins import describe
+from elastic_rl.plugins.user_code import describe
 
 T = TypeVar("T")
 _SLICE_S = 0.1

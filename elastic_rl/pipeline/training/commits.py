@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.runtime.backoff import RetryBackoff
 
 _AGAIN_S = (1.0, 15.0)
 """Pauses before a commit is asked for again that the checkpoint service did not take."""

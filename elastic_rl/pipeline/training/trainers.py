@@ -38,7 +38,7 @@ from elastic_rl.etcd.records import VersionState
 from elastic_rl.pipeline.training.common_state import Available, common_state
 from elastic_rl.pipeline.training.divergence import without_scores
 from elastic_rl.pipeline.waits import Waits
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.progress import Phase
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus, Uploaded
 

@@ -13,7 +13,7 @@ from typing import Any
 from elastic_rl.config.rejection import RejectionConfig
 from elastic_rl.data.ledger import ConsumedGroups
 from elastic_rl.data.samples import Group, Prompt, Sample
-from elastic_rl.plugins import plain
+from elastic_rl.plugins.user_code import plain
 
 _ANSWER = 1000
 """Characters of an answer that JSON does not have."""

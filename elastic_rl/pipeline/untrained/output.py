@@ -25,8 +25,8 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState
 from elastic_rl.etcd.transaction import Compare, Op
-from elastic_rl.files import replace_file
 from elastic_rl.pipeline.untrained.pieces import Piece, PieceFolder, sweep_partial
+from elastic_rl.runtime.files import replace_file
 
 
 class Policy(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from elastic_rl.errors import OutputFailed
-from elastic_rl.files import replace_file
+from elastic_rl.runtime.files import replace_file
 
 _NAME = re.compile(r"(\d{8,})-(\d+)\.jsonl(\.partial)?")
 _COPY_BYTES = 1 << 20

@@ -22,7 +22,7 @@ from elastic_rl.pipeline.sampling.evaluation import generated_sets
 from elastic_rl.pipeline.sampling.prompt_reader import PromptReader
 from elastic_rl.pipeline.sampling.samples import Sampler
 from elastic_rl.pipeline.untrained import eval_summary, keeping
-from elastic_rl.plugins import describe
+from elastic_rl.plugins.user_code import describe
 
 log = logging.getLogger(__name__)
 

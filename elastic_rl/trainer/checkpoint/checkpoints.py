@@ -35,7 +35,7 @@ from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Severity, Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.telemetry import traces
 from elastic_rl.trainer.broadcast import broadcast_numbers
 from elastic_rl.trainer.checkpoint import snapshot, state_reader

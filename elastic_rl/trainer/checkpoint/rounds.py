@@ -30,7 +30,7 @@ from elastic_rl.errors import (
     TrainerFailed,
     VersionNotFound,
 )
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import Severity
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.leftovers import TAG_ENV, file_tag
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.telemetry import logs
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.megatron.policy import ModelArch

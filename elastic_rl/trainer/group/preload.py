@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from elastic_rl.host.leftovers import tag_temporary_files
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.trainer.megatron import megatron_cpu
 
 die_with_parent()

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastic_rl import torch_store
 from elastic_rl.config import Config, TrainerConfig
 from elastic_rl.errors import ConfigError
+from elastic_rl.net import torch_store
 
 FENCED_EXIT = 3
 """Exit code of ranks and of their agent when their epoch is over."""

@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from elastic_rl import http_client
 from elastic_rl.config.groups import ACTOR, GroupSpec
 from elastic_rl.data.batch import Batch
 from elastic_rl.data.branch import Branch
@@ -35,7 +34,8 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Member
-from elastic_rl.retry import RetryBackoff
+from elastic_rl.net import http_client
+from elastic_rl.runtime.backoff import RetryBackoff
 from elastic_rl.trainer.progress import Phase
 from elastic_rl.trainer.service.calls import DISPATCH, TrainerCalls
 from elastic_rl.trainer.service.commands import REFUSALS, Command, CommandKind

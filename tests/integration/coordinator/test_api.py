@@ -16,7 +16,6 @@ from support.api_cluster import ApiCluster, Reader, items, problem, running, wal
 from support.coordinators import AUTH, OPERATOR
 from support.etcd_server import EtcdServers
 
-from elastic_rl import runtime
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.etcd.client import Op
 from elastic_rl.etcd.records import (
@@ -33,6 +32,8 @@ from elastic_rl.etcd.records import (
     Version,
     VersionState,
 )
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 LIMITS: dict[str, Any] = {"max_body_bytes": 2000, "request_timeout_s": 1.0, "max_streams": 3, "max_requests": 12}
 
@@ -40,7 +41,7 @@ LIMITS: dict[str, Any] = {"max_body_bytes": 2000, "request_timeout_s": 1.0, "max
 @pytest.fixture(scope="module")
 def cluster(etcd_servers: EtcdServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiCluster]:
     with running(etcd_servers, tmp_path_factory.mktemp("api"), "a",
-                 coordinator=LIMITS, alerts={"urls": [f"json://127.0.0.1:{runtime.free_port()}"]}) as made:
+                 coordinator=LIMITS, alerts={"urls": [f"json://127.0.0.1:{free_port()}"]}) as made:
         yield made
 
 
@@ -236,7 +237,7 @@ def test_external_engine_is_registered_once_and_cancelled(cluster: ApiCluster, a
 
 
 def test_server_is_registered_once_under_any_spelling(cluster: ApiCluster, api: httpx.Client, pool: str) -> None:
-    own, external = runtime.free_port(), runtime.free_port()
+    own, external = free_port(), free_port()
     cluster.etcd.put(cluster.keys.engine(f"{pool}-own"), Engine(
         id=f"{pool}-own", pool=pool, state=EngineState.READY, epoch=1, url=f"http://127.0.0.1:{own}").encode())
     answer = api.post("/v1/engines", json={"url": f"http://localhost:{external}", "pool": pool})
@@ -319,7 +320,7 @@ def test_alert_test_is_sent_once_per_key_and_can_be_followed(cluster: ApiCluster
         assert receiver["receiver"] == planned["receiver"]
         return "" if receiver["status"] == "waiting" else str(receiver["status"])
 
-    assert runtime.wait_until(ended, timeout_s=60, what="the receiver's answer") == "failed", "no server listens there"
+    assert wait_until(ended, timeout_s=60, what="the receiver's answer") == "failed", "no server listens there"
     problem(api.get("/v1/alerts/tests/none"), 404, "not-found")
 
 
@@ -461,9 +462,9 @@ def test_requests_beyond_the_limit_are_refused_and_probes_are_not(cluster: ApiCl
             assert api.get("/healthz").status_code == 200
         return next((a for a in answers if a.status_code != 200), None)
 
-    overloaded = runtime.wait_until(refused, timeout_s=20, what="a refused request")
+    overloaded = wait_until(refused, timeout_s=20, what="a refused request")
     problem(overloaded, 503, "overloaded")
-    runtime.wait_until(lambda: api.get("/v1/pools").status_code == 200, timeout_s=60, what="a free slot")
+    wait_until(lambda: api.get("/v1/pools").status_code == 200, timeout_s=60, what="a free slot")
 
 
 def test_unfinished_requests_without_a_token_take_no_slots(cluster: ApiCluster, api: httpx.Client) -> None:

@@ -17,12 +17,13 @@ import httpx
 import pytest
 from support.coordinators import AUTH, Replicas, write_tokens
 
-from elastic_rl import runtime
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership
 from elastic_rl.etcd.records import DcsNode, Engine, EngineState, Event, PoolSpec, PoolStatus, Severity
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 Start = Callable[..., Replicas]
 
@@ -141,14 +142,14 @@ def test_follower_forwards_writes_and_leads_after_the_leader_is_killed(start: St
     problem(patch(6, '"1"'), 412, "precondition-failed")
     replicas.kill(old)
     assert replicas.leader(not_=old) == new
-    runtime.wait_until(lambda: events_of(etcd, keys, "coordinator.dead", old), timeout_s=60, what="the death's event")
-    runtime.wait_until(lambda: len(events_of(etcd, keys, "leader.elected", new)) == 1, timeout_s=60, what="its event")
+    wait_until(lambda: events_of(etcd, keys, "coordinator.dead", old), timeout_s=60, what="the death's event")
+    wait_until(lambda: len(events_of(etcd, keys, "leader.elected", new)) == 1, timeout_s=60, what="its event")
     assert len(events_of(etcd, keys, "leader.elected", old)) == 1
     assert patch(2).status_code == 200
     assert [(a["kind"], a["subject"], a["phase"]) for a in alerts(replicas, new)] == [
         ("coordinator.dead", old, "firing")]
     replicas.start(old)
-    runtime.wait_until(lambda: not alerts(replicas, new), timeout_s=60, what="the end of the alert")
+    wait_until(lambda: not alerts(replicas, new), timeout_s=60, what="the end of the alert")
     assert len(events_of(etcd, keys, "coordinator.returned", old)) == 1
     assert len(events_of(etcd, keys, "coordinator.dead")) == 1
 
@@ -163,7 +164,7 @@ def test_stopped_replica_hands_over_the_leadership_without_an_alert(start: Start
     del replicas.running[old]
     assert etcd.get(keys.member("coordinator", old)) is None, "it waits for the end of its lease"
     replicas.leader(not_=old)
-    runtime.wait_until(lambda: len(events_of(etcd, keys, "leader.elected")) == 2, timeout_s=60, what="the new leader")
+    wait_until(lambda: len(events_of(etcd, keys, "leader.elected")) == 2, timeout_s=60, what="the new leader")
     replicas.close()
     assert not events_of(etcd, keys, "coordinator.dead")
 
@@ -210,15 +211,15 @@ def test_death_without_a_leader_is_reported_and_resolved_once(start: Start, etcd
     node = DcsNode(id="n0", host="h", port=1, pid=1, arena_path="/x", arena_bytes=1)
     lease = etcd.keepalive(2)
     etcd.put(keys.dcs_node("n0"), node.encode(), lease=lease.id)
-    runtime.wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), timeout_s=60, what="the registry entry")
+    wait_until(lambda: etcd.get(keys.registry_entry("dcs", "n0")), timeout_s=60, what="the registry entry")
     replicas.kill("a")
     lease.close()
     assert etcd.get(keys.dcs_node("n0")) is None
     replicas.start("a")
-    runtime.wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), timeout_s=60, what="the alert")
+    wait_until(lambda: any("dcs.dead" in g["title"] for g in receiver.got), timeout_s=60, what="the alert")
     assert len(events_of(etcd, keys, "dcs.dead")) == 1
     etcd.put(keys.dcs_node("n0"), node.replace(pid=2).encode())
-    runtime.wait_until(lambda: any("RESOLVED" in g["title"] and "dcs" in g["title"] for g in receiver.got),
+    wait_until(lambda: any("RESOLVED" in g["title"] and "dcs" in g["title"] for g in receiver.got),
                          timeout_s=60, what="the end")
     about = [g for g in receiver.got if "dcs.dead" in g["title"]]
     assert [g["title"].split()[0] for g in about] == ["[FIRING]", "[RESOLVED]"]
@@ -239,23 +240,23 @@ def test_closed_members_are_not_dead_and_a_dead_engine_is_reported_once(start: S
     from elastic_rl.etcd.records import Member
     etcd.put(keys.member("engine", "e1"), Member(role="engine", id="e1", pid=7, host="h", incarnation="i").encode(),
               lease=lease.id)
-    runtime.wait_until(lambda: etcd.get(clean_seen) and etcd.get(keys.registry_entry("engine", "e1")), timeout_s=60,
+    wait_until(lambda: etcd.get(clean_seen) and etcd.get(keys.registry_entry("engine", "e1")), timeout_s=60,
                          what="both sightings")
     clean.close()
     assert etcd.get(clean_seen) is None
     lease.close()
-    runtime.wait_until(lambda: events_of(etcd, keys, "engine.dead"), timeout_s=60, what="the death's event")
+    wait_until(lambda: events_of(etcd, keys, "engine.dead"), timeout_s=60, what="the death's event")
     assert Engine.decode(etcd.get(keys.engine("e1")).value).state is EngineState.DEAD
     events.emit(etcd, keys, "engine.replaced", "e1", "its driver saw it too", severity=Severity.WARNING,
                 incarnation="i")
-    runtime.wait_until(lambda: len(alerts(replicas)) == 1, timeout_s=60, what="the alert")
+    wait_until(lambda: len(alerts(replicas)) == 1, timeout_s=60, what="the alert")
     assert len(events_of(etcd, keys, "engine.dead")) == 1 and not events_of(etcd, keys, "actor.dead")
     # A runner that reports its server's death and then closes is told once as well.
     runner = Membership(etcd, keys, "engine", "e2", ttl_s=2).start()
-    runtime.wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=60, what="the registry entry")
+    wait_until(lambda: etcd.get(keys.registry_entry("engine", "e2")), timeout_s=60, what="the registry entry")
     events.emit(etcd, keys, "engine.dead", "e2", "server died", severity=Severity.ERROR, incarnation=runner.incarnation)
     runner.close()
-    runtime.wait_until(lambda: {a["subject"] for a in alerts(replicas)} == {"e1", "e2"}, timeout_s=60, what="its alert")
+    wait_until(lambda: {a["subject"] for a in alerts(replicas)} == {"e1", "e2"}, timeout_s=60, what="its alert")
     assert len(events_of(etcd, keys, "engine.dead", "e2")) == 1
 
 
@@ -271,12 +272,12 @@ def test_engine_with_outlier_weights_is_quarantined_and_reported_once(start: Sta
     put("e1", "aa")
     put("e2", "bb")
     start("a")
-    runtime.wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=60, what="a leader")
+    wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=60, what="a leader")
     put("e3", "aa")
-    runtime.wait_until(lambda: events_of(etcd, keys, "engine.quarantined"), timeout_s=60, what="the event")
+    wait_until(lambda: events_of(etcd, keys, "engine.quarantined"), timeout_s=60, what="the event")
     assert states() == {"e1": EngineState.READY, "e2": EngineState.QUARANTINED, "e3": EngineState.READY}
     put("e4", "aa")
-    runtime.wait_until(lambda: etcd.get(keys.event_cursor()), timeout_s=60, what="another look")
+    wait_until(lambda: etcd.get(keys.event_cursor()), timeout_s=60, what="another look")
     assert [e.subject for e in events_of(etcd, keys, "engine.quarantined")] == ["e2"]
 
 
@@ -299,7 +300,7 @@ def read_stream(url: str, count: int, headers: dict[str, str] | None = None) -> 
 
 def test_event_stream_resumes_from_a_revision_on_another_replica(start: Start, etcd: EtcdClient, keys: Keys) -> None:
     replicas = start("a", "b")
-    runtime.wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=60, what="the first event")
+    wait_until(lambda: events_of(etcd, keys, "leader.elected"), timeout_s=60, what="the first event")
     for n in range(3):
         events.emit(etcd, keys, f"test.{n}", "s", "m")
     first = read_stream(f"{replicas.urls['a']}/v1/events", 3)
@@ -314,7 +315,7 @@ def test_events_beyond_max_events_are_deleted(start: Start, etcd: EtcdClient, ke
     for n in range(130):
         events.emit(etcd, keys, f"test.{n}", "s", "m")
     start("a", coordinator={"max_events": 20})
-    runtime.wait_until(lambda: etcd.count(keys.events_prefix()) <= 22, timeout_s=60, what="the trimming")
+    wait_until(lambda: etcd.count(keys.events_prefix()) <= 22, timeout_s=60, what="the trimming")
     assert any(e.kind == "test.129" for e in events.recent(etcd, keys, 100))
 
 
@@ -328,9 +329,9 @@ def test_taken_port_and_missing_etcd_have_an_error_that_says_so(etcd_servers: An
         port = taken.getsockname()[1]
         code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints).command("a", port))
         assert code == 2 and str(port) in message and "coordinator.ports" in message
-    nobody = f"127.0.0.1:{runtime.free_port()}"
+    nobody = f"127.0.0.1:{free_port()}"
     code, message = end(Replicas(tmp_path, keys, [nobody], {
-        "etcd": {"call_timeout_s": 0.3, "retry_budget_s": 1.0}}).command("a", runtime.free_port()))
+        "etcd": {"call_timeout_s": 0.3, "retry_budget_s": 1.0}}).command("a", free_port()))
     assert code == 3 and nobody in message
     code, message = end(Replicas(tmp_path, keys, etcd_servers.endpoints,
                                  {"coordinator": {"lease_ttl": 3}}).command("a", 0))
@@ -350,7 +351,7 @@ def test_replica_is_alive_but_not_ready_while_etcd_is_stopped(etcd3_cluster: Any
         assert "elastic_rl_etcd_up 0.0" in httpx.get(f"{url}/metrics", headers=AUTH, timeout=15).text
         for i in range(3):
             etcd3_cluster.cont(i)
-        runtime.wait_until(lambda: replicas.ready("a"), timeout_s=20, what="readiness")
+        wait_until(lambda: replicas.ready("a"), timeout_s=20, what="readiness")
         replicas.leader()
     finally:
         replicas.close()

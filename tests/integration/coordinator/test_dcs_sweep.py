@@ -19,7 +19,7 @@ from elastic_rl.dcs.catalog.retention import RetentionPolicy
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, OperationState, PoolSpec, PoolStatus
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 IO_TIMEOUT_S = 40.0
 """What a stopped node costs a sweep: longer than all that the leader has to do meanwhile."""

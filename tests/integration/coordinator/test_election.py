@@ -20,7 +20,7 @@ from elastic_rl.errors import Compacted, Fenced
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import spawn
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 TTL_S = 3
 Replicas = Callable[[str], subprocess.Popen[bytes]]

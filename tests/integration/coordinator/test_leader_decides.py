@@ -35,7 +35,7 @@ from elastic_rl.etcd.records import (
     RestartRequest,
     Severity,
 )
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 POOL = "rollout"
 

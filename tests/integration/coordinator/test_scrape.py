@@ -29,7 +29,7 @@ from elastic_rl.etcd.records import (
     Version,
     VersionState,
 )
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 OF_A_REPLICA = ("api_", "reconcile_", "is_leader", "scrape_etcd", "alert_deliveries", "etcd_up")
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "operating" / "metrics.md"

@@ -29,7 +29,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import LEASE_HEARTBEATS, deregister, members
 from elastic_rl.etcd.records import Event
 from elastic_rl.etcd.witness import HostWitness
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 TTL_S = 1
 NAME = ("actor", "a")

@@ -17,7 +17,7 @@ from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 def point(step: int, total_s: float = 2.0) -> StepMetrics:

@@ -20,7 +20,8 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host.processes import spawn, stop
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 BUCKET = "elastic-rl-test"
 

@@ -29,7 +29,8 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode, Version
 from elastic_rl.host.processes import python, spawn, stop
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 MIB = 1 << 20
 CHUNK = 128 << 10

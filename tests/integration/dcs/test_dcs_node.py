@@ -35,7 +35,7 @@ from elastic_rl.errors import (
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from elastic_rl.errors import (
     AccessDenied,
     NodeUnavailable,
 )
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 def test_requests_without_the_right_token_are_refused(dcs: Dcs) -> None:

@@ -21,7 +21,7 @@ from elastic_rl.errors import CatalogMismatch, VersionNotFound
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 SWEEPS = 5
 DISK = {"disk_bytes": 64 << 20}

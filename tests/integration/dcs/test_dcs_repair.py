@@ -14,7 +14,7 @@ from elastic_rl.dcs.catalog.repair import Repairer, RepairThread
 from elastic_rl.errors import ChunkMissing
 from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import VersionState
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
 from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
 from elastic_rl.trainer.megatron.parallel import ParallelDims

@@ -16,7 +16,7 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.records import JobStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

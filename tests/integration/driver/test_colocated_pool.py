@@ -24,7 +24,7 @@ from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 POOL, GPUS, RANKS = "rollout", 4, 2
 

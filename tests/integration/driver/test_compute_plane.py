@@ -21,7 +21,6 @@ from elastic_rl.driver import __main__ as driver
 from elastic_rl.driver import compute
 from elastic_rl.driver.pool import EnginePool
 from elastic_rl.driver.trainer_group import TrainerGroup
-from elastic_rl.engine_key import create_key
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
@@ -30,8 +29,9 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.net.engine_key import create_key
 from elastic_rl.roles.base import RoleSpec
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 class Plane:

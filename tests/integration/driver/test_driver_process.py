@@ -24,7 +24,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import JobStatus, Member, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 class StubPlane:

@@ -23,7 +23,7 @@ from elastic_rl.etcd.decoding import readable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine, PoolSpec, PoolStatus
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("on_ray")
 POOL = "rollout"

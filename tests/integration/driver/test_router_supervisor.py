@@ -15,10 +15,10 @@ import pytest
 
 from elastic_rl.driver.router_supervisor import RouterSupervisor
 from elastic_rl.engine.router import RouterClient, RouterProcess
-from elastic_rl.engine_key import create_key, read_key
 from elastic_rl.errors import EngineFailed
 from elastic_rl.etcd.records import Engine, EngineState
-from elastic_rl.runtime import wait_until
+from elastic_rl.net.engine_key import create_key, read_key
+from elastic_rl.runtime.waiting import wait_until
 
 EPOCH = 3
 

@@ -17,7 +17,7 @@ from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 _STUB = Path(__file__).with_name("stub_driver.py")
 _STEPS = [{"kind": "step", "at": 1.0 + n, "step": n, "reward_mean": 0.5, "samples": 8, "policy_version": n + 1,

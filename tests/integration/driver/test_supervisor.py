@@ -21,7 +21,7 @@ from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Epoch, JobStatus, RestartRequest
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 _STUB = Path(__file__).with_name("stub_driver.py")
 

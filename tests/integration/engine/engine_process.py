@@ -6,7 +6,7 @@ import sys
 
 from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

@@ -14,12 +14,12 @@ from support.engine_testbed import PROMPT, EngineTestbed, await_gone
 
 from elastic_rl.config import ROLLOUT_POOL
 from elastic_rl.engine.client import Sampling, finish_reason
-from elastic_rl.engine_key import key_headers
 from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.records import Engine, EngineState
-from elastic_rl.runtime import wait_until
+from elastic_rl.net.engine_key import key_headers
+from elastic_rl.runtime.waiting import wait_until
 
 GROUP = "formation-1"
 

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.engine.client import Sample
-from elastic_rl.engine_key import key_headers
 from elastic_rl.errors import DiskFull, StagingFailed
 from elastic_rl.etcd.records import EngineState
 from elastic_rl.host.leftovers import file_tag, tagged_files
-from elastic_rl.runtime import wait_until
+from elastic_rl.net.engine_key import key_headers
+from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.telemetry import traces
 
 

@@ -16,7 +16,7 @@ from elastic_rl.dcs import failpoints
 from elastic_rl.etcd.records import Engine, EngineState
 from elastic_rl.host.leftovers import file_tag, remove_files, sweep, tagged_files
 from elastic_rl.host.processes import spawn
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 def test_scheduler_killed_in_an_update_never_serves_half_of_it(testbed: EngineTestbed,

@@ -23,7 +23,7 @@ from elastic_rl.engine.client import Sample
 from elastic_rl.engine.server.health import Health
 from elastic_rl.errors import NodeUnavailable
 from elastic_rl.etcd.records import EngineState
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 QUICK = {"probe_interval_s": 0.5, "frozen_after_s": 6.0}
 """Settings with which a frozen engine is found soon."""

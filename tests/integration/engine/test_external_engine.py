@@ -19,7 +19,7 @@ from elastic_rl.engine.runner import EngineRunner
 from elastic_rl.etcd.records import Engine, EngineState, ExternalEngine
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 POOL = "rollout"
 

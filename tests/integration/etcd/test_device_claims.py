@@ -14,7 +14,7 @@ from elastic_rl.etcd.device_turn import Side
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 ENGINES = [Engine(id=f"rollout-{i}", pool=ROLLOUT_POOL, state=EngineState.READY, epoch=1, holds_device=True)
            for i in range(3)]

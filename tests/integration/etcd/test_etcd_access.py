@@ -27,7 +27,7 @@ from elastic_rl.etcd.keys import ROOT, Keys
 from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.transaction import range_end
 from elastic_rl.host import preflight
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 @dataclass

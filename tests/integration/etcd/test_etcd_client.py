@@ -14,7 +14,8 @@ from elastic_rl.errors import Compacted, EtcdRefused, EtcdUnavailable, Fenced, L
 from elastic_rl.etcd import events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, Op, Watch
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 
 def test_put_get_range_and_delete(etcd: EtcdClient, keys: Keys) -> None:

@@ -23,7 +23,7 @@ from elastic_rl.etcd import events
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version, VersionState
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 VICTIM = 0
 

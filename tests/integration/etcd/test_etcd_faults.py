@@ -16,7 +16,7 @@ from support.tcp_link import Link, Links
 from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 # -- no quorum ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.host import preflight
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 QUOTA = 4 << 20
 

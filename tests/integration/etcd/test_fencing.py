@@ -13,7 +13,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, JobStatus
 from elastic_rl.etcd.transaction import Compare, Relation
 from elastic_rl.pipeline.records.run_log import JobStatusWriter
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 def test_job_status_of_an_old_epoch_is_refused(etcd: EtcdClient, keys: Keys) -> None:

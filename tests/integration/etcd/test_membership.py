@@ -20,7 +20,7 @@ from elastic_rl.etcd.membership import Membership, members
 from elastic_rl.etcd.records import Evidence, Finding, Member
 from elastic_rl.etcd.transaction import Op
 from elastic_rl.host.processes import spawn
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 TTL_S = 3
 

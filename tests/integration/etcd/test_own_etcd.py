@@ -11,7 +11,8 @@ import pytest
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.host import etcd_server
 from elastic_rl.host.processes import spawn
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
 from elastic_rl.host.processes import marked
 from elastic_rl.host.restart_policy import RestartLimits
 from elastic_rl.host.service_supervisor import ServiceSupervisor
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 TENSOR = torch.arange(1000.0)
 QUICK = RestartLimits(backoff_initial_s=0.2, backoff_max_s=1.0, budget=100)

@@ -20,13 +20,13 @@ from support.text_model import make_tokenizer_folder
 from elastic_rl.config import ROLLOUT_POOL, Stream
 from elastic_rl.data.model_tokenizer import ModelTokenizer
 from elastic_rl.engine.generation import Generated, PromptRequest
-from elastic_rl.engine_key import create_key
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics, Version, VersionState
+from elastic_rl.net.engine_key import create_key
 from elastic_rl.roles.rollout import GenerationRequest, RolloutRole
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 MODULE = '''
 from elastic_rl.environments.base import Message, Observation

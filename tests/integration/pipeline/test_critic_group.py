@@ -20,7 +20,7 @@ from elastic_rl.dcs.fetch.puller import Puller
 from elastic_rl.dcs.security import Security
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import StepMetrics, Version
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 

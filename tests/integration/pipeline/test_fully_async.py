@@ -20,7 +20,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.pipeline.fully_async.group_queue import EmbeddedQueue
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 MakeJob = Callable[..., SimulatedJob]
 

@@ -22,16 +22,16 @@ from elastic_rl.config import Stream
 from elastic_rl.data.samples import Prompt
 from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
-from elastic_rl.engine_key import create_key
 from elastic_rl.errors import Fenced
 from elastic_rl.etcd import fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
+from elastic_rl.net.engine_key import create_key
 from elastic_rl.roles.role_clients import RoleClients
 from elastic_rl.roles.rollout import RolloutRole
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 _AT_ONCE = 2
 """Requests that the role takes."""

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.budget import seeds
 
-from elastic_rl import config, files
+from elastic_rl import config
 from elastic_rl.data.intervals import IntervalSet
 from elastic_rl.data.ledger import Consumption
 from elastic_rl.data.samples import Group, Prompt, Sample, Segment
@@ -35,6 +35,7 @@ from elastic_rl.pipeline import schedule
 from elastic_rl.pipeline.schedule import Lost, Plan, State
 from elastic_rl.pipeline.untrained.output import Output
 from elastic_rl.pipeline.untrained.pieces import Piece, PieceFolder
+from elastic_rl.runtime import files
 
 GROUPS = 11
 PLAN = Plan.of(config.parse({"mode": "rejection_sampling", "train": {"prompts_per_step": 3},

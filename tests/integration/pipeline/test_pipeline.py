@@ -27,7 +27,7 @@ from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, GroupLease, RestartRequest, Severity, StepMetrics
 from elastic_rl.report.build import read_records
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.progress import Progress
 
 MakeJob = Callable[..., SimulatedJob]

@@ -26,7 +26,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import OutputState, StepMetrics
 from elastic_rl.etcd.run_context import RunContext
 from elastic_rl.rewards.judging import Judgement, JudgeRequest
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 WIDE = {"data.options.operand_below": "8", "data.eval_fraction": "0.3", "rollout.groups_per_request": "4"}
 

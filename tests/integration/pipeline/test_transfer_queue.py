@@ -32,7 +32,7 @@ from elastic_rl.etcd.records import StepMetrics
 from elastic_rl.pipeline.fully_async import transfer_queue
 from elastic_rl.pipeline.fully_async.group_queue import QueueLoss
 from elastic_rl.pipeline.fully_async.transfer_queue import TransferQueueQueue
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 pytest.importorskip("transfer_queue", reason="pip install 'elastic-rl[transfer-queue]'")
 

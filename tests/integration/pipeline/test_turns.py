@@ -23,7 +23,7 @@ from elastic_rl.etcd.device_claims import DeviceClaims
 from elastic_rl.etcd.device_turn import SeenTurn, Side
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Engine, EngineState, StepMetrics, Version, VersionState
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.service.commands import MOVES, Command, CommandKind
 from elastic_rl.trainer.service.shares import Shares
 

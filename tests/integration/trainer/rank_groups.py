@@ -20,7 +20,7 @@ from megatron_ranks import perform
 from safetensors.torch import save_file
 
 from elastic_rl.config import Config
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.trainer.megatron import megatron_cpu, parallel
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_rl.errors import ChunkMissing, TrainerFailed
-from elastic_rl.runtime import die_with_parent
+from elastic_rl.runtime.process import die_with_parent
 from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, Unavailable
 from elastic_rl.trainer.megatron.parallel import ParallelDims
 

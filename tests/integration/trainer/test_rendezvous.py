@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import free_port
+from elastic_rl.net.addresses import free_port
 from elastic_rl.trainer.group.rendezvous import BACKEND, Etcd3Backend, Etcd3Store
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastic_rl.runtime import free_port
+from elastic_rl.net.addresses import free_port
 
 RANKS = 2
 

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
-from elastic_rl import torch_store
-from elastic_rl.runtime import free_port, start_child
+from elastic_rl.net import torch_store
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.process import start_child
 
 RANK = """
 import os, psutil, torch, torch.distributed as dist
-from elastic_rl import torch_store
+from elastic_rl.net import torch_store
 torch_store.install()
 dist.init_process_group("gloo")
 store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()

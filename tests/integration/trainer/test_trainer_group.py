@@ -37,7 +37,8 @@ from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import Engine, EngineState, Severity
 from elastic_rl.host.leftovers import file_tag, remove_files, tagged_files
 from elastic_rl.host.processes import stop
-from elastic_rl.runtime import runs, wait_until
+from elastic_rl.runtime.process import runs
+from elastic_rl.runtime.waiting import wait_until
 from elastic_rl.trainer.megatron.parallel import FENCED_EXIT
 from elastic_rl.trainer.service.client import TrainerClient, TrainerStatus
 

@@ -33,7 +33,8 @@ from elastic_rl.bench.workers import Worker, WorkerFailed
 from elastic_rl.dcs import protocol
 from elastic_rl.dcs.codecs.digests import digest_of
 from elastic_rl.errors import DeadlineExceeded
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 
 # -- the rows' arithmetic ---------------------------------------------------------------------------------------------

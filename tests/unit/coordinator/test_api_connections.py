@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from support.certificates import Authority
 
-from elastic_rl import runtime
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api.connections import Connection, IdleConnections, Limits
 from elastic_rl.coordinator.api.server import bind, make_server
+from elastic_rl.runtime.waiting import wait_until
 
 _CLIENT_HELLO = bytes.fromhex("160301020001")
 
@@ -124,7 +124,7 @@ def test_idle_connections_of_an_address_are_limited(api: Api) -> None:
 def test_connection_with_an_authenticated_request_is_not_closed_for_others(api: Api) -> None:
     working = api.connect()
     working.sendall(b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n")
-    runtime.wait_until(lambda: api.held == 1, timeout_s=20, what="the request")
+    wait_until(lambda: api.held == 1, timeout_s=20, what="the request")
     silent = [api.connect() for _ in range(30)]
     assert closed(silent[0])
     api.go.set()
@@ -182,7 +182,7 @@ def test_failures_to_accept_are_logged_once_and_end(api: Api, monkeypatch: pytes
         raw.settimeout(20)
         raw.connect(("127.0.0.1", api.port))
         api.sockets.append(raw)
-        runtime.wait_until(lambda: refused >= 3, timeout_s=20, what="failures")
+        wait_until(lambda: refused >= 3, timeout_s=20, what="failures")
     assert len([r for r in caplog.records if "cannot be accepted" in r.message]) == 1
     assert not any(r.exc_info for r in caplog.records)
     raw.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")

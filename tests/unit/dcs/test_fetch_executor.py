@@ -27,7 +27,7 @@ from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import ArenaFull, ChunkCorrupt, ChunkMissing, EtcdUnavailable, NodeUnavailable
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import DcsNode
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 SIZE, COUNT = 64 << 10, 32
 _RANDOM = random.Random(0)

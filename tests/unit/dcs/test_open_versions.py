@@ -15,7 +15,7 @@ from elastic_rl.dcs.node.open_versions import OpenVersion, OpenVersions
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import ChunkCorrupt, ChunkMissing, NodeUnavailable, VersionNotFound
 from elastic_rl.etcd.records import DcsNode, Version, VersionState
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 STREAM, VERIFY_EVERY_S = "policy", 60.0
 

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_rl.dcs.node.sends import DeltaCache, SendLimiter
 from elastic_rl.errors import NodeUnavailable
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 class Sender(threading.Thread):

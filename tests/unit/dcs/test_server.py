@@ -27,7 +27,7 @@ from elastic_rl.dcs.security import Security
 from elastic_rl.dcs.storage.chunk_table import ChunkTable
 from elastic_rl.errors import AccessDenied, ConfigError
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 TOKEN = "secret"
 _START_OF_A_CLIENT_HELLO = bytes.fromhex("160301020001")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_rl.engine_key import create_key, key_headers, read_key
 from elastic_rl.errors import ConfigError
+from elastic_rl.net.engine_key import create_key, key_headers, read_key
 
 
 def test_key_is_made_once_and_is_for_its_owner_alone(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from elastic_rl import http_client
 from elastic_rl.engine import router as router_module
 from elastic_rl.engine.router import RouterClient
 from elastic_rl.errors import DeadlineExceeded, RouterUnavailable
+from elastic_rl.net import http_client
 
 ENGINE = "http://127.0.0.1:7"
 

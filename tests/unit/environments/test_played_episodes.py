@@ -22,7 +22,7 @@ from elastic_rl.engine.client import Sampling
 from elastic_rl.engine.generation import PromptRequest
 from elastic_rl.engine.own_generate import ClientOptions, EnvironmentJob, OwnGenerate
 from elastic_rl.errors import ConfigError, EngineFailed, PluginAway, PluginFailed
-from elastic_rl.plugin_process import CallLost
+from elastic_rl.plugins.process import CallLost
 
 MODULE = '''
 import asyncio, sys, threading
@@ -72,7 +72,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 def played(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., OwnGenerate]]:
     (tmp_path / "own_environment.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("elastic_rl.plugin_process.CANCEL_S", 1.0)
+    monkeypatch.setattr("elastic_rl.plugins.process.CANCEL_S", 1.0)
     made = []
 
     def make(name: str, seconds: float = 60.0, **options: Any) -> OwnGenerate:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_rl.etcd.process_state import ProcessState, Sighting, load_per_core, look_at, machine_id, start_ticks
 from elastic_rl.etcd.records import Finding, MemberProcess
 from elastic_rl.etcd.witness import Watched, merge
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 GONE_S, STOPPED_S = 2.0, 3.0
 PROCESS = MemberProcess(role="actor", id="a", incarnation="1", pid=1, started=1)

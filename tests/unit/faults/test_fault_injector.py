@@ -13,7 +13,7 @@ from elastic_rl.errors import EtcdUnavailable
 from elastic_rl.faults import injector as injectors
 from elastic_rl.faults.injector import FaultInjector
 from elastic_rl.pipeline.records.run_log import RunLog
-from elastic_rl.runtime import wait_until
+from elastic_rl.runtime.waiting import wait_until
 
 
 class Etcd:

@@ -10,7 +10,7 @@ from typing import IO
 import pytest
 
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.files import private_folder, replace_file
+from elastic_rl.runtime.files import private_folder, replace_file
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -13,9 +13,9 @@ from elastic_rl import config, train
 from elastic_rl.cli import main
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.files import preflight_writes
 from elastic_rl.host import cluster_settings, processes
 from elastic_rl.host.local_cluster import Cluster
+from elastic_rl.runtime.files import preflight_writes
 
 
 def full(*args: Any, **more: Any) -> None:

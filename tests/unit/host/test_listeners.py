@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from elastic_rl import http_client
 from elastic_rl.config import DeviceConfig, EngineConfig
 from elastic_rl.engine.client import GenerateClient, Sampling
 from elastic_rl.engine.router import RouterClient, RouterProcess
@@ -22,6 +21,7 @@ from elastic_rl.engine.server.sglang_server import SGLangServer
 from elastic_rl.errors import EngineFailed, PortTaken, RouterUnavailable
 from elastic_rl.host import listeners
 from elastic_rl.host.listeners import check_connections, listener_uids, require_own_listener
+from elastic_rl.net import http_client
 
 KEY = "0123456789abcdef" * 4
 

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from elastic_rl.host.process_activity import ActivityMeter, Since, listening, of_process, of_tree
-from elastic_rl.runtime import free_port, wait_until
+from elastic_rl.net.addresses import free_port
+from elastic_rl.runtime.waiting import wait_until
 
 BUSY = "while True: pass"
 Start = Callable[[str], subprocess.Popen[bytes]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_rl.runtime import ProgressLimit
+from elastic_rl.runtime.waiting import ProgressLimit
 
 
 class Clock:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_rl import config, runtime
+from elastic_rl import config
 from elastic_rl.coordinator.client.cluster_info import ClusterInfo
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import cluster_lock, cluster_settings
 from elastic_rl.host.local_cluster import Cluster
 from elastic_rl.host.service_supervisor import ServiceSupervisor
+from elastic_rl.net.addresses import free_port
 
 
 class Ended:
@@ -26,13 +27,13 @@ class Ended:
         self.cluster.dir.mkdir(parents=True)
         (self.cluster.dir / "etcd" / "member").mkdir(parents=True)
         cluster_settings.save(self.cluster.cfg, self.cluster.dir)
-        self.port = runtime.free_port()
-        self.info = ClusterInfo("j", [f"127.0.0.1:{self.port}"], [f"http://127.0.0.1:{runtime.free_port()}"], "", "",
+        self.port = free_port()
+        self.info = ClusterInfo("j", [f"127.0.0.1:{self.port}"], [f"http://127.0.0.1:{free_port()}"], "", "",
                                 str(self.cluster.dir), own_etcd=True)
         self.info.save()
         child = subprocess.Popen(["sleep", "600"])
         for name, url in (("etcd-0", self.info.etcd_endpoints[0]), ("coordinator-0", self.info.coordinators[0]),
-                          ("dcs-node-0", f"127.0.0.1:{runtime.free_port()}")):
+                          ("dcs-node-0", f"127.0.0.1:{free_port()}")):
             self.cluster.book.add(name, child.pid, url)
         child.kill()
         child.wait()

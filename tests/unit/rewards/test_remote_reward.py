@@ -17,9 +17,9 @@ import pytest
 
 from elastic_rl.data.samples import Prompt, Sample, Segment
 from elastic_rl.errors import ConfigError, PluginFailed
+from elastic_rl.net.addresses import free_port
 from elastic_rl.rewards.base import Reward
 from elastic_rl.rewards.registry import close_reward, make_reward
-from elastic_rl.runtime import free_port
 
 PROMPT = Prompt((1, 2), "1+1=", metadata={"answer": "2", "kind": "sum"})
 

@@ -18,12 +18,13 @@ import pytest
 
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.plugin_host import MAX_MESSAGE
+from elastic_rl.plugins.host import MAX_MESSAGE
 from elastic_rl.rewards import forms
 from elastic_rl.rewards.base import Reward, RewardFn
 from elastic_rl.rewards.registry import close_reward, make_reward
 from elastic_rl.rewards.worker_pool import CallGivenUp, WorkerPool
-from elastic_rl.runtime import runs, wait_until
+from elastic_rl.runtime.process import runs
+from elastic_rl.runtime.waiting import wait_until
 
 MODULE = '''
 import os, subprocess, sys, time

@@ -1,0 +1,440 @@
+"""Everything that is wrong with a job, found before a cluster starts: plug-ins, model, data, and how they fit together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from elastic_rl.config import ENVIRONMENT, Config, PoolSettings
+from elastic_rl.config.groups import CRITIC
+from elastic_rl.config.unused import unused_settings
+from elastic_rl.data.model_tokenizer import ModelTokenizer
+from elastic_rl.data.queue.group_codec import encode_group
+from elastic_rl.data.samples import Group, Prompt, as_episode, demonstration
+from elastic_rl.data.sources import CheckedSource, make_source, read_prompts
+from elastic_rl.engine.own_generate import OwnGenerate, make_generate
+from elastic_rl.engine.server.arguments import tensor_parallel
+from elastic_rl.environments import job_hints
+from elastic_rl.errors import ConfigError, ElasticRLError, PluginFailed
+from elastic_rl.host import checkpoint_capacity, model_folder
+from elastic_rl.models.arch import RESERVED_TOKENS, ModelArch, longest_sequence
+from elastic_rl.pipeline.sampling.samples import decoder
+from elastic_rl.pipeline.untrained.sampled_modes import rejection_groups
+from elastic_rl.plugins.process import CallLost
+from elastic_rl.plugins.user_code import MAX_NAME, describe, is_name, plain, text_of
+from elastic_rl.rewards.base import Decode, RewardAway, RewardFn, plain_rewards
+from elastic_rl.rewards.own import close_filter, named_filter
+from elastic_rl.rewards.registry import close_reward, make_reward
+
+_READ = 16
+"""Prompts of each set that are read, spread over it."""
+_REWARDED = 4
+_LARGE = 512
+"""Hidden size from which on a model is not one that was made to be tried out."""
+_SURE_TOKENS_PER_S = 20.0
+"""Of one request; an engine on a GPU makes as many for each of hundreds."""
+_NEW_JOBS_ONLY = ("checkpoints", "evaluation sets")
+"""Parts that are required of a new job only."""
+_SHOWN = 200
+"""Characters of a prompt that are shown."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one part of a job. ``fault``: what is wrong; "" for nothing. ``hint``: what to do, or what to
+    look at where there is no fault."""
+
+    part: str
+    detail: str = ""
+    fault: str = ""
+    hint: str = ""
+
+
+def require(cfg: Config, *, begun: bool = False) -> None:
+    """Raises ConfigError with everything that is wrong with what the settings name. Reads the data's first prompts
+    only, and calls no reward: it is done at each start of a job. ``begun``: the job has committed something; then
+    nothing is refused that cannot be changed any more, or without which it may still go on."""
+    faults = [f for f in (*_plug_ins(cfg), *_model_and_data(cfg))
+              if f.fault and not (begun and f.part in _NEW_JOBS_ONLY)]
+    if faults:
+        raise ConfigError("\n  ".join(f.fault for f in faults),
+                          hint="; ".join(dict.fromkeys(f.hint for f in faults if f.hint)))
+
+
+def check(cfg: Config) -> Iterator[Finding]:
+    """A finding for each part of the job, as it is examined. Prompts are read, and the reward is asked what the data's
+    own answers are worth."""
+    usable = plays = True
+    for found in _plug_ins(cfg):
+        usable &= not (found.part == "reward" and found.fault)
+        plays &= not (found.part == "generate" and found.fault)
+        yield found
+    made: list[CheckedSource] = []
+    yield from _model_and_data(cfg, made.append)
+    yield from _of_defaults(cfg)
+    if unused := unused_settings(cfg):
+        yield Finding("settings", "; ".join(unused), hint="without that they change nothing: leave them out, or set it")
+    for source in made:
+        yield from _of_requests(cfg, source)
+        prompts = _of_prompts(cfg, source)
+        yield prompts
+        if cfg.uses_engines and cfg.rollout.environment and plays and not prompts.fault:
+            yield _of_environment(cfg, source)
+        if cfg.uses_engines and usable and not prompts.fault:
+            yield _of_reward(cfg, source)
+
+
+def _plug_ins(cfg: Config) -> Iterator[Finding]:
+    from elastic_rl.algorithms.registry import algorithm_of  # these import torch, which no other command needs
+    from elastic_rl.pipeline.fully_async.queues import make_queue
+    rollout = cfg.rollout
+
+    def algorithm() -> str:
+        algorithm_of(cfg)
+        return cfg.algorithm.name if cfg.mode == "rl" else "not used"
+
+    def filters() -> str:
+        names = []
+        for entry in rollout.filters:
+            name, drop_reason = named_filter(entry, rollout.reward_timeout_s)
+            close_filter(drop_reason)
+            names.append(name)
+        return ", ".join(names) or "none"
+
+    def reward() -> str:
+        close_reward(make_reward(rollout.reward, rollout.reward_options, pools=cfg.pool_settings("")))
+        return rollout.reward
+
+    def generate() -> str:
+        made = make_generate(cfg, "", 1, str(Path(cfg.model.path).expanduser()))
+        if isinstance(made, OwnGenerate):
+            made.close()
+        return f"{rollout.generate} {rollout.environment}".strip()
+
+    def queue() -> str:
+        if cfg.mode != "rl" or cfg.train.schedule != "fully_async":
+            return "not used"
+        make_queue(cfg, 1).close()
+        return cfg.train.queue
+
+    for part, examine in (("algorithm", algorithm), ("generate", generate), ("filters", filters), ("reward", reward),
+                          ("queue", queue)):
+        found = _finding(part, examine)
+        hint = "; ".join(job_hints.of_settings(cfg)) if part == "generate" and not found.fault else found.hint
+        yield replace(found, hint=hint)
+
+
+def _model_and_data(cfg: Config, made: Callable[[CheckedSource], object] = lambda source: None) -> Iterator[Finding]:
+    """``made``: gets the source, if the data and the model fit."""
+    facts: model_folder.Facts | None = None
+    critic_arch: ModelArch | None = None
+    source: CheckedSource | None = None
+
+    def model() -> str:
+        nonlocal facts
+        model_folder.require(cfg, 0)
+        if not cfg.model.path:
+            return f"a small one of the family {cfg.model.family}, made from the seed"
+        facts = model_folder.read(Path(cfg.model.path).expanduser())
+        arch = facts.arch
+        return f"{cfg.model.path}: {arch.layers} layers, hidden size {arch.hidden}, {arch.vocab} tokens"
+
+    def data() -> str:
+        nonlocal source
+        source = make_source(cfg)
+        longest = source.max_prompt_tokens + source.max_response_tokens
+        if facts is not None or not cfg.model.path:
+            model_folder.require_positions(cfg, facts, longest)
+        _require_room(cfg, longest)
+        if cfg.critic.model and critic_arch is not None:
+            model_folder.require_critic_positions(cfg, critic_arch, longest)
+        if cfg.algorithm.teacher is not None and cfg.mode == "rl":
+            _require_teacher(cfg, cfg.pool_settings("")[cfg.algorithm.teacher], longest)
+        if cfg.mode == "rejection_sampling":
+            rejection_groups(cfg, source)
+        made(source)
+        sets = ", ".join(f"{len(prompts)} in {name}" for name, prompts in source.evals.items())
+        trained = f"{len(source.train)} prompts to train on, " if cfg.uses_training_prompts else ""
+        return (f"{cfg.data.source}: {trained}to evaluate {sets}; prompts of up to "
+                f"{source.max_prompt_tokens} tokens, responses of up to {source.max_response_tokens}")
+
+    def critic() -> str:
+        nonlocal critic_arch
+        arch = critic_arch = model_folder.require_critic(cfg)
+        if cfg.critic.model:
+            _require_same_tokens("critic.model", Path(cfg.critic.model).expanduser(), cfg)
+        size = "the policy's shape" if arch is None else f"{arch.layers} layers, hidden size {arch.hidden}"
+        return f"{size}; ranks of its own: {cfg.of_group(CRITIC).trainer.ranks}"
+
+    found = _finding("model", model)
+    yield found
+    if cfg.uses_critic:
+        yield _finding("critic", critic)
+    if cfg.colocated:
+        yield _finding("placement", lambda: _placement(cfg))
+    for name, pool in cfg.pool_settings("").items():
+        if pool.stream is None:
+            found_pool = _finding(f"pool {name}", partial(_pool, pool))
+            used = name in cfg.rollout.judges or name == cfg.algorithm.teacher
+            yield found_pool if used or found_pool.fault else replace(
+                found_pool, hint="no reward and no algorithm asks it: leave it out, or name it in "
+                "rollout.reward_options or algorithm.teacher")
+    if facts is not None:
+        arch = facts.arch
+        yield _finding("checkpoints", lambda: _capacity(cfg, arch))
+    if found.fault and cfg.data.source != "addition":
+        yield Finding("data", "not examined: it may need the model's tokenizer")
+    else:
+        yield _finding("data", data)
+        if source is not None:
+            yield from _of_eval_set_names(source)
+
+
+def _placement(cfg: Config) -> str:
+    """Of a colocated job. Raises ConfigError for engines that have no room on the trainer's GPUs, or could not release
+    their memory."""
+    import torch  # which no other command needs
+
+    per_engine, ranks = tensor_parallel(cfg.engine.extra_args), cfg.trainer.ranks
+    if cfg.device.uses_cuda(torch.cuda.is_available):
+        if cfg.rollout.engines > ranks // per_engine:
+            fewer = (f"set rollout.engines to {ranks // per_engine} or less" if per_engine <= ranks else
+                     f"lower --tp-size of engine.extra_args to {ranks} or less")
+            raise ConfigError(f"placement=colocated: {cfg.rollout.engines} engines of {per_engine} GPUs do not fit on "
+                              f"the {ranks} GPUs of the trainer", hint=f"{fewer}, or more ranks of the trainer")
+        if find_spec("torch_memory_saver") is None:
+            raise ConfigError("placement=colocated: SGLang cannot release GPU memory without torch_memory_saver",
+                              hint="install the package torch_memory_saver of the release that SGLang names")
+    return "engines on the devices of the trainer, in turns"
+
+
+def _pool(pool: PoolSettings) -> str:
+    kind = model_folder.require_servable(Path(pool.model_dir))
+    try:
+        tensor_parallel(pool.engine.extra_args)
+    except ConfigError as e:
+        raise ConfigError(f"pools.{pool.name}.{e.message}", hint=e.hint) from e
+    return f"{pool.engines} engine{'' if pool.engines == 1 else 's'} with {pool.model_dir}, a {kind} model"
+
+
+def _require_room(cfg: Config, longest: int) -> None:
+    """Raises ConfigError for samples that no engine can hold. ``longest``: tokens of a prompt and a response."""
+    if cfg.uses_engines and longest > (room := cfg.engine.max_total_tokens - RESERVED_TOKENS):
+        raise ConfigError(f"engine.max_total_tokens={cfg.engine.max_total_tokens}: a prompt and a response have up to "
+                          f"{longest} tokens, and an engine takes sequences of up to {room}",
+                          hint="raise it, to several times the longest sequence, or shorten responses")
+
+
+def _require_teacher(cfg: Config, pool: PoolSettings, longest: int) -> None:
+    """Raises ConfigError for a teacher that cannot score the policy's samples. ``longest``: tokens of a prompt and a
+    response."""
+    folder = Path(pool.model_dir)
+    if not folder.is_dir():
+        return  # said of the pool
+    room = longest_sequence(folder, pool.engine.max_total_tokens) - RESERVED_TOKENS
+    if longest > room:
+        raise ConfigError(f"algorithm.teacher={pool.name}: a prompt and a response have up to {longest} tokens, and "
+                          f"the teacher's engines take sequences of up to {room}",
+                          hint=f"raise pools.{pool.name}.engine.max_total_tokens if its model has more positions, or "
+                          "shorten responses")
+    if not cfg.model.path:
+        raise ConfigError(f"algorithm.teacher={pool.name} with the built-in model, whose tokens no teacher has",
+                          hint="set model.path to a model with the teacher's tokens")
+    tokens = _require_same_tokens(f"pools.{pool.name}.model", folder, cfg)
+    if (top := cfg.algorithm.teacher_top_k) >= tokens:
+        raise ConfigError(f"algorithm.teacher_top_k={top}, and the teacher has {tokens} tokens",
+                          hint="set a smaller algorithm.teacher_top_k")
+
+
+def _require_same_tokens(setting: str, folder: Path, cfg: Config) -> int:
+    """The number of tokens of a model that gets the policy's: of other ones it would read another text, and nothing
+    would say so. Raises ConfigError unless its folder, which the setting names, has the tokenizer of ``model.path``."""
+    own, other = ModelTokenizer(cfg.model.path).vocabulary, ModelTokenizer(folder, setting).vocabulary
+    if own != other:
+        wrong = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+        raise ConfigError(f"{setting}={folder}: its tokenizer differs from that of model.path in {len(wrong)} tokens, "
+                          f"such as {wrong[0]!r}",
+                          hint="it must have the policy's tokens: take another model of the same family")
+    return len(other)
+
+
+def _of_eval_set_names(source: CheckedSource) -> Iterator[Finding]:
+    wrong = [name for name in source.evals if not is_name(name)]
+    if wrong:
+        yield Finding("evaluation sets", fault=f"the name {plain(wrong[0], 100)!r} of an evaluation set",
+                      hint=f"names of sets have 1 to {MAX_NAME} printable characters")
+
+
+def _capacity(cfg: Config, arch: ModelArch) -> str:
+    sizes = checkpoint_capacity.version_sizes(cfg, arch)
+    if found := list(checkpoint_capacity.faults(cfg, sizes)):
+        raise ConfigError("; ".join(f.message for f in found), hint="; ".join(f.fix for f in found))
+    state = f", one of the trainer's state {sizes.trainer_state >> 20} MiB" if sizes.trainer_state else ""
+    return f"a version of the policy has {sizes.policy >> 20} MiB{state}"
+
+
+def _of_defaults(cfg: Config) -> Iterator[Finding]:
+    """Settings that were left at defaults which are for the built-in model, of which a larger one would be ruined or
+    not fit into memory."""
+    if not cfg.model.path or not cfg.uses_trainer:
+        return
+    try:
+        if ModelArch.read(Path(cfg.model.path).expanduser()).hidden < _LARGE:
+            return
+    except ElasticRLError:
+        return  # a fault of the model's part
+    left = []
+    for section, name, applies in (("train", "lr", cfg.mode == "rl"), ("sft", "lr", cfg.sft.max_steps > 0),
+                                   ("sft", "max_steps", True)):
+        settings = getattr(cfg, section)
+        if applies and name not in settings.model_fields_set:
+            left.append(f"{section}.{name}={getattr(settings, name)}")
+    if left:
+        yield Finding("defaults", f"{', '.join(left)}: for the small built-in model",
+                      hint="set them for yours: a learning rate of 1e-6 to 1e-5 is usual" + (
+                          ", and sft.max_steps=0 begins RL at once" if cfg.mode == "rl" else ""))
+
+
+def _of_requests(cfg: Config, source: CheckedSource) -> Iterator[Finding]:
+    """Requests that engines under load would not end in time."""
+    tokens, limit_s = source.max_response_tokens, cfg.engine.request_timeout_s
+    if cfg.rollout.environment:  # a request for each turn
+        tokens = min(tokens, cfg.rollout.max_turn_tokens)
+    if cfg.uses_engines and tokens > _SURE_TOKENS_PER_S * limit_s:
+        yield Finding("requests", f"a response of up to {tokens} tokens within engine.request_timeout_s={limit_s:g}: "
+                      f"{tokens / limit_s:.0f} tokens/s",
+                      hint="set engine.request_timeout_s by what a request gets while an engine has many: one that "
+                      "takes longer is ended and sent again, without end")
+
+
+def _of_prompts(cfg: Config, source: CheckedSource) -> Finding:
+    hint = ""
+
+    def examine() -> str:
+        nonlocal hint
+        shown, longest = "", 0
+        for name, prompts in (("train", source.train), *source.evals.items()):
+            count = min(_READ, len(prompts))
+            read = read_prompts(prompts, [i * len(prompts) // count for i in range(count)], named=cfg.data.source,
+                                answers=cfg.imitates_answers and name == "train", vocabulary=source.vocabulary)
+            if longer := next((p for p in read if len(p.token_ids) > source.max_prompt_tokens), None):
+                raise ConfigError(f"a prompt of {name} has {len(longer.token_ids)} tokens, but the source allows "
+                                  f"{source.max_prompt_tokens}", hint="correct max_prompt_tokens")
+            if cfg.uses_transfer_queue:
+                for prompt in read:
+                    encode_group(Group(0, prompt, ()))
+            shown = shown or (_as_text(source, read[0]) if read else "")
+            longest = max([longest, *(len(p.answer_ids) for p in read if p.answer_ids)])
+        if longest > source.max_response_tokens:
+            hint = (f"an answer of the data has {longest} tokens, which no response of at most "
+                    f"max_response_tokens={source.max_response_tokens} can have")
+        return f"the first one: {plain(shown, _SHOWN)!r}"
+
+    found = _finding("prompts", examine)
+    return replace(found, hint=hint) if hint and not found.fault else found
+
+
+def _as_text(source: CheckedSource, prompt: Prompt) -> str:
+    if prompt.text or source.tokenizer is None:
+        return prompt.text or str(list(prompt.token_ids))
+    return source.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
+
+
+def _first_prompts(cfg: Config, source: CheckedSource) -> Sequence[Prompt]:
+    """Those that a reward or an environment is tried with. Raises SourceFailed."""
+    given = source.train or source.eval
+    return read_prompts(given, range(min(_REWARDED, len(given))), named=cfg.data.source, answers=False,
+                        vocabulary=source.vocabulary)
+
+
+def _of_environment(cfg: Config, source: CheckedSource) -> Finding:
+    """Whether an episode begins with the first prompts."""
+    hint = ""
+
+    def examine() -> str:
+        nonlocal hint
+        prompts = _first_prompts(cfg, source)
+        made = make_generate(cfg, "", 1, str(Path(cfg.model.path).expanduser()))
+        assert isinstance(made, OwnGenerate)
+        try:
+            for prompt in prompts:
+                asyncio.run(made.check(prompt))
+        except PluginFailed as e:
+            raise ConfigError(f"rollout.environment={cfg.rollout.environment} begins no episode with a prompt of the "
+                              f"data: {e.message}", hint=e.hint) from e
+        finally:
+            made.close()
+        hint = "; ".join(job_hints.of_tokens(cfg, source.max_response_tokens))
+        return f"an episode begins with each of the first {len(prompts)} prompts"
+
+    found = _finding("environment", examine)
+    return replace(found, hint=hint) if hint else found
+
+
+def _of_reward(cfg: Config, source: CheckedSource) -> Finding:
+    """What the reward gives for the data's own answers. 0 for each may show a wrong column or reward, or only that a
+    response must have more than the answer; so it is no fault."""
+    hint = ""
+
+    def examine() -> str:
+        nonlocal hint
+        first = _first_prompts(cfg, source)
+        prompts = [p for p in first if p.answer_ids]
+        decode = decoder(source)
+        reward = make_reward(cfg.rollout.reward, cfg.rollout.reward_options, decode=decode, pools=cfg.pool_settings(""))
+        try:
+            if callable(check := getattr(reward, "check", None)):
+                for prompt in first:
+                    check(prompt)
+            if not prompts:
+                return "not tried: the data have no answers"
+            if cfg.rollout.reward == ENVIRONMENT:
+                return "not tried: it is what the environment says of an episode"
+            values = asyncio.run(_rewards(cfg, reward, prompts, decode))
+        except RewardAway as e:
+            return f"not tried: {e.message}"
+        finally:
+            close_reward(reward)
+        if max(values) <= 0:
+            hint = "compare the data's answers with what rollout.reward expects of a response"
+        elif cfg.mode == "rl" and cfg.train.stop_eval_accuracy is not None and max(values) > 1:
+            hint = (f"RL stops at a mean reward of train.stop_eval_accuracy={cfg.train.stop_eval_accuracy:g}: set it "
+                    "for rewards of this scale, or to null")
+        return f"the data's own answers get {', '.join(f'{value:g}' for value in values)}"
+
+    found = _finding("reward of the answers", examine)
+    return replace(found, hint=hint) if hint else found
+
+
+async def _rewards(cfg: Config, reward: RewardFn, prompts: Sequence[Prompt], decode: Decode | None) -> list[float]:
+    values = []
+    for prompt in prompts:
+        sample = as_episode(demonstration(prompt))
+        if decode is not None:
+            sample = replace(sample, text=decode(sample.response_ids))
+        try:
+            async with asyncio.timeout(cfg.rollout.reward_timeout_s):
+                [found] = plain_rewards(await reward(prompt, [sample]), 1)
+            values.append(found.value)
+        except (KeyboardInterrupt, RewardAway):
+            raise
+        except (TimeoutError, CallLost) as e:
+            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} took longer than rollout.reward_timeout_s="
+                               f"{cfg.rollout.reward_timeout_s:g} for the data's own answer, or ended its process",
+                               hint="raise rollout.reward_timeout_s, or correct the reward") from e
+        except BaseException as e:  # whatever a user's function raises
+            text = text_of(e) if isinstance(e, PluginFailed) else describe(e)
+            raise PluginFailed(f"rollout.reward={cfg.rollout.reward} failed for the data's own answer: {text}") from e
+    return values
+
+
+def _finding(part: str, examine: Callable[[], str]) -> Finding:
+    try:
+        return Finding(part, examine())
+    except ElasticRLError as e:
+        return Finding(part, fault=e.message, hint=e.hint or "")

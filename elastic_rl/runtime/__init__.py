@@ -1,0 +1,1 @@
+"""What every process of the project uses: children, waiting, pauses between attempts, files replaced as a whole."""

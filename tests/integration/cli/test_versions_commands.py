@@ -1,0 +1,226 @@
+"""``elastic-rl versions`` against a real etcd and a real node."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.dcs_nodes import await_node, spawn_node
+from support.etcd_server import EtcdServers
+from transformers import AutoModelForCausalLM
+
+from elastic_rl import config
+from elastic_rl.cli import main
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+from elastic_rl.data.tiny_model import make_model_dir
+from elastic_rl.dcs.catalog import pins
+from elastic_rl.dcs.catalog.garbage_collector import GarbageCollector
+from elastic_rl.dcs.catalog.retention import RetentionPolicy
+from elastic_rl.dcs.client import DcsClient
+from elastic_rl.dcs.fetch.puller import Puller
+from elastic_rl.dcs.publish.publisher import Publisher
+from elastic_rl.etcd import fencing
+from elastic_rl.etcd.client import EtcdClient
+from elastic_rl.etcd.keys import Keys
+from elastic_rl.etcd.membership import Membership
+from elastic_rl.etcd.records import DcsNode
+from elastic_rl.host.processes import stop
+from elastic_rl.runtime.waiting import wait_until
+
+
+@dataclass
+class VersionsCommand:
+    """A cluster as ``elastic-rl up`` leaves it, with two versions of a small model in it."""
+
+    etcd: EtcdClient
+    keys: Keys
+    node: DcsNode
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    model_dir: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def run(self, *args: str) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of ``elastic-rl versions ARGS``."""
+        code = 0
+        try:
+            main.main(["versions", *args, f"--job={self.keys.job}", f"--run_dir={self.run_dir}",
+                      f"--etcd.endpoints=[{','.join(self.etcd.endpoints)}]", "--etcd.call_timeout_s=2"])
+        except SystemExit as e:
+            code = int(e.code or 0)
+        found = self.capsys.readouterr()
+        return code, found.out, found.err
+
+    def json(self, *args: str) -> object:
+        code, out, err = self.run(*args, "-o", "json")
+        assert code == 0, err
+        return json.loads(out)
+
+
+@pytest.fixture
+def command(etcd_servers: EtcdServers, etcd: EtcdClient, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+         ) -> Iterator[VersionsCommand]:
+    cfg = config.parse({"job": keys.job, "run_dir": str(tmp_path / "runs")})
+    cfg.cluster_dir.mkdir(parents=True)
+    ClusterInfo(keys.job, etcd_servers.endpoints, [], "", "", str(cfg.cluster_dir)).save()
+    model_dir = make_model_dir(cfg.job_dir / "model", cfg)
+    process = spawn_node(etcd_servers.endpoints, keys, "node-0", tmp_path)
+    try:
+        node = await_node(etcd, keys, process)
+        epoch = fencing.raise_epoch(etcd, keys, "test").number
+        weights = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+        with Publisher(etcd, keys, "policy", epoch=epoch, owner="test", chunk_bytes=64 << 10, staging_ttl_s=5,
+                       io_timeout_s=10) as publisher:
+            publisher.publish(weights.items(), meta={"step": 0})
+            weights["model.norm.weight"] = weights["model.norm.weight"].clone()
+            weights["model.norm.weight"][5] += 0.25
+            publisher.publish(weights.items(), meta={"step": 1})
+        capsys.readouterr()
+        yield VersionsCommand(etcd, keys, node, process, tmp_path / "runs", model_dir, capsys)
+    finally:
+        stop(process.pid)
+        process.wait(timeout=60)
+
+
+def test_ls_shows_every_version_and_the_head(command: VersionsCommand) -> None:
+    rows = command.json("ls")
+    assert [(r["number"], r["head"], r["step"], r["sources"]) for r in rows] == [  # type: ignore[attr-defined]
+        (1, False, 0, ["node-0"]), (2, True, 1, ["node-0"])]
+    code, out, _ = command.run()  # a bare `versions` is `versions ls`
+    assert code == 0 and "head" in out.splitlines()[2] and "KiB" in out
+
+
+def test_show_lists_tensors_and_bytes_shared_with_the_previous_version(command: VersionsCommand) -> None:
+    shown = command.json("show", "policy")
+    assert shown["version"]["number"] == 2  # type: ignore[index]
+    assert {t["name"] for t in shown["tensors"]} >= {"model.norm.weight", "lm_head.weight"}  # type: ignore[index]
+    assert 0 < shown["shared_bytes"] < sum(shown["chunks"].values())  # type: ignore[index]
+    code, out, _ = command.run("show", "policy/-1")
+    assert code == 0 and "policy/1" in out
+
+
+def test_diff_finds_the_changed_element(command: VersionsCommand) -> None:
+    [change] = command.json("diff", "policy/1", "policy/2")  # type: ignore[misc]
+    assert (change["name"], change["changed"], change["max_abs"]) == ("model.norm.weight", 1, 0.25)
+    assert command.run("diff", "policy", "policy/2")[1] == "no difference\n"
+
+
+def test_verify_finds_a_flipped_byte_and_exits_with_one(command: VersionsCommand) -> None:
+    assert command.run("verify", "policy")[0] == 0
+    with Puller(command.etcd, command.keys, "test", io_timeout_s=10) as puller, puller.pull("policy") as pulled:
+        digest, offset, _ = pulled.chunks()[1]
+    with open(command.node.arena_path, "r+b") as arena:
+        arena.seek(offset)
+        byte = arena.read(1)
+        arena.seek(offset)
+        arena.write(bytes([byte[0] ^ 1]))
+    code, out, _ = command.run("verify", "policy")
+    assert code == 1 and digest in out and ("corrupt" in out or "missing" in out)
+
+
+def test_pin_keeps_a_version_until_it_expires_or_is_removed(command: VersionsCommand) -> None:
+    assert command.run("pin", "policy/1", "--for", "3s")[0] == 0
+    collector = GarbageCollector(command.etcd, command.keys, RetentionPolicy(1))
+    assert collector.sweep([]) == []
+    assert command.json("ls")[0]["pins"]  # type: ignore[index]
+    wait_until(lambda: any("released policy version 1" in line for line in collector.sweep([])), timeout_s=20,
+               what="the end of the pin", poll_s=0.3)
+    assert command.run("pin", "policy/2", "--for", "1h")[0] == 0
+    assert command.run("unpin", "policy/2")[0] == 0
+    assert pins.pinned(command.etcd, command.keys, "policy") == set()
+    code, _, err = command.run("unpin", "policy/2")
+    assert code == 1 and "pinned by: no reader" in err
+    code, _, err = command.run("show", "policy/1")
+    assert code == 1 and "gone" in err and "committed: 2" in err
+    collector.close()
+
+
+def test_pin_of_a_version_that_is_not_there_leaves_no_lease(command: VersionsCommand,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    granted, revoked = list[int](), list[int]()
+    grant, revoke = EtcdClient.grant, EtcdClient.revoke
+
+    def counted_grant(client: EtcdClient, ttl_s: int) -> int:
+        lease = grant(client, ttl_s)
+        if ttl_s == 123457:
+            granted.append(lease)
+        return lease
+
+    def counted_revoke(client: EtcdClient, lease: int) -> None:
+        revoked.append(lease)
+        revoke(client, lease)
+
+    monkeypatch.setattr(EtcdClient, "grant", counted_grant)
+    monkeypatch.setattr(EtcdClient, "revoke", counted_revoke)
+    assert command.run("pin", "policy/999", "--for", "123457s")[0] == 1
+    assert set(granted) <= set(revoked)
+    assert command.run("pin", "policy/1", "--for", "123457s")[0] == 0
+    assert len(granted) == 1 and not set(granted) & set(revoked), "the pin of a version that exists has its lease"
+    assert command.run("unpin", "policy/1")[0] == 0
+
+
+def test_export_and_import_keep_the_model(command: VersionsCommand, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    code, out, err = command.run("export", "policy/1", str(folder), "--shard", "0.001")
+    assert code == 0, err
+    original = AutoModelForCausalLM.from_pretrained(command.model_dir, dtype=torch.float32).eval()
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(original(tokens).logits, exported(tokens).logits)
+    assert (folder / "tokenizer.json").read_bytes() == (command.model_dir / "tokenizer.json").read_bytes()
+    assert command.run("export", "policy/1", str(folder))[0] == 2, "a folder with something in it was written over"
+    code, out, err = command.run("import", str(folder), "policy")
+    assert code == 0 and "policy/3" in out, err
+    assert command.run("diff", "policy/1", "policy/3")[1] == "no difference\n"
+
+
+def test_import_into_a_running_job_needs_yes(command: VersionsCommand) -> None:
+    with Membership(command.etcd, command.keys, "trainer", "rank-0", ttl_s=5).start():
+        code, _, err = command.run("import", str(command.model_dir), "policy")
+        assert code == 2 and "--yes" in err
+        assert command.run("import", str(command.model_dir), "policy", "--yes")[0] == 0
+
+
+def test_errors_say_what_to_do(command: VersionsCommand, tmp_path: Path) -> None:
+    for args, word in ((["show", "policy/99"], "no such number"), (["show", "Policy!"], "STREAM"),
+                       (["pin", "policy", "--for", "soon"], "duration"), (["import", str(tmp_path), "policy"], "safe")):
+        code, _, err = command.run(*args)
+        assert code in (1, 2) and word in err and "Traceback" not in err
+
+
+def test_recover_rebuilds_a_lost_catalog(command: VersionsCommand) -> None:
+    client = DcsClient(command.etcd, command.keys, io_timeout_s=10)
+    with contextlib.closing(client):
+        assert client.connect("node-0").mark().versions, "the node has noted no version"
+    command.etcd.delete_prefix(f"{command.keys.root}dcs/streams/")
+    command.etcd.delete_prefix(f"{command.keys.root}dcs/placements/")
+    command.etcd.delete(command.keys.dcs_catalog())
+    assert command.json("ls") == []
+    assert command.run("show", "policy")[0] == 1
+
+    code, out, err = command.run("recover", "--dry-run")
+    assert code == 0 and "nothing was changed" in out, err
+    assert command.json("ls") == []
+    with Membership(command.etcd, command.keys, "trainer", "rank-0", ttl_s=5).start():
+        code, _, err = command.run("recover")
+        assert code == 2 and "--yes" in err
+    done = command.json("recover")
+    assert [(v["stream"], v["number"], v["found"]) for v in done["versions"]] == [  # type: ignore[index]
+        ("policy", 1, "whole"), ("policy", 2, "whole")]
+    assert [r["head"] for r in command.json("ls")] == [False, True]  # type: ignore[attr-defined]
+    assert command.run("verify", "policy")[0] == 0
+
+
+def test_recover_without_anything_to_recover_from_says_what_is_needed(command: VersionsCommand) -> None:
+    stop(command.process.pid)
+    command.process.wait(timeout=60)
+    command.etcd.delete_prefix(f"{command.keys.root}dcs/")
+    code, _, err = command.run("recover")
+    assert code == 2 and "dcs.disk_dir" in err and "dcs.durable_url" in err

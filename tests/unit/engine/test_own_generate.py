@@ -1,0 +1,292 @@
+"""Generate functions of a user's code, in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
+
+import psutil
+import pytest
+import torch
+
+from elastic_rl import config
+from elastic_rl.data.batch import collate
+from elastic_rl.data.samples import Prompt, Sample, Segment
+from elastic_rl.engine.client import Sampling
+from elastic_rl.engine.generation import Generated, GenerateFault, PromptRequest
+from elastic_rl.engine.own_generate import ClientOptions, OwnGenerate
+from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed
+from elastic_rl.plugins.process import PluginProcess, ProcessLost
+from elastic_rl.roles.rollout import GenerationRequest, RolloutRole, of_each
+from elastic_rl.runtime.process import runs
+from elastic_rl.runtime.waiting import wait_until
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SAMPLE = Sample((Segment((1,), (-0.5,), version=3),))
+MODULE = '''
+import asyncio, os, threading
+from dataclasses import replace
+from elastic_rl.data.samples import Sample, Segment
+from elastic_rl.errors import EngineFailed
+
+def sample(ids=(1, 2), logprobs=(-0.5, -0.5), **more):
+    segment = Segment((1,), (-0.5,), version=3)
+    for name, value in {"token_ids": ids, "logprobs": logprobs, **more}.items():
+        object.__setattr__(segment, name, value)
+    return Sample((segment,), metadata={"tool": "calculator"})
+
+async def generate(request, engines):
+    what, n = request.prompt.text, request.samples
+    await asyncio.sleep(0)
+    if what == "raise": raise ValueError("the tool is away")
+    if what == "engine": raise EngineFailed("no engine")
+    if what == "hang": await asyncio.Event().wait()
+    if what == "block": threading.Event().wait()
+    if what == "die": os._exit(3)
+    if what == "token": return [sample((1, 99)) for _ in range(n)]
+    if what == "nan": return [sample(logprobs=(-0.5, float("nan"))) for _ in range(n)]
+    if what == "lengths": return [sample(logprobs=(-0.5,)) for _ in range(n)]
+    if what == "long": return [sample((1,) * 50, (-0.5,) * 50) for _ in range(n)]
+    if what == "few": return [sample() for _ in range(n - 1)]
+    if what == "text": return "nothing"
+    return [sample() for _ in range(n)]
+
+not_async = 3
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "my_generate.py").write_text(MODULE)
+    sys.path[:0] = [str(folder), str(EXAMPLES)]
+    yield
+    sys.path.remove(str(folder))
+    sys.path.remove(str(EXAMPLES))
+
+
+def _request(ordinal: int, text: str = "", samples: int = 2) -> PromptRequest:
+    return PromptRequest(ordinal, Prompt((5,), text), Sampling(12, seed=7), samples)
+
+
+def _children() -> set[int]:
+    return {p.pid for p in psutil.Process().children(recursive=True) if runs(p)}
+
+
+def _generate(role: RolloutRole, *whats: str) -> list[Generated]:
+    async def all_of_them() -> list[Generated]:
+        return await asyncio.gather(*(role._bounded(_request(i, what), 1) for i, what in enumerate(whats)))
+    return asyncio.run(all_of_them())
+
+
+@pytest.fixture
+def role(monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutRole]:
+    monkeypatch.setattr("elastic_rl.plugins.process.CANCEL_S", 0.5)
+    made = RolloutRole.__new__(RolloutRole)
+    cfg = config.load(overrides=["--rollout.generate=my_generate:generate", "--rollout.generate_timeout_s=2"])
+    own = OwnGenerate("my_generate:generate", ClientOptions("http://127.0.0.1:9", 5.0, 1, 50))
+    made.ctx = SimpleNamespace(config=cfg, model_dir="")  # type: ignore[assignment]
+    made.generate_fn, made._vocabulary = own, 50
+    made.client = None  # type: ignore[assignment]
+    made._first_sample = SimpleNamespace(first_of=lambda samples: 0)  # type: ignore[assignment]
+    made._published = SimpleNamespace(beyond=AsyncMock(return_value=0))  # type: ignore[assignment]
+    yield made
+    own.close()
+
+
+@pytest.mark.parametrize(("what", "named"), [
+    ("raise", "ValueError: the tool is away"), ("hang", "took longer than 2 s for group 1.*generate_timeout_s"),
+    ("token", "a token id that is no int from 0 to 49"), ("nan", "a log-prob that is not finite"),
+    ("lengths", "2 tokens with 1 log-probs"), ("long", "a response of 50 tokens, and the data source allows 12"),
+    ("few", "must give 2 samples"), ("text", "must give 2 samples")])
+def test_what_fails_or_is_nonsense_costs_its_group_only(role: RolloutRole, what: str, named: str) -> None:
+    good, bad = _generate(role, "", what)
+    assert isinstance(good, list) and good[0].segments[0].token_ids == (1, 2) and good[0].oldest_version == 3
+    assert good[1].metadata == {"tool": "calculator"} and good[1].segments[0].logprobs == (-0.5, -0.5)
+    assert isinstance(bad, GenerateFault) and not bad.shared
+    with pytest.raises(AssertionError, match=named):
+        raise AssertionError(bad.why)
+
+
+@pytest.mark.parametrize("what", ["block", "die"])
+def test_process_that_ends_is_replaced_and_names_nobody(role: RolloutRole, what: str) -> None:
+    assert all(isinstance(g, list) or g.shared for g in _generate(role, "", what, ""))
+    [bad] = _generate(role, what)
+    assert isinstance(bad, GenerateFault) and bad.shared
+    assert isinstance(_generate(role, "")[0], list)
+
+
+def test_suspects_have_a_process_of_their_own_while_they_are_tried(role: RolloutRole, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    """One that ends it ends no other group, and it does not stay: it takes as much memory as the other one."""
+    monkeypatch.setattr("elastic_rl.engine.own_generate._UNUSED_S", 0.05)
+    before, own = _children(), role.generate_fn
+    assert isinstance(own, OwnGenerate)
+
+    async def both() -> None:
+        held = asyncio.create_task(role._bounded(_request(0, "hang"), 1))
+        try:
+            bad = await role._bounded(_request(1, "die"), 1, suspect=True)
+            assert isinstance(bad, GenerateFault) and bad.shared
+            assert isinstance(await role._bounded(_request(2), 1, suspect=True), list)
+            assert not held.done()
+            while own.for_suspects._process._process is not None:
+                await asyncio.sleep(0.01)
+        finally:
+            held.cancel()
+            await asyncio.wait([held])
+
+    role.ctx = SimpleNamespace(model_dir="", config=config.load(overrides=[  # type: ignore[assignment]
+        "--rollout.generate=my_generate:generate", "--rollout.generate_timeout_s=600"]))
+    asyncio.run(both())
+    wait_until(lambda: _children() <= before, timeout_s=60, what="the end of the process of suspects")
+
+
+def test_process_of_suspects_ends_with_the_role(role: RolloutRole) -> None:
+    before = _children()
+    assert isinstance(asyncio.run(role._bounded(_request(0), 1, suspect=True)), list)
+    of_suspects = _children() - before
+    assert of_suspects
+    role.generate_fn.close()  # type: ignore[attr-defined]
+    wait_until(lambda: not _children() & of_suspects, timeout_s=60, what="the end of the process of suspects")
+
+
+def test_process_that_cannot_be_started_is_no_fault_of_the_group(role: RolloutRole, monkeypatch: pytest.MonkeyPatch
+                                                                 ) -> None:
+    def fails(self: OwnGenerate) -> None:
+        raise PluginFailed("no memory")
+
+    monkeypatch.setattr(OwnGenerate, "start", fails)
+    assert asyncio.run(role._bounded(_request(0), 1, suspect=True)) == GenerateFault("no memory", away="plugin")
+
+
+def test_process_takes_no_call_before_it_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A call would be given up while the user's module is imported, and take the process with it."""
+    begun, released = tmp_path / "begun", tmp_path / "released"
+    (tmp_path / "slow_generate.py").write_text(
+        f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(released)!r}): time.sleep(0.05)\nfrom my_generate import generate\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    process = PluginProcess("the test", "elastic_rl.engine.own_generate:serve", "slow_generate:generate",
+                            ClientOptions("", 1.0, 1, 50))
+    started: list[None] = []
+    threads = [threading.Thread(target=lambda: started.append(process.start())) for _ in range(3)]
+
+    async def call() -> Any:
+        async with asyncio.timeout(60):
+            return await process.call(_request(0))
+
+    try:
+        for thread in threads:
+            thread.start()
+        wait_until(begun.exists, timeout_s=60, what="the import")
+        with pytest.raises(ProcessLost, match="is being started"):
+            asyncio.run(call())
+        assert not started
+        released.touch()
+        for thread in threads:
+            thread.join(60)
+        assert len(started) == 3 and len(asyncio.run(call())["samples"]) == 2
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize("replaced", [2, 1 << 20])
+def test_group_waits_for_a_process_that_is_replaced(role: RolloutRole, monkeypatch: pytest.MonkeyPatch, replaced: int
+                                                    ) -> None:
+    left = [replaced]
+
+    async def call(request: PromptRequest, engines: Any) -> list[Sample]:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ProcessLost("it is being started")
+        return [SAMPLE] * request.samples
+
+    monkeypatch.setattr(OwnGenerate, "__call__", lambda self, request, engines: call(request, engines))
+    [found] = _generate(role, "")
+    assert found == [SAMPLE] * 2 if replaced == 2 else isinstance(found, GenerateFault) and found.shared
+
+
+def test_engines_that_fail_are_no_fault_of_the_function(role: RolloutRole) -> None:
+    with pytest.raises(EngineFailed, match="no engine"):
+        _generate(role, "engine")
+
+
+def test_what_is_no_function_is_a_wrong_setting() -> None:
+    for name in ("my_generate:not_async", "my_generate:missing", "no_such_module:f"):
+        with pytest.raises(ConfigError, match="rollout.generate"):
+            OwnGenerate(name, ClientOptions("", 1.0, 1, 1))
+
+
+def test_group_that_no_engine_answered_is_repeated_alone() -> None:
+    good, fault, away = [SAMPLE], GenerateFault("bad"), EngineFailed("no engine")
+    assert of_each([good, away, fault]) == [good, GenerateFault("the engines to generate: no engine", away="engines"),
+                                            fault]
+    assert of_each([good]) == [good]
+    for found, raised in (([away, away], EngineFailed), ([good, RuntimeError("x"), away], RuntimeError)):
+        with pytest.raises(raised):
+            of_each(found)
+
+
+def test_request_ends_when_all_of_its_groups_have(role: RolloutRole) -> None:
+    """What still ran would go on beside the repeated one."""
+    role.working = lambda groups: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
+    ended: list[int] = []
+
+    async def bounded(prompt: PromptRequest, min_version: int, suspect: bool) -> Generated:
+        if prompt.ordinal == 0:
+            raise EngineFailed("no engine")
+        await asyncio.sleep(0.05)
+        ended.append(prompt.ordinal)
+        return [SAMPLE] * prompt.samples
+
+    role._bounded = bounded  # type: ignore[method-assign]
+    found = asyncio.run(role._generated(GenerationRequest((_request(0), _request(1), _request(2)), 1)))
+    assert ended == [1, 2] and isinstance(found[0], GenerateFault) and found[0].away == "engines"
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+
+class Engine(BaseHTTPRequestHandler):
+    """Answers as SGLang does, with the number of the prompt's tokens."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        answers = [{"output_ids": [len(ids)], "meta_info": {
+            "finish_reason": {"type": "stop"}, "weight_version": "3",
+            "output_token_logprobs": [[-0.25, len(ids), None]]}}
+            for ids in body["input_ids"]]
+        raw = json.dumps(answers).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_example_of_two_turns_is_trained_on_what_the_policy_wrote() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    own = OwnGenerate("two_turns:generate", ClientOptions(f"http://127.0.0.1:{server.server_port}", 60.0, 2, 50))
+    try:
+        request = _request(0)
+        samples = asyncio.run(own(request, None))  # type: ignore[arg-type]
+    finally:
+        own.close()
+        server.shutdown()
+        server.server_close()
+    assert [[(s.token_ids, s.logprobs, s.loss, s.version) for s in sample.segments] for sample in samples] == [
+        [((1,), (-0.25,), True, 3), ((5,), (), False, 0), ((3,), (-0.25,), True, 3)]] * 2
+    batch = collate([(request.prompt, s) for s in samples], [1.0, -1.0])
+    assert torch.equal(batch["loss_mask"][0], torch.tensor([False, True, False, True]))

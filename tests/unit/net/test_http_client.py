@@ -1,0 +1,70 @@
+"""Our HTTP clients: none of them goes by a proxy of the environment."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from elastic_rl.coordinator.client.admin_client import AdminClient
+from elastic_rl.coordinator.client.cluster_info import ClusterInfo
+
+ROOT = Path(__file__).resolve().parents[3] / "elastic_rl"
+_MAKERS = {"get", "post", "put", "patch", "delete", "head", "options", "request", "stream", "Client", "AsyncClient"}
+
+
+class _Server(HTTPServer):
+    requests: list[str]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        self.server.requests.append(self.path)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[_Server, _Server]]:
+    made = _Server(("127.0.0.1", 0), _Handler), _Server(("127.0.0.1", 0), _Handler)
+    for server in made:
+        server.requests = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield made
+    for server in made:
+        server.shutdown()
+        server.server_close()
+
+
+def test_proxy_of_the_environment_gets_nothing(servers: tuple[_Server, _Server], monkeypatch: pytest.MonkeyPatch
+                                               ) -> None:
+    api, proxy = servers
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    AdminClient(ClusterInfo("j", [], [f"http://127.0.0.1:{api.server_port}"], "", "", "")).get("/v1/job")
+    assert (api.requests, proxy.requests) == (["/v1/job"], [])
+
+
+def test_only_http_client_makes_clients() -> None:
+    wrong = []
+    for file in ROOT.rglob("*.py"):
+        if "bench" in file.relative_to(ROOT).parts or file.name == "http_client.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="httpx"), attr=name)) if name in _MAKERS:
+                    wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} httpx.{name}")
+    assert wrong == []

@@ -1,0 +1,224 @@
+"""Real TensorBoard and W&B, whose files are read back, with repeated steps; and trackers that fail."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_rl.pipeline.records.run_log import RunLog
+from elastic_rl.report.build import read_records
+from elastic_rl.runtime.waiting import wait_until
+from elastic_rl.telemetry.trackers import RewindDetector, Row, Trackers, WandB, scalars
+
+
+def never(name: str, why: str) -> None:
+    raise AssertionError(f"{name} failed: {why}")
+
+
+def run_with_a_recovery(folder: Path) -> dict[int, float]:
+    """SFT phase, five steps with an evaluation, a recovery that goes back to step 3, and another process of the actor
+    that continues from step 4. Returns the valid loss of each step."""
+    failures: list[str] = []
+
+    def start() -> tuple[RunLog, Trackers]:
+        trackers = Trackers.from_names(
+            ["tensorboard", "wandb"], folder, "job", lambda name, why: failures.append(f"{name}: {why}"))
+        return RunLog(folder / "steps.jsonl", trackers), trackers
+
+    def step(log: RunLog, number: int, loss: float) -> None:
+        log.write("step", step=number, loss=loss, reward_mean=0.5, groups=[1, 2], seconds={"total": 1.0, "train": 0.5},
+                  engines=[{"id": "e", "state": "ready"}], grad_norm=None, throughput={"mfu": 0.5},
+                  algorithm={"entropy": 1.25})
+
+    log, trackers = start()
+    for number in (10, 20):
+        log.write("sft", step=number, loss=2.0 / number, eval_accuracy=0.25, at=0.0)
+    log.write("eval", step=0, eval_accuracy=0.25, policy_version=1)
+    for number in range(1, 6):
+        step(log, number, loss=1.0 / number)
+    log.write("eval", step=5, eval_accuracy=0.5, policy_version=6)
+    log.write("rewind", from_step=5, to_step=3, reason="a rank died")
+    for number in (4, 5):
+        step(log, number, loss=2.0 / number)
+    trackers.close(timeout_s=300.0)
+    log, trackers = start()
+    for number in (5, 6):
+        step(log, number, loss=4.0 / number)
+    log.write("eval", step=6, eval_accuracy=0.75, policy_version=9)
+    trackers.close(timeout_s=300.0)
+    assert failures == []
+    return {1: 1.0, 2: 1 / 2, 3: 1 / 3, 4: 2 / 4, 5: 4 / 5, 6: 4 / 6}
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    folder = tmp_path_factory.mktemp("tracked")
+    return folder, run_with_a_recovery(folder)
+
+
+def test_tensorboard_shows_the_valid_row_of_each_step(tracked: tuple[Path, dict[int, float]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, loss = tracked
+    assert len(list((folder / "tensorboard" / "rl").iterdir())) == 3, "one file for each rewind"
+    shown = EventAccumulator(str(folder / "tensorboard" / "rl"), size_guidance={"scalars": 0}).Reload()
+    assert {e.step: e.value for e in shown.Scalars("loss")} == pytest.approx(loss)
+    assert [e.step for e in shown.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [(e.step, e.value) for e in shown.Scalars("eval_accuracy")] == [(0, 0.25), (6, 0.75)]
+    assert {"seconds/total", "reward_mean", "engines_ready", "throughput/mfu",
+            "algorithm/entropy"} <= set(shown.Tags()["scalars"])
+    sft = EventAccumulator(str(folder / "tensorboard" / "sft")).Reload()
+    assert [e.step for e in sft.Scalars("loss")] == [10, 20], "the steps of RL purged those of the SFT phase"
+
+
+def wandb_history(path: Path) -> Iterator[dict[str, float]]:
+    """The rows in a file of an offline run: records of a LevelDB log, each a protobuf message."""
+    from wandb.proto import wandb_internal_pb2
+
+    raw, at, parts = path.read_bytes(), 7, b""
+    assert raw[:4] == b":W&B"
+    while at + 7 <= len(raw):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", raw[at:at + 7])
+        parts += raw[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                yield {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+
+
+def test_wandb_has_every_row_and_the_last_attempt_of_a_step_is_valid(
+        tracked: tuple[Path, dict[int, float]]) -> None:
+    folder, loss = tracked
+    files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime)
+    assert len(files) == 2, "one part for each process"
+    assert {file.stem.removeprefix("run-") for file in files} == {
+        json.loads((folder / "wandb" / "run.json").read_text())["id"]}, "all of them of one run"
+    rows = [row for file in files for row in wandb_history(file)]
+    steps = [row for row in rows if "rl/loss" in row]
+    assert [row["rl/step"] for row in steps] == [1, 2, 3, 4, 5, 4, 5, 5, 6]
+    assert [row["rl/attempt"] for row in steps] == [1, 1, 1, 1, 1, 2, 2, 3, 3]
+    assert steps[0]["rl/throughput/mfu"] == 0.5 and steps[0]["rl/algorithm/entropy"] == 1.25
+    assert {row["rl/step"]: row["rl/loss"] for row in steps} == pytest.approx(loss)
+    assert [row["sft/step"] for row in rows if "sft/loss" in row] == [10, 20]
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"id": 1}', '{"id": "x", "attempts": {"rl": "many"}}'])
+def test_damaged_file_of_the_wandb_run_begins_another_run(tmp_path: Path, damaged: str,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    asked: list[dict[str, Any]] = []
+    signature = inspect.signature(wandb.init)
+
+    def init(**given: Any) -> Any:
+        signature.bind(**given)
+        asked.append(given)
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(wandb, "init", init)
+    file = tmp_path / "wandb" / "run.json"
+    file.parent.mkdir()
+    file.write_text(damaged)
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            WandB(tmp_path, "job", "online")
+    assert asked[0]["id"] == asked[1]["id"] == json.loads(file.read_text())["id"] and len(asked[0]["id"]) == 16
+    assert asked[0]["mode"] == "online" and asked[0]["resume"] == "allow"
+
+
+def test_tracker_that_fails_or_hangs_is_reported_once_and_delays_nothing(tmp_path: Path) -> None:
+    class Failing:
+        def write(self, row: Row) -> None:
+            raise OSError("no space left on device")
+
+        def close(self) -> None:
+            raise AssertionError("it had failed")
+
+    class Hanging:
+        def write(self, row: Row) -> None:
+            threading.Event().wait()
+
+        def close(self) -> None:
+            raise AssertionError("it hangs before that")
+
+    def absent() -> Any:
+        raise ModuleNotFoundError("No module named 'wandb'")
+
+    reported: list[tuple[str, str]] = []
+    trackers = Trackers({"failing": Failing, "hanging": Hanging, "absent": absent},
+                        lambda name, why: reported.append((name, why)))
+    log = RunLog(tmp_path / "steps.jsonl", trackers)
+    for step in range(1, 3001):
+        log.write("step", step=step, loss=0.5)
+    trackers.close(timeout_s=0.1)
+    assert len(read_records(log.path)) == 3000
+    wait_until(lambda: len(reported) == 3, timeout_s=20, what="three reports")
+    assert {name: why.split(":")[0] for name, why in reported} == {
+        "failing": "OSError", "absent": "ModuleNotFoundError", "hanging": "too slow"}
+
+
+def test_only_numbers_of_training_steps_are_tracked() -> None:
+    assert scalars("fault", {"step": 3, "at": 1.0}) is None and scalars("rewind", {"to_step": 1}) is None
+    assert scalars("step", {"step": 3, "at": 9.0, "loss": 0.5, "grad_norm": None, "groups": [1], "ok": True,
+                            "seconds": {"total": 2}, "engines": [{"state": "ready"}, {"state": "syncing"}]}) == (
+        "rl", 3, {"loss": 0.5, "seconds/total": 2.0, "engines_ready": 1.0})
+    assert scalars("eval", {"step": 3, "eval_accuracy": 0.5, "eval_sets": {"math": 0.25},
+                            "eval_reward_parts": {"right": 1.0}}) == (
+        "rl", 3, {"eval_accuracy": 0.5, "eval/math/accuracy": 0.25, "eval/reward_parts/right": 1.0})
+    assert scalars("sampled", {"step": 1, "samples": 8}) == ("sampled", 1, {"samples": 8.0})
+
+
+@given(st.lists(st.tuples(st.sampled_from(["step", "eval", "sft", "restart"]), st.integers(0, 6)), max_size=60))
+def test_purging_leaves_every_step_once_and_an_evaluation_takes_none_up_to_its_own(history: list[tuple[str, int]]
+                                                                                   ) -> None:
+    detector = RewindDetector()
+    kept: dict[str, list[tuple[int, str]]] = {"rl": [], "sft": []}
+    for kind, step in history:
+        if kind == "restart":
+            detector = RewindDetector()
+            continue
+        row = detector.row(kind, {"step": step, "x": 1.0})
+        assert row is not None and row.run == ("sft" if kind == "sft" else "rl")
+        rows = kept[row.run]
+        before = [(s, k) for s, k in rows if s < step or (s == step and kind == "eval")]
+        if row.void_from is not None:
+            rows[:] = [(s, k) for s, k in rows if s < row.void_from]
+        assert rows == before, "a valid row is gone, or a void one is not"
+        rows.append((row.step, kind))
+    for rows in kept.values():
+        steps = [s for s, kind in rows if kind != "eval"]
+        assert steps == sorted(set(steps))
+
+
+def test_evaluation_that_another_process_repeats_keeps_the_training_row_of_its_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for rows in ([("step", 39), ("step", 40), ("step", 41)], [("eval", 40), ("step", 41)]):
+        trackers = Trackers.from_names(["tensorboard"], tmp_path, "job", never)
+        for kind, step in rows:
+            trackers.offer(kind, {"step": step, "reward_mean" if kind == "step" else "eval_accuracy": step / 100})
+        trackers.close(timeout_s=300.0)
+    shown = EventAccumulator(str(tmp_path / "tensorboard" / "rl"), size_guidance={"scalars": 0}).Reload()
+    assert [e.step for e in shown.Scalars("reward_mean")] == [39, 40, 41]
+    assert [e.step for e in shown.Scalars("eval_accuracy")] == [40]
+
+
+def test_no_thread_is_started_without_trackers() -> None:
+    before = threading.active_count()
+    trackers = Trackers.from_names([], Path("/nonexistent"), "job", never)
+    trackers.offer("step", {"step": 1})
+    trackers.close()
+    assert threading.active_count() == before
