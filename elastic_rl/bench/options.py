@@ -35,6 +35,8 @@ class Options:
     """Ids of the rows to measure; empty: all."""
     settings: tuple[str, ...] = ()
     """Settings of the job that ``loop`` trains, as ``--key.sub=value``."""
+    program: str = "elastic-rl bench"
+    """The command that runs a bench, without its name."""
     say: Callable[[str], None] = _discard
     """Gets a line of progress now and then."""
 
@@ -48,7 +50,7 @@ class Options:
 
     def command(self, name: str) -> str:
         """The command line that measures the same."""
-        parts = [f"elastic-rl bench {name}", "--quick" if self.quick else "",
+        parts = [f"{self.program} {name}", "--quick" if self.quick else "",
                  f"--size {self.size_bytes >> 20}MiB" if self.size_bytes >= 1 << 20 else
                  f"--size {self.size_bytes}" if self.size_bytes else "",
                  f"--rows {','.join(self.rows)}" if self.rows else "", *map(shlex.quote, self.settings)]

@@ -7,7 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_rl.bench.measurement import Row
@@ -28,6 +28,12 @@ class Suite:
     """Name of the package that holds the modules."""
     rows: Mapping[str, tuple[str, ...]]
     """Module → the ids of all its rows."""
+    other_packages: Mapping[str, str] = field(default_factory=dict)
+    """Module → its package, where that is another one."""
+
+    def extended(self, package: str, rows: Mapping[str, tuple[str, ...]]) -> Suite:
+        """This suite with the modules of another package as well; those of the same name replace its own."""
+        return Suite(self.package, {**self.rows, **rows}, {**self.other_packages, **dict.fromkeys(rows, package)})
 
     def modules(self, ids: Sequence[str]) -> list[str]:
         """The modules that measure the rows of these ids (all, for none), in order. Raises ConfigError for an unknown
@@ -50,7 +56,7 @@ class Suite:
         missing = dict.fromkeys(row for row in self.rows[module] if is_selected(row, ids))
         why = "its measurement gave no such row"
         try:
-            found = importlib.import_module(f"{self.package}.{module}")
+            found = importlib.import_module(f"{self.other_packages.get(module, self.package)}.{module}")
             freeze_heap()
             with contextlib.ExitStack() as stack:
                 rows: Iterable[Row] = found.measure(testbed)

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from elastic_rl.cli.exit_codes import Exit, code_of, describe
 from elastic_rl.cli.tables import printable
 from elastic_rl.errors import ElasticRLError
 from elastic_rl.runtime.files import os_error_text
+
+if TYPE_CHECKING:
+    from elastic_rl.bench import Benches
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +47,9 @@ def _completion(shell: Annotated[Shell, typer.Argument(help="The shell that sour
     sys.stdout.write(completion.script(shell) + "\n")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, benches: Benches | None = None) -> None:
     """Entry point. The project's own errors become a message, a hint and an exit code, those of the system a message; a
-    traceback is a bug."""
+    traceback is a bug. ``benches``: what the command ``bench`` offers in place of the package's own."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] and args[0] in _LISTS and (
             len(args) == 1 or (args[1].startswith("-") and args[1] not in ("-h", "--help"))):
@@ -55,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from typer.completion import completion_init
         completion_init()
     try:
-        app(args=args, prog_name=PROGRAM)
+        app(args=args, prog_name=PROGRAM, obj=benches)
     except ElasticRLError as e:
         err.print(f"error: {printable(e.message)}", markup=False, highlight=False, soft_wrap=True)
         if e.hint:

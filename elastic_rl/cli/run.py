@@ -169,19 +169,20 @@ def bench(ctx: typer.Context,
 
     Each row is printed, and written, as soon as it is measured; Ctrl-C keeps those. `bench loop` takes settings of its
     job as --key.sub=value."""
-    from elastic_rl.bench import BENCHES, measurement
+    from elastic_rl.bench import BENCHES, Benches, measurement
     from elastic_rl.bench.options import Options, parse_size
     from elastic_rl.bench.recorder import MarkdownFile, Printer, Recorder
-    if name not in BENCHES:
-        raise ConfigError(f"there is no bench {name!r}", hint=f"known: {', '.join(sorted(BENCHES))}")
-    options = Options(quick=quick, size_bytes=parse_size(size) if size else 0, say=_progress,
+    benches: Benches = ctx.obj or BENCHES
+    if name not in benches.by_name:
+        raise ConfigError(f"there is no bench {name!r}", hint=f"known: {', '.join(sorted(benches.by_name))}")
+    options = Options(program=benches.program, quick=quick, size_bytes=parse_size(size) if size else 0, say=_progress,
                       rows=tuple(r.strip() for r in rows.split(",") if r.strip()), settings=tuple(overrides(ctx.args)))
     file = MarkdownFile(write, name, options.command(name)) if write is not None else None
     recorder = Recorder(Printer(_progress if output is Format.JSON else _print_row), *([file] if file else []))
     complete = False
     try:
         with first_signal_interrupts():
-            BENCHES[name](options, recorder.emit)
+            benches.by_name[name](options, recorder.emit)
         complete = True
         if file is not None:
             file.finish()

@@ -1,5 +1,5 @@
 """The control plane measured: fail-over of the leader and of etcd, the cost of a thousand engines, requests and streams
-of the API; beside torchft's lighthouse where both do the same."""
+of the API."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SUITE = Suite(__name__, {
 })
 
 
-def run(options: Options, emit: Emit) -> None:
+def run(options: Options, emit: Emit, suite: Suite = SUITE) -> None:
     """Measures the selected rows on processes of its own that all end here. Raises ConfigError."""
     refuse_settings(options)
-    SUITE.modules(options.rows)  # an unknown id is an error before anything heavy is imported
+    suite.modules(options.rows)  # an unknown id is an error before anything heavy is imported
     from elastic_rl.bench.control.testbed import Testbed
-    SUITE.run(options, emit, lambda: Testbed.start(options))
+    suite.run(options, emit, lambda: Testbed.start(options))

@@ -1,4 +1,4 @@
-"""The checkpoint service measured: each row beside the alternatives, and beside the machine's limit."""
+"""The checkpoint service measured, beside the machine's limit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ SUITE = Suite(__name__, {
     "commit": ("commit-100k", "commit-100k-pull"),
     "node_memory": ("memory-node", "memory-node-share", "memory-node-idle"),
     "stall": ("P3", "P3-stall-s", "memory-trainer"),
-    "apply_latency": ("memory-engine", "P1-apply-1", "P1-apply-1-s", "P1-apply-2", "P1-apply-2-s", "P4", "P4-pause-s",
-                      "P4-token-gap-s"),
+    "apply_latency": ("memory-engine", "P1-apply-1-s", "P1-apply-2-s", "P4", "P4-pause-s", "P4-token-gap-s"),
 })
 
 
-def run(options: Options, emit: Emit) -> None:
+def run(options: Options, emit: Emit, suite: Suite = SUITE) -> None:
     """Measures the selected rows on processes of its own that all end here. Raises ConfigError."""
     refuse_settings(options)
-    SUITE.modules(options.rows)  # an unknown id is an error before anything heavy is imported
+    suite.modules(options.rows)  # an unknown id is an error before anything heavy is imported
     from elastic_rl.bench.dcs.testbed import Testbed
-    SUITE.run(options, emit, lambda: Testbed.start(options))
+    suite.run(options, emit, lambda: Testbed.start(options))

@@ -1,6 +1,7 @@
-"""P1-apply-*, P4-* and memory-engine: new weights in real engines, by the checkpoint service and by the alternatives.
+"""P1-apply-*, P4-* and memory-engine: new weights in real engines, by the checkpoint service, and by alternatives where
+some are given.
 
-P1-apply: from a trainer that has the tensors to N engines that have applied them, against the best alternative.
+P1-apply: from a trainer that has the tensors to N engines that have applied them.
 P4: how long an engine is paused for it, against the model's bare ``load_weights`` from memory that is mapped already;
 and the longest time between two tokens of a stream meanwhile.
 memory-engine: what applying adds to the memory of an engine's processes.
@@ -9,14 +10,16 @@ memory-engine: what applying adds to the memory of an engine's processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import psutil
 
-from elastic_rl.bench.dcs import loaders, updates
+from elastic_rl.bench.dcs import loaders
+from elastic_rl.bench.dcs.dcs_update import DcsUpdate, Update
 from elastic_rl.bench.dcs.engines import BenchEngine, Model, configure, everywhere, start
 from elastic_rl.bench.dcs.memory import Peak
 from elastic_rl.bench.dcs.testbed import Cluster, Testbed
@@ -32,6 +35,21 @@ GOAL_FASTER, GOAL_PAUSE = 2.0, 1.2
 _MOST_BYTES = 256 << 20
 _ENGINE_BYTES = 1500 << 20
 """Memory of an engine beside the weights."""
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """Other ways to bring weights into engines."""
+
+    ways: Callable[[Cluster, Sequence[BenchEngine], int], Mapping[str, Callable[[], AbstractContextManager[Update]]]]
+    """Gives them by name, for these engines and a model of so many bytes; the memory of the first is measured, too."""
+    loaders: Sequence[str]
+    """Weight loaders of them that engines must know, as ``package.module.function``."""
+    unmeasured: Mapping[str, str]
+    """Name → why it is not among the ways."""
+
+
+NONE = Alternatives(ways=lambda cluster, engines, nbytes: {}, loaders=(), unmeasured={})
 
 
 @dataclass
@@ -52,20 +70,21 @@ class Measured:
     """By way; the checkpoint service has an empty name."""
 
 
-def measure(testbed: Testbed) -> Iterator[Row]:
+def measure(testbed: Testbed, alternatives: Alternatives = NONE) -> Iterator[Row]:
     found = Measured()
     cfg = configure(testbed.folder, min(testbed.nbytes, _MOST_BYTES))
     model = Model(testbed.folder, cfg)
     with testbed.cluster() as cluster:
-        engines = start(cluster, model, cfg, _affordable(model.nbytes))
-        ours = updates.DcsUpdate(cluster, engines[:1], model.nbytes)
-        _memory(found, cluster, ours, engines, model)
+        engines = start(cluster, model, cfg, _affordable(model.nbytes), alternatives.loaders)
+        ours = DcsUpdate(cluster, engines[:1], model.nbytes)
+        _memory(found, cluster, ours, engines, model, alternatives)
         yield memory_row(found, model.nbytes)
         for n in COUNTS:
             if n > len(engines):
-                yield from missing_rows(n, "this machine's memory holds fewer engines")
+                rows = missing_rows(n, "this machine's memory holds fewer engines")
+                yield from rows if alternatives is not NONE else rows[-1:]
                 continue
-            for _ in _count(found, cluster, engines[:n], model, testbed.samples):
+            for _ in _count(found, cluster, engines[:n], model, testbed.samples, alternatives):
                 yield from count_rows(found, n, model.nbytes)
         _bare(found, ours, engines[0], testbed)
         yield from pause_rows(found)
@@ -126,12 +145,12 @@ def _affordable(nbytes: int) -> int:
     return int(count)
 
 
-def _count(found: Measured, cluster: Cluster, engines: Sequence[BenchEngine], model: Model, samples: int
-           ) -> Iterator[None]:
+def _count(found: Measured, cluster: Cluster, engines: Sequence[BenchEngine], model: Model, samples: int,
+           alternatives: Alternatives) -> Iterator[None]:
     """Measures all ways at one number of engines, and yields after each. An alternative counts only when it leaves the
     same weights in the engines as the checkpoint service."""
     n = len(engines)
-    ours = updates.DcsUpdate(cluster, engines, model.nbytes)
+    ours = DcsUpdate(cluster, engines, model.nbytes)
     for engine in engines:
         engine.pauses.clear()
     found.ours[n] = _times(ours.update, model, samples, after=ours.settle)
@@ -139,7 +158,7 @@ def _count(found: Measured, cluster: Cluster, engines: Sequence[BenchEngine], mo
         found.pauses = engines[0].pauses[1:]
     yield
     others = found.others.setdefault(n, {})
-    for name, make in updates.alternatives(cluster, engines, model.nbytes).items():
+    for name, make in alternatives.ways(cluster, engines, model.nbytes).items():
         cluster.testbed.options.say(f"  {_engines(n)}: {name}")
         try:
             with make() as update:
@@ -149,11 +168,11 @@ def _count(found: Measured, cluster: Cluster, engines: Sequence[BenchEngine], mo
         except Exception as e:  # whatever it is: it must not cost the other alternatives
             found.why[name] = why_of(e)
         yield
-    found.why.setdefault("checkpoint-engine", updates.checkpoint_engine())
+    found.why.update(alternatives.unmeasured)
     yield
 
 
-def _times(update: updates.Update, model: Model, samples: int, *, after: Callable[[], object] = lambda: None
+def _times(update: Update, model: Model, samples: int, *, after: Callable[[], object] = lambda: None
            ) -> list[float]:
     out = []
     for i in range(samples + 1):
@@ -166,7 +185,7 @@ def _times(update: updates.Update, model: Model, samples: int, *, after: Callabl
     return out
 
 
-def _require_same(name: str, ours: updates.DcsUpdate, engines: Sequence[BenchEngine], model: Model) -> None:
+def _require_same(name: str, ours: DcsUpdate, engines: Sequence[BenchEngine], model: Model) -> None:
     """What an alternative left in the engines is what the checkpoint service brings."""
     left = everywhere(engines, lambda e: e.checksums())
     ours.update(model.tensors)
@@ -175,25 +194,26 @@ def _require_same(name: str, ours: updates.DcsUpdate, engines: Sequence[BenchEng
         raise Unmeasurable(f"{name} left other weights in the engines than the checkpoint service does")
 
 
-def _memory(found: Measured, cluster: Cluster, ours: updates.DcsUpdate, engines: Sequence[BenchEngine],
-            model: Model) -> None:
-    """Of the first updates after the start: what is kept for the next ones counts too. The alternative is measured on
-    another engine."""
+def _memory(found: Measured, cluster: Cluster, ours: DcsUpdate, engines: Sequence[BenchEngine],
+            model: Model, alternatives: Alternatives) -> None:
+    """Measures the first updates after the start, since what is kept for the next ones counts too. The alternative is
+    measured on another engine."""
     with Peak(engines[0].pids) as peak:
         for _ in range(2):
             model.renew()
             ours.update(model.tensors)
             ours.settle()
     found.grown[""] = [float(peak.grown)]
-    if len(engines) > 1:
-        with updates.from_disk(cluster, engines[1:2], in_memory=True) as update, Peak(engines[1].pids) as peak:
+    if len(engines) > 1 and (ways := alternatives.ways(cluster, engines[1:2], model.nbytes)):
+        name, make = next(iter(ways.items()))
+        with make() as update, Peak(engines[1].pids) as peak:
             for _ in range(2):
                 model.renew()
                 update(model.tensors)
-        found.grown["SGLang from_disk, tmpfs"] = [float(peak.grown)]
+        found.grown[name] = [float(peak.grown)]
 
 
-def _bare(found: Measured, ours: updates.DcsUpdate, engine: BenchEngine, testbed: Testbed) -> None:
+def _bare(found: Measured, ours: DcsUpdate, engine: BenchEngine, testbed: Testbed) -> None:
     times = testbed.folder / "bare"
     with ours.reference() as reference:
         request = {"reference": reference, "times": str(times)}
@@ -203,7 +223,7 @@ def _bare(found: Measured, ours: updates.DcsUpdate, engine: BenchEngine, testbed
     found.bare = [float(line) for line in Path(times).read_text().split()][1:]
 
 
-def _gaps(found: Measured, ours: updates.DcsUpdate, engine: BenchEngine, model: Model, testbed: Testbed) -> None:
+def _gaps(found: Measured, ours: DcsUpdate, engine: BenchEngine, model: Model, testbed: Testbed) -> None:
     for i in range(testbed.samples + 1):
         model.renew()
         with Listener(engine.url) as listener:

@@ -69,8 +69,9 @@ class BenchEngine(SGLangServer):
     pauses: list[float]
     """Seconds of each pause, from asking for it to the answer that it is over."""
 
-    def __init__(self, index: int, model: Model, cfg: Config, folder: Path) -> None:
+    def __init__(self, index: int, model: Model, cfg: Config, folder: Path, more_loaders: Sequence[str]) -> None:
         self.folder, self.log = model.folder, folder / f"engine-{index}.log"
+        self._loaders = (loaders.BARE, *more_loaders)
         super().__init__(str(model.folder), cfg=cfg.engine, device=cfg.device, log=self.log, seed=index,
                          tag=file_tag(folder, f"engine-{index}"))
         self.pauses = []
@@ -79,7 +80,7 @@ class BenchEngine(SGLangServer):
     def arguments(self, cuda: bool) -> list[str]:
         args = super().arguments(cuda)
         at = args.index(LOADER)
-        return [*args[:at + 1], loaders.BARE, loaders.DCP, *args[at + 1:]]
+        return [*args[:at + 1], *self._loaders, *args[at + 1:]]
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *,
               timeout_s: float | None = None) -> dict[str, Any]:
@@ -110,9 +111,11 @@ class BenchEngine(SGLangServer):
         return json.dumps({k: v for k, v in answer.items() if k not in ("message", "success")}, sort_keys=True)
 
 
-def start(cluster: Cluster, model: Model, cfg: Config, count: int) -> list[BenchEngine]:
-    """Engines that end with the cluster; started together, since most of a start is waiting for one core."""
-    engines = [BenchEngine(i, model, cfg, cluster.testbed.folder) for i in range(count)]
+def start(cluster: Cluster, model: Model, cfg: Config, count: int, more_loaders: Sequence[str] = ()
+          ) -> list[BenchEngine]:
+    """Engines that end with the cluster; started together, since most of a start is waiting for one core.
+    ``more_loaders``: weight loaders that they take beside the bench's own."""
+    engines = [BenchEngine(i, model, cfg, cluster.testbed.folder, more_loaders) for i in range(count)]
     for engine in engines:
         cluster.adopt(engine)
     try:

@@ -81,7 +81,7 @@ def rows(row: str, found: Measured) -> list[Row]:
 
 
 def _start(cluster: Cluster, found: Measured) -> tuple[Worker, list[str]]:
-    links = cluster.worker("links", str(found.bytes_per_s))
+    links = cluster.worker("elastic_rl.bench.dcs.links", str(found.bytes_per_s))
     names = [f"host-{i:02}" for i in range(HOSTS)]
     for name in [_SOURCE, *names]:
         port = free_port()
@@ -112,7 +112,8 @@ def _pulls(cluster: Cluster, weights: Weights, links: Worker, names: Sequence[st
 
 def _plain(cluster: Cluster, kind: str, found: Measured) -> None:
     """One transfer to all hosts; it takes as long each time, since the links are the limit."""
-    links, hosts = cluster.worker("links", str(found.bytes_per_s)), cluster.worker("plain_transfer", str(found.nbytes))
+    links = cluster.worker("elastic_rl.bench.dcs.links", str(found.bytes_per_s))
+    hosts = cluster.worker("elastic_rl.bench.dcs.plain_transfer", str(found.nbytes))
     names = [_SOURCE, *(f"host-{i:02}" for i in range(HOSTS))]
     ports = hosts.call("listen", names=names)["ports"]
     hosts.call("connect", links=[int(links.call("add", node=name, port=port)["port"])

@@ -1,7 +1,7 @@
-"""Weight loaders of the bench that run inside an engine's scheduler, named to it with ``--custom-weight-loader``.
+"""The bench's weight loader, which runs inside an engine's scheduler and is named to it with
+``--custom-weight-loader``.
 
-Each is called with one uint8 tensor of JSON by ``update_weights_from_tensor``, as ``elastic_rl.engine.sglang.loader``
-is.
+It is called with one uint8 tensor of JSON by ``update_weights_from_tensor``, as ``elastic_rl.engine.sglang.loader`` is.
 """
 
 from __future__ import annotations
@@ -14,21 +14,18 @@ from typing import Any
 
 import torch
 
-from elastic_rl.bench.dcs.exchanges import DcpReader
 from elastic_rl.dcs.fetch import mapping
 
 BARE = f"{__name__}.bare"
-DCP = f"{__name__}.dcp"
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-_reader = DcpReader()
 
 
 @torch.no_grad()
 def bare(model: Any, named_tensors: Tensors) -> None:
     """The model's own ``load_weights`` from mapped memory, nothing verified; writes how long it took, in seconds, to
     the file ``times``."""
-    request = _request(named_tensors)
+    request = request_of(named_tensors)
     tensors = list(mapping.load_tensors(request["reference"]))
     sum(float(t.view(-1)[0]) for _, t in tensors)  # mapped in this process before the clock starts
     start = time.monotonic()
@@ -38,13 +35,8 @@ def bare(model: Any, named_tensors: Tensors) -> None:
         out.write(f"{took}\n")
 
 
-@torch.no_grad()
-def dcp(model: Any, named_tensors: Tensors) -> None:
-    """Loads a torch DCP folder into memory that is kept, and that into the model."""
-    model.load_weights(iter(list(_reader(_request(named_tensors)))))
-
-
-def _request(named_tensors: Tensors) -> dict[str, Any]:
+def request_of(named_tensors: Tensors) -> dict[str, Any]:
+    """What the tensor of such a call says."""
     [(_, packed)] = named_tensors
     request: dict[str, Any] = json.loads(packed.cpu().numpy().tobytes())
     return request

@@ -2,18 +2,21 @@
 
 Readers are processes that follow the head and do what an engine does: have the host's node pull and verify the version,
 which it does once for all of them, map it, and confirm that it stayed in place. ``P1-verify``: each reader verifies
-every byte itself as well, as a restored trainer and an export do. The alternatives learn through a pipe that the bytes
-are there, verify nothing, and end with the same named tensors in each process.
+every byte itself as well, as a restored trainer and an export do. Other exchanges may be measured beside: their readers
+learn through a pipe that the bytes are there, verify nothing, and end with the same named tensors in each process.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from types import MappingProxyType
+from typing import Any, Protocol
 
-from elastic_rl.bench.dcs.exchanges import EXCHANGES, Exchange, Reader
+import torch
+
 from elastic_rl.bench.dcs.testbed import STREAM, Cluster, Testbed, require_memory
 from elastic_rl.bench.dcs.weights import Weights
 from elastic_rl.bench.measurement import Row
@@ -27,6 +30,28 @@ _ANSWER_S = 300.0
 
 Times = dict[int, list[float]]
 """Number of processes → seconds until the last of them had the tensors."""
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class Reader(Protocol):
+    """A process that reads tensors; ``workers.Worker`` is one."""
+
+    def send(self, op: str, **fields: Any) -> None: ...
+
+    def answer(self, timeout_s: float) -> dict[str, Any]: ...
+
+
+class Exchange(Protocol):
+    """Where another publisher leaves the tensors."""
+
+    def readers(self, count: int) -> list[Reader]:
+        """Processes that take ``load``, with the reference that ``write`` returned, and ``release``."""
+
+    def write(self, tensors: Named) -> dict[str, Any]:
+        """Makes the tensors available; what a reader needs to find them."""
+
+    def delete(self) -> None:
+        """Deletes what was written last; no reader uses it any more."""
 
 
 @dataclass
@@ -40,7 +65,9 @@ class Measured:
     why: dict[str, str] = field(default_factory=dict)
 
 
-def measure(testbed: Testbed) -> Iterator[Row]:
+def measure(testbed: Testbed, exchanges: Mapping[str, Callable[[Cluster, Weights], Exchange]] = MappingProxyType({})
+            ) -> Iterator[Row]:
+    """``exchanges``: the alternatives, by name."""
     found = Measured()
     weights = Weights(testbed.nbytes)
     with testbed.cluster() as cluster:
@@ -50,7 +77,7 @@ def measure(testbed: Testbed) -> Iterator[Row]:
         if testbed.options.selects("P1-verify", *(f"P1-verify-{n}" for n in COUNTS)):
             found.verified = pull(True)
             yield from verify_rows(found)
-    for name, make in EXCHANGES.items():
+    for name, make in exchanges.items():
         testbed.options.say(f"  {name}")
         try:
             with testbed.cluster() as cluster:
@@ -93,7 +120,7 @@ def _dcs(cluster: Cluster, weights: Weights) -> Callable[[bool], Times]:
     """Starts a node and readers; the result takes the samples."""
     cluster.node(_NODE, 2 * weights.nbytes)
     publisher = cluster.publisher(_NODE)
-    readers = [cluster.worker("reader") for _ in range(max(COUNTS))]
+    readers = [cluster.worker("elastic_rl.bench.dcs.reader") for _ in range(max(COUNTS))]
     for reader in readers:
         reader.call("follow", endpoint=cluster.testbed.endpoint, job=cluster.keys.job, stream=STREAM, node=_NODE)
     last = 0

@@ -1,14 +1,12 @@
-"""A process that reads versions: from the checkpoint service, or from one of the alternatives."""
+"""A process that reads versions from the checkpoint service."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
-from elastic_rl.bench.dcs.exchanges import LOADERS
 from elastic_rl.bench.workers import WorkerFailed, serve
 from elastic_rl.config import DcsConfig
 from elastic_rl.dcs.fetch import mapping
@@ -27,10 +25,8 @@ class VersionReader:
         self._heads: HeadWatch | None = None
         self._pulled: Pulled | None = None
         self._stream = ""
-        self._loader: Callable[[Mapping[str, Any]], Iterable[tuple[str, torch.Tensor]]] | None = None
         self._tensors: dict[str, torch.Tensor] = {}
 
-    # -- the checkpoint service ----------------------------------------------------------------------------------------
     def follow(self, endpoint: str, job: str, stream: str, node: str) -> None:
         etcd, keys = EtcdClient([endpoint], call_timeout_s=5.0), Keys(job)
         self._stream = stream
@@ -50,7 +46,7 @@ class VersionReader:
         self._pulled = self._puller.pull(self._stream, version.number)
         self._tensors = dict(mapping.load_tensors(self._pulled.reference(verify=verify)))
         self._pulled.confirm()
-        return self._complete(names, nbytes)
+        return complete(self._tensors, names, nbytes)
 
     def release(self) -> None:
         self._tensors = {}
@@ -58,25 +54,17 @@ class VersionReader:
             self._pulled.close()
             self._pulled = None
 
-    # -- the alternatives ----------------------------------------------------------------------------------------------
-    def open(self, kind: str) -> None:
-        self._loader = LOADERS[kind]()
 
-    def load(self, reference: dict[str, Any], names: int, nbytes: int) -> dict[str, float]:
-        assert self._loader is not None
-        self._tensors = dict(self._loader(reference))
-        return self._complete(names, nbytes)
-
-    def _complete(self, names: int, nbytes: int) -> dict[str, float]:
-        at = time.monotonic()
-        found = sum(t.nbytes for t in self._tensors.values())
-        if len(self._tensors) != names or found != nbytes:
-            raise WorkerFailed(f"{len(self._tensors)} tensors of {found} bytes came, not {names} of {nbytes}")
-        return {"at": at}
+def complete(tensors: Mapping[str, torch.Tensor], names: int, nbytes: int) -> dict[str, float]:
+    """The answer of a reader that has so many tensors of so many bytes. Raises WorkerFailed when it has others."""
+    at = time.monotonic()
+    found = sum(t.nbytes for t in tensors.values())
+    if len(tensors) != names or found != nbytes:
+        raise WorkerFailed(f"{len(tensors)} tensors of {found} bytes came, not {names} of {nbytes}")
+    return {"at": at}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     reader = VersionReader()
-    serve({"follow": reader.follow, "pull": reader.pull, "release": reader.release, "open": reader.open,
-           "load": reader.load})
+    serve({"follow": reader.follow, "pull": reader.pull, "release": reader.release})

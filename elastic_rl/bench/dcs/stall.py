@@ -82,8 +82,8 @@ def _ranks(cluster: Cluster, cfg: Config) -> list[Worker]:
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(TP),
               "OMP_NUM_THREADS": "1"}
     context = str(_context(cluster, cfg))
-    return [cluster.worker("stall_rank", context, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)})
-            for r in range(TP)]
+    return [cluster.worker("elastic_rl.bench.dcs.stall_rank", context,
+                           env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(TP)]
 
 
 def _first_publish(cluster: Cluster, ranks: Sequence[Worker]) -> list[int]:

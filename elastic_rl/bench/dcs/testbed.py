@@ -149,9 +149,9 @@ class Cluster:
             collector.close()
 
     def worker(self, module: str, *args: str, env: Mapping[str, str] | None = None) -> Worker:
-        """A process of this package's ``module`` that ends with the cluster."""
-        return self.adopt(Worker(f"elastic_rl.bench.dcs.{module}", *args, env=env,
-                                 log=self.testbed.folder / f"{module}-{next(self._names)}.log"))
+        """A process of a module (``workers.serve``) that ends with the cluster."""
+        name = module.rpartition(".")[2]
+        return self.adopt(Worker(module, *args, env=env, log=self.testbed.folder / f"{name}-{next(self._names)}.log"))
 
     def adopt(self, closing: Any) -> Any:
         """Closes something with the cluster; returns it."""

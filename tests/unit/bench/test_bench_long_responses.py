@@ -13,20 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_rl.bench.loop import (
-    SUITE,
-    long_responses,
-    sft_program,
-    sft_vs_transformers,
-    trainer_vs_megatron,
-    trl_program,
-    vs_trl,
-    vs_trl_long,
-)
+from benchmarks import LOOP
+from benchmarks.loop import sft_program, sft_vs_transformers, trl_program, vs_trl, vs_trl_long
+from benchmarks.loop.vs_trl_long import Bare, Trl
+from elastic_rl.bench.loop import long_responses, trainer_vs_megatron
 from elastic_rl.bench.loop.bare_engines import EngineRounds, requests_of_step
 from elastic_rl.bench.loop.overhead import tokens_row
 from elastic_rl.bench.loop.testbed import Testbed
-from elastic_rl.bench.loop.vs_trl_long import Bare, Trl
 from elastic_rl.bench.options import Options, Unmeasurable
 from elastic_rl.config import Config
 from elastic_rl.data.batch import collate
@@ -220,7 +213,7 @@ def test_rows_of_a_run_without_records_have_a_reason() -> None:
             tokens_row([], 1.0, "vs-trl-long-tokens", "TRL"), *trainer_vs_megatron.rows([], [1], [1.0])]
     assert all(row.value is None and row.why for row in made)
     assert {row.id for row in made} == {
-        row for module in ("vs_trl_long", "trainer_vs_megatron", "sft_vs_transformers") for row in SUITE.rows[module]}
+        row for module in ("vs_trl_long", "trainer_vs_megatron", "sft_vs_transformers") for row in LOOP.rows[module]}
 
 
 def test_program_that_fails_is_a_reason(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import psutil
 import pytest
 from support.synthetic_run import records
 
+from benchmarks import LOOP
+from benchmarks.loop import trl_program, vs_trl
 from elastic_rl.bench.loop import (
     SUITE,
     async_vs_sync,
@@ -24,8 +26,6 @@ from elastic_rl.bench.loop import (
     overhead,
     own_cores,
     steps,
-    trl_program,
-    vs_trl,
 )
 from elastic_rl.bench.loop.bare_engines import requests_of_step
 from elastic_rl.bench.loop.outages import Outage
@@ -217,7 +217,7 @@ def test_all_rows_of_a_module_are_listed() -> None:
     made = [*overhead.rows([1.0], [1.0], [1.0]), overhead.tokens_row(records(5, faults=False), 1.0)]
     assert {r.id for r in made} == set(SUITE.rows["overhead"])
     made = [*vs_trl.rows([1.0], [1.0], [1.0], "trl"), overhead.tokens_row([], 1.0, "vs-trl-small-tokens", "TRL")]
-    assert {r.id for r in made} == set(SUITE.rows["vs_trl"])
+    assert {r.id for r in made} == set(LOOP.rows["vs_trl"])
     happened = {kind: [Outage(1, 1.0, 1.0)] for kind in outages.KINDS}
     made = [*outages.rows([], happened), *outages.engine_rows([], happened, 1.0)]
     assert {r.id for r in made} == set(SUITE.rows["outages"])

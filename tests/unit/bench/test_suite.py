@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
 from elastic_rl.bench import BENCHES, control, dcs, loop
 from elastic_rl.bench.loop import job
 from elastic_rl.bench.measurement import Row
@@ -90,7 +91,7 @@ def run(suite: Suite, recorder: Recorder, *ids: str) -> list[str]:
 
 
 def test_every_listed_row_can_be_selected_by_its_id() -> None:
-    for bench in (control.SUITE, dcs.SUITE, loop.SUITE):
+    for bench in (control.SUITE, dcs.SUITE, loop.SUITE, benchmarks.CONTROL, benchmarks.DCS, benchmarks.LOOP):
         for module, ids in bench.rows.items():
             for row in ids:
                 assert module in bench.modules([row])
@@ -105,6 +106,26 @@ def test_rows_are_selected_by_id_or_by_the_part_before_a_dash(suite: Callable[..
     with pytest.raises(ConfigError, match="no row 'sec'"):
         made.modules(["sec"])
     assert run(made, Recorder(), "first-a") == ["start first", "end first"]
+
+
+def test_extended_suite_measures_modules_of_both_packages(suite: Callable[..., Suite], tmp_path: Path) -> None:
+    made = suite(first=FIRST, second=FIRST)
+    other = tmp_path / f"{made.package}_other"
+    other.mkdir()
+    (other / "__init__.py").touch()
+    body = "yield Row(id='second-a', name='a', value=7.0)"
+    (other / "second.py").write_text(MODULE.format(name="other second", body=body))
+    extended = made.extended(other.name, {"second": ("second-a",)})
+    recorder = Recorder()
+    assert run(extended, recorder) == ["start first", "end first", "start other second", "end other second"]
+    assert {row.id: row.value for row in recorder.rows} == {"first-a": 1.0, "first-b": 2.0, "second-a": 7.0}
+
+
+def test_benchmarks_offer_their_rows_by_a_command_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Options] = []
+    monkeypatch.setitem(benchmarks.BENCHES.by_name, "dcs", lambda options, emit: got.append(options))
+    main.app(["bench", "dcs", "--quick"], obj=benchmarks.BENCHES, standalone_mode=False)
+    assert got[0].command("dcs") == "python -m benchmarks dcs --quick"
 
 
 def test_failing_module_keeps_its_first_rows_and_costs_no_other(suite: Callable[..., Suite]) -> None:
@@ -183,7 +204,7 @@ def test_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    monkeypatch.setitem(BENCHES, "dcs", lambda options, emit: pytest.fail("it was measured"))
+    monkeypatch.setitem(BENCHES.by_name, "dcs", lambda options, emit: pytest.fail("it was measured"))
     assert command("bench", "dcs", "--write", str(tmp_path / name)) == Exit.USAGE
     err = " ".join(capsys.readouterr().err.split())
     assert said in err and "name a Markdown file" in err
@@ -198,7 +219,7 @@ def test_file_that_is_gone_at_the_end_fails_the_command_in_one_line(
         folder.rmdir()
         emit(Row(id="P1", name="pull", value=1.0))
 
-    monkeypatch.setitem(BENCHES, "dcs", bench)
+    monkeypatch.setitem(BENCHES.by_name, "dcs", bench)
     assert command("bench", "dcs", "--write", str(folder / "RESULTS.md")) == Exit.FAILED
     captured = capsys.readouterr()
     assert "P1" in captured.out and "cannot be written" in captured.err and "Traceback" not in captured.err
@@ -218,7 +239,7 @@ def interrupted(options: Options, emit: Emit) -> None:
 
 def test_interrupted_command_prints_and_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(BENCHES, "dcs", interrupted)
+    monkeypatch.setitem(BENCHES.by_name, "dcs", interrupted)
     path = tmp_path / "RESULTS.md"
     assert command("bench", "dcs", "--write", str(path)) == Exit.INTERRUPTED
     assert "P1" in capsys.readouterr().out and "| P1 | pull | 1.5 × |" in path.read_text()
@@ -239,14 +260,14 @@ def test_second_signal_does_not_interrupt_the_cleanup_after_the_first(monkeypatc
                 signal.raise_signal(number)
                 cleaned.append(number)
 
-    monkeypatch.setitem(BENCHES, "dcs", bench)
+    monkeypatch.setitem(BENCHES.by_name, "dcs", bench)
     before = signal.getsignal(signal.SIGINT)
     assert command("bench", "dcs") == Exit.INTERRUPTED
     assert cleaned == [signal.SIGTERM, signal.SIGINT] and signal.getsignal(signal.SIGINT) is before
 
 
 def test_completed_command_leaves_complete_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BENCHES, "dcs", lambda options, emit: emit(Row(id="P1", name="pull", value=1.0)))
+    monkeypatch.setitem(BENCHES.by_name, "dcs", lambda options, emit: emit(Row(id="P1", name="pull", value=1.0)))
     path = tmp_path / "RESULTS.md"
     for _ in range(2):
         assert command("bench", "dcs", "--quick", "--write", str(path)) == Exit.OK
@@ -286,12 +307,12 @@ def test_model_folder_is_absolute_and_without_a_tilde(tmp_path: Path, monkeypatc
 
 def test_settings_of_the_command_line_reach_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[Options] = []
-    monkeypatch.setitem(BENCHES, "loop", lambda options, emit: got.append(options))
+    monkeypatch.setitem(BENCHES.by_name, "loop", lambda options, emit: got.append(options))
     assert command("bench", "loop", "--quick", "--train.steps=5", "--rows", "step-s") == Exit.OK
     assert got[0].settings == ("--train.steps=5",) and got[0].rows == ("step-s",) and got[0].quick
 
 
-@pytest.mark.parametrize("bench", sorted(BENCHES))
+@pytest.mark.parametrize("bench", sorted(BENCHES.by_name))
 def test_unknown_row_is_refused_before_anything_starts(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("bench", bench, "--rows", "P9") == Exit.USAGE
     captured = capsys.readouterr()

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from elastic_rl.bench.loop import trl_program
+from benchmarks.loop import trl_program
 from elastic_rl.bench.loop.bare_engines import requests_of_step
 from elastic_rl.bench.loop.job import WARM_STEPS
 from elastic_rl.bench.loop.overhead import tokens_row

@@ -1,4 +1,4 @@
-"""The ways by which new weights get from a trainer into engines: the checkpoint service, and the alternatives.
+"""The alternatives by which new weights get from a trainer into engines.
 
 An ``Update`` brings the tensors into all engines and returns when the last one has them. Each has its best settings.
 None of the alternatives verifies anything, and only the files remain for an engine that comes later.
@@ -16,60 +16,13 @@ from typing import Any
 
 import torch
 
-from elastic_rl.bench.dcs import loaders
+from benchmarks.dcs import loaders
+from benchmarks.dcs.exchanges import save_dcp, save_safetensors
+from elastic_rl.bench.dcs.dcs_update import Tensors, Update
 from elastic_rl.bench.dcs.engines import BenchEngine, everywhere
-from elastic_rl.bench.dcs.exchanges import save_dcp, save_safetensors
-from elastic_rl.bench.dcs.testbed import STREAM, Cluster
+from elastic_rl.bench.dcs.testbed import Cluster
 from elastic_rl.engine.server.sglang_server import pack
-from elastic_rl.errors import EngineFailed
 from elastic_rl.net.addresses import free_port
-
-Tensors = Sequence[tuple[str, torch.Tensor]]
-Update = Callable[[Tensors], None]
-_NODE = "n0"
-_HEAD_S = 120.0
-
-
-class DcsUpdate:
-    """The checkpoint service: publish; each engine's runner follows the head, pulls, stages, confirms and applies."""
-
-    def __init__(self, cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int) -> None:
-        if not cluster.processes:
-            cluster.node(_NODE, 2 * nbytes)
-        self._engines = engines
-        self._publisher = cluster.publisher(_NODE)
-        self._pullers = [cluster.puller(_NODE) for _ in engines]
-        self._heads = [cluster.adopt(puller.watch_head(STREAM)) for puller in self._pullers]
-        self._settle = cluster.settle
-        self.last = 0
-
-    def update(self, tensors: Tensors) -> None:
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            applied = [pool.submit(self._follow, i, self.last) for i in range(len(self._engines))]
-            self.last = self._publisher.publish(tensors, meta={}).number
-            for future in applied:
-                future.result()
-
-    def _follow(self, i: int, after: int) -> None:
-        version = self._heads[i].get(_HEAD_S)
-        while version is not None and version.number <= after:
-            version = self._heads[i].get(_HEAD_S)
-        if version is None:
-            raise EngineFailed("no version came")
-        engine, puller = self._engines[i], self._pullers[i]
-        with engine.stage() as session, puller.pull(STREAM, version.number, on_part=session.add) as pulled:
-            update = session.finish(pulled.reference())
-            pulled.confirm()
-            engine.apply(update, version.number)
-
-    def settle(self) -> None:
-        self._settle()
-
-    @contextmanager
-    def reference(self) -> Iterator[dict[str, Any]]:
-        """Of the newest version, pinned while the context is open."""
-        with self._pullers[0].pull(STREAM) as pulled:
-            yield pulled.reference()
 
 
 @contextmanager
@@ -156,7 +109,7 @@ def _join_as_first(name: str, port: int, world: int) -> Any:
 def from_ray(cluster: Cluster, engines: Sequence[BenchEngine], nbytes: int) -> Iterator[Update]:
     """Ray's object store: one put by the trainer; an actor beside each engine gets the arrays and hands them to
     SGLang's ``update_weights_from_tensor`` through shared memory."""
-    from elastic_rl.bench.dcs.ray_exchange import RayExchange
+    from benchmarks.dcs.ray_exchange import RayExchange
     exchange = RayExchange(cluster.testbed.folder, nbytes)
     try:
         feeders = exchange.feeders([e.url for e in engines])

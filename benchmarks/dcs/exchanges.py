@@ -1,45 +1,23 @@
 """The alternatives for getting tensors from one process to others of the same host, each with its best settings.
 
-``Exchange`` is the side that writes. ``LOADERS`` are the other side, by kind; they run in processes of ``reader``, or,
-for Ray, in actors that answer like one. None of them verifies what it reads.
+An ``Exchange`` is the side that writes. ``LOADERS`` are the other side, by kind; they run in processes of ``reader``,
+or, for Ray, in actors that answer like one. None of them verifies what it reads.
 """
 
 from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:  # engines load a part of this module, and have no use for these
+    from elastic_rl.bench.dcs.pull_latency import Exchange, Named, Reader
     from elastic_rl.bench.dcs.testbed import Cluster
     from elastic_rl.bench.dcs.weights import Weights
-
-Named = Iterable[tuple[str, torch.Tensor]]
-
-
-class Reader(Protocol):
-    """A process that reads tensors; ``workers.Worker`` is one."""
-
-    def send(self, op: str, **fields: Any) -> None: ...
-
-    def answer(self, timeout_s: float) -> dict[str, Any]: ...
-
-
-class Exchange(Protocol):
-    """Where a publisher leaves the tensors."""
-
-    def readers(self, count: int) -> list[Reader]:
-        """Processes that take ``load``, with the reference that ``write`` returned, and ``release``."""
-
-    def write(self, tensors: Named) -> dict[str, Any]:
-        """Makes the tensors available; what a reader needs to find them."""
-
-    def delete(self) -> None:
-        """Deletes what was written last; no reader uses it any more."""
 
 
 class FileExchange:
@@ -57,7 +35,7 @@ class FileExchange:
     def readers(self, count: int) -> list[Reader]:
         from elastic_rl.bench.dcs.testbed import require_ram
         require_ram(self._nbytes * (count + 1 if self._kind == "dcp" else 1))  # each DCP reader has a copy of its own
-        out = [self._cluster.worker("reader") for _ in range(count)]
+        out = [self._cluster.worker("benchmarks.dcs.reader") for _ in range(count)]
         for reader in out:
             reader.call("open", kind=self._kind)
         return list(out)
@@ -122,7 +100,7 @@ def _files(kind: str, save: Callable[[Path, dict[str, torch.Tensor]], None], *, 
 
 
 def _ray(cluster: Cluster, weights: Weights) -> Exchange:
-    from elastic_rl.bench.dcs.ray_exchange import RayExchange
+    from benchmarks.dcs.ray_exchange import RayExchange
     exchange: Exchange = cluster.adopt(RayExchange(cluster.testbed.folder, weights.nbytes))
     return exchange
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from elastic_rl.bench.loop import job, long_responses, sft_program
+from benchmarks.loop import sft_program
+from benchmarks.loop.vs_trl import interpreter, run_program
+from elastic_rl.bench.loop import job, long_responses
 from elastic_rl.bench.loop.testbed import Testbed
-from elastic_rl.bench.loop.vs_trl import interpreter, run_program
 from elastic_rl.bench.measurement import Row
 from elastic_rl.config import Config
 from elastic_rl.data.order import sft_order, sft_ordinals

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
+from benchmarks.loop.vs_trl import interpreter, run_trl, spec
 from elastic_rl.bench.loop.job import WARM_STEPS
 from elastic_rl.bench.loop.overhead import tokens_row
 from elastic_rl.bench.loop.steps import intervals
 from elastic_rl.bench.loop.testbed import Testbed
-from elastic_rl.bench.loop.vs_trl import interpreter, run_trl, spec
 from elastic_rl.bench.measurement import Row
 from elastic_rl.report.build import Record
 

@@ -1,0 +1,16 @@
+"""``python -m benchmarks NAME [options]``: the options are those of ``elastic-rl bench``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from benchmarks import BENCHES
+from elastic_rl.cli.main import main
+
+if __name__ == "__main__":
+    # Workers, and SGLang's schedulers, import modules of this package.
+    root = str(Path(__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    main(["bench", *sys.argv[1:]], benches=BENCHES)

@@ -1,0 +1,1 @@
+"""The control plane beside torchft's lighthouse."""

@@ -1,0 +1,1 @@
+"""The checkpoint service beside files, torch DCP, SGLang's own updates and Ray's object store."""

@@ -1,0 +1,1 @@
+"""The training loop beside TRL and the Trainer of transformers."""
