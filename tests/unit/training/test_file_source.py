@@ -22,7 +22,7 @@ from elastic_rl import config
 from elastic_rl.data import derived, parquet
 from elastic_rl.data.order import fingerprint
 from elastic_rl.data.parquet import ParquetRows
-from elastic_rl.data.rows import JsonlRows, plain_json, value_at
+from elastic_rl.data.rows import JsonlRows, plain_json, text_value, value_at
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.sources import make_source, read_prompts
 from elastic_rl.data.templates import Template
@@ -164,6 +164,12 @@ def test_wrong_template_is_a_wrong_setting(text: str) -> None:
 def test_values_of_a_row_are_plain_json(value: Any) -> None:
     plain = plain_json(value, "it")
     assert json.loads(json.dumps(plain)) == plain == json.loads(json.dumps(value))
+
+
+@given(st.integers(-10**30, 10**30) | st.floats(allow_nan=False, allow_infinity=False))
+def test_number_of_a_row_is_written_in_decimal_digits(value: float) -> None:
+    text = text_value(value, "it")
+    assert type(value)(text) == value and "e" not in text
 
 
 def test_value_that_json_does_not_have_is_a_fault_with_its_place() -> None:
