@@ -21,7 +21,7 @@ from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import Compare, EtcdClient, MemberStatus, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.member_metrics import MemberMetrics
-from elastic_rl.host import etcd_server, model_folder
+from elastic_rl.host import etcd_server, leftovers, model_folder
 
 _ETCD_BUDGET_S = 2.0
 _MANY_REVISIONS = 100_000
@@ -31,7 +31,7 @@ _MEMORY_GIB = 8.0
 _SOCKET_PATH = 107
 """Bytes in the path of a Unix socket, at most."""
 _LONGEST_SOCKET = "r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""Of Ray's below ``ray_dir``, with the largest process id that Linux has."""
+"""Of Ray's below the cluster's temp folder, with the largest process id that Linux has."""
 _PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "ray": "2.60.0",
              "sglang-router": "0.3.2", "transformers": "5.19.0"}
 
@@ -125,8 +125,9 @@ def require_temporary(cfg: Config) -> None:
 
 
 def _temporary(cfg: Config) -> Iterable[Finding]:
-    folder = str(cfg.ray_dir.parent)
-    size, most = len(os.fsencode(folder)), _SOCKET_PATH - len(f"/{cfg.ray_dir.name}/{_LONGEST_SOCKET}")
+    own = leftovers.temp_folder(cfg.cluster_dir)
+    folder = str(own.parent)
+    size, most = len(os.fsencode(folder)), _SOCKET_PATH - len(f"/{own.name}/{_LONGEST_SOCKET}")
     found = f"temporary files are put into {folder}"
     yield Finding("TMPDIR", Verdict.OK, found) if size <= most else Finding(
         "TMPDIR", Verdict.FAILED, f"{found}, a path of {size} bytes, and Ray's sockets below it leave room for {most}",
