@@ -159,6 +159,7 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
     """
     keys = Keys(cfg.job)
     decided = job_spec.read(etcd, keys)
+    cfg = job_spec.with_template_date(cfg, decided)
     begun = decided.spec if decided.committed else None
     if from_job and decided.committed and (begun is None or begun.from_job != from_job):
         raise ConfigError(f"job {cfg.job} has been trained already, and did not begin with the policy of {from_job}",

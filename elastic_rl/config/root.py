@@ -316,7 +316,7 @@ class Config(Section):
         idle = self.algorithm.teacher if self.mode != "rl" else None  # it teaches nobody
         return {ROLLOUT_POOL: policy, **{
             name: PoolSettings(name, str(Path(pool.model).expanduser()), None, pool.engines,
-                               changed(self.engine, pool.engine))
+                               changed(self.engine, pool.engine), template_date=self.data.template_date)
             for name, pool in self.pools.items() if name != idle or name in self.rollout.judges}}
 
     @property
