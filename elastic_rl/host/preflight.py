@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from elastic_rl import runtime
-from elastic_rl.config import Config
+from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
 from elastic_rl.etcd import member_metrics
 from elastic_rl.etcd.access import Access
@@ -117,20 +117,22 @@ def _shared_memory(cfg: Config) -> Iterable[Finding]:
 
 
 def require_temporary(cfg: Config) -> None:
-    """Raises PreflightFailed when the folder for temporary files has too long a path for Ray, which would never start.
-    """
+    """Raises PreflightFailed when the folder for temporary files has too long a path for the sockets of Ray and SGLang,
+    which would never start."""
     for finding in _temporary(cfg):
         if finding.verdict is Verdict.FAILED:
             raise PreflightFailed(finding.found, hint=finding.fix)
 
 
 def _temporary(cfg: Config) -> Iterable[Finding]:
-    own = leftovers.temp_folder(cfg.cluster_dir)
+    own, pool = leftovers.temp_folder(cfg.cluster_dir), max((ROLLOUT_POOL, *cfg.pools), key=len)
     folder = str(own.parent)
-    size, most = len(os.fsencode(folder)), _SOCKET_PATH - len(f"/{own.name}/{_LONGEST_SOCKET}")
+    of_engine = f"{leftovers.file_tag(cfg.cluster_dir, f'{pool}-123456', '12345678')}tmp12345678"
+    longest = max(_LONGEST_SOCKET, of_engine, key=len)
+    size, most = len(os.fsencode(folder)), _SOCKET_PATH - len(f"/{own.name}/{longest}")
     found = f"temporary files are put into {folder}"
     yield Finding("TMPDIR", Verdict.OK, found) if size <= most else Finding(
-        "TMPDIR", Verdict.FAILED, f"{found}, a path of {size} bytes, and Ray's sockets below it leave room for {most}",
+        "TMPDIR", Verdict.FAILED, f"{found}, a path of {size} bytes, and sockets below it leave room for {most}",
         "set TMPDIR to a shorter path of a folder on this machine, such as /tmp, for `elastic-rl train`")
 
 

@@ -44,6 +44,8 @@ def test_temporary_folder_must_leave_room_for_the_sockets_of_ray(monkeypatch: py
         assert (len(str(socket)) <= 107) is (verdict is Verdict.OK)
         (finding,) = preflight._temporary(cfg)
         assert finding.verdict is verdict
+    (of_engines,) = preflight._temporary(parse({"pools": {"j" * 32: {"model": "m"}}}))
+    assert "leave room for 16" in of_engines.found, "SGLang's sockets have the name of a pool"
     assert "leave room for 28" in finding.found and "TMPDIR" in finding.fix
     refused = CliRunner().invoke(app, ["train", "--with-cluster", "--job=never"])
     assert isinstance(refused.exception, PreflightFailed) and "TMPDIR" in refused.exception.hint
