@@ -159,6 +159,7 @@ def _admit(etcd: EtcdClient, cfg: Config, from_job: str) -> Config:
     """
     keys = Keys(cfg.job)
     decided = job_spec.read(etcd, keys)
+    cfg = job_spec.with_template_date(cfg, decided)
     begun = decided.spec if decided.committed else None
     if from_job and decided.committed and (begun is None or begun.from_job != from_job):
         raise ConfigError(f"job {cfg.job} has been trained already, and did not begin with the policy of {from_job}",
@@ -209,6 +210,7 @@ def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], N
         context_file = ctx.save(ctx.config.cluster_dir / "run.json")
         replace_file(ctx.config.ray_token_file, secrets.token_hex(32), private=True)
         create_key(ctx.config.engine_key_file)  # of a cluster of an earlier release
+    leftovers.make_temp_folder(ctx.config.cluster_dir)
     command = processes.python("elastic_rl.driver", "--context", str(context_file))
     return DriverSupervisor(ctx, etcd, command, env=_driver_environment(ctx.config), on_tick=on_tick).run()
 
@@ -216,7 +218,7 @@ def _supervise_driver(ctx: RunContext, etcd: EtcdClient, on_tick: Callable[[], N
 def _driver_environment(cfg: Config) -> dict[str, str | None]:
     """What the driver's environment has besides this process's own; None: a variable that it does not have."""
     return {processes.RUN_MARK: str(cfg.cluster_dir), **_RAY_ENV, "RAY_AUTH_TOKEN_PATH": str(cfg.ray_token_file),
-            **ray_environment(cfg.telemetry), **cfg.device.environment()}
+            **leftovers.temp_environment(cfg.cluster_dir), **ray_environment(cfg.telemetry), **cfg.device.environment()}
 
 
 def _status(etcd: EtcdClient, keys: Keys) -> JobStatus:

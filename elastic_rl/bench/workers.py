@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from elastic_rl.errors import DeadlineExceeded, ElasticRLError
 from elastic_rl.host.processes import python, stop
-from elastic_rl.runtime.process import die_with_parent, freeze_heap
+from elastic_rl.runtime.process import die_with_parent, freeze_heap, start_process
 
 _READ = 1 << 16
 
@@ -38,8 +38,8 @@ class Worker:
         self._log = log
         self._unread = b""
         with log.open("ab") as err:
-            self._process = subprocess.Popen(python(module, *args), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                             stderr=err, env={**os.environ, **(env or {})}, start_new_session=True)
+            self._process = start_process(python(module, *args), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                          stderr=err, env={**os.environ, **(env or {})})
 
     @property
     def pid(self) -> int:

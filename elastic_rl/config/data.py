@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
@@ -28,6 +29,10 @@ class DataConfig(Section):
     """Fraction of the prompts that is held out for evaluation and never trained on, for sources whose options name no
     evaluation set. With far fewer than 9,000 problems
     to train on, some seeds memorise those and stay near 0.85 on the held-out ones."""
+
+    template_date: date | None = None
+    """The day that chat templates write as today's (``strftime_now``), as ``2026-11-25``. null: the one on which the
+    job begins; it keeps that, since its prompts are to be the same in every process and after every restart."""
 
     @field_validator("options")
     @classmethod

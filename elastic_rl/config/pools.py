@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -44,6 +45,8 @@ class PoolSettings:
     engine: EngineConfig
     colocated: bool = False
     """Whether its engines share devices with the trainer, in turns."""
+    template_date: date | None = None
+    """As ``data.template_date``, for the chat template of its model."""
 
     def call_timeout_s(self, attempts: int) -> float:
         """Limit of a call of a role that asks the pool, in seconds: more than the role takes for so many attempts."""

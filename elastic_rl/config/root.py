@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -318,7 +316,7 @@ class Config(Section):
         idle = self.algorithm.teacher if self.mode != "rl" else None  # it teaches nobody
         return {ROLLOUT_POOL: policy, **{
             name: PoolSettings(name, str(Path(pool.model).expanduser()), None, pool.engines,
-                               changed(self.engine, pool.engine))
+                               changed(self.engine, pool.engine), template_date=self.data.template_date)
             for name, pool in self.pools.items() if name != idle or name in self.rollout.judges}}
 
     @property
@@ -410,13 +408,6 @@ class Config(Section):
     def log_dir(self) -> Path:
         """Folder of the logs of the cluster's processes."""
         return self.cluster_dir / "logs"
-
-    @property
-    def ray_dir(self) -> Path:
-        """Folder that Ray's one of the job is in (``files.private_folder``, since Ray's own is open to all users). Its
-        path is short: Ray puts sockets below it, whose paths are limited to 107 bytes."""
-        name = hashlib.sha256(str(self.cluster_dir.resolve()).encode()).hexdigest()[:8]
-        return Path(tempfile.gettempdir()) / f"erl-{name}"
 
     @property
     def ray_token_file(self) -> Path:

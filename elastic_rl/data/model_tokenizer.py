@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -16,15 +17,19 @@ from elastic_rl.plugins.user_code import describe, text_of
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
           "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
 """What of a folder the tokenizer and its end tokens are read from."""
+_NOW = "strftime_now"
+"""The function by which a chat template writes the date, as those of Llama 3.2 and Granite do."""
 
 
 class ModelTokenizer:
     """The ``Tokenizer`` of a model folder. Files are read when it is first used: importing transformers takes seconds,
     which a source that does not tokenize shall not cost. Reads nothing but the folder, and runs none of its code."""
 
-    def __init__(self, folder: Path | str, setting: str = "model.path") -> None:
-        """``setting``: that names the folder, for errors."""
+    def __init__(self, folder: Path | str, setting: str = "model.path", *, date: datetime.date | None = None) -> None:
+        """``setting``: that names the folder, for errors. ``date``: what chat templates write as today's; None: the day
+        on which this object is made, whose prompts differ from those of another day."""
         self._folder, self._setting = Path(folder).expanduser(), setting
+        self._now = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
 
     @cached_property
     def _loaded(self) -> Any:
@@ -67,9 +72,8 @@ class ModelTokenizer:
         """Texts that it takes for tokens of their own and that are special, or that its chat template writes, such as
         the end of a turn or the begin of a call of a tool; the longest first."""
         loaded = self._loaded
-        template = str(loaded.chat_template or "")
         special = {str(token) for token in loaded.added_tokens_decoder.values()
-                   if token.special or str(token) in template}
+                   if token.special or str(token) in self.chat_template}
         return tuple(sorted({*special, *loaded.all_special_tokens} - {""}, key=lambda text: (-len(text), text)))
 
     @cached_property
@@ -78,13 +82,20 @@ class ModelTokenizer:
         return dict(self._loaded.get_vocab())
 
     @cached_property
+    def chat_template(self) -> str:
+        """See ``Tokenizer``."""
+        return str(self._loaded.chat_template or "")
+
+    @cached_property
     def identity(self) -> str:
-        """See ``Tokenizer``: a digest of the folder's files."""
+        """See ``Tokenizer``: a digest of the folder's files, and of the date if the chat template writes one."""
         digest = hashlib.sha256()
         for name in _FILES:
             path = self._folder / name
             if path.is_file():
                 digest.update(f"{name}/{hashlib.sha256(path.read_bytes()).hexdigest()}/".encode())
+        if _NOW in self.chat_template:
+            digest.update(self._now.isoformat().encode())
         return digest.hexdigest()
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
@@ -103,13 +114,14 @@ class ModelTokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """See ``Tokenizer``."""
-        if not self._loaded.chat_template:
+        if not self.chat_template:
             raise ConfigError(f"the tokenizer in {self._folder} has no chat template",
                               hint="set data.options.apply_chat_template to false and write the whole prompt into "
                               "data.options.template, or use the model's chat variant")
         try:
             return str(self._loaded.apply_chat_template([dict(m) for m in messages], tokenize=False,
-                                                        add_generation_prompt=True, **options))
+                                                        add_generation_prompt=True,
+                                                        **{_NOW: self._now.strftime, **options}))
         except Exception as e:  # whatever the template raises; it is a program
             import jinja2
 

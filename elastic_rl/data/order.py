@@ -79,9 +79,10 @@ def _pass(ordinal: int, n: int) -> tuple[int, int]:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """How many prompts there are, and a digest of the tokens of some (``probes``). Another order or other data is found
-    unless it has the same prompts at just these places."""
-    text = json.dumps([[int(t) for t in prompts[i].token_ids] for i in probes(prompts)])
+    """How many prompts there are, and a digest of what some are made from (``probes``), or of their tokens. Another
+    order or other data is found unless it has the same prompts at just these places."""
+    text = json.dumps([prompt.identity or [int(t) for t in prompt.token_ids]
+                       for prompt in (prompts[i] for i in probes(prompts))])
     return f"{len(prompts)}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -73,7 +74,16 @@ class PromptMaker:
             raise SourceFailed(f"{where}: the prompt has {len(ids)} tokens, and data.options.max_prompt_tokens is "
                                f"{self._options.max_prompt_tokens}",
                                hint="raise it, or set data.options.long_prompts to drop")
-        return Prompt(tuple(ids), text, answer_ids, metadata, question)
+        return Prompt(tuple(ids), text, answer_ids, metadata, question, self._identity(question))
+
+    def _identity(self, question: str) -> str:
+        """``Prompt.identity``, of what is asked and the options and the template that it is rendered by."""
+        options = self._options
+        if not options.apply_chat_template:
+            return ""
+        made_from = [question, options.system_prompt, options.chat_template_options, options.special_tokens,
+                     self._tokenizer.chat_template]
+        return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         # A chat template writes the tokens that the model wants around a conversation itself.

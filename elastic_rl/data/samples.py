@@ -33,6 +33,9 @@ class Prompt:
     """What the reward needs besides: passed on unchanged."""
     question: str = ""
     """What ``text`` asks, without what a chat template wrote around it; "" where that is ``text`` itself."""
+    identity: str = field(default="", compare=False)
+    """A digest of what the prompt is made from, for ``order.fingerprint``: another day, and another release of the
+    library that renders a chat template, may make other tokens of the same. "" where the tokens are the prompt."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def make_source(cfg: Config) -> CheckedSource:
     """The source that ``data`` describes. Raises ConfigError, also for a source whose first prompts or limits are not
     what they must be."""
     named = cfg.data.source
-    tokenizer = ModelTokenizer(cfg.model.path) if cfg.model.path else CharacterTokenizer()
+    tokenizer = ModelTokenizer(cfg.model.path, date=cfg.data.template_date) if cfg.model.path else CharacterTokenizer()
     try:
         source = _check(_made(named, cfg.data.options, cfg.seed, cfg, tokenizer), train=cfg.uses_training_prompts,
                         vocabulary=(vocabulary_of(Path(cfg.model.path).expanduser()) or MAX_TOKEN_IDS)

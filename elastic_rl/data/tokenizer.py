@@ -34,6 +34,10 @@ class Tokenizer(Protocol):
     def identity(self) -> str:
         """A digest that another tokenizer does not have."""
 
+    @property
+    def chat_template(self) -> str:
+        """The text of its chat template; "" where it has none."""
+
     def encode_batch(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:
         """The ids of each text. ``special_tokens``: with those that the model wants around a text, as one that begins
         it. Raises ConfigError for a text that has none."""
@@ -54,6 +58,7 @@ class CharacterTokenizer:
     """The built-in model's. It does not read the model's folder, which may not be made yet."""
 
     eos_ids = (EOS_ID,)
+    chat_template = ""
     identity = f"characters {CHARACTERS}"
 
     def encode_batch(self, texts: Sequence[str], *, special_tokens: bool) -> list[list[int]]:

@@ -35,7 +35,7 @@ from elastic_rl.etcd.client import Compare, EtcdClient
 from elastic_rl.etcd.membership import deregister, members
 from elastic_rl.etcd.records import RestartRequest, Severity
 from elastic_rl.etcd.run_context import RunContext
-from elastic_rl.host import processes
+from elastic_rl.host import leftovers, processes
 from elastic_rl.net.engine_key import read_key
 from elastic_rl.plugins.user_code import plain
 from elastic_rl.roles.base import RoleSpec
@@ -53,6 +53,10 @@ _FOREIGN_S = 30.0
 """Foreign workers of a router are an event at most so often."""
 _RAY_LOST_S = 30.0
 """Time without any node after which Ray counts as lost. Ray itself takes a while to see that one is gone."""
+
+
+def _ray_dir(ctx: RunContext) -> Path:
+    return leftovers.temp_folder(ctx.config.cluster_dir) / "r"
 
 
 class ComputePlane:
@@ -136,13 +140,13 @@ class ComputePlane:
     def _start_ray(self) -> None:
         """Starts Ray's processes. Ray gives them 30 seconds, a constant of its own, which a busy machine may exceed; so
         it is tried again, with backoff and without end. Raises Stopped."""
-        cfg, budget = self.ctx.config, StartBudget()
+        cfg, budget, ray_dir = self.ctx.config, StartBudget(), _ray_dir(self.ctx)
         while True:
-            shutil.rmtree(cfg.ray_dir, ignore_errors=True)  # left by a driver that was killed, or by the last try
+            shutil.rmtree(ray_dir, ignore_errors=True)  # left by a driver that was killed, or by the last try
             try:
-                private_folder(cfg.ray_dir)
+                private_folder(ray_dir.parent)
                 ray.init(address="local", namespace=cfg.job, num_cpus=_LOGICAL_CPUS, include_dashboard=False,
-                         object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(cfg.ray_dir / "r"),
+                         object_store_memory=_OBJECT_STORE_BYTES, _temp_dir=str(ray_dir),
                          _node_ip_address=self.ctx.host, log_to_driver=False, logging_level=logging.WARNING)
                 self._parts.note("ray", "")
                 self._ray_seen_at = time.monotonic()
@@ -258,7 +262,7 @@ class ComputePlane:
         """Ends everything, the roles first: a training loop that is still alive would report the end of the trainer as
         a failure. What fails to end does not keep the others from it."""
         with contextlib.ExitStack() as last:
-            last.callback(shutil.rmtree, self.ctx.config.ray_dir, ignore_errors=True)
+            last.callback(shutil.rmtree, _ray_dir(self.ctx), ignore_errors=True)
             for router in self.routers.values():
                 last.callback(router.stop)
             if ray.is_initialized():

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,15 @@ class EnvironmentJob:
     seconds: float
     """That the environment may take in one episode; what the engines take does not count."""
     template_options: Mapping[str, Any]
+    template_date: date | None = None
+    """As ``data.template_date``."""
 
     @classmethod
     def of(cls, cfg: Config, model_dir: str) -> EnvironmentJob:
         rollout = cfg.rollout
         return cls(rollout.environment, rollout.environment_options, model_dir, rollout.max_turns,
                    rollout.max_turn_tokens, rollout.generate_timeout_s,
-                   cfg.data.options.get("chat_template_options") or {})
+                   cfg.data.options.get("chat_template_options") or {}, cfg.data.template_date)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def of_tokens(cfg: Config, max_response_tokens: int) -> Iterator[str]:
     from elastic_rl.environments.tools import Tools  # slow to import, and most commands do without
 
     job = EnvironmentJob.of(cfg, cfg.model.path)
-    tokenizer = ModelTokenizer(job.model_dir)
+    tokenizer = ModelTokenizer(job.model_dir, date=job.template_date)
     writer = TurnWriter(tokenizer, job.template_options)
     examples = Tools.examples if job.name == "tools" else writer.examples
     between = min(len(writer.between(messages)) for messages in examples)

@@ -14,7 +14,7 @@ from elastic_rl.environments.turns import TurnWriter
 
 def serve(job: EnvironmentJob, client: ClientOptions) -> Callable[[Asked], Awaitable[dict[str, Any]]]:
     """The function that the process runs. Raises ConfigError."""
-    tokenizer = ModelTokenizer(job.model_dir)
+    tokenizer = ModelTokenizer(job.model_dir, date=job.template_date)
     new_episode = make_environment(job.name, job.options, tokenizer)
     examples = getattr(new_episode, "examples", None)
     writer = TurnWriter(tokenizer, job.template_options, *(() if examples is None else (examples,)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from datetime import date
 
 from elastic_rl.config import Config, Stream
 from elastic_rl.config.fixed_settings import Change, changes, fixed_settings
@@ -20,6 +21,7 @@ from elastic_rl.etcd.records import JobSpec, JobStatus
 
 log = logging.getLogger(__name__)
 
+_TEMPLATE_DATE = "data.template_date"
 _SHOWN = 12
 """Changed settings that an error names; the others are counted."""
 
@@ -44,6 +46,16 @@ def read(etcd: EtcdClient, keys: Keys) -> Decided:
     policy, state = (etcd.get(keys.stream_head(s)) is not None for s in (Stream.POLICY, Stream.TRAINER_STATE))
     sft_is_over = policy or status.step > 0 or status.phase in ("rl", "finished")
     return Decided(spec, epoch, policy or state or sft_is_over, sft_is_over)
+
+
+def with_template_date(cfg: Config, decided: Decided) -> Config:
+    """The settings with the date that the job's chat templates write: the configured one, else the one that the job has
+    decided, also before it committed anything, else today's."""
+    if cfg.data.template_date is not None:
+        return cfg
+    known = decided.spec.settings.get(_TEMPLATE_DATE) if decided.spec is not None else None
+    day = date.fromisoformat(known) if known else date.today()
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"template_date": day})})
 
 
 def require_same(cfg: Config, decided: Decided) -> None:

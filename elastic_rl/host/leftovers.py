@@ -1,8 +1,9 @@
 """What a compute plane may leave on this machine when it is killed: processes, and files outside the cluster's folder.
 
-Processes have the mark of their cluster in their environment (``processes.RUN_MARK``). Files in /dev/shm and in the
-temp folder have the tag of their owner in their name, folders too. The process that ends or replaces an owner removes
-the files of its tag; a sweep removes those of the whole cluster.
+Processes have the mark of their cluster in their environment (``processes.RUN_MARK``). Their temporary files and
+sockets are in the cluster's own temp folder. Files there and in /dev/shm have the tag of their owner in their name,
+folders too. The process that ends or replaces an owner removes the files of its tag; a sweep removes those of the whole
+cluster, with its temp folder.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import stat
 import tempfile
 from pathlib import Path
 
+from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import processes
+from elastic_rl.runtime.files import os_error_text, private_folder
 
 log = logging.getLogger(__name__)
 
 TAG_ENV = "ELASTIC_RL_FILE_TAG"
 """Environment variable with the tag for the files of a process."""
 SHM = Path("/dev/shm")
+_COMPILED_ENV = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def file_tag(cluster_dir: Path, part: str = "", start: str = "") -> str:
@@ -34,10 +38,41 @@ def file_tag(cluster_dir: Path, part: str = "", start: str = "") -> str:
     return "".join(f"{re.sub('[^A-Za-z0-9_-]', '_', name)}." for name in (f"erl-{digest}", part, start) if name)
 
 
+def temp_folder(cluster_dir: Path) -> Path:
+    """The cluster's own temp folder, which only its user may enter: Ray's folder is open to all users, and who connects
+    to a socket of SGLang runs code. It is TMPDIR of the compute plane, whose processes find it under the same path. The
+    path is short: those of sockets are limited to 107 bytes."""
+    digest = hashlib.sha256(str(cluster_dir.resolve()).encode()).hexdigest()
+    name, folder = f"erl-{digest[:8]}", Path(tempfile.gettempdir())
+    return folder if folder.name == name else folder / name
+
+
+def temp_environment(cluster_dir: Path) -> dict[str, str]:
+    """What the environment of the cluster's compute plane has of its temp folder. That ends with the cluster's
+    processes, after which everything would be compiled again: so the cache of Torch's compiler, whose content is run,
+    has a private folder beside it, unless this process's environment names one."""
+    compiled = {} if _COMPILED_ENV in os.environ else {_COMPILED_ENV: str(_compiled(cluster_dir))}
+    return {"TMPDIR": str(temp_folder(cluster_dir)), **compiled}
+
+
+def make_temp_folder(cluster_dir: Path) -> None:
+    """Makes the folders of ``temp_environment``. Raises PreflightFailed."""
+    for folder in map(Path, temp_environment(cluster_dir).values()):
+        try:
+            private_folder(folder)
+        except OSError as e:
+            raise PreflightFailed(f"the folder for temporary files cannot be made: {os_error_text(e, folder)}",
+                                  hint="set TMPDIR to a folder of this user with a short path") from e
+
+
+def _compiled(cluster_dir: Path) -> Path:
+    return temp_folder(cluster_dir).parent / f"torchinductor_{os.getuid()}"
+
+
 def tag_temporary_files() -> str:
     """Puts the tag that the environment names into the names of the temporary files and folders that this process
     makes, and those that are forked from it; returns it, empty for none. Call it before packages are imported that make
-    folders then, as wandb does. The temp folder stays what it is: compilers keep their caches there."""
+    folders then, as wandb does."""
     tag = os.environ.get(TAG_ENV, "")
     tempfile.template = f"{tag}tmp"
     return tag
@@ -83,6 +118,8 @@ def sweep(cluster_dir: Path) -> list[int]:
     """Ends every process of the cluster's compute plane and removes its files; returns the pids that it ended."""
     ended = processes.sweep(str(cluster_dir.resolve()))
     remove_files(file_tag(cluster_dir))
+    if _own_mode(folder := temp_folder(cluster_dir)):
+        shutil.rmtree(folder, ignore_errors=True)
     return ended
 
 

@@ -410,7 +410,6 @@ class Cluster:
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.book.clear()
         self._unlink_segments()
-        shutil.rmtree(self.cfg.ray_dir, ignore_errors=True)
         if own_etcd:
             shutil.rmtree(self.dir / "etcd", ignore_errors=True)
             shutil.rmtree(self.dir / "disk", ignore_errors=True)  # no record refers to these chunks any more

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 
-from elastic_rl.config import Config
+from elastic_rl.config import ROLLOUT_POOL, Config
 from elastic_rl.errors import ConfigError, ElasticRLError, PreflightFailed
 from elastic_rl.etcd import member_metrics
 from elastic_rl.etcd.access import Access
 from elastic_rl.etcd.client import Compare, EtcdClient, MemberStatus, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.member_metrics import MemberMetrics
-from elastic_rl.host import etcd_server, model_folder
+from elastic_rl.host import etcd_server, leftovers, model_folder
 from elastic_rl.net.addresses import require_port_free
 
 _ETCD_BUDGET_S = 2.0
@@ -31,7 +31,7 @@ _MEMORY_GIB = 8.0
 _SOCKET_PATH = 107
 """Bytes in the path of a Unix socket, at most."""
 _LONGEST_SOCKET = "r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""Of Ray's below ``ray_dir``, with the largest process id that Linux has."""
+"""Of Ray's below the cluster's temp folder, with the largest process id that Linux has."""
 _PACKAGES = {"torch": "2.13.0", "sglang": "0.5.23", "megatron-core": "0.16.1", "ray": "2.60.0",
              "sglang-router": "0.3.2", "transformers": "5.19.0"}
 
@@ -117,19 +117,22 @@ def _shared_memory(cfg: Config) -> Iterable[Finding]:
 
 
 def require_temporary(cfg: Config) -> None:
-    """Raises PreflightFailed when the folder for temporary files has too long a path for Ray, which would never start.
-    """
+    """Raises PreflightFailed when the folder for temporary files has too long a path for the sockets of Ray and SGLang,
+    which would never start."""
     for finding in _temporary(cfg):
         if finding.verdict is Verdict.FAILED:
             raise PreflightFailed(finding.found, hint=finding.fix)
 
 
 def _temporary(cfg: Config) -> Iterable[Finding]:
-    folder = str(cfg.ray_dir.parent)
-    size, most = len(os.fsencode(folder)), _SOCKET_PATH - len(f"/{cfg.ray_dir.name}/{_LONGEST_SOCKET}")
+    own, pool = leftovers.temp_folder(cfg.cluster_dir), max((ROLLOUT_POOL, *cfg.pools), key=len)
+    folder = str(own.parent)
+    of_engine = f"{leftovers.file_tag(cfg.cluster_dir, f'{pool}-123456', '12345678')}tmp12345678"
+    longest = max(_LONGEST_SOCKET, of_engine, key=len)
+    size, most = len(os.fsencode(folder)), _SOCKET_PATH - len(f"/{own.name}/{longest}")
     found = f"temporary files are put into {folder}"
     yield Finding("TMPDIR", Verdict.OK, found) if size <= most else Finding(
-        "TMPDIR", Verdict.FAILED, f"{found}, a path of {size} bytes, and Ray's sockets below it leave room for {most}",
+        "TMPDIR", Verdict.FAILED, f"{found}, a path of {size} bytes, and sockets below it leave room for {most}",
         "set TMPDIR to a shorter path of a folder on this machine, such as /tmp, for `elastic-rl train`")
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from elastic_rl.errors import PreflightFailed
-from elastic_rl.runtime.files import preflight_writes, replace_file
-from elastic_rl.runtime.process import start_child
+from elastic_rl.runtime.files import UMASK_ENV, preflight_writes, replace_file, user_umask
+from elastic_rl.runtime.process import start_child, start_process
 from elastic_rl.telemetry.log_files import open_log
 
 _log = logging.getLogger(__name__)
@@ -40,12 +40,11 @@ def spawn(cmd: Sequence[str], *, log: Path, env: Mapping[str, str | None] | None
     left out of it. Raises PreflightFailed when the program cannot be started, or its log cannot be written."""
     with preflight_writes(log.parent), open_log(log) as out:
         popen: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT,
-                                 "env": {name: value for name, value in {**os.environ, **(env or {})}.items()
-                                         if value is not None}, "cwd": cwd}
+                                 "env": {name: value for name, value in {
+                                     **os.environ, UMASK_ENV: f"{user_umask():03o}", **(env or {})}.items()
+                                     if value is not None}, "cwd": cwd}
         try:
-            if service:
-                return subprocess.Popen(list(cmd), start_new_session=True, **popen)
-            return start_child(cmd, **popen)
+            return (start_process if service else start_child)(cmd, **popen)
         except OSError as e:
             raise PreflightFailed(f"cannot start {cmd[0]}: {e.strerror}",
                                   hint="run `elastic-rl doctor` to check this machine") from e

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from elastic_rl.config import PoolSettings
+from elastic_rl.data.rows import number_text
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ElasticRLError, PluginFailed
 from elastic_rl.plugins.user_code import MAX_NAME, is_name, plain
@@ -93,7 +94,7 @@ def gold_answers(prompt: Prompt, decode: Decode | None) -> tuple[str, ...]:
     if not answers or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
         raise PluginFailed('the prompt has no metadata["answer"] that is a text, a number, or a list of these',
                            hint="give the prompts of the data source an answer")
-    return tuple(map(str, answers))
+    return tuple(a if isinstance(a, str) else number_text(a) for a in answers)
 
 
 def plain_rewards(given: object, count: int) -> list[Reward]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -18,8 +19,13 @@ from elastic_rl.rewards.base import Reward, RewardContext
 from elastic_rl.rewards.sandbox import FOLDER, Limits, Sandbox
 from elastic_rl.rewards.worker_pool import MAX_MEMORY_MB
 
-_FENCE = "```"
-_LANGUAGES = {"", "python", "python3", "py"}
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*(.*)")
+"""A line that begins or ends a block of Markdown: its indentation, its fence, and what follows it."""
+_PYTHON = re.compile(r"\{?\.?py(thon)?[\d.]*(?![\w+#-])", re.IGNORECASE)
+"""What follows the fence of a Python block: ``python``, ``py``, ``python3.11`` or ``{.python}``, with attributes or
+without."""
+_NEARER = 4
+"""Columns: a fence that is indented by so many more than the block's first one is a line of the program."""
 _THINK_END = "</think>"
 _MAX_PROGRAM = 1 << 18
 """Characters of a program."""
@@ -64,9 +70,9 @@ class CodeOptions(Options):
 
 
 class Code:
-    """Runs the last Python block of each response against ``metadata["tests"]``, a list. A test is ``{"stdin": TEXT,
-    "stdout": TEXT}``: the output must be the same but for white space at the ends of lines and of the output. Or it is
-    ``{"code": TEXT}``: Python that runs in the program's scope and must not raise."""
+    """Runs the program in each response (``program_of``) against ``metadata["tests"]``, a list. A test is ``{"stdin":
+    TEXT, "stdout": TEXT}``: the output must be the same but for white space at the ends of lines and of the output. Or
+    it is ``{"code": TEXT}``: Python that runs in the program's scope and must not raise."""
 
     def __init__(self, options: Mapping[str, Any], context: RewardContext) -> None:
         """Raises ConfigError, also where no sandbox works."""
@@ -118,21 +124,37 @@ class Code:
 
 
 def program_of(text: str) -> str:
-    """The last Python block of a response behind ``</think>``; without any block all that is there, and "" for blocks
-    in other languages or a program that is too long."""
+    """The last block of a response behind ``</think>`` that says it is Python, else the last that names no language: a
+    program's output is often shown in such a block after it. Without any block the program is all that is there. It is
+    "" for blocks in other languages, for one without an end, and for a program that is too long."""
     behind = text.rpartition(_THINK_END)[2]
-    program = "" if _FENCE in behind else behind
-    block: list[str] | None = None
-    language = ""
-    for line in behind.splitlines(keepends=True):
-        if not line.startswith(_FENCE):
-            if block is not None:
-                block.append(line)
-        elif block is None:
-            block, language = [], "".join(line[len(_FENCE):].split(maxsplit=1)[:1]).lower()
-        else:
-            program, block = "".join(block) if language in _LANGUAGES else program, None
+    blocks = list(_blocks(behind))
+    programs = [block for info, block in blocks if _PYTHON.match(info)] or [block for info, block in blocks if not info]
+    if not programs and not any(map(_FENCE.match, behind.splitlines())) and "```" not in behind:
+        programs = [behind]
+    program = programs[-1] if programs else ""
     return program if len(program) <= _MAX_PROGRAM and program.strip() else ""
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The fenced blocks of a text that have an end: what follows the first fence, and the lines between the two without
+    the indentation of the first."""
+    begin: re.Match[str] | None = None
+    block: list[str] = []
+    for line in text.splitlines(keepends=True):
+        fence = _FENCE.match(line)
+        if begin is None:
+            begin, block = fence, []
+        elif fence and fence[2].startswith(begin[2]) and _columns(fence[1]) < _columns(begin[1]) + _NEARER:
+            yield begin[3].strip(), "".join(block)
+            begin = None
+        else:
+            indentation = len(line) - len(line.lstrip(" \t"))
+            block.append(line[min(len(begin[1]), indentation):])
+
+
+def _columns(indentation: str) -> int:
+    return len(indentation.expandtabs(_NEARER))
 
 
 def _tests(prompt: Prompt) -> list[Mapping[str, str]]:

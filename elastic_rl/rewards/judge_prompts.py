@@ -15,7 +15,7 @@ class JudgePrompts:
     """The prompts of one judge. Thread-safe; reads the tokenizer when it is first used."""
 
     def __init__(self, pool: PoolSettings) -> None:
-        self.tokenizer = ModelTokenizer(pool.model_dir)
+        self.tokenizer = ModelTokenizer(pool.model_dir, date=pool.template_date)
         self._positions = longest_sequence(Path(pool.model_dir), pool.engine.max_total_tokens)
 
     def of(self, request: JudgeRequest) -> tuple[list[Question], list[list[int]]]:

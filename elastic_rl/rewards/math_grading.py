@@ -6,6 +6,7 @@ SymPy, which compares the results, may take for ever or all memory for a short t
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -19,13 +20,16 @@ def grade(job: Mapping[str, Any]) -> bool:
     """``job``: ``text``, whose result counts, and ``right``, a list of results of which one is enough.
     Raises ValueError for a right result that cannot be read."""
     right = [_right(text) for text in job["right"]]
-    given = parse(job["text"], extraction_config=_TARGETS, parsing_timeout=None)
+    given = parse(_CURRENCY.sub("", job["text"]), extraction_config=_TARGETS, parsing_timeout=None)
     return any(bool(verify(one, given, timeout_seconds=None)) for one in right) if given else False
 
 
 @lru_cache(maxsize=4096)
 def _right(text: str) -> list[Any]:
     """Each prompt has several samples, and returns in each pass over the data."""
+    text = _CURRENCY.sub("", text)
+    if text.count("$") == 1:  # it encloses nothing, so it is one of money too
+        text = text.replace("$", "")
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"
     for form in (marked, text):  # an answer of words and numbers is no LaTeX
         if found := parse(form, extraction_config=_TARGETS, parsing_timeout=None):
@@ -33,4 +37,6 @@ def _right(text: str) -> list[Any]:
     raise ValueError(f"the right answer {text[:200]!r} is no mathematical result")
 
 
+_CURRENCY = re.compile(r"\\text\{\\\$\}|\\\$|\\(?:pounds|textdollar)(?![a-zA-Z])|[£€¥]")
+"""Signs of money: an amount is compared by its number. The escaped dollar of LaTeX does not enclose mathematics."""
 _TARGETS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]

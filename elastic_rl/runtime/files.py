@@ -13,6 +13,12 @@ from typing import IO
 
 from elastic_rl.errors import PreflightFailed
 
+PRIVATE_UMASK = 0o077
+"""Of every process that the project starts (``runtime.process.start_process``): what it makes, sockets as well as files and
+folders, is its user's alone. SGLang unpickles whatever arrives at its sockets."""
+UMASK_ENV = "ELASTIC_RL_UMASK"
+"""Environment variable: the umask, in octal, with which the user started the first of the project's processes."""
+
 
 def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object], *, mark: str = "",
                  private: bool = False, durable: bool = False) -> None:
@@ -20,7 +26,8 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
 
     ``mark``: part of the name of the unfinished file, ``NAME[.MARK].partial``, where several processes may write at
     once. What a killed process leaves there is replaced by the next one with this mark. ``private``: readable by its
-    owner only. ``durable``: when this returns, the new content also survives a loss of power.
+    owner only; else by whom the user's umask lets read it (``user_umask``). ``durable``: when this returns, the new
+    content also survives a loss of power.
 
     Raises OSError, and what ``content`` raises; then the file is as it was, but for an OSError of a durable one's last
     sync, which leaves the new content.
@@ -31,6 +38,8 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
         # Exclusively, so that a link that somebody has put there is not written through.
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
         with os.fdopen(fd, "wb") as file:
+            if not private:
+                os.fchmod(fd, 0o666 & ~user_umask())
             if callable(content):
                 content(file)
             else:
@@ -45,6 +54,26 @@ def replace_file(path: Path, content: str | bytes | Callable[[IO[bytes]], object
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def user_umask() -> int:
+    """The umask that the user has set: that of the first process, or of this one where it is the first. For files that
+    other users may read if the user lets them."""
+    try:
+        return int(os.environ[UMASK_ENV], 8) & 0o777
+    except (KeyError, ValueError):
+        status = Path("/proc/self/status").read_text(errors="replace")  # os.umask() would change it for a moment
+        return int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+
+
+def open_for_readers(path: str, flags: int) -> int:
+    """An ``opener`` of ``open``: a file that it makes has the permissions that the user's umask gives."""
+    try:
+        return os.open(path, flags & ~os.O_CREAT)
+    except FileNotFoundError:
+        fd = os.open(path, flags, 0o666)
+        os.fchmod(fd, 0o666 & ~user_umask())
+        return fd
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from elastic_rl.runtime.files import PRIVATE_UMASK
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 RAY_PRIORITY = {"RAY_worker_niceness": "0"}
 """Environment of what starts Ray, whose workers have a lower priority by default, and so would all below them: ranks,
@@ -31,11 +33,16 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def start_process(cmd: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, with ``files.PRIVATE_UMASK``, which all that it starts inherits. Every
+    process of the project is started here. ``popen``: further arguments of ``subprocess.Popen``. Raises OSError when
+    the program cannot be started."""
+    return subprocess.Popen(list(cmd), start_new_session=True, umask=PRIVATE_UMASK, **popen)
+
+
 def start_child(cmd: Sequence[str], **popen: Any) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own which the kernel kills when this process ends, also after kill -9.
-    ``popen``: further arguments of ``subprocess.Popen``. Raises OSError when the program cannot be started."""
-    return _forker.submit(lambda: subprocess.Popen(list(cmd), start_new_session=True, preexec_fn=die_with_parent,
-                                                   **popen)).result()
+    """Starts a process that the kernel kills when this one ends, also after kill -9. Otherwise as ``start_process``."""
+    return _forker.submit(lambda: start_process(cmd, preexec_fn=die_with_parent, **popen)).result()
 
 
 def freeze_heap() -> None:

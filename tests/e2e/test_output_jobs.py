@@ -3,12 +3,15 @@ is killed on the way."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support.whole_run import Job, whole_job
 
@@ -18,6 +21,9 @@ from elastic_rl.etcd.decoding import readable_one
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.membership import members
 from elastic_rl.etcd.records import JobStatus
+from elastic_rl.host import leftovers, processes
+from elastic_rl.host.local_cluster import OWNER_ENV
+from elastic_rl.runtime.files import UMASK_ENV
 from elastic_rl.runtime.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -26,7 +32,8 @@ SMALL = {"data.options.operand_below": 20, "rollout.engines": 1, "rollout.groups
 WAIT_S = 600.0
 
 
-def _kill_actor(job: Job, step: int, killed: list[int]) -> None:
+@contextlib.contextmanager
+def _at_step(job: Job, step: int) -> Iterator[tuple[EtcdClient, Keys]]:
     """As soon as this step is committed, and the next is under way."""
     wait_until(lambda: ClusterInfo.load(job.cluster.cfg.cluster_dir), timeout_s=WAIT_S, what="the cluster")
     info, keys = ClusterInfo.load(job.cluster.cfg.cluster_dir), Keys(job.cfg.job)
@@ -36,9 +43,30 @@ def _kill_actor(job: Job, step: int, killed: list[int]) -> None:
             return status is not None and status.step >= step
 
         wait_until(reached, timeout_s=WAIT_S, what=f"step {step}")
+        yield etcd, keys
+
+
+def _kill_actor(job: Job, step: int, killed: list[int]) -> None:
+    with _at_step(job, step) as (etcd, keys):
         [actor] = members(etcd, keys, "actor")
         os.kill(actor.pid, signal.SIGKILL)
         killed.append(actor.pid)
+
+
+def _look_at_processes(job: Job, umasks: dict[str, str], sockets: dict[Path, int]) -> None:
+    """Umasks of the job's processes, by pid and command, and modes of the sockets that they have in files, and of the
+    folder for these."""
+    folder = str(job.cluster.cfg.cluster_dir)
+    with _at_step(job, 1):
+        temporary = leftovers.temp_folder(job.cluster.cfg.cluster_dir)
+        sockets[temporary] = temporary.stat().st_mode & 0o777
+        for process in [*processes.marked(folder), *processes.marked(folder, OWNER_ENV)]:
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                umasks[f"{process.pid} {process.cmdline()}"] = status.partition("\nUmask:")[2].split()[0]
+                paths = [c.laddr for c in process.net_connections("unix") if str(c.laddr).startswith("/")]
+                sockets |= {path: path.stat().st_mode & 0o777 for path in map(Path, paths) if path.exists()}
+
 
 
 def test_rejection_sampling_has_each_prompt_once_although_its_actor_is_killed(tmp_path: Path) -> None:
@@ -63,10 +91,29 @@ def test_rejection_sampling_has_each_prompt_once_although_its_actor_is_killed(tm
         assert not [e.kind for e in job.events() if e.kind.startswith("trainer.")]
 
 
-def test_evaluation_has_each_prompt_once_and_starts_no_trainer(tmp_path: Path) -> None:
+@pytest.fixture
+def group_may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(UMASK_ENV, raising=False)
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+def test_evaluation_has_each_prompt_once_and_its_processes_make_nothing_that_others_may_use(
+        tmp_path: Path, group_may_write: None) -> None:
     settings = SMALL | {"mode": "eval", "eval.samples": 2, "eval.temperature": 1.0, "eval.prompts_per_step": 16}
     with whole_job(tmp_path / "run", settings) as job:
+        umasks: dict[str, str] = {}
+        sockets: dict[Path, int] = {}
+        looking = threading.Thread(target=_look_at_processes, args=(job, umasks, sockets))
+        looking.start()
         report = job.run()
+        looking.join()
+        assert set(umasks.values()) == {"0077"} and any("sglang" in name for name in umasks), umasks
+        temporary = leftovers.temp_folder(job.cluster.cfg.cluster_dir)
+        assert len(sockets) > 1 and all(path.is_relative_to(temporary) for path in sockets), sockets
+        assert set(sockets.values()) == {0o700}
+        assert not temporary.exists() and (job.cluster.cfg.job_dir / "eval.jsonl").stat().st_mode & 0o777 == 0o664
         [(name, found)] = report["output"]["sets"].items()
         assert (report["status"], name, found["prompts"], found["samples"]) == ("finished", "eval", 40, 80)
         folder = job.cluster.cfg.job_dir

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CHAT = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if think is defined %}({{ think }}){% endif %}")
+DATED_CHAT = "<|system|>Today is {{ strftime_now('%d %b %Y') }}<|end|>" + CHAT
+"""Writes the date, as the templates of Llama 3.2 and Granite do."""
 _TRAINED_ON = ["what is two and two?", "the answer is four", "system user assistant", "0123456789 +-*/=.,:{}"]
 
 

@@ -68,7 +68,7 @@ class Job:
         return [*(f"process {p.pid}" for p in [*mine, *processes.marked(run)]),
                 *map(str, Path("/dev/shm").glob(f"*{self.cfg.job}*")),
                 *map(str, leftovers.tagged_files(leftovers.file_tag(self.cluster.cfg.cluster_dir))),
-                *([str(self.cluster.cfg.ray_dir)] if self.cluster.cfg.ray_dir.exists() else [])]
+                *([str(temp)] if (temp := leftovers.temp_folder(self.cluster.cfg.cluster_dir)).exists() else [])]
 
 
 @contextlib.contextmanager

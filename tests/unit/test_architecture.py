@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -54,6 +55,13 @@ def test_processes_import_no_heavy_package_that_they_do_not_use(modules: str, he
     code = f"import sys, {modules}; print(*({heavy!r} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           timeout=300).stdout.split() == []
+
+
+def test_processes_are_started_in_one_place() -> None:
+    """A process that is started elsewhere has the user's umask: others may write to its sockets."""
+    starts = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")
+              if re.search(r"\bsubprocess\.Popen\(|create_subprocess_|\bos\.(posix_)?spawn", path.read_text())}
+    assert starts == {"runtime/process.py"}
 
 
 def test_names_of_test_modules_are_unique() -> None:

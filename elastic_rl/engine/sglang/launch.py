@@ -23,6 +23,7 @@ from elastic_rl.engine.sglang import seeds
 from elastic_rl.host.leftovers import tag_temporary_files
 from elastic_rl.net import torch_store
 from elastic_rl.net.engine_key import KEY_FILE_ENV, read_key
+from elastic_rl.runtime.files import PRIVATE_UMASK
 from elastic_rl.runtime.process import die_with_parent
 
 ON_CPU = not torch.cuda.is_available()
@@ -31,6 +32,8 @@ torch_store.install()  # of a scheduler, whether it is forked or spawned
 if __name__ == "__mp_main__":
     die_with_parent()  # a scheduler must not outlive a server that was killed: it would keep the memory
 
+if __name__ == "__main__":
+    os.umask(PRIVATE_UMASK)  # of an external server too, which a person starts: its sockets take pickles
 _tag = tag_temporary_files() if __name__ in ("__main__", "__mp_main__") else ""  # SGLang's sockets are among them
 
 if ON_CPU:

@@ -23,6 +23,7 @@ from elastic_rl.etcd.records import JobStatus, StepMetrics
 from elastic_rl.etcd.transaction import batches
 from elastic_rl.pipeline.records.activity import Activity, ActivityThrottle
 from elastic_rl.plugins.user_code import plain
+from elastic_rl.runtime.files import open_for_readers
 from elastic_rl.telemetry.trackers import Trackers
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class RunLog:
 def _append(path: Path, line: bytes) -> None:
     """Appends a line, with a newline before it where the last one has none. Raises OSError, also when only a part was
     written."""
-    with path.open("a+b", buffering=0) as f:
+    with open(path, "a+b", buffering=0, opener=open_for_readers) as f:
         end = f.seek(0, os.SEEK_END)
         if end:
             f.seek(end - 1)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from support.engine_testbed import EngineTestbed
 from support.etcd_server import EtcdServers
+
+
+@pytest.fixture(autouse=True)
+def group_may_write() -> Iterator[None]:
+    """The umask of the user, which none of what engines make may follow."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(scope="session")

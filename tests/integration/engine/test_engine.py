@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import stat
 import subprocess
 import sys
 import threading
@@ -218,6 +219,13 @@ def test_processes_of_an_engine_listen_on_its_host_only(testbed: EngineTestbed) 
     pids = testbed.server_pids(testbed.serving_engine())
     found = {c.laddr.ip for pid in pids for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"}
     assert found == {testbed.ctx.host}
+
+
+def test_sockets_of_an_engine_are_for_its_user_alone(testbed: EngineTestbed) -> None:
+    """SGLang's processes unpickle what they are sent, and have no password: who connects runs code."""
+    made = sglang_files(testbed.server_pids(testbed.serving_engine()))
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in made if path.is_socket()}
+    assert modes and not any(mode & 0o077 for mode in modes.values()), modes
 
 
 def test_drained_engine_finishes_its_requests_and_leaves_nothing(testbed: EngineTestbed) -> None:

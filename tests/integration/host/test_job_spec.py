@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,29 @@ def test_job_that_has_committed_nothing_may_still_change(job: Job, etcd: EtcdCli
     job.start(seed=3)
     assert not model.exists(), "it was made with the other seed"
     assert spec(etcd, job.keys).settings["seed"] == 3
+
+
+def test_job_keeps_the_date_that_its_chat_templates_write(
+        job: Job, etcd: EtcdClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are made after midnight would be others: of a resume, and of a group that was lost."""
+    class Day(datetime.date):
+        of_month = 25
+
+        @classmethod
+        def today(cls) -> datetime.date:
+            return datetime.date(2026, 11, cls.of_month)
+
+    monkeypatch.setattr(job_spec, "date", Day)
+    assert job.start().data.template_date == datetime.date(2026, 11, 25)
+    Day.of_month = 26
+    assert job.start().data.template_date == datetime.date(2026, 11, 25), "it may have made prompts"
+    assert job.start(data={"template_date": "2026-11-01"}).data.template_date == datetime.date(2026, 11, 1)
+    commit_steps(etcd, job.keys)
+    cfg = job.start()
+    assert cfg.data.template_date == datetime.date(2026, 11, 1)
+    assert config.load(cfg.job_dir / "config.yaml").data.template_date == datetime.date(2026, 11, 1)
+    with pytest.raises(ConfigError, match=r'data.template_date was "2026-11-01" and is now "2026-11-26"'):
+        job.start(data={"template_date": "2026-11-26"})
 
 
 @pytest.mark.parametrize("stream", ["policy", "trainer_state"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -16,13 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.text_model import make_tokenizer_folder
+from support.text_model import DATED_CHAT, make_tokenizer_folder
+from transformers.utils import chat_template_utils
 
 from elastic_rl import config
 from elastic_rl.data import derived, parquet
 from elastic_rl.data.order import fingerprint
 from elastic_rl.data.parquet import ParquetRows
-from elastic_rl.data.rows import JsonlRows, plain_json, value_at
+from elastic_rl.data.rows import JsonlRows, plain_json, text_value, value_at
 from elastic_rl.data.samples import Prompt
 from elastic_rl.data.sources import make_source, read_prompts
 from elastic_rl.data.templates import Template
@@ -45,14 +47,14 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def make(folder: Path, model: Path | str, kind: str = "jsonl", *, seed: int = 0, eval_fraction: float = 0.1,
-         mode: str = "rl", **options: Any) -> Any:
+         mode: str = "rl", data: Mapping[str, Any] | None = None, **options: Any) -> Any:
     if not {"prompt_key", "messages_key", "template"} & options.keys():
         options["prompt_key"] = "question"
     given = {"max_prompt_tokens": 64, "max_response_tokens": 8} | options
     return make_source(config.parse({
         "mode": mode, "seed": seed, "run_dir": str(folder / "runs"), "model": {"path": str(model)},
         "sft": {"max_steps": 0},
-        "data": {"source": kind, "options": given, "eval_fraction": eval_fraction}}))
+        "data": {"source": kind, "options": given, "eval_fraction": eval_fraction, **(data or {})}}))
 
 
 def make_mix(folder: Path, model: Path, mode: str, options: Mapping[str, Any]) -> Any:
@@ -166,6 +168,12 @@ def test_values_of_a_row_are_plain_json(value: Any) -> None:
     assert json.loads(json.dumps(plain)) == plain == json.loads(json.dumps(value))
 
 
+@given(st.integers(-10**30, 10**30) | st.floats(allow_nan=False, allow_infinity=False))
+def test_number_of_a_row_is_written_in_decimal_digits(value: float) -> None:
+    text = text_value(value, "it")
+    assert type(value)(text) == value and "e" not in text
+
+
 def test_value_that_json_does_not_have_is_a_fault_with_its_place() -> None:
     with pytest.raises(SourceFailed, match="a:1 is of type bytes"):
         plain_json({"x": [b""]}, "a:1")
@@ -192,6 +200,45 @@ def test_prompts_have_tokens_text_answer_and_metadata(tmp_path: Path, model: Pat
     assert fingerprint(again.train) == fingerprint(source.train) and list(again.eval) == list(source.eval)
     other = make(tmp_path, model, kind, seed=1, paths=path, answer_key="answer")
     assert texts(other.eval) != texts(source.eval)
+
+
+def test_date_that_a_chat_template_writes_is_the_one_of_the_job(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dated = make_tokenizer_folder(tmp_path / "dated", chat_template=DATED_CHAT)
+    path = write(tmp_path / "a.jsonl", ROWS)
+
+    def made(day: str) -> Any:
+        return make(tmp_path, dated, data={"template_date": day}, paths=path)
+
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
+            return datetime.datetime(2030, 1, 1)
+
+    first = made("2026-11-25")
+    assert first.train[0].text.startswith("<|system|>Today is 25 Nov 2026<|end|>")
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    resumed = made("2026-11-25")
+    assert [p.token_ids for p in resumed.train] == [p.token_ids for p in first.train]
+
+
+def test_identity_of_a_prompt_is_of_its_row_and_what_renders_it_without_the_date(tmp_path: Path, model: Path) -> None:
+    """A job waits for ever for prompts that are others than it began with."""
+    dated = make_tokenizer_folder(tmp_path / "dated", chat_template=DATED_CHAT)
+    other = make_tokenizer_folder(tmp_path / "other", chat_template=DATED_CHAT + " ")
+    path, rows = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", [{"question": "?"}, *ROWS[1:]])
+
+    def made(tokenizer: Path, day: str = "2026-11-25", paths: str = path, **options: Any) -> Any:
+        return make(tmp_path, tokenizer, data={"template_date": day}, paths=paths, eval_paths=path, overlap="unchecked",
+                    **options)
+
+    first, later = made(dated), made(dated, "2026-11-26")
+    assert fingerprint(later.train) == fingerprint(first.train) and later.train[0].token_ids != first.train[0].token_ids
+    assert later.tokenizer.identity != first.tokenizer.identity, "prompts of another day may be too long"
+    assert made(model, "2026-11-26").tokenizer.identity == made(model).tokenizer.identity
+    assert len({fingerprint(source.train) for source in (
+        first, made(other), made(model), made(dated, paths=rows), made(dated, system_prompt="add"),
+        made(dated, chat_template_options={"think": "no"}), made(dated, special_tokens=True))}) == 7
 
 
 def test_conversations_and_plain_texts_are_prompts_too(tmp_path: Path, model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from elastic_rl import config
 from elastic_rl.config import Config
+from elastic_rl.engine.own_generate import EnvironmentJob
 from elastic_rl.environments import job_hints
 
 TOLD = "data.options.system_prompt=call calculator or search"
@@ -27,6 +29,10 @@ def job(*more: str, model: Path | str = "/models/policy") -> Config:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer_folder(tmp_path_factory.mktemp("policy") / "model")
+
+
+def test_environment_writes_the_date_of_the_job() -> None:
+    assert EnvironmentJob.of(job("data.template_date=2026-11-25"), "").template_date == datetime.date(2026, 11, 25)
 
 
 @pytest.mark.parametrize(("described", "missing"), [

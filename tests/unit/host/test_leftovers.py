@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_rl.errors import PreflightFailed
 from elastic_rl.host import leftovers, processes
 
 names = st.text(st.sampled_from("ab.-_/ é"), min_size=1, max_size=4)
@@ -55,6 +57,38 @@ def test_sweep_removes_processes_and_files_of_its_cluster_only(folders: tuple[Pa
     assert leftovers.sweep(swept) == [running[swept].pid]
     assert running[swept].poll() is not None and not any(f.exists() for f in files[swept])
     assert running[kept].poll() is None and all(f.exists() for f in files[kept])
+
+
+def test_temp_folder_is_private_and_the_same_for_all_processes_and_goes_with_a_sweep(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    cluster = tmp_path / "cluster"
+    leftovers.make_temp_folder(cluster)
+    folder, compiled = map(Path, leftovers.temp_environment(cluster).values())
+    assert {stat.S_IMODE(f.stat().st_mode) for f in (folder, compiled)} == {0o700}
+    assert folder == leftovers.temp_folder(cluster) != leftovers.temp_folder(tmp_path / "other")
+    (folder / "r").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert leftovers.temp_folder(cluster) == folder, "a process of the cluster finds it elsewhere"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    leftovers.sweep(cluster)
+    assert not folder.exists() and compiled.exists()
+
+
+def test_cache_of_the_compiler_that_the_user_names_is_left_alone(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    leftovers.make_temp_folder(tmp_path / "cluster")
+    assert [*tmp_path.iterdir()] == [leftovers.temp_folder(tmp_path / "cluster")]
+
+
+def test_temp_folder_that_cannot_be_made_is_a_fault_of_the_machine(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(PreflightFailed, match="none.*No such file"):
+        leftovers.make_temp_folder(tmp_path / "cluster")
 
 
 def test_entries_that_others_made_do_not_stop_the_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

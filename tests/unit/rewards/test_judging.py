@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.text_model import make_tokenizer_folder
+from support.text_model import DATED_CHAT, make_tokenizer_folder
 
+from elastic_rl import config
 from elastic_rl.config import EngineConfig, PoolSettings, Stream
 from elastic_rl.data.model_tokenizer import without_control_tokens
 from elastic_rl.data.samples import Prompt, Sample
 from elastic_rl.errors import ConfigError, EngineFailed, PluginFailed, RoleUnavailable
 from elastic_rl.rewards.base import Reward, RewardAway
+from elastic_rl.rewards.judge_prompts import JudgePrompts
 from elastic_rl.rewards.judging import (
     NO_VERDICT,
     Judgement,
@@ -235,6 +238,15 @@ def test_question_is_asked_without_what_the_chat_template_of_the_policy_wrote_ar
         return [Judgement(1.0, 0.0)]
 
     assert rewards(judge, Prompt((1,), text="<user>why?<end>", question="why?"), "x")
+
+
+def test_date_that_the_template_of_a_judge_writes_is_the_one_of_the_job(tmp_path: Path) -> None:
+    folder = make_tokenizer_folder(tmp_path / "model", chat_template=DATED_CHAT)
+    cfg = config.parse({"pools": {"judge": {"model": str(folder)}}, "data": {"template_date": "2026-11-25"},
+                        "rollout": {"reward": "genrm", "reward_options": {"pool": "judge"}}})
+    prompts = JudgePrompts(cfg.pool_settings("")["judge"])
+    _, [ids] = prompts.of(JudgeRequest(JudgeOptions(pool="judge", prompt="Is it {response}?"), "why?", "", ("x",)))
+    assert "Today is 25 Nov 2026" in prompts.tokenizer.decode(ids)
 
 
 def test_what_a_judge_would_be_asked_is_checked_before_the_job_runs(judges: PoolSettings) -> None:

@@ -421,7 +421,13 @@ def test_filter_is_made_for_known_machines_only() -> None:
     ("```python\na\n```\nand\n```py\nb\n```", "b\n"), ("print(1)", "print(1)"), ("```\nc\n```", "c\n"),
     ("```cpp\nint main\n```", ""), ("", ""), (" \n ", ""), ("```python\nno end", ""),
     ("<think>```python\na\n```</think>", ""), ("<think>```python\na\n```</think>```python\nb\n```", "b\n"),
-    ("```python title=x\nd\n```\n```bash\nls\n```", "d\n"), ("x" * 300_000, "")])
+    ("```python title=x\nd\n```\n```bash\nls\n```", "d\n"), ("x" * 300_000, ""),
+    ("```python\na\n```\nOutput:\n```\n1\n```", "a\n"), ("```\na\n```\n```\nb\n```", "b\n"),
+    ("1. So:\n\n   ```python\n   if a:\n     b\n   ```", "if a:\n  b\n"),
+    ("````python\na\n```\nb\n````", "a\n```\nb\n"), ("~~~py\na\n~~~", "a\n"),
+    ("```python3.11\na\n```", "a\n"), ("```{.python}\na\n```", "a\n"),
+    ("```pycon\n>>> a\n```", ""), ("``` Python\r\na\r\n```\r\n", "a\r\n"), ("Use ```a```.", ""),
+    ('```python\n"""\n    ```\n    x\n    ```\n"""\n```', '"""\n    ```\n    x\n    ```\n"""\n')])
 def test_program_is_the_last_python_block_of_the_answer(text: str, program: str) -> None:
     assert program_of(text) == program
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_rl.data.samples import EPISODE, Prompt, Sample, Segment
 from elastic_rl.errors import ConfigError, PluginFailed
-from elastic_rl.rewards.base import Reward
+from elastic_rl.rewards.base import Reward, gold_answers
 from elastic_rl.rewards.math_rewards import boxed, final_answer
 from elastic_rl.rewards.registry import REWARDS, make_reward
 from elastic_rl.rewards.text import normalised_text, squad_tokens, token_f1
@@ -38,6 +38,12 @@ def test_exact_match_of_text_ignores_white_space_and_on_request_case() -> None:
     assert [r.value for r in found] == [1, 1, 0, 0]
     assert _rewards("exact_match", {"compare": "text"}, _answer(["x", 7]), "7", "x", "8") == [
         Reward(1.0), Reward(1.0), Reward(0.0)]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_answer_that_is_a_number_is_its_decimal_digits(value: float) -> None:
+    [text] = gold_answers(_answer(value), None)
+    assert "e" not in text and float(text) == value
 
 
 def test_answer_ids_stand_in_for_the_answer() -> None:

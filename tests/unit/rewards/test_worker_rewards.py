@@ -370,7 +370,13 @@ def math() -> Iterator[RewardFn]:
     ("\\frac{1}{2}", ["so it is $0.5$", "\\boxed{\\frac{2}{4}}", "1/2"], ["\\boxed{\\frac{1}{3}}", "", "no idea"]),
     (42, ["The answer is 42.", "\\boxed{42}"], ["24", "\\boxed{41}"]),
     ("x^2 + 2x + 1", ["$(x+1)^2$"], ["$(x+2)^2$"]), ("$\\{1, 2\\}$", ["\\boxed{\\{2, 1\\}}"], ["\\boxed{\\{1, 3\\}}"]),
-    (["3", "\\pi"], ["$\\pi$", "3"], ["4"])])
+    (["3", "\\pi"], ["$\\pi$", "3"], ["4"]),
+    (1e-05, ["\\boxed{0.00001}"], ["\\boxed{0.0001}"]), (6.02e23, [f"\\boxed{{602{'0' * 21}}}"], ["\\boxed{602}"]),
+    ("\\$18.90", ["\\boxed{18.90}", "\\boxed{\\$18.9}", "it costs $18.90", "$x = \\$18.90$"], ["\\boxed{\\$18}"]),
+    ("$18.90", ["\\boxed{18.90}"], ["\\boxed{18}"]), ("\\$1,250", ["\\boxed{1250}"], ["\\boxed{1}"]),
+    ("36\\$", ["\\boxed{36}"], ["\\boxed{35}"]), ("\\$x + 2", ["\\boxed{x+2}"], ["\\boxed{2}"]),
+    ("\\text{\\$}5", ["\\boxed{5}"], ["\\boxed{6}"]),
+    ("£18.90", ["\\boxed{18.9}", "\\boxed{£18.90}"], ["\\boxed{18}"])])
 def test_mathematical_result_is_compared_by_value(math: RewardFn, answer: Any, right: list[str], wrong: list[str]
                                                   ) -> None:
     prompt = Prompt((1,), metadata={"answer": answer})
@@ -404,6 +410,13 @@ def test_deepscaler_rewards_result_and_format() -> None:
                      "\\boxed{0.5}", "<think>hm</think> it is 0.5", "<think>\\boxed{0.5}")
     assert [(r.value, r.parts["correct"], r.parts["format"]) for r in found] == [
         (1.0, 1.0, 1.0), (pytest.approx(0.2), 0.0, 1.0), (0.0, 0.0, 0.0), (0.8, 1.0, 0.0), (0.0, 0.0, 0.0)]
+
+
+def test_deepscaler_reads_an_amount_of_money_as_the_right_answer() -> None:
+    pytest.importorskip("math_verify")
+    reward = make_reward("deepscaler", {"processes": 1, "timeout_s": 20.0})
+    prompt = Prompt((1,), metadata={"answer": "\\boxed{\\$18.90}"})
+    assert [r.value for r in _rewards(reward, prompt, "\\boxed{18.9}", "\\boxed{7}")] == [1.0, 0.0]
 
 
 def test_deepscaler_rewards_no_format_where_the_check_was_given_up() -> None:
