@@ -14,8 +14,8 @@ from typing import IO
 from elastic_rl.errors import PreflightFailed
 
 PRIVATE_UMASK = 0o077
-"""Of every process that the project starts (``runtime.process.start_process``): what it makes, sockets as well as files and
-folders, is its user's alone. SGLang unpickles whatever arrives at its sockets."""
+"""The umask of every process that the project starts (``process.start_process``): what it makes, sockets as well as
+files and folders, is its user's alone. SGLang unpickles whatever arrives at its sockets."""
 UMASK_ENV = "ELASTIC_RL_UMASK"
 """Environment variable: the umask, in octal, with which the user started the first of the project's processes."""
 
