@@ -215,8 +215,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], limit_s: float) -> list[Result]:
     """Runs examples, each by name and seed, and before them those whose policy they take: the cluster of such a one
-    stays up to the end, however that comes; one that cannot be ended is its run's fault. What would take the policy of
-    a run that failed is not started."""
+    stays up to the end, however that comes; one that cannot be ended is its run's fault. The state of a run that ended
+    well is deleted. What would take the policy of a run that failed is not started."""
     done: dict[tuple[str, int], Result] = {}
     taken = {(POLICY_OF[name], seed) for name, seed in wanted if name in POLICY_OF}
     with contextlib.ExitStack() as clusters:
@@ -242,10 +242,14 @@ def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], l
             if (name, seed) in taken:
                 arguments.append("--keep-up")
                 clusters.callback(end, name, seed, job)
-            return run(name, seed, job, limit_s, known.get(name), *arguments)
+            result = run(name, seed, job, limit_s, known.get(name), *arguments)
+            if not result.fault and (name, seed) not in taken:
+                _down(name, job, purge=True)
+            return result
 
         def end(name: str, seed: int, job: str) -> None:
-            ended, result = _down(name, job), done.get((name, seed))  # no result: the run was interrupted
+            result = done.get((name, seed))  # None: the run was interrupted
+            ended = _down(name, job, purge=result is not None and not result.fault)
             if result is not None and not ended:
                 done[name, seed] = replace(result, fault=result.fault or "its cluster cannot be ended")
 
@@ -254,10 +258,12 @@ def run_all(wanted: Sequence[tuple[str, int]], known: Mapping[str, Threshold], l
     return list(done.values())
 
 
-def _down(name: str, job: str) -> bool:
-    """Ends the cluster of a run, and says whether it could; why not is on stderr."""
-    return not subprocess.run(python("elastic_rl.cli.main", "down", "-c", str(EXAMPLES / f"{name}.yaml"),
-                                     f"--job={job}"), check=False, stdout=subprocess.DEVNULL).returncode
+def _down(name: str, job: str, *, purge: bool) -> bool:
+    """Ends the cluster of a run, and says whether it could; why not is on stderr. ``purge``: the state of the job is
+    deleted too; its report and its policy stay."""
+    command = python("elastic_rl.cli.main", "down", "-c", str(EXAMPLES / f"{name}.yaml"), f"--job={job}",
+                     *(["--purge", "--yes"] if purge else []))
+    return not subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
 
 
 if __name__ == "__main__":

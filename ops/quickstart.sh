@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up, brings a local cluster up, trains, shows a live view, writes a report, takes everything down.
-# Ctrl-C takes everything down too.
+# Sets everything up, brings a local cluster up, trains, shows a live view, writes a report, stops everything.
+# Ctrl-C stops everything too. Stopping deletes nothing: the last lines say what is kept, and how to resume.
 set -euo pipefail
 
 usage() {
@@ -9,7 +9,8 @@ usage: bash ops/quickstart.sh [options] [--key.sub=value ...]
   --steps N      optimiser steps of RL (default: the configuration's)
   --engines N    inference engines to start with (default 2)
   --seed N       seed of the whole run (default 0)
-  --job NAME     name of the run; its report goes to runs/NAME (default: a new name each time)
+  --job NAME     name of the run, which goes to runs/NAME; a run of this name that was stopped resumes
+                 (default: a new name, and so a new run, each time)
   --faults       kill an engine, a trainer rank and the leading coordinator, and scale up and down, during the run
   --keep-up      leave the cluster running afterwards and say how to talk to it
 Any other argument goes to `elastic-rl train`, such as -c FILE or --trainer.data_parallel=1.
@@ -38,5 +39,8 @@ done
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$here/ops/setup.sh"
 cd "$here"
-# One process from here on: it owns the cluster and takes it down on every way out.
+if [ -d "runs/$job/cluster" ]; then
+    printf 'quickstart: job %s is there already and resumes; `elastic-rl down --purge --job=%s` deletes it\n' "$job" "$job"
+fi
+# One process from here on: it owns the cluster and stops it on every way out.
 exec "$here/.venv/bin/elastic-rl" train --with-cluster "--job=$job" ${args[@]+"${args[@]}"}

@@ -43,41 +43,77 @@ def up(ctx: typer.Context, file: File = None) -> None:
 
 
 @app.command(context_settings=EXTRA)
-def down(ctx: typer.Context, file: File = None) -> None:
-    """Stop every process of a job, also those that a crash left behind."""
-    stopped = find_cluster(ctx, file, to_stop=True).down()
+def down(ctx: typer.Context, file: File = None,
+         purge: Annotated[bool, typer.Option("--purge", help="Delete its state too: records and versions.")] = False,
+         yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
+    """Stop every process of a job, also those that a crash left behind. The job keeps its state, and can be resumed."""
+    cluster = find_cluster(ctx, file, to_stop=True)
+    if purge and not yes:
+        _confirm_purge(cluster.cfg)
+    stopped = cluster.down(purge=purge)
     out.print("stopped: " + (", ".join(stopped) or "nothing was running"), highlight=False)
+    if purge:
+        out.print("deleted: the state of the job", highlight=False)
+    else:
+        _print_kept(cluster)
+
+
+def _confirm_purge(cfg: Config) -> None:
+    """Names what is deleted, and asks on a terminal. Raises Abort on a no, and ConfigError without a terminal."""
+    from elastic_rl.host import kept_state
+    folders = kept_state.folders(cfg)
+    for folder in folders:
+        _progress(f"delete  {folder.path}  {tables.size(folder.nbytes)}: {folder.what}")
+    for place in kept_state.elsewhere(cfg):
+        _progress(f"keep    {place}")
+    if sys.stdin.isatty() and err.is_terminal:
+        typer.confirm(f"Stop job {cfg.job} and delete its state for good?", abort=True, err=True)
+    elif folders:
+        raise ConfigError(f"deleting the state of job {cfg.job} must be confirmed",
+                          hint="there is no terminal to ask on: add --yes")
+
+
+def _print_kept(cluster: Cluster) -> None:
+    """Says what a stopped job keeps, and the commands that go on with it."""
+    from elastic_rl.host import kept_state
+    kept = [f"{f.path}  {tables.size(f.nbytes)}: {f.what}" for f in kept_state.folders(cluster.cfg)]
+    kept += kept_state.elsewhere(cluster.cfg) if cluster.known else []
+    lines = [("kept", line) for line in kept] + (list(kept_state.commands(cluster.cfg)) if kept else [])
+    for name, line in lines:
+        out.print(tables.printable(f"{name:<11} {line}"), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(context_settings=EXTRA)
 def train(ctx: typer.Context, file: File = None,
           with_cluster: Annotated[bool, typer.Option("--with-cluster", help=(
-              "Start a cluster first; at the end keep the policy in RUN_DIR/JOB/policy, stop the cluster, and delete "
-              "its data."))] = False,
+              "Start a cluster first, and stop it at the end; the job keeps its state, and a job that is done also has "
+              "its policy in RUN_DIR/JOB/policy."))] = False,
           keep_up: Annotated[bool, typer.Option("--keep-up", help="Leave the cluster running.")] = False,
           faults: Annotated[bool, typer.Option("--faults", help="Kill and scale things during the run.")] = False,
           from_job: Annotated[str, typer.Option("--from-job", metavar="JOB", help=(
               "Begin a new job with the newest policy of this one, whose cluster is up."))] = "",
           ) -> None:
-    """Train on a cluster that is up, or on one for this run only. Services of it that end are started again."""
+    """Train on a cluster that is up, or on one for this run only; a job that was stopped resumes. Services of the
+    cluster that end are started again."""
     from elastic_rl.host import cluster_settings, inherited_model, preflight
     from elastic_rl.job import check as job_check
     cluster = named_cluster(ctx, file, say=_say)
     preflight.require_temporary(cluster.cfg)
-    code, existed = int(Exit.FAILED), cluster.known
-    if with_cluster and not existed and not from_job and not inherited_model.folder(cluster.cfg).exists():
+    code, was_up = int(Exit.FAILED), cluster.up_before
+    if with_cluster and not cluster.known and not from_job and not inherited_model.folder(cluster.cfg).exists():
         job_check.require(cluster.cfg)  # which the start does again: but what is wrong shows before anything runs
-    before = cluster_settings.stored(cluster.dir) if existed else {}
+    before = cluster_settings.stored(cluster.dir) if cluster.known else {}
     with signals_interrupt():
         try:
             info = cluster.up() if with_cluster else cluster.connect()
             code = _train(cluster.cfg, info, faults=faults, from_job=from_job)
             if with_cluster and not keep_up and not code and cluster.cfg.uses_trainer:
-                keep_up = not _keep_policy(cluster.cfg, info)
+                _export_policy(cluster.cfg, info)
         except ElasticRLError:
-            if with_cluster and existed:  # a start that was refused must not delete, or change, what the job has
-                keep_up = True
+            if with_cluster and before:  # a start that was refused must not change what the job has
                 cluster_settings.restore(before, cluster.dir)
+            if with_cluster and was_up:
+                keep_up = True
                 err.print("the cluster, which was there before, keeps running", highlight=False)
             raise
         finally:
@@ -99,6 +135,8 @@ def _stop(cluster: Cluster, *, after: BaseException | None) -> None:
         if after is None:
             raise
         _progress(f"the cluster cannot be stopped: {e.message}")
+        return
+    _print_kept(cluster)
 
 
 def _train(cfg: Config, info: Any, *, faults: bool, from_job: str) -> int:
@@ -125,17 +163,16 @@ def _train(cfg: Config, info: Any, *, faults: bool, from_job: str) -> int:
     return code
 
 
-def _keep_policy(cfg: Config, info: Any) -> bool:
-    """Whether the policy was kept, which the end of the cluster deletes."""
+def _export_policy(cfg: Config, info: Any) -> None:
+    """Writes the newest policy of a job to its folder. Where that fails the cluster still has it."""
     from elastic_rl.host import inherited_model
     target = cfg.job_dir / "policy"
     try:
         inherited_model.keep_policy(cfg, info, target)
     except ElasticRLError as e:
-        err.print(f"the policy cannot be kept in {target}, so the cluster stays: {e.message}", markup=False)
-        return False
+        err.print(f"the policy cannot be exported to {target}: {e.message}", markup=False)
+        return
     out.print(f"policy      {target}", highlight=False, markup=False, soft_wrap=True)
-    return True
 
 
 def _print_access(info: Any) -> None:

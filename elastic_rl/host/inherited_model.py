@@ -1,5 +1,5 @@
 """Policies as model folders: that of a job that begins with another job's (``elastic-rl train --job=NEW
---from-job=OLD``), and what a job leaves behind when its cluster ends."""
+--from-job=OLD``), and the one that a finished job leaves in its folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def export_policy(cfg: Config, from_job: str, *, number: int = 0) -> int:
         source, endpoints = cfg.model_copy(update={"job": from_job}), list(cfg.etcd.endpoints)
     else:
         raise ConfigError(f"no cluster of job {from_job} is up under {cfg.run_dir}", hint=(
-            f"`elastic-rl up --job={from_job}` starts it, unless `down` has deleted its versions"))
+            f"`elastic-rl up --job={from_job}` starts it, unless `down --purge` has deleted its versions"))
     try:
         with VersionService(source, from_job, endpoints, source.cluster_dir) as service:
             spec = readable_one(service.etcd.get(service.keys.job_spec()), JobSpec)

@@ -1,8 +1,9 @@
 """The durable plane on one machine: etcd, coordinator replicas and one DCS node, started and stopped as services.
 
 ``up`` is level-triggered: it starts what does not run, so calling it twice is harmless and calling it after a crash
-repairs the cluster. ``down`` ends whatever of the job still runs, also after a crash. ``revive`` starts one service
-again that has ended by itself. All three hold the cluster's lock, so that none is started beside a living one.
+repairs the cluster. ``down`` ends whatever of the job still runs, also after a crash, and keeps its state, with which
+the next ``up`` continues. ``revive`` starts one service again that has ended by itself. All three hold the cluster's
+lock, so that none is started beside a living one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from elastic_rl.dcs.storage.arena import Leftovers
 from elastic_rl.errors import ConfigError, DeadlineExceeded, EtcdUnavailable, PreflightFailed
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, leftovers, processes, train_lock
+from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, kept_state, leftovers, processes, train_lock
 from elastic_rl.host.processes import PidRecord, PidRecords
 from elastic_rl.net import http_client
 from elastic_rl.net.addresses import free_port, require_address, require_port_free
@@ -44,7 +45,6 @@ OWNER_ENV = "ELASTIC_RL_CLUSTER"
 record by it. The compute plane has ``processes.RUN_MARK`` instead: each new run kills what has that, and must not kill
 the durable plane."""
 SHM = Path("/dev/shm")
-_NODE = "node-0"
 _ETCD_BUDGET_S = 2.0
 """Seconds in which an etcd that someone else runs must answer."""
 _START_TIMEOUT_S = 120.0
@@ -56,6 +56,8 @@ _DOWN_LOCK_TIMEOUT_S = 15.0
 """The same of ``down``, which then goes on without the lock: it must end an ``up`` that hangs."""
 _END_TRAINING_S = 60.0
 """A run that ends takes its processes down, one after the other."""
+_SAVE_GRACE_S = 90.0
+"""Longest wait for a DCS node to end, which first saves what is in memory only."""
 _EXIT_GRACE_S = 5.0
 """Longest wait for children of a killed service to end. The kernel kills them, so it takes milliseconds."""
 _NO_RECORD_HINT = "`elastic-rl down` stops what runs without a record; then `elastic-rl up` again"
@@ -69,6 +71,8 @@ class Cluster:
         self.dir = self.cfg.cluster_dir
         self.book = PidRecords(self.dir / "pids")
         self._say = say
+        self._new_data: Path | None = None
+        """Folder of an etcd that this start has begun."""
 
     # -- up -----------------------------------------------------------------------------------------------------
     def up(self) -> ClusterInfo:
@@ -91,6 +95,8 @@ class Cluster:
                         self.book.forget(record.name)
                 if not before:
                     self._unlink_segments()
+                if self._new_data is not None:  # nobody was told of it
+                    shutil.rmtree(self._new_data, ignore_errors=True)
                 raise
 
     def _up(self, running: set[str]) -> ClusterInfo:
@@ -110,6 +116,8 @@ class Cluster:
         info = ClusterInfo(self.cfg.job, endpoints, list(coordinators.values()), str(tokens), str(config),
                            str(self.dir), str(Path(ca).resolve()) if ca else "", not self.cfg.etcd.endpoints)
         info.save()
+        (self.dir / kept_state.STOPPED).unlink(missing_ok=True)
+        self._new_data = None
         return info
 
     def _make_folder(self) -> None:
@@ -121,24 +129,30 @@ class Cluster:
             raise ConfigError(f"cannot create {self.dir}: {e.strerror}", hint="set another --run_dir") from e
 
     @property
-    def known(self) -> bool:
+    def up_before(self) -> bool:
         """Whether the cluster was started and not taken down; after a crash nothing of it may run."""
         return (self.dir / "cluster.json").exists() or bool(self.book.alive())
 
+    @property
+    def known(self) -> bool:
+        """Whether the cluster was started once and its state not purged: its settings hold."""
+        return self.up_before or (self.dir / kept_state.STOPPED).exists()
+
     def _require_same_etcd(self) -> None:
-        """Raises ConfigError when the services, or the chunks on disk, belong to another etcd than the configured
-        one."""
+        """Raises ConfigError when the services, or what is kept, belong to another etcd than the configured one."""
         if not cluster_settings.stored(self.dir):
             return
         old, new = cluster_settings.external_endpoints(self.dir), list(self.cfg.etcd.endpoints)
         if sorted(old) == sorted(new):
             return
         change = f"etcd.endpoints is {new or 'empty'}, and this cluster uses {old or 'an etcd of its own'}"
-        if self.known:
+        if self.up_before:
             raise ConfigError(change, hint=f"`elastic-rl down --job={self.cfg.job}` first")
-        if old and (self.dir / "disk").exists():
-            raise ConfigError(f"{change}, which lists the versions in {self.dir / 'disk'}", hint=(
-                f"give --etcd.endpoints=[{','.join(old)}], or delete that folder to drop the versions"))
+        if kept := kept_state.folders(self.cfg):
+            paths = ", ".join(str(folder.path) for folder in kept)
+            raise ConfigError(f"{change}; the job's state in {paths} belongs to that one",
+                              hint=f"give --etcd.endpoints=[{','.join(old)}], or delete what the job has with "
+                                   f"`elastic-rl down --purge --job={self.cfg.job}`")
 
     def _require_records(self) -> None:
         """Raises PreflightFailed when services of this cluster run that have no record, so that nothing is started
@@ -158,7 +172,7 @@ class Cluster:
         for i, port in enumerate(ports):
             if f"coordinator-{i}" not in running:
                 require_port_free(self.cfg.coordinator.host, port, setting=f"coordinator.ports[{i}]")
-        if f"dcs-{_NODE}" in running:
+        if f"dcs-{kept_state.NODE}" in running:
             return
         if self.cfg.dcs.port:
             require_port_free(self.cfg.dcs.host, self.cfg.dcs.port, setting="dcs.port")
@@ -192,12 +206,10 @@ class Cluster:
         data = self.dir / "etcd"
         if etcd_server.data_in_use(data):
             raise PreflightFailed(f"an etcd without a record runs on {data}", hint=_NO_RECORD_HINT)
-        if not running and self._can_continue(data):
-            self._say("continuing with the data of this job's last cluster (`elastic-rl down` first to start afresh)")
+        if not running and kept_state.can_continue(self.cfg):
+            self._say(f"continuing with what job {self.cfg.job} has kept in {self.dir}")
         elif not running:
-            # Start with an empty etcd: records of versions whose chunks are gone would only mislead.
-            shutil.rmtree(data, ignore_errors=True)
-            self._archive_old_run()
+            self._begin_new_run(data)
         port = int(old.rpartition(":")[2]) if old and running else 0
         if port:  # the services that run connect to this one
             require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
@@ -213,18 +225,13 @@ class Cluster:
         info = self._info()
         return info.etcd_endpoints[0] if info and info.own_etcd else ""
 
-    def _can_continue(self, data: Path) -> bool:
-        """Whether a crash left both etcd's data and a node's chunks. ``down`` leaves neither."""
-        chunks = self.dir / "disk" if not self.cfg.dcs.disk_dir else Path(self.cfg.dcs.disk_dir).expanduser()
-        return (data / "member").is_dir() and bool(self.cfg.dcs.disk_bytes) and any(chunks.glob(f"{_NODE}/??/*"))
-
-    def _archive_old_run(self) -> None:
-        """Renames the step records of an earlier run of the same name and deletes its model: with an empty etcd this is
-        a new run."""
-        records, model = self.cfg.job_dir / "steps.jsonl", self.cfg.job_dir / "model"
-        if records.exists():
-            records.rename(records.with_name(f"steps.{int(records.stat().st_mtime)}.jsonl"))
-        shutil.rmtree(model, ignore_errors=True)  # initialised from the old run's seed
+    def _begin_new_run(self, data: Path) -> None:
+        """Sets aside the data of an earlier etcd whose versions are gone, and the step records and the initial model of
+        its run: with an empty etcd this is a new run."""
+        for path in (data, self.cfg.job_dir / "steps.jsonl", self.cfg.job_dir / "model"):
+            if aside := kept_state.set_aside(path):
+                self._say(f"{path.name} of an earlier run is now {aside}")
+        self._new_data = data
 
     def _start_etcd(self, binary: Path, data: Path, port: int) -> str:
         attempts = 1 if port else 3  # another process may take a port that was free
@@ -283,21 +290,21 @@ class Cluster:
 
     def _start_dcs_node(self, running: set[str], endpoints: list[str], config: Path) -> int | None:
         """Starts the DCS node; returns its pid, or None where it is running."""
-        name, dcs = f"dcs-{_NODE}", self.cfg.dcs
+        name, dcs = f"dcs-{kept_state.NODE}", self.cfg.dcs
         if name in running:
             return None
         port = dcs.port or self._last_port(name, dcs.host)
         return self._spawn(name, processes.python(
-            "elastic_rl.dcs.node.service", "--config", str(config), "--etcd", ",".join(endpoints), "--id", _NODE,
-            f"--dcs.port={port}"), url=f"{dcs.host}:{port}")
+            "elastic_rl.dcs.node.service", "--config", str(config), "--etcd", ",".join(endpoints),
+            "--id", kept_state.NODE, f"--dcs.port={port}"), url=f"{dcs.host}:{port}")
 
     def _await_dcs_node(self, endpoints: list[str], pid: int) -> None:
         """Returns when the node has registered. A killed predecessor's record stays until its lease ends, so the new
         one is recognised by its pid."""
         etcd = EtcdClient.from_config(self.cfg.etcd, endpoints)
-        key = Keys(self.cfg.job).dcs_node(_NODE)
+        key = Keys(self.cfg.job).dcs_node(kept_state.NODE)
         try:
-            self._await("the DCS node", f"dcs-{_NODE}",
+            self._await("the DCS node", f"dcs-{kept_state.NODE}",
                         lambda: (kv := etcd.get(key)) and json.loads(kv.value)["pid"] == pid, _START_TIMEOUT_S)
         finally:
             etcd.close()
@@ -373,7 +380,7 @@ class Cluster:
             port = int(record.url.rpartition(":")[2])
             require_port_free("127.0.0.1", port, setting="the port of this cluster's etcd")
             self._spawn_etcd(etcd_server.find_binary(), data, port)
-        elif record.name == f"dcs-{_NODE}":
+        elif record.name == f"dcs-{kept_state.NODE}":
             self._start_dcs_node(set(), info.etcd_endpoints, config)
         elif record.name.startswith("coordinator-"):
             i = int(record.name.rpartition("-")[2])
@@ -383,16 +390,15 @@ class Cluster:
                 dataclasses.replace(info, coordinators=urls).save()
 
     # -- down ---------------------------------------------------------------------------------------------------
-    def down(self) -> list[str]:
+    def down(self, *, purge: bool = False) -> list[str]:
         """Ends every process of the job, the compute plane first and etcd last, and removes its shared memory and the
-        cluster's files except the logs and the settings. Data of an etcd that ``up`` started, and chunks that only it
-        listed, are deleted; those of a cluster on an external etcd stay, whatever this configuration says. Returns the
+        secrets of one start. The state of the job stays (``kept_state``), unless ``purge`` deletes it. Returns the
         names of what was running. Raises ConfigError where the folder cannot be one."""
         if in_the_way := next((p for p in (self.dir, *self.dir.parents) if p.exists() and not p.is_dir()), None):
             raise ConfigError(f"{in_the_way} is not a folder, so no cluster is below it",
                               hint="name the run_dir that the job was started with")
         if not self.dir.is_dir():
-            return self._down()
+            return self._down(purge)
         if training := train_lock.end_holder(self.dir, timeout_s=_END_TRAINING_S):
             self._say(f"the process that trains the job, {training}, was asked to end")
         with contextlib.ExitStack() as stack:
@@ -400,34 +406,23 @@ class Cluster:
                 stack.enter_context(cluster_lock.held(self.dir, timeout_s=_DOWN_LOCK_TIMEOUT_S))
             except DeadlineExceeded as e:
                 self._say(f"warning: {e.message}: stopping the services all the same")
-            return self._down()
+            return self._down(purge)
 
-    def _down(self) -> list[str]:
-        own_etcd, records = self._has_own_etcd(), self.book.all()
+    def _down(self, purge: bool) -> list[str]:
+        records = self.book.all()
         stopped = [f"compute {pid}" for pid in leftovers.sweep(self.dir)]
         stopped += self._stop(sorted(records, key=lambda r: _down_order(r.name)))
         # A service whose start was interrupted has no record.
         stopped += [f"stray {pid}" for pid in processes.sweep(str(self.dir), OWNER_ENV)]
         self.book.clear()
         self._unlink_segments()
-        if own_etcd:
-            shutil.rmtree(self.dir / "etcd", ignore_errors=True)
-            shutil.rmtree(self.dir / "disk", ignore_errors=True)  # no record refers to these chunks any more
         for path in (self.cfg.ray_token_file, self.cfg.engine_key_file):
             path.unlink(missing_ok=True)
-        for name in ("cluster.json", auth.TABLE, auth.CREDENTIALS, auth.VIEWER_TOKEN, TOKEN_FILE):
-            (self.dir / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (self.dir / "cluster.json").replace(self.dir / kept_state.STOPPED)
+        if purge:
+            kept_state.delete(self.cfg)
         return stopped
-
-    def _has_own_etcd(self) -> bool:
-        """Whether ``up`` started this cluster's etcd, by what it recorded; False where there is no record of it."""
-        if info := self._info():
-            return info.own_etcd
-        try:  # an interrupted `up` has stored the settings only
-            return bool(cluster_settings.stored(self.dir)) and not cluster_settings.external_endpoints(self.dir)
-        except ConfigError as e:
-            self._say(f"warning: {e.message}; the data of etcd and of the DCS node in {self.dir} are kept")
-            return False
 
     def _info(self) -> ClusterInfo | None:
         """``cluster.json``, or None where it is missing or damaged."""
@@ -441,7 +436,7 @@ class Cluster:
         stopped = []
         for record in records:
             if record.alive():
-                processes.stop(record.pid)
+                processes.stop(record.pid, grace_s=_SAVE_GRACE_S if record.name.startswith("dcs-") else _EXIT_GRACE_S)
                 stopped.append(record.name)
             self.book.forget(record.name)
         return stopped

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic_rl.config import AlertConfig, Config
+from elastic_rl.coordinator.alerts import rules
 from elastic_rl.coordinator.alerts.controller import AlertController
 from elastic_rl.coordinator.alerts.notifier import NOT_LEADING, Notification
 from elastic_rl.coordinator.alerts.receiver_queue import AttemptResult, NotificationGroup, ReceiverQueue
@@ -17,15 +18,17 @@ from elastic_rl.coordinator.alerts.state_machine import Alert, Condition, Phase
 from elastic_rl.coordinator.records import LastSeen
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.errors import Fenced
+from elastic_rl.etcd import events
 from elastic_rl.etcd.client import Compare, KeyValue, Op
 from elastic_rl.etcd.keys import Keys
-from elastic_rl.etcd.records import Record, Severity, Silence
+from elastic_rl.etcd.records import JobStatus, Member, Record, Severity, Silence
 
 KEYS = Keys("j")
 GUARD = KEYS.leader("leader")
 TICK_S = 1.0
 SKEW_S = 3.0
 LATENCY_S = 4.0
+_ACTOR = Member(role="actor", id="a", pid=1, host="h0")
 
 
 class Died(Exception):
@@ -197,6 +200,8 @@ class AlertSimulation:
         self.delivered: list[Delivered] = []
         self.attempts: dict[str, list[float]] = defaultdict(list)
         self.opened: dict[str, Alert] = {}
+        self.finished = False
+        """Whether the run is over. It can be resumed."""
         self.unhealthy: dict[str, str] = {}
 
     # -- the environment ---------------------------------------------------------------------------------------
@@ -216,6 +221,16 @@ class AlertSimulation:
             self.events.append((revision, Condition("publish.failed", fault.subject, "m", fault.severity,
                                                     revision=revision), "") if fault.present else
                                (revision, None, f"publish.failed/{fault.subject}"))
+
+    def restart(self, service: str) -> None:
+        """A service of the local cluster ended and was started again, which is a one-time event."""
+        revision = self.etcd.put(KEYS.event(f"{len(self.events):06}"), Cursor(revision=0))
+        event = events.build("dcs.restarted", service, "m", severity=Severity.WARNING)
+        self.events.append((revision, rules.report(event, revision, "j"), ""))
+
+    def prune_events(self) -> None:
+        """Deletes every event, also those that no leader has read."""
+        self.events.clear()
 
     def silence(self, subject: str, for_s: float) -> None:
         self.etcd.put(KEYS.silence(f"s{self.etcd.revision}"), Silence(
@@ -270,7 +285,9 @@ class AlertSimulation:
         dead = [LastSeen(role="dcs", id=f.subject, incarnation="i", host=f"h{f.subject[-1]}", first_seen=1, dead_at=2)
                 for f in self.faults if f.present and not f.reported]
         try:
-            leader.controller.update(ClusterSnapshot("j", registry={s.name: s for s in dead}), reports, over, write)
+            leader.controller.update(
+                ClusterSnapshot("j", registry={s.name: s for s in dead}, members=[_ACTOR],
+                                status=JobStatus(phase="finished" if self.finished else "rl")), reports, over, write)
             leader.controller.deliver()
         except Fenced:
             assert not self.leads(leader)

@@ -79,7 +79,7 @@ def whole_job(run_dir: Path, settings: dict[str, Any]) -> Iterator[Job]:
         try:
             yield job
         finally:
-            job.cluster.down()
+            job.cluster.down(purge=True)
             leftovers.sweep(job.cluster.cfg.cluster_dir)
 
 

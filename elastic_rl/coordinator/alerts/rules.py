@@ -99,7 +99,8 @@ def fault_of(kind: str, subject: str) -> str:
 def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[Condition]:
     """Gives each sign of a fault that has an open alert the key of that alert, unless the sign is more severe:
     receivers of errors only must get the error. An alert that is pending gives way to one that fires: what it would
-    have said is said. Leaves out one-time events about a fault that has an alert."""
+    have said is said. Leaves out one-time events about a fault that has another alert. An event whose own alert is open
+    stays: without it the alert would resolve, and the next pass would notify of the same event as a new alert."""
     open_by_fault: dict[str, list[tuple[str, str, Severity]]] = {}
     for alert in sorted((a for a in known if a.open), key=lambda a: (a.phase is Phase.PENDING, -a.severity.rank,
                                                                      a.since, a.id)):
@@ -110,12 +111,12 @@ def merge_by_fault(found: Iterable[Condition], known: Iterable[Alert]) -> list[C
     for c in sorted(found, key=lambda c: (not c.notify_resolved, -c.severity.rank)):  # the worst opens the alert
         fault = fault_of(c.kind, c.subject)
         first = next(iter(open_by_fault.get(fault, ())), None)
+        same = any((c.kind, c.subject) == (k, s) for k, s, _ in open_by_fault.get(fault, ()))
         if not c.notify_resolved:
             prefix = fault if fault.endswith("/") else ""  # a role: any of its members
-            if first is None and not any(prefix and f.startswith(prefix) for f in open_by_fault):
+            if same or (first is None and not any(prefix and f.startswith(prefix) for f in open_by_fault)):
                 out.append(c)
             continue
-        same = any((c.kind, c.subject) == (k, s) for k, s, _ in open_by_fault.get(fault, ()))
         if first is not None and not same and first[2].rank >= c.severity.rank:
             c = replace(c, kind=first[0], subject=first[1])
         elif not same:

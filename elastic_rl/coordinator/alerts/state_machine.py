@@ -11,6 +11,10 @@ alert ends with it. A *report* is an event that says something happened (a publi
 ``released`` or ``declared_over`` says that it is over. When both have the same key they are one alert: one fault gives
 one alert.
 
+A one-time event (``notify_resolved`` False) is one notice. Its alert must not resolve while its condition holds: the
+next pass would open it again under a new id, and notify again, for as long as the state of a finished run is kept. So
+it stays open, over days and leaders, and resolves without a notice.
+
 A silence stops the notices, not the alert. A receiver that was notified of the start is notified of the end once the
 silence is over; one that was not notified of an alert that ended under a silence gets no notice of it at all.
 """

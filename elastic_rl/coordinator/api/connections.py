@@ -71,7 +71,7 @@ class IdleConnections:
 
 
 class Connection:
-    """A connection that was accepted. Its protocol calls ``made``, ``idle`` and ``lost``, and the
+    """A connection that was accepted. Its protocol calls ``made``, ``begin``, ``idle`` and ``lost``, and the
     authentication of a request calls ``busy``. For the thread of the event loop."""
 
     def __init__(self, acceptor: Acceptor, number: int, sock: socket.socket, address: str) -> None:
@@ -79,6 +79,8 @@ class Connection:
         self._transport: asyncio.Transport | None = None
         self._opening: asyncio.Task[None] | None = None
         self._busy = False
+        self.authenticated = False
+        """Whether the request in progress, or the last one, is authenticated."""
 
     def open(self, opening: asyncio.Task[None]) -> None:
         """``opening`` ends once the protocol has its transport, or fails."""
@@ -89,9 +91,13 @@ class Connection:
     def made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
 
+    def begin(self) -> None:
+        """The headers of a request are here."""
+        self.authenticated = False
+
     def busy(self) -> None:
         """A request has authenticated: the connection is not closed for others until the response is complete."""
-        self._busy = True
+        self._busy = self.authenticated = True
         self._acceptor.leave(self._number)
 
     def idle(self) -> None:

@@ -1,11 +1,12 @@
-"""The HTTP server under the API: uvicorn, with limits on headers, on slow clients and on connections."""
+"""The HTTP server under the API: uvicorn, with limits on headers, on bodies that nobody reads, on slow clients and on
+connections."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import h11
@@ -17,6 +18,7 @@ from uvicorn.server import ServerState
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api import tls
 from elastic_rl.coordinator.api.connections import Acceptor, Connection, Limits, limits_of_process
+from elastic_rl.coordinator.api.unread_body import UnreadBody
 from elastic_rl.errors import PreflightFailed
 from elastic_rl.net.addresses import reachable_address, require_port_free
 
@@ -31,18 +33,20 @@ class Server(uvicorn.Server):
     """Uvicorn without its signal handlers, since a replica resigns before it stops to answer, and with an ``Acceptor``
     in place of asyncio's, which has no limits."""
 
-    def __init__(self, config: uvicorn.Config, limits: Limits, handshake_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, limits: Limits, request_timeout_s: float) -> None:
+        """``request_timeout_s``: within which a TLS handshake must end, and the headers of a request, and the rest of a
+        body that nobody reads, must have arrived."""
         super().__init__(config)
-        self._limits, self._handshake_timeout_s = limits, handshake_timeout_s
+        self._limits, self._request_timeout_s = limits, request_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """``sockets``: the listening ones. Their idle connections are limited each by itself."""
         self.servers = [Acceptor(listener, self._make_protocol, self._limits, self.config.ssl,  # type: ignore[misc]
-                                 self._handshake_timeout_s) for listener in sockets or []]
+                                 self._request_timeout_s) for listener in sockets or []]
         self.started = True
 
     def _make_protocol(self, connection: Connection) -> asyncio.Protocol:
-        return _Protocol(self.config, self.server_state, connection, self._handshake_timeout_s)
+        return _Protocol(self.config, self.server_state, connection, self._request_timeout_s)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -89,14 +93,33 @@ def advertised(cfg: CoordinatorConfig, port: int, etcd_endpoints: Sequence[str])
     return f"{cfg.scheme}://[{host}]:{port}" if ":" in host else f"{cfg.scheme}://{host}:{port}"
 
 
+class _Parser(h11.Connection):
+    """The parser of a connection. ``begins`` is called at each request, and ``takes``, with its size, at each piece of
+    its body; where that is False, the connection has been closed, and the rest of what was read is left."""
+
+    def __init__(self, begins: Callable[[], None], takes: Callable[[int], bool], max_header_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_header_bytes)
+        self._begins, self._takes = begins, takes
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._begins()
+        elif isinstance(event, h11.Data) and not self._takes(len(event.data)):
+            return h11.NEED_DATA
+        return event
+
+
 class _Protocol(H11Protocol):
-    """A connection on which the headers of every request have to arrive within ``header_timeout_s``, and that
-    reports its state to its ``Connection``."""
+    """A connection on which the headers of every request, and the rest of a body that nobody reads, have to arrive
+    within ``request_timeout_s``, and that reports its state to its ``Connection``."""
 
     def __init__(self, config: uvicorn.Config, server_state: ServerState, connection: Connection,
-                 header_timeout_s: float) -> None:
+                 request_timeout_s: float) -> None:
         super().__init__(config, server_state, {"connection": connection})
-        self._connection, self._header_timeout_s = connection, header_timeout_s
+        self.conn = _Parser(self._begin, self._take, config.h11_max_incomplete_event_size or _HEADER_BYTES)
+        self._connection, self._request_timeout_s = connection, request_timeout_s
+        self._unread = UnreadBody()
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -106,23 +129,44 @@ class _Protocol(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        in_headers = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        if not in_headers:
-            self._cancel_deadline()
-        elif self._deadline is None:
-            self._start_deadline()
+        self._update_deadline()
 
     def on_response_complete(self) -> None:
         self._connection.idle()
         super().on_response_complete()
+        self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection.lost()
         self._cancel_deadline()
         super().connection_lost(exc)
 
+    def _begin(self) -> None:
+        self._connection.begin()
+        self._unread = UnreadBody()
+
+    def _take(self, size: int) -> bool:
+        if self._connection.authenticated or self._unread.take(size):
+            return True
+        self._abort()
+        return False
+
+    def _awaits_client(self) -> bool:
+        """Whether nobody but the client can go on: the headers of a request are incomplete, or the body of one that was
+        answered without credentials."""
+        if self.conn.their_state is h11.IDLE:
+            return bool(self.conn.trailing_data[0])
+        return (self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+                and not self._connection.authenticated)
+
+    def _update_deadline(self) -> None:
+        if self.transport.is_closing() or not self._awaits_client():
+            self._cancel_deadline()
+        elif self._deadline is None:
+            self._start_deadline()
+
     def _start_deadline(self) -> None:
-        self._deadline = self.loop.call_later(self._header_timeout_s, self._abort)
+        self._deadline = self.loop.call_later(self._request_timeout_s, self._abort)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

@@ -27,8 +27,7 @@ class ClusterInfo:
     ca_file: str = ""
     """PEM file of the authority of the admin API's certificates; empty: the system's, or no TLS."""
     own_etcd: bool = False
-    """Whether ``up`` has started the cluster's etcd. ``down`` then deletes its data, and the chunks that only it
-    knows."""
+    """Whether ``up`` has started the cluster's etcd."""
 
     def token(self, role: str) -> str:
         """Bearer token of a role, viewer or operator; empty where no file is named. Raises ConfigError for a file

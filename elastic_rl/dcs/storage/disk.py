@@ -212,6 +212,14 @@ def _in_parallel(act: Callable[[Any], object], items: Iterable[Any]) -> None:
         list(pool.map(act, many))
 
 
+def owner(folder: Path) -> str:
+    """The job whose chunks a node's folder holds; empty for none."""
+    try:
+        return (folder / "lock").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _locked(path: Path, job: str) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -219,9 +227,9 @@ def _locked(path: Path, job: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise PreflightFailed(f"another process has {path.parent}", hint="stop it, or use another --id") from e
-        owner = os.pread(fd, 4096, 0).decode(errors="replace")
-        if owner not in ("", job):
-            raise PreflightFailed(f"{path.parent} holds the chunks of job {owner}",
+        of = os.pread(fd, 4096, 0).decode(errors="replace")
+        if of not in ("", job):
+            raise PreflightFailed(f"{path.parent} holds the chunks of job {of}",
                                   hint="set another dcs.disk_dir, or remove the folder if that job is over")
         os.pwrite(fd, job.encode(), 0)
     except BaseException:

@@ -38,8 +38,8 @@ from elastic_rl.trainer.service.commands import Command
 
 _IDLE_CONNECTIONS = 256
 """Connections without a request of this job, of which the oldest is closed for a further one."""
-_HEADERS_S = 10.0
-"""Within which the headers of a request must have arrived."""
+_REQUEST_TIMEOUT_S = 10.0
+"""Seconds within which the headers of a request must have arrived, and the body of one without a token."""
 _BACKLOG = 64
 MAX_WAIT_S = 20.0
 """Longest time that one request waits for a result."""
@@ -179,7 +179,7 @@ class TrainerService:
             make_app(board, security, take_share), log_config=None, access_log=False, lifespan="off", ws="none",
             server_header=False, timeout_keep_alive=60,
             ssl_context_factory=None if context is None else lambda *_: context.for_server()),
-            Limits(idle=_IDLE_CONNECTIONS, idle_per_address=_IDLE_CONNECTIONS), _HEADERS_S)
+            Limits(idle=_IDLE_CONNECTIONS, idle_per_address=_IDLE_CONNECTIONS), _REQUEST_TIMEOUT_S)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]},
                                         name="trainer-service", daemon=True)
 

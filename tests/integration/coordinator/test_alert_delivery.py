@@ -143,6 +143,22 @@ def test_deaths_of_one_moment_are_one_notification_and_one_end_over_a_change_of_
         hanging.close()
 
 
+def test_finished_job_is_notified_once_over_passes_and_a_change_of_the_leader(
+        etcd: EtcdClient, keys: Keys, service: Service) -> None:
+    etcd.put(keys.job_status(), JobStatus(phase="finished", step=3).encode())
+    for n in range(3):
+        leader = Leader(etcd, keys, urls=[service.url("chat")])
+        try:
+            wait_until(lambda: service.about("chat", "EVENT", "job.finished"), timeout_s=60, what="the event")
+            for _ in range(2):  # each takes several passes from its event to its notification
+                events.emit(etcd, keys, "queue.replaced", name := f"queue-{n}-{len(service.got['chat'])}", "m")
+                wait_until(lambda x=name: service.about("chat", "EVENT", x), timeout_s=60, what="the next")
+        finally:
+            leader.close()
+    assert len(service.about("chat", "EVENT", "job.finished")) == 1
+    assert [a.phase for a in known(etcd, keys) if a.kind == "job.finished"] == ["firing"]
+
+
 def test_silence_holds_alerts_back_and_a_test_reports_delivery_by_receiver(
         etcd: EtcdClient, keys: Keys, service: Service) -> None:
     service.refuses.add("broken")

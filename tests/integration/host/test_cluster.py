@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import signal
@@ -16,7 +17,7 @@ import torch
 import yaml
 from support.etcd_server import EtcdServers
 
-from elastic_rl.cli import main
+from elastic_rl.cli import main, run
 from elastic_rl.cli.exit_codes import Exit
 from elastic_rl.config import Config, parse
 from elastic_rl.config.fixed_settings import fixed_settings
@@ -33,6 +34,7 @@ from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import JobSpec, JobStatus, PoolSpec
 from elastic_rl.host import cluster_lock, cluster_settings, etcd_server, local_cluster, processes
 from elastic_rl.host.local_cluster import OWNER_ENV, Cluster
+from elastic_rl.job import check as job_check
 from elastic_rl.net.addresses import free_port
 from elastic_rl.runtime.waiting import wait_until
 
@@ -167,11 +169,68 @@ def test_up_after_a_crash_of_everything_continues_with_the_saved_versions(make: 
     with EtcdClient(again.etcd_endpoints) as etcd, Puller(etcd, keys, "test", io_timeout_s=10,
                                             security=security) as puller, puller.pull("policy") as pulled:
         assert pulled.version.number == 1 and torch.equal(dict(pulled.tensors())["w"], tensor)
-    cluster.down()
-    assert not (cluster.dir / "disk").exists()
+    cluster.down(purge=True)
+    assert not list((cluster.dir / "disk").rglob("??/*"))
     cluster.up()
     with EtcdClient(ClusterInfo.load(cluster.dir).etcd_endpoints) as etcd:  # type: ignore[union-attr]
-        assert reads.head(etcd, keys, "policy") is None, "after `down` a job starts afresh"
+        assert reads.head(etcd, keys, "policy") is None, "after a purge a job starts afresh"
+
+
+def test_interrupted_train_keeps_its_versions_and_the_next_one_resumes_with_them(
+        make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = make(coordinator={"replicas": 1})
+    keys, tensor, found = Keys(cluster.cfg.job), torch.arange(1000.0), []
+
+    def first(cfg: Config, info: ClusterInfo, **_: object) -> int:
+        security = Security.from_config(cfg.dcs, cluster.dir / TOKEN_FILE)
+        with EtcdClient(info.etcd_endpoints) as etcd:
+            epoch = fencing.raise_epoch(etcd, keys, "test").number
+            with Publisher(etcd, keys, "policy", epoch=epoch, owner="test", chunk_bytes=4096, staging_ttl_s=5,
+                           security=security) as publisher:
+                publisher.publish([("w", tensor)], meta={})
+        os.kill(os.getpid(), signal.SIGTERM)  # at once: the node has not saved the version yet
+        return 0
+
+    def second(cfg: Config, info: ClusterInfo, **_: object) -> int:
+        security = Security.from_config(cfg.dcs, cluster.dir / TOKEN_FILE)
+        with EtcdClient(info.etcd_endpoints) as etcd, Puller(
+                etcd, keys, "test", io_timeout_s=10, security=security) as puller, puller.pull("policy") as pulled:
+            found.append(dict(pulled.tensors())["w"].clone())
+        return 1
+
+    arguments = ["train", "--with-cluster", f"--job={cluster.cfg.job}", f"--run_dir={tmp_path}"]
+    monkeypatch.setattr(job_check, "require", lambda *_, **__: None)
+    monkeypatch.setattr(run, "_train", first)
+    with pytest.raises(SystemExit) as e:
+        main.main([*arguments, f"--dcs.arena_bytes={ARENA_BYTES}", "--coordinator.replicas=1"])
+    assert e.value.code == Exit.INTERRUPTED
+    said = capsys.readouterr().out
+    assert str(cluster.dir / "etcd") in said and " ".join(arguments) in said
+    assert not processes.marked(str(cluster.dir), OWNER_ENV), "stopping ends every process"
+
+    monkeypatch.setattr(run, "_train", second)
+    with pytest.raises(SystemExit) as e:
+        main.main(arguments)  # the line that was printed
+    assert e.value.code == 1 and torch.equal(found[0], tensor)
+    assert "continuing with what job" in capsys.readouterr().out
+
+
+def test_start_that_fails_leaves_no_empty_etcd_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = make(coordinator={"replicas": 1})
+
+    def fail(*_: object) -> None:
+        raise PreflightFailed("no")
+
+    with monkeypatch.context() as patched, pytest.raises(PreflightFailed):
+        patched.setattr(cluster, "_start_coordinators", fail)
+        cluster.up()
+    assert not (cluster.dir / "etcd").exists() and not cluster.known
+    cluster.up()
+    cluster.down()
+    with monkeypatch.context() as patched, pytest.raises(PreflightFailed):
+        patched.setattr(cluster, "_start_coordinators", fail)
+        cluster.up()
+    assert (cluster.dir / "etcd" / "member").is_dir() and cluster.known, "what the job has is not the failed start's"
 
 
 def test_down_after_a_crash_removes_what_it_left(make: Make) -> None:
@@ -277,8 +336,13 @@ def test_cluster_on_an_external_etcd_needs_no_settings_again(
     finally:
         assert _run(capsys, "down", *job)[0] == 0
     assert chunk.exists(), "the external etcd still lists it"
-    code, said = _run(capsys, "up", *job)
-    assert code == Exit.USAGE and "lists the versions" in said
+    code, said = _run(capsys, "up", "--etcd.endpoints=[]", *job)
+    assert code == Exit.USAGE and "belongs to that one" in said
+    try:
+        assert _run(capsys, "up", *job)[0] == 0, "the settings are kept too"
+    finally:
+        assert _run(capsys, "down", "--purge", "--yes", *job)[0] == 0
+    assert not chunk.exists()
 
 
 def test_train_that_is_refused_leaves_the_cluster_that_was_there(make: Make, tmp_path: Path,

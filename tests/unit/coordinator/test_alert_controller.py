@@ -10,6 +10,8 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.alert_simulation import KEYS, SKEW_S, TICK_S, AlertSimulation, Fault, SimulatedLeader
 from support.budget import seeds
 
@@ -128,6 +130,67 @@ def test_silence_holds_notifications_back_and_loses_no_end_of_a_notified_alert(s
     delivered = {(i, d.receiver, d.phase) for d in sim.delivered for i in d.alerts}
     assert {t[:2] for t in delivered if t[2] is Phase.FIRING} == {t[:2] for t in delivered if t[2] is Phase.RESOLVED}
     assert not sim.etcd.silenced, "an alert was sent under a silence"
+
+
+_ACTIONS = ["finish", "resume", "restart", "prune", "kill", "stop", "day", "mute", "heal"]
+_STEPS = st.lists(st.one_of(
+    st.tuples(st.sampled_from(_ACTIONS), st.just(0)),
+    st.tuples(st.just("passes"), st.integers(1, 12)), st.tuples(st.just("dies in write"), st.integers(1, 6))),
+    max_size=30)
+
+
+@given(_STEPS, st.integers(0, 2**16))
+@settings(max_examples=seeds(40))
+def test_one_time_event_opens_one_alert_over_days_leaders_and_restarts(steps: list[tuple[str, int]], seed: int) -> None:
+    sim = AlertSimulation(random.Random(seed), group_wait_s=0.0)
+    finished, restarted, crashes = 0, 0, False
+    for step, n in steps:
+        match step:
+            case "finish" | "resume":
+                finished += step == "finish" and not sim.finished
+                sim.finished = step == "finish"
+            case "restart":
+                sim.restart(f"node-{restarted}")
+                restarted += 1
+            case "prune":
+                sim.prune_events()
+            case "kill" | "stop" if not sim.leaderless:
+                sim.kill(sim.leaders[-1]) if step == "kill" else setattr(sim.leaders[-1], "stopped", True)
+                crashes = True
+            case "day":
+                sim.t += 24 * 3600.0
+            case "mute":
+                sim.unhealthy["chat"], crashes = "mute", True
+            case "heal":
+                sim.unhealthy.clear()
+            case "dies in write":
+                sim.etcd.die_at, crashes = sim.etcd.writes + n, True
+            case "passes":
+                sim.run(n * TICK_S)
+    sim.etcd.die_at = 0
+    sim.unhealthy.clear()
+    sim.run(120.0)
+    kinds = Counter(a.kind for a in sim.opened.values())
+    assert set(kinds) <= {"job.finished", "dcs.restarted"}
+    assert kinds["job.finished"] <= finished and kinds["dcs.restarted"] <= restarted
+    assert bool(kinds["job.finished"]) >= sim.finished
+    posts = Counter((i, d.receiver, d.phase) for d in sim.delivered for i in d.alerts)
+    assert set(posts) == {(a.id, "chat", Phase.FIRING) for a in sim.opened.values()}
+    if not crashes:
+        assert set(posts.values()) <= {1}
+
+
+def test_job_that_stays_finished_is_notified_once_and_again_when_it_finishes_again() -> None:
+    sim = AlertSimulation(random.Random(4))
+    for finishes in (1, 2):
+        sim.finished = True
+        for _ in range(3):
+            sim.run(60)
+            sim.t += 24 * 3600.0
+            sim.kill(sim.leaders[-1])
+        assert [d.phase for d in sim.delivered if d.receiver == "chat"] == [Phase.FIRING] * finishes
+        sim.finished = False
+        sim.run(60)
 
 
 def test_alerts_of_one_moment_are_one_notification() -> None:

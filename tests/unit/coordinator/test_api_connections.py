@@ -17,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from support.certificates import Authority
+from support.endless_bodies import closes_endless_chunks, closes_slow_body
 
 from elastic_rl.config import CoordinatorConfig
 from elastic_rl.coordinator.api.connections import Connection, IdleConnections, Limits
 from elastic_rl.coordinator.api.server import bind, make_server
+from elastic_rl.coordinator.api.unread_body import UNREAD_BYTES, UNREAD_CHUNKS, UnreadBody
 from elastic_rl.runtime.waiting import wait_until
 
 _CLIENT_HELLO = bytes.fromhex("160301020001")
@@ -48,7 +50,8 @@ def test_idle_connections_stay_within_their_limits(steps: list[tuple[str, int]])
 
 # -- a server ----------------------------------------------------------------------------------------------------------
 class Api:
-    """A server in a thread; an application that answers /healthz at once and holds /held until ``go``."""
+    """A server in a thread; an application that answers /healthz at once, holds /held until ``go``, and, as to callers
+    with a token, answers /refused at once and /read with the size of the body."""
 
     def __init__(self, limits: Limits, **settings: object) -> None:
         cfg = CoordinatorConfig.model_validate({"host": "0.0.0.0", "request_timeout_s": 60.0, **settings})
@@ -67,8 +70,18 @@ class Api:
             self.held += 1
             while not self.go.is_set():
                 await asyncio.sleep(0.01)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
+        body = b"ok"
+        if scope["path"] in ("/refused", "/read"):
+            scope["state"]["connection"].busy()
+        if scope["path"] == "/read":
+            size, more = 0, True
+            while more:
+                message = await receive()
+                size, more = size + len(message["body"]), message["more_body"]
+            body = str(size).encode()
+        await send({"type": "http.response.start", "status": 200,
+                    "headers": [(b"content-length", str(len(body)).encode())]})
+        await send({"type": "http.response.body", "body": body})
 
     def connect(self, source: str = "127.0.0.1") -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=20, source_address=(source, 0))
@@ -133,6 +146,40 @@ def test_connection_with_an_authenticated_request_is_not_closed_for_others(api: 
     for _ in range(15):
         api.connect()
     assert closed(working)
+
+
+# -- bodies that nobody reads -----------------------------------------------------------------------------------------
+@given(st.lists(st.integers(1, UNREAD_BYTES // 4), max_size=2 * UNREAD_CHUNKS))
+def test_unread_body_is_bounded_in_bytes_and_chunks(sizes: list[int]) -> None:
+    body, total = UnreadBody(), 0
+    for n, size in enumerate(sizes, 1):
+        total += size
+        assert body.take(size) == (total <= UNREAD_BYTES and n <= UNREAD_CHUNKS)
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\nx\r\n", b"8000\r\n" + b"x" * 0x8000 + b"\r\n"], ids=["small", "large"])
+def test_endless_body_without_credentials_closes_its_connection(api: Api, chunk: bytes) -> None:
+    assert closes_endless_chunks(("127.0.0.1", api.port), "/healthz", chunk=chunk)
+    assert httpx.get(f"http://127.0.0.1:{api.port}/healthz", timeout=20).text == "ok"
+
+
+def test_body_without_credentials_has_to_end_within_the_request_timeout() -> None:
+    api = Api(Limits(), request_timeout_s=0.5)
+    try:
+        assert closes_slow_body(("127.0.0.1", api.port), "/healthz")
+        assert httpx.get(f"http://127.0.0.1:{api.port}/healthz", timeout=20).text == "ok"
+    finally:
+        api.close()
+
+
+@pytest.mark.parametrize("pieces", [[b"x" * 1000] * 4000, [b"x" * (8 << 20)]], ids=["chunks", "bytes"])
+def test_large_bodies_of_authenticated_requests_are_read_and_refused_with_an_answer(api: Api, pieces: list[bytes]
+                                                                                    ) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{api.port}", timeout=60) as client:
+        assert client.post("/read", content=iter(pieces)).text == str(sum(map(len, pieces)))
+        assert client.post("/refused", content=iter(pieces)).text == "ok"
+        assert client.post("/refused", content=b"".join(pieces)).text == "ok"
+        assert client.get("/healthz").text == "ok"
 
 
 @pytest.fixture(scope="module")

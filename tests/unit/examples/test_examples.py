@@ -184,7 +184,7 @@ import json, sys, time
 from elastic_rl import config
 cfg = config.load(sys.argv[sys.argv.index("-c") + 1], [a for a in sys.argv if a.startswith("--job=")])
 if "down" in sys.argv:
-    sys.exit((cfg.job_dir / "is-down").touch())
+    sys.exit((cfg.job_dir / ("is-purged" if "--purge" in sys.argv else "is-down")).touch())
 cfg.job_dir.mkdir(parents=True)
 (cfg.job_dir / "report.json").write_text(json.dumps(
     {{"steps": 5, "eval_accuracy_first": 0.3, "eval_accuracy_last": {accuracy}}}))
@@ -226,7 +226,7 @@ def test_examples_that_take_anothers_policy_run_after_it_while_its_cluster_is_up
     sft = results[0]
     assert "--keep-up" in logs["sft"] and "--from-job" not in logs["sft"]
     assert all(f"--from-job={sft.job}" in logs[name] for name in ("eval", "rejection_sampling"))
-    assert [r.example for r in results if (assets / "runs" / r.job / "is-down").exists()] == ["sft"]
+    assert all((assets / "runs" / r.job / "is-purged").exists() for r in results)
 
 
 def test_cluster_that_stays_for_another_example_ends_however_the_runs_end(

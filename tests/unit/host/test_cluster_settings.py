@@ -64,7 +64,9 @@ def test_commands_use_the_settings_of_a_known_cluster_with_the_given_ones_on_top
     assert (cfg.etcd.endpoints, cfg.etcd.call_timeout_s, cfg.train.steps, cfg.train.lr) == (EXTERNAL, 3, 8, 0.25)
     assert _cluster(tmp_path).cfg.train.steps == 7, "the only cluster, without its name"
     Cluster(_config(tmp_path)).down()
-    assert _cluster(tmp_path, "--job=prod").cfg.train.steps != 7, "after `down` they do not count"
+    assert _cluster(tmp_path, "--job=prod").cfg.train.steps == 7, "they hold for what is kept"
+    Cluster(_config(tmp_path)).down(purge=True)
+    assert _cluster(tmp_path, "--job=prod").cfg.train.steps != 7, "nothing is kept"
 
 
 def test_mappings_of_a_file_take_the_place_of_those_that_are_known(tmp_path: Path) -> None:
@@ -81,20 +83,7 @@ def test_mappings_of_a_file_take_the_place_of_those_that_are_known(tmp_path: Pat
     assert set(cfg.pools) == {"judge"} and cfg.pools["judge"].engines == 1 and not cfg.rollout.reward_options
 
 
-def test_down_keeps_the_chunks_that_an_external_etcd_lists(tmp_path: Path) -> None:
-    chunk = _started(_config(tmp_path, etcd={"endpoints": EXTERNAL}))
-    for _ in range(2):  # the second one finds no cluster.json
-        Cluster(_config(tmp_path)).down()
-        assert chunk.exists()
-
-
-def test_down_deletes_what_an_own_etcd_listed(tmp_path: Path) -> None:
-    chunk = _started(_config(tmp_path))
-    Cluster(_config(tmp_path, etcd={"endpoints": EXTERNAL})).down()
-    assert not chunk.exists() and not (chunk.parents[3] / "etcd").exists()
-
-
-def test_down_works_with_damaged_files_and_then_keeps_data(tmp_path: Path) -> None:
+def test_down_works_with_damaged_files(tmp_path: Path) -> None:
     cfg = _config(tmp_path)
     chunk = _started(cfg)
     (cfg.cluster_dir / "cluster.json").write_text("{")
@@ -113,7 +102,7 @@ def test_up_refuses_another_etcd(tmp_path: Path) -> None:
         Cluster(_config(tmp_path)).up()
     assert "elastic-rl down" in e.value.hint
     Cluster(_config(tmp_path)).down()
-    with pytest.raises(ConfigError, match=r"lists the versions") as e:
+    with pytest.raises(ConfigError, match=r"disk/node-0 belongs to that one") as e:
         Cluster(_config(tmp_path)).up()
     assert "--etcd.endpoints=[10.0.0.1:2379]" in e.value.hint
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from support.endless_bodies import closes_endless_chunks
 
 from elastic_rl.data.batch import Batch
 from elastic_rl.dcs.security import Security
@@ -61,6 +62,15 @@ def test_command_is_queued_once_and_its_outcome_is_given_to_who_asks(board: Boar
     answer = httpx.get(f"{url}/v1/commands/c1?wait_s=5", headers=TOKEN)
     assert (answer.status_code, answer.json()) == (200, {"result": {"loss": 0.5}})
     assert submit(url, command()) == 202 and board.next() is None, "it was executed already"
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/nothing"])
+def test_endless_body_without_a_token_closes_its_connection(board: Board, url: str, path: str) -> None:
+    at = httpx.URL(url)
+    assert closes_endless_chunks((at.host, at.port or 0), path)
+    assert httpx.get(f"{url}/v1/status", headers=TOKEN).status_code == 200
+    share = iter([SHARE[n:n + 1] for n in range(len(SHARE))])
+    assert httpx.put(f"{url}/v1/batches/b/share", content=share, headers=TOKEN).status_code == 201
 
 
 def test_refusal_reaches_the_actor_with_its_kind(board: Board, url: str) -> None:
