@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import LeaderTransaction
 from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue, Op
 from elastic_rl.etcd.decoding import decode, decode_all
 from elastic_rl.etcd.keys import Keys
@@ -134,7 +134,7 @@ def set_desired(etcd: EtcdClient, keys: Keys, election: Election, name: str, des
             return view(spec, etcd.get(keys.pool_status(name)))
         if dry_run:
             return view(replace(spec, value=old.replace(desired=desired).encode()), etcd.get(keys.pool_status(name)))
-        event = events.build("pool.scaled", name, f"{name}: {old.desired} → {desired} engines, by {by}",
+        event = events.build(event_kinds.POOL_SCALED, name, f"{name}: {old.desired} → {desired} engines, by {by}",
                              previous=old.desired, desired=desired, by=by, replica=election.replica)
         new = old.replace(desired=desired)
         change = LeaderTransaction.with_event(keys, event, [Compare.mod(key, "==", spec.mod_revision)],

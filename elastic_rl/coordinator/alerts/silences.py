@@ -8,7 +8,7 @@ import time
 from elastic_rl.coordinator.election.election import Election
 from elastic_rl.coordinator.leader_transaction import IdempotencyClaim, LeaderTransaction
 from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import Silence
@@ -36,7 +36,7 @@ def create_silence(etcd: EtcdClient, keys: Keys, election: Election, *, duration
         return silence
     key = keys.silence(silence.id)
     message = f"alerts {kind} of {subject} are silenced for {duration_s:.0f} s" + (f" by {by}" if by else "")
-    event = events.build("alerts.silenced", silence.id, message, by=by, until=silence.until)
+    event = events.build(event_kinds.ALERTS_SILENCED, silence.id, message, by=by, until=silence.until)
     change = LeaderTransaction.with_event(keys, event, [Compare.absent(key)], [Op.put(key, silence.encode())])
     if not change.commit(etcd, election.writer, claim, f"/v1/silences/{silence.id}"):
         raise concurrent_modification()
@@ -58,7 +58,7 @@ def delete_silence(etcd: EtcdClient, keys: Keys, election: Election, silence_id:
     if dry_run:
         return
     message = f"silence {silence_id} was ended" + (f" by {by}" if by else "")
-    event = events.build("alerts.unsilenced", silence_id, message, by=by)
+    event = events.build(event_kinds.ALERTS_UNSILENCED, silence_id, message, by=by)
     change = LeaderTransaction.with_event(keys, event, [Compare.exists(key)], [Op.delete(key)])
     if not change.commit(etcd, election.writer):
         raise not_found("silence", silence_id)

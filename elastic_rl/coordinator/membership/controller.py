@@ -18,20 +18,20 @@ from elastic_rl.coordinator.membership.weight_outliers import outliers
 from elastic_rl.coordinator.records import LastSeen, ProgressIntervals
 from elastic_rl.coordinator.snapshot import ClusterSnapshot
 from elastic_rl.coordinator.write_set import WriteSet
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, EtcdClient, Op
 from elastic_rl.etcd.decoding import decode, decode_all
+from elastic_rl.etcd.event_kinds import EventKind
 from elastic_rl.etcd.keys import Keys
 from elastic_rl.etcd.records import EngineState, Event, Severity
 from elastic_rl.etcd.transaction import MAX_OPS, GuardedWrite, batches
 
 log = logging.getLogger(__name__)
 
-_EVENTS = {Change.DIED: ("dead", "died"), Change.HUNG: ("hung", "sends heartbeats but makes no progress"),
-           Change.RESUMED: ("resumed", "makes progress again"),
-           Change.SUSPECTED: ("suspected", "sends no heartbeats; it may be slow"),
-           Change.ALIVE: ("alive", "sends heartbeats again")}
-"""Kind of the event and the verb of its message."""
+_VERBS = {Change.DIED: "died", Change.HUNG: "sends heartbeats but makes no progress",
+          Change.RESUMED: "makes progress again", Change.SUSPECTED: "sends no heartbeats; it may be slow",
+          Change.ALIVE: "sends heartbeats again"}
+"""What the message of the change's event says."""
 _FAULTS = (Change.DIED, Change.HUNG)
 _WITHOUT_EVENT = (Change.SEEN, Change.FORGOTTEN)
 """Changes without an event. Thousands come at once when a run starts or ends, and share transactions."""
@@ -97,7 +97,7 @@ class MembershipController:
         for engine in found:
             reason = f"its weights of version {engine.version} differ from those of the other engines"
             quarantined = engine.replace(state=EngineState.QUARANTINED, reason=reason, updated_at=snapshot.now)
-            event = events.build("engine.quarantined", engine.id, f"engine {engine.id}: {reason}",
+            event = events.build(event_kinds.ENGINE_QUARANTINED, engine.id, f"engine {engine.id}: {reason}",
                                  severity=Severity.ERROR, by=BY_LEADER, version=engine.version)
             key = self._keys.engine(engine.id)
             self._guarded([snapshot.unchanged(key)],
@@ -154,9 +154,9 @@ class MembershipController:
 
     def _write(self, snapshot: ClusterSnapshot, change: MemberChange) -> None:
         writes = self._draft(snapshot, change)
-        if self._guarded(writes.compares, writes.ops) and change.change in _EVENTS:
+        if self._guarded(writes.compares, writes.ops) and change.change in _VERBS:
             log.log(logging.WARNING if change.change in _FAULTS else logging.INFO, "%s %s %s%s", *change.entry.name,
-                    _EVENTS[change.change][1], f": {change.why}" if change.why else "")
+                    _VERBS[change.change], f": {change.why}" if change.why else "")
 
     def _draft(self, snapshot: ClusterSnapshot, change: MemberChange, *, with_event: bool = True) -> WriteSet:
         entry, live, writes = change.entry, change.live, WriteSet()
@@ -185,12 +185,11 @@ class MembershipController:
 
     def _fault_event(self, snapshot: ClusterSnapshot, change: MemberChange) -> Event:
         entry = change.entry
-        kind, verb = _EVENTS[change.change]
         who = f"{entry.role} {entry.id} (pid {entry.pid} on {entry.host})"
         doing = f" in {change.live.doing}" if change.live and change.change is Change.HUNG else ""
         why = f": {change.why}" if change.why else ""
         return events.build(
-            f"{entry.role}.{kind}", entry.id, f"{who} {verb}{doing}{why}",
+            _kind(change), entry.id, f"{who} {_VERBS[change.change]}{doing}{why}",
             severity=Severity.ERROR if change.change in _FAULTS else Severity.INFO, by=BY_LEADER, pid=entry.pid,
             incarnation=entry.incarnation, **self._detection_time(snapshot, change))
 
@@ -216,10 +215,18 @@ class MembershipController:
             state=EngineState.DEAD, reason="its process died", updated_at=snapshot.now))
 
 
+def _kind(change: MemberChange) -> EventKind:
+    kinds = event_kinds.of_members(change.entry.role)
+    return {Change.DIED: kinds.dead, Change.HUNG: kinds.hung, Change.RESUMED: kinds.resumed,
+            Change.SUSPECTED: kinds.suspected, Change.ALIVE: kinds.alive}[change.change]
+
+
 def _recovered(s: LastSeen) -> Event:
-    return events.build(f"{s.role}.recovered", s.id, f"another {s.role} has taken over from {s.id}", by=BY_LEADER)
+    return events.build(event_kinds.of_members(s.role).recovered, s.id,
+                        f"another {s.role} has taken over from {s.id}", by=BY_LEADER)
 
 
 def _returned(s: LastSeen) -> Event:
-    return events.build(f"{s.role}.returned", s.id, f"{s.role} {s.id} is back (pid {s.pid} on {s.host})",
-                        by=BY_LEADER, pid=s.pid, incarnation=s.incarnation)
+    return events.build(event_kinds.of_members(s.role).returned, s.id,
+                        f"{s.role} {s.id} is back (pid {s.pid} on {s.host})", by=BY_LEADER,
+                        pid=s.pid, incarnation=s.incarnation)

@@ -17,7 +17,7 @@ from elastic_rl.coordinator.operations import external_engines, state_machine
 from elastic_rl.coordinator.problems import Problem, concurrent_modification, not_found
 from elastic_rl.coordinator.targets import JOB, engine_target, name_of, pool_target
 from elastic_rl.coordinator.write_set import WriteSet
-from elastic_rl.etcd import events, fencing
+from elastic_rl.etcd import event_kinds, events, fencing
 from elastic_rl.etcd.client import Compare, EtcdClient, KeyValue
 from elastic_rl.etcd.decoding import decode
 from elastic_rl.etcd.keys import Keys
@@ -43,8 +43,9 @@ _ENGINE_GRACE_S = 30.0
 """Time for an engine to end, on top of what its replacement may take to start."""
 _ROLE_RESTART_S = 120.0
 _TRAINER_GRACE_S = 60.0
-_EVENT_KINDS = {OperationKind.SCALE: "pool.scaled", OperationKind.DRAIN: "engine.draining",
-                OperationKind.RESTART: "restart.requested", OperationKind.REGISTER: "engine.registering"}
+_EVENT_KINDS = {OperationKind.SCALE: event_kinds.POOL_SCALED, OperationKind.DRAIN: event_kinds.ENGINE_DRAINING,
+                OperationKind.RESTART: event_kinds.RESTART_REQUESTED,
+                OperationKind.REGISTER: event_kinds.ENGINE_REGISTERING}
 _TARGETS = f"engines/ID, roles/NAME, {', '.join(TRAINER_GROUPS)} or job"
 
 
@@ -235,8 +236,8 @@ class OperationService:
             if dry_run:
                 return ended
             writes.put(found.key, found.mod_revision, ended)
-            event = events.build("operation.cancelled", op.target, f"{op.kind} of {op.target} cancelled by {by}",
-                                 operation=op.id, by=by)
+            event = events.build(event_kinds.OPERATION_CANCELLED, op.target,
+                                 f"{op.kind} of {op.target} cancelled by {by}", operation=op.id, by=by)
             if self._commit(writes, event, None, ""):
                 return ended
         raise concurrent_modification()

@@ -31,7 +31,7 @@ from elastic_rl.dcs.publish.part_writer import LocalArena
 from elastic_rl.dcs.publish.publisher import Publisher
 from elastic_rl.dcs.security import TOKEN_FILE, Security
 from elastic_rl.errors import ElasticRLError, EtcdUnavailable, LeaseLost
-from elastic_rl.etcd import fencing
+from elastic_rl.etcd import event_kinds, fencing
 from elastic_rl.etcd.client import EtcdClient
 from elastic_rl.etcd.records import Severity, Version, VersionState
 from elastic_rl.etcd.run_context import RunContext
@@ -285,9 +285,9 @@ class Checkpoints:
         self.state_version = version.number
         if newest and self.par.rank == 0:
             with suppress(EtcdUnavailable):  # the log has it too
-                fencing.emit(self._etcd, self._keys, self._epoch, f"{self._group.name}.state_lost", self._group.state,
-                             f"the newest state is not available, resuming from version {version.number}: {newest}",
-                             severity=Severity.ERROR)
+                fencing.emit(self._etcd, self._keys, self._epoch, event_kinds.GROUPS[self._group.name].state_lost,
+                             self._group.state, "the newest state is not available, resuming from version "
+                             f"{version.number}: {newest}", severity=Severity.ERROR)
         log.info("restored %s %d: %s step %d", self._group.state, version.number, progress.phase, progress.step)
         return progress
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastic_rl.coordinator.leader_transaction import LeaderTransaction
 from elastic_rl.coordinator.problems import Problem
 from elastic_rl.errors import Fenced, OutcomeUnknown
-from elastic_rl.etcd import events
+from elastic_rl.etcd import event_kinds, events
 from elastic_rl.etcd.client import Compare, KeyValue, Op
 from elastic_rl.etcd.fencing import FencedWriter
 from elastic_rl.etcd.keys import Keys
@@ -82,7 +82,7 @@ def count_once(etcd: LossyEtcd) -> LeaderTransaction:
     """Adds one to a counter that nobody has changed since it was read."""
     found = etcd.get(COUNTER)
     value, revision = (int(found.value), found.mod_revision) if found else (0, 0)
-    event = events.build("pool.scaled", "rollout", "m")
+    event = events.build(event_kinds.POOL_SCALED, "rollout", "m")
     return LeaderTransaction.with_event(KEYS, event, [Compare.mod(COUNTER, "==", revision)],
                                         [Op.put(COUNTER, str(value + 1).encode())])
 

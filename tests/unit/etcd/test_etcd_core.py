@@ -21,7 +21,7 @@ from elastic_rl.errors import (
     LeaseLost,
     OutcomeUnknown,
 )
-from elastic_rl.etcd import channels, deduplication, events
+from elastic_rl.etcd import channels, deduplication, event_kinds, events
 from elastic_rl.etcd.call_errors import Failure, classify, refusal
 from elastic_rl.etcd.channels import backoff
 from elastic_rl.etcd.keys import Keys
@@ -87,12 +87,12 @@ def test_oldest_candidate_leads() -> None:
 
 @given(st.lists(st.floats(0, 4e9), min_size=2, max_size=2, unique_by=lambda at: int(at * 1000)))
 def test_event_ids_sort_by_time(times: list[float]) -> None:
-    early, late = (events.build("k", "s", "m", at=at) for at in sorted(times))
+    early, late = (events.build(event_kinds.POOL_SCALED, "s", "m", at=at) for at in sorted(times))
     assert early.id < late.id
 
 
 def test_event_ids_of_one_millisecond_differ() -> None:
-    assert len({events.build("k", "s", "m", at=1.0).id for _ in range(5000)}) == 5000
+    assert len({events.build(event_kinds.POOL_SCALED, "s", "m", at=1.0).id for _ in range(5000)}) == 5000
 
 
 def test_write_tokens_are_outside_every_job() -> None:
