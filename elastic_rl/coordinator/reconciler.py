@@ -64,8 +64,6 @@ _FAILED = metrics.counter("reconcile_failures", "Reconcile passes that failed", 
 class PassFailed(ElasticRLError):
     """Stages of a reconcile pass failed; the log has the tracebacks."""
 
-    retryable = True
-
 
 class Reconciler:
     """Runs passes in a thread while this replica leads: one after each interval, and one when ``wake`` is called."""

@@ -21,6 +21,7 @@ from elastic_rl.coordinator.membership import registry
 from elastic_rl.coordinator.records import FaultLog, FaultOccurrence, RecoveryAction
 from elastic_rl.coordinator.targets import JOB, engine_target, role_target
 from elastic_rl.etcd.records import JobStatus
+from elastic_rl.runtime.backoff import doubled_s
 
 
 class Fault(StrEnum):
@@ -164,5 +165,5 @@ def _request(log: FaultLog, action: RecoveryAction, reason: str, now: float, cfg
     if _RANK[action] <= _RANK[log.pending]:
         return log
     again = max(0, len(log.occurrences) - 1)
-    wait_s = 0.0 if again == 0 else min(cfg.backoff_max_s, cfg.backoff_initial_s * 2.0 ** min(again - 1, 16))
+    wait_s = doubled_s(again, cfg.backoff_initial_s, cfg.backoff_max_s) if again else 0.0
     return log.replace(pending=action, due_at=now + (0.0 if action is RecoveryAction.STOP else wait_s), reason=reason)

@@ -42,7 +42,7 @@ from elastic_rl.trainer.checkpoint import snapshot, state_reader
 from elastic_rl.trainer.checkpoint.async_publish import AsyncPublisher, InFlightPublish
 from elastic_rl.trainer.checkpoint.host_copy import HostCopier
 from elastic_rl.trainer.checkpoint.owned_tensors import OwnedTensorWriter
-from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, Unavailable, patiently
+from elastic_rl.trainer.checkpoint.rounds import Job, Rounds, Unavailable, while_away
 from elastic_rl.trainer.checkpoint.snapshot import StateLoader
 from elastic_rl.trainer.megatron.optimizer import Adam
 from elastic_rl.trainer.megatron.parallel import ParallelDims
@@ -244,7 +244,7 @@ class Checkpoints:
     def _try_restore(self) -> tuple[Progress | None, str]:
         """What was restored; or why the newest version is not available, when none is."""
         committed = self._rounds.run(
-            lambda job: patiently(job, self._committed, self._waits) if self.par.rank == 0 else [])
+            lambda job: while_away(job, self._committed, self._waits) if self.par.rank == 0 else [])
         newest = ""
         while True:
             number = broadcast_numbers([committed.pop() if committed else 0], self.par)[0]
@@ -301,7 +301,7 @@ class Checkpoints:
 
     def _read_together(self, number: int) -> tuple[StateLoader, Version]:
         """This rank's part of a state, once every rank has its own. Raises Unavailable."""
-        return self._rounds.run(lambda job: patiently(job, lambda: self._read(number, job), self._waits))
+        return self._rounds.run(lambda job: while_away(job, lambda: self._read(number, job), self._waits))
 
     def _read(self, number: int, job: Job[Any]) -> tuple[StateLoader, Version]:
         """In the thread of a job: this rank's part of a state."""
